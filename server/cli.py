@@ -2,7 +2,8 @@
 
 Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
 start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
-transformers. `engine`, `front`, `structure-checker`, `claim` and `launcher` are for WideEP's own use and not shown.
+transformers. `engine`, `front`, `structure-checker`, `dispatch-trial`, `claim` and `launcher` are for WideEP's own use and not
+shown.
 """
 # ruff: noqa: PLC0415
 
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.bench.flags import add_bench_parser
 from server.clients.experts.cli import add_experts_parser
+from server.doctor.flags import add_doctor_parser, check_doctor_arguments
 from server.lines import say, write_lines_as
 from server.options.completion import SHELLS, completion_script
 from server.options.flag import OptionsError
@@ -28,6 +30,7 @@ from server.roots import RootError, check_roots
 _COMMANDS = (
     "serve",
     "worker",
+    "doctor",
     "chat",
     "models",
     "run-batch",
@@ -35,7 +38,7 @@ _COMMANDS = (
     "experts",
     "completion",
 )  # that --help shows
-_SERVICES = ("serve", "worker", "run-batch")  # whose flags are those of a service
+_SERVICES = ("serve", "worker", "run-batch", "doctor")  # whose flags are those of a service
 _MOST_TEMPERATURE = 2.0  # of answers: OpenAI's, and the service's
 _DESCRIPTION = """\
 Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
@@ -44,6 +47,7 @@ _EXAMPLES = """\
 examples:
   wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
+  wideep doctor                        check this machine, or several nodes, before a start
   wideep chat                          talk to it in the terminal
   wideep models qwen3_next gemma4      whether models of these types run, and why not
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
@@ -93,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run_launcher(words[1:])
     if words == ["structure-checker"]:
         return _run_checker()
+    if words == ["dispatch-trial"]:
+        return _run_trial()
     if words[:1] == ["claim"]:
         return _run_claim(words[1:])
     try:
@@ -118,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_batch(args)
         if args.command == "bench":
             return _run_bench(args)
+        if args.command == "doctor":
+            return _run_doctor(args)
         options = options_from(args)
         write_lines_as(options.log.format)
         _say_notes(args)
@@ -213,6 +221,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     models.add_argument(
         "types", nargs="*", metavar="TYPE", help="model types (default: all, some two minutes)"
     )
+    add_doctor_parser(commands)
     add_batch_parser(commands)
     add_bench_parser(commands)
     add_experts_parser(commands)
@@ -295,6 +304,15 @@ def _run_bench(args: argparse.Namespace) -> int:
     return run_bench(args)
 
 
+def _run_doctor(args: argparse.Namespace) -> int:
+    from server.doctor.run import run_doctor
+
+    check_doctor_arguments(args)
+    options = options_from(args)
+    _say_notes(args)
+    return run_doctor(args, options)
+
+
 def _run_experts(args: argparse.Namespace) -> int:
     if args.verb in ("load", "record"):
         from server.clients.experts.live import run_live
@@ -319,6 +337,12 @@ def _run_checker() -> int:
     from server.front.structure.checker_process import run_checker
 
     return run_checker()
+
+
+def _run_trial() -> int:
+    from server.doctor.dispatch_trial import run_dispatch_trial
+
+    return run_dispatch_trial()
 
 
 def _run_launcher(arguments: list[str]) -> NoReturn:

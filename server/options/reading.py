@@ -8,7 +8,7 @@ import argparse
 import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,17 @@ def keyword(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | None = None) -> None:
+def add_options(
+    parser: argparse.ArgumentParser,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    own: Sequence[str] = (),
+) -> None:
     """Add MODEL and all flags to a command's parser.
 
     Args:
         defaults: by keyword, shown by --help instead of the table's.
+        own: flags of other programs that this command has itself.
     """
     add_flags(parser, OPTIONS, defaults or {})
     parser.add_argument(
@@ -62,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any] | N
         help="another way to write MODEL",
     )
     for flag in _FOREIGN.values():
-        names = [name for name in flag.names if name not in _BY_NAME]
+        names = [name for name in flag.names if name not in _BY_NAME and name not in own]
         settings: dict[str, Any] = {
             "dest": flag.name,
             "default": argparse.SUPPRESS,

@@ -31,6 +31,9 @@ ORDER = (
     ("server.cli", "server.offline"),
     ("server.clients",),
     ("server.process",),
+    ("server.doctor",),
+    ("server.process.preflight",),
+    ("server.process.unix_socket",),
     ("server.api.service_routes",),
     ("server.api", "server.experts"),
     ("server.api.blocks", "server.api.tokenize"),
@@ -158,6 +161,7 @@ WITHOUT_TORCH = [
     "kvcache.states",
     "moe.load.quantisation",
     "server.process.worker",
+    "server.doctor.run",
 ]
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {

@@ -21,7 +21,7 @@ def test_help_names_the_users_commands_and_hides_ours(capsys: pytest.CaptureFixt
     assert caught.value.code == 0
     for word in ("serve", "worker", "chat", "--version", "examples:"):
         assert word in text
-    for word in ("engine", "front", "launcher", "SUPPRESS"):
+    for word in ("engine", "front", "launcher", "dispatch-trial", "SUPPRESS"):
         assert word not in text
 
 
@@ -56,7 +56,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
     assert main(["srve"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        "wideep: 'srve' is no command (did you mean serve?); the commands are serve, worker, chat, "
+        "wideep: 'srve' is no command (did you mean serve?); the commands are serve, worker, doctor, chat, "
     )
     assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
         "ours are nobody's business"
@@ -131,7 +131,7 @@ def test_a_folder_called_server_in_the_users_directory_is_not_run(tmp_path: Path
 
 def test_help_and_the_supervisor_load_no_heavy_package() -> None:
     code = (
-        "import sys, server.cli, server.process.serve, server.process.worker\n"
+        "import sys, server.cli, server.doctor.run, server.process.serve, server.process.worker\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'grpc', 'numpy', 'huggingface_hub', 'httpx'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

@@ -1,0 +1,127 @@
+"""What a check found, and how it is shown: one line each, or one JSON object, and an exit status.
+
+A check is ok, a warning (the service runs, but slower or less safely), a failure (it cannot run, or its answers could
+differ), or not here: what it is about is not on this machine, so nothing was tried. What is wrong says what to do.
+"""
+
+import dataclasses
+import enum
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from server.lines import say
+
+_NAME_WIDTH = 15  # of the longest check's name
+
+
+class Status(enum.StrEnum):
+    """How a check ended; the last that occurs is the report's."""
+
+    NOT_HERE = "not here"
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "FAILURE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One check's result."""
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""  # what to do, where something is wrong
+    figures: Mapping[str, float] = field(default_factory=dict)  # what was measured, with units in the names
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether somebody has to do something."""
+        return self.status in (Status.WARNING, Status.FAILURE)
+
+    @property
+    def sentence(self) -> str:
+        """What was found and what to do."""
+        return f"{self.text}: {self.remedy}" if self.remedy else self.text
+
+
+def ok(name: str, text: str, **figures: float) -> Check:
+    """What is as it should be."""
+    return Check(name=name, status=Status.OK, text=text, figures=figures)
+
+
+def warning(name: str, text: str, remedy: str, **figures: float) -> Check:
+    """What costs time or safety."""
+    return Check(name=name, status=Status.WARNING, text=text, remedy=remedy, figures=figures)
+
+
+def failure(name: str, text: str, remedy: str = "") -> Check:
+    """What the service cannot run with."""
+    return Check(name=name, status=Status.FAILURE, text=text, remedy=remedy)
+
+
+def not_here(name: str, text: str) -> Check:
+    """What this machine does not have."""
+    return Check(name=name, status=Status.NOT_HERE, text=text)
+
+
+class Report:
+    """Checks as they come: each is a line at once, or all of them one object at the end."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._checks: list[tuple[str, Check]] = []  # with the node
+
+    def add(self, checks: Iterable[Check], *, node: str = "") -> None:
+        """Take checks, and show them.
+
+        Args:
+            node: whose they are, where that is not this one.
+        """
+        for check in checks:
+            self._checks.append((node, check))
+            if not self._as_json:
+                say(line_of(check, node))
+
+    def end(self, seconds: float) -> int:
+        """Show the whole, and return the exit status: 1 with a failure, else 0."""
+        counts = Counter(check.status for _, check in self._checks)
+        worst = [status for status in Status if counts[status]][-1]
+        if self._as_json:
+            say(json.dumps(self._object(worst, seconds), indent=1))
+        else:
+            told = [f"{counts[Status.OK]} ok", count(counts[Status.WARNING], "warning")]
+            told += [count(counts[Status.FAILURE], "failure"), f"{counts[Status.NOT_HERE]} not here"]
+            say(f"\n{', '.join(told)} ({seconds:.1f} s)")
+        return int(worst is Status.FAILURE)
+
+    def _object(self, worst: Status, seconds: float) -> dict[str, object]:
+        checks = [
+            {"check": check.name, "node": node, **dataclasses.asdict(check), "status": check.status.lower()}
+            for node, check in self._checks
+        ]
+        for each in checks:
+            del each["name"]
+        return {"status": worst.lower(), "seconds": round(seconds, 2), "checks": checks}
+
+
+def line_of(check: Check, node: str = "") -> str:
+    """Return a check as a line."""
+    whose = f"{node}: " if node else ""
+    return f"{check.status:8}  {check.name:{_NAME_WIDTH}}  {whose}{check.sentence}"
+
+
+def as_json(checks: Iterable[Check]) -> list[dict[str, object]]:
+    """Return checks as JSON values, for another node."""
+    return [dataclasses.asdict(check) for check in checks]
+
+
+def from_json(values: Iterable[Mapping[str, object]]) -> list[Check]:
+    """Read what `as_json` wrote."""
+    return [Check(**{**each, "status": Status(str(each["status"]))}) for each in values]  # type: ignore[arg-type]
+
+
+def count(number: int, noun: str) -> str:
+    """Say how many."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

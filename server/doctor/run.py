@@ -1,0 +1,155 @@
+"""`wideep doctor`: check this node, then, with other doctors, what is between the nodes; a line per check as it comes.
+
+Everything that a check finds wrong is a line of the report, and the rest goes on where it can; only a command line
+that says nothing sensible ends the doctor at once.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from server.doctor.between_nodes import DispatchTrial, check_together, check_ways, sizes_of, tokens_of
+from server.doctor.equal import facts_to_compare
+from server.doctor.interfaces import Taken, gloo_takes, other_interface
+from server.doctor.links import Gathers
+from server.doctor.machine import Machine, check_machine, check_model
+from server.doctor.meeting import Endpoint, Meeting, MeetingError, meet
+from server.doctor.report import Check, Report, failure, not_here, ok
+from server.lines import say
+from server.options.reading import said_in
+from server.options.table import Options
+from server.process.preflight.checkpoint import with_checkpoint
+from server.process.preflight.device import NO_FACTS, Device, choose_device, on_device
+from server.process.preflight.model import PreflightError
+
+_END_S = 30.0
+
+
+class _Node(NamedTuple):
+    """This node, as far as it was found."""
+
+    options: Options  # with `model` a directory where there is one
+    device: Device
+    num_ranks: int  # on it
+    directory: Path | None  # of the model
+    checks: tuple[Check, ...]  # what already went wrong
+
+
+def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | None = None) -> int:
+    """Check, report, and return the exit status: 1 where a check failed."""
+    begun_s, machine = time.monotonic(), machine or Machine()
+    try:
+        endpoint = None if args.rdzv_endpoint is None else Endpoint.parse(args.rdzv_endpoint)
+    except MeetingError as error:
+        say(f"wideep doctor: {error}", error=True)
+        return 2
+    report = Report(as_json=args.json)
+    with contextlib.ExitStack() as ending:
+        trial = None if endpoint is None else ending.enter_context(DispatchTrial())
+        node = _find_node(args, options)
+        own = list(node.checks)
+        for check in _check_alone(args, node, machine):
+            own.append(check)
+            report.add([check])
+        if endpoint is not None and trial is not None:
+            _check_between(args, endpoint, node, machine, trial, own, report)
+    return report.end(time.monotonic() - begun_s)
+
+
+def _find_node(args: argparse.Namespace, options: Options) -> _Node:
+    """Choose the device and find the model, as a start does."""
+    checks, directory = [], None
+    try:
+        device = choose_device(options.device)
+    except PreflightError as error:
+        checks.append(failure("device", str(error)))
+        device = Device(name="cpu", reason=str(error), facts=NO_FACTS)
+    num_ranks = args.nproc_per_node or options.data_parallel_size or device.ranks
+    try:
+        options = on_device(options, device, num_local_ranks=num_ranks)
+    except PreflightError as error:
+        checks.append(failure("device", str(error)))
+        options = on_device(options, device, num_local_ranks=device.ranks)
+    if "model" in said_in(args):
+        try:
+            options = with_checkpoint(options)
+            directory = Path(options.model)
+        except PreflightError as error:
+            checks.append(failure("model files", str(error)))
+    return _Node(replace(options, data_parallel_size=num_ranks), device, num_ranks, directory, tuple(checks))
+
+
+def _check_alone(args: argparse.Namespace, node: _Node, machine: Machine) -> Iterator[Check]:
+    yield from node.checks
+    yield from check_machine(
+        machine, node.device, node.options, num_ranks=node.num_ranks, has_other_nodes=args.nnodes > 1
+    )
+    if node.directory is not None:
+        yield from check_model(
+            node.options,
+            num_ranks=node.num_ranks * args.nnodes,
+            num_local_ranks=node.num_ranks,
+            gpu_bytes=node.device.free_bytes,
+        )
+    elif not any(check.name == "model files" for check in node.checks):
+        yield not_here("model files", "no MODEL was given")
+
+
+def _check_between(
+    args: argparse.Namespace,
+    endpoint: Endpoint,
+    node: _Node,
+    machine: Machine,
+    trial: DispatchTrial,
+    own: list[Check],
+    report: Report,
+) -> None:
+    interfaces = machine.interfaces()
+    taken = gloo_takes(machine.environment, interfaces, machine.host, machine.resolve)
+    better = other_interface(interfaces)
+    address = better.addresses[0] if better and (taken.is_loopback or not taken.address) else taken.address
+    name = f"{machine.host} ({address})"
+    try:
+        with meet(endpoint, args.nnodes, name, timeout_s=args.wait_seconds, say=_say) as meeting:
+            report.add([ok("nodes", f"all {args.nnodes} are here: {', '.join(meeting.names)}")])
+            _check_met(meeting, node, taken, trial, own, report)
+    except MeetingError as error:
+        report.add([failure("nodes", str(error))])
+
+
+def _check_met(
+    meeting: Meeting, node: _Node, taken: Taken, trial: DispatchTrial, own: list[Check], report: Report
+) -> None:
+    facts = _facts(node, own)
+    for name, check in check_together(meeting, own, facts, taken):
+        report.add([check], node=name)
+    sizes = _agreed_sizes(meeting, node)
+    tokens = tokens_of(node.options.max_num_batched_tokens)
+    for check in check_ways(meeting, taken, trial, sizes, tokens):
+        report.add([check])
+    meeting.gather("end", None, _END_S)
+
+
+def _facts(node: _Node, own: list[Check]) -> dict[str, object]:
+    key = node.options.cluster_key
+    try:
+        return facts_to_compare(node.directory, key)
+    except PreflightError:  # said already, by the check of its files
+        return facts_to_compare(None, key)
+
+
+def _agreed_sizes(meeting: Gathers, node: _Node) -> dict[str, int]:
+    """Take the sizes of the node of the endpoint: a dispatch is of one shape."""
+    try:
+        own = sizes_of(node.directory)
+    except PreflightError:
+        own = sizes_of(None)
+    return dict(meeting.gather("sizes", own, _END_S)[0])
+
+
+def _say(text: str) -> None:
+    say(f"wideep doctor: {text}", error=True)
