@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import select
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -46,8 +47,10 @@ from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABL
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.process.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
+from server.process.preflight.model import PreflightError
 from server.process.spare import leave_spare
 from server.process.store.claim import publish_service
+from server.process.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.process.store.rendezvous import Place, place_from
 from server.process.store.signed_store import SignedStore
 
@@ -97,8 +100,8 @@ JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
 STATS_EVERY = 50  # steps without outputs between reports
 FRONT_KEY = "front"
 FAILURES = (
-    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, OptionsError,
-    SchedulerLimitsError, UnsupportedModelError, dist.DistError,
+    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, NodesDifferError, OptionsError,
+    PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
 
 
@@ -132,9 +135,13 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     tells = place.rank == 0 and not num_restarts
     if num_restarts:
         _check_front(front)
+        if options.join is not None:
+            check_newcomer(PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname())
     else:
         if tells and place.world_size > 1:
             say("Waiting for the other ranks", error=True, level="info")
+        nodes = PrefixStore("nodes", store)
+        check_nodes_together(nodes, place, Path(options.model), key, socket.gethostname(), environment)
         _join(place, store)
     if tells:
         say(f"Building the model of {options.model} and trying its layers", error=True, level="info")

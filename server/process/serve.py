@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dispatch.ports import free_port
+from server.doctor.machine import problems_at_start, say_problems
 from server.lines import say
 from server.options.flag import OptionsError
 from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
@@ -112,6 +113,7 @@ def _prepare(options: Options) -> Options:
     )
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     say(f"wideep: computing on {device.in_words}")
+    say_problems(problems_at_start(options, num_ranks=ranks, has_other_nodes=False))
     if note := note_on_redundancy(options, ranks):
         say(f"wideep: {note}")
     return options if options.port or options.uds else replace(options, port=free_port(options.host))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from server.doctor.machine import problems_at_start, say_problems
 from server.lines import say
 from server.options.flag import OptionsError
 from server.options.table import Options
@@ -57,7 +58,8 @@ def run_worker(
         else:
             host = front_host(place, agent, environment) if place.local_rank == 0 else None
             variables = store_variables(agent, environment)
-        options = _prepare(options, place, environment, has_front=host is not None)
+        store_host = variables.get("MASTER_ADDR", place.master_addr)
+        options = _prepare(options, place, environment, has_front=host is not None, store_host=store_host)
     except (OptionsError, PlaceError, PreflightError) as error:
         report_failure(str(error), environment)
         return 1
@@ -82,7 +84,9 @@ def _clear_after_serve(environment: Mapping[str, str]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool) -> Options:
+def _prepare(
+    options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool, store_host: str
+) -> Options:
     """Find the model and the threads, and let one worker of the node check what can be checked early."""
     ranks = options.data_parallel_size
     if ranks is not None and ranks != place.local_world_size:
@@ -107,6 +111,15 @@ def _prepare(options: Options, place: Place, environment: Mapping[str, str], *, 
             gpu_bytes=device.free_bytes,
         )
         say(f"wideep: computing on {device.in_words}")
+        spans_nodes = place.world_size > place.local_world_size and not _is_this_machine(store_host)
+        say_problems(
+            problems_at_start(options, num_ranks=place.local_world_size, has_other_nodes=spans_nodes)
+        )
         if note := note_on_redundancy(options, place.world_size):
             say(f"wideep: {note}")
     return options
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a host's name says that all who use it are on one machine, as several torchruns may be."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"

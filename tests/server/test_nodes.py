@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,11 +48,21 @@ def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = No
 
 def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
     """Start a service of one rank on each node."""
+    write_files(directory)
+    return RealService(HTTP_PORT, torchruns(namespaces, directory, *flags), directory / "output.txt")
+
+
+def write_files(directory: Path, *, name: str = "wideep", interface: str = "veth0") -> None:
+    """Write the model, and the command of a node whose ranks meet over an interface."""
     write_tiny_model(directory / "tiny")
-    wideep = directory / "wideep"
-    wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME=veth0 exec {" ".join(WIDEEP)} "$@"\n')
+    wideep = directory / name
+    wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME={interface} exec {" ".join(WIDEEP)} "$@"\n')
     wideep.chmod(0o755)
-    commands = [
+
+
+def torchruns(namespaces: Sequence[str], directory: Path, *flags: str) -> list[list[str]]:
+    """The line of each node."""
+    return [
         [
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
@@ -61,7 +72,6 @@ def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealServic
         ]
         for node, name in enumerate(namespaces)
     ]
-    return RealService(HTTP_PORT, commands, directory / "output.txt")
 
 
 def worker(directory: Path, *flags: str) -> list[str]:
@@ -324,3 +334,37 @@ def test_nobody_joins_a_service_that_misses_nobody(namespaces: list[str], tmp_pa
         said = (tmp_path / "joined.txt").read_text()
         assert f"cannot join the service at {ENDPOINT}: no node is away" in said
         assert members(namespaces[ENDPOINT_NODE]) == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("interface", "has_other_checkpoint", "says"),
+    [
+        ("veth0", True, "the nodes have different checkpoints: model.safetensors"),
+        ("lo", False, "does not reach "),
+    ],
+    ids=["another checkpoint", "wrong interface"],
+)
+def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_that_names_it(
+    namespaces: list[str], tmp_path: Path, interface: str, has_other_checkpoint: bool, says: str
+) -> None:
+    write_files(tmp_path)
+    write_files(tmp_path, name="other", interface=interface)
+    shutil.copytree(tmp_path / "tiny", tmp_path / "changed")
+    weights = tmp_path / "changed" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+    instead = {str(tmp_path / "wideep"): str(tmp_path / "other")}
+    if has_other_checkpoint:
+        instead[str(tmp_path / "tiny")] = str(tmp_path / "changed")
+    commands = torchruns(namespaces, tmp_path)
+    commands[OTHER_NODE] = [instead.get(word, word) for word in commands[OTHER_NODE]]
+    with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
+        for process in service.processes:
+            assert process.wait(START_S) != 0
+        said = service.output()
+        assert said.count("NodesDifferError: ") >= 2, "both nodes say it"
+        assert says in said
+        assert (
+            "gloo interface" not in said if interface == "veth0" else "set GLOO_SOCKET_IFNAME=veth0" in said
+        )
