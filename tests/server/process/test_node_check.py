@@ -88,9 +88,11 @@ def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: dist.HashS
     assert store.num_keys() == 0
 
 
+@pytest.mark.parametrize("key", [None, b"k" * 32])
 def test_a_node_that_is_late_is_named_and_waited_for(
-    store: dist.HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: bytes | None, store: dist.HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    own = dist.PrefixStore("nodes", store if key is None else SignedStore(store, key))
     model, has_said = write_checkpoint(tmp_path), threading.Event()
     said: list[str] = []
 
@@ -101,9 +103,9 @@ def test_a_node_that_is_late_is_named_and_waited_for(
     monkeypatch.setattr(node_check, "say", hear)
     monkeypatch.setattr(node_check, "SAY_AFTER_S", 0.05)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        first = threads.submit(check_nodes_together, store, place(0, of=4), model, None, "host0", ON_LOOPBACK)
+        first = threads.submit(check_nodes_together, own, place(0, of=4), model, key, "host0", ON_LOOPBACK)
         assert has_said.wait(TIMEOUT_S)
-        check_nodes_together(store, place(2, of=4), model, None, "host1", ON_LOOPBACK)
+        check_nodes_together(own, place(2, of=4), model, key, "host1", ON_LOOPBACK)
         first.result(TIMEOUT_S)
     assert said[0].startswith("wideep: rank 0 has waited 0 s for the node of rank 2; see what it says there")
 
