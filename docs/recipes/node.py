@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Start this node of a WideEP service, or join it to one that runs: the line that the recipes for several nodes share.
+
+    node.py start MODEL [FLAGS of `wideep worker`]
+    node.py health
+
+`start` becomes a torchrun. The first start of a service is a rendezvous of all nodes, in any order. A node that starts again
+while the service runs must join it instead (docs/nodes.md): in the rendezvous it would make the other nodes start anew. So
+every node but node 0 first asks whether the service answers. Whatever starts it again (Docker, Kubernetes, systemd, you) needs
+only the one line. `health` has status 0 while the service answers /health with 200. See docs/deploy.md for the variables.
+"""
+
+import os
+import shlex
+import socket
+import ssl
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ASKS = 3  # a front that was killed is back within seconds
+PAUSE_S = 1.0
+WAIT_S = 900.0  # for node 0; torchrun, too, waits so long for the other nodes
+SAY_EVERY_S = 10.0
+KILL_MARGIN_S = 10  # torchrun kills what is left so long after the time that open requests have
+
+
+def main(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Run the command; what is started takes this process' place, so that signals reach it."""
+    if words == ["health"]:
+        sys.exit(0 if answers(f"{service_url(environment)}/health") else 1)
+    if len(words) < 2 or words[0] != "start":
+        sys.exit("usage: node.py start MODEL [FLAGS], or node.py health")
+    command = torchrun(words[1:], environment)
+    say(shlex.join(command))
+    os.execvp(command[0], command)
+
+
+def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Wait until node 0 is there, and return the command of this node."""
+    nodes, rank = number(environment, "NODES"), number(environment, "NODE_RANK")
+    if rank >= nodes:
+        raise SystemExit(f"wideep-node: NODE_RANK is {rank}; of {nodes} nodes it is 0 to {nodes - 1}")
+    head = needed(environment, "HEAD")
+    endpoint = f"{head}:{number(environment, 'RENDEZVOUS_PORT', 29400)}"
+    drain_s = number(environment, "DRAIN_SECONDS", 25)
+    worker = ["--no-python", "wideep", "worker", *words, "--port", environment.get("HTTP_PORT", "8000")]
+    worker += ["--shutdown-timeout-seconds", str(drain_s), *cluster_key(environment)]
+    start = ["torchrun", "--nproc-per-node", str(number(environment, "RANKS_PER_NODE", 1))]
+    start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "c10d"]
+    if rank > 0 and joins(environment, endpoint):
+        return [*start, "--nnodes", "1", "--rdzv-endpoint", "localhost:0", *worker, "--join", endpoint]
+    say(f"node {rank} of {nodes}; the service begins when all {nodes} have come to {endpoint}")
+    start += ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={int(rank == 0)}"]
+    return [*start, "--local-addr", environment.get("LOCAL_ADDRESS") or own_address(head, rank), *worker]
+
+
+def joins(environment: Mapping[str, str], endpoint: str) -> bool:
+    """Wait for node 0; return whether the service runs already."""
+    host, _, port = endpoint.rpartition(":")
+    until_s, said_s = time.monotonic() + WAIT_S, -SAY_EVERY_S
+    while (why := why_closed(host, int(port))) is not None:
+        if time.monotonic() >= until_s:
+            raise SystemExit(f"wideep-node: node 0 did not come to {endpoint} within {WAIT_S:g} s: {why}")
+        if time.monotonic() >= said_s + SAY_EVERY_S:
+            say(f"node 0 is missing: nothing answers at {endpoint} ({why}); waiting for it")
+            said_s = time.monotonic()
+        time.sleep(PAUSE_S)
+    for ask in range(ASKS):
+        if ask:
+            time.sleep(PAUSE_S)
+        if answers(f"{service_url(environment)}/ping"):
+            say(f"the service at {endpoint} runs; this node joins it")
+            return True
+    return False
+
+
+def why_closed(host: str, port: int) -> str | None:
+    """Say why no connection can be made; None if it can."""
+    try:
+        socket.create_connection((host, port), timeout=2 * PAUSE_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def answers(url: str) -> bool:
+    """Return whether an address answers with 200; whose certificate it has does not matter here."""
+    try:
+        with urllib.request.urlopen(url, timeout=4, context=ssl._create_unverified_context()):
+            return True
+    except OSError:  # URLError and HTTPError are
+        return False
+
+
+def service_url(environment: Mapping[str, str]) -> str:
+    """Where the service speaks HTTP; SERVICE_URL says it where that is HTTPS."""
+    host, port = environment.get("HEAD") or "127.0.0.1", environment.get("HTTP_PORT", "8000")
+    return environment.get("SERVICE_URL") or f"http://{host}:{port}"
+
+
+def own_address(head: str, rank: int) -> str:
+    """Under what the others reach this node: node 0 under its name, the others under the address from which they reach it."""
+    if rank == 0:
+        return head
+    family, _, _, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def cluster_key(environment: Mapping[str, str]) -> list[str]:
+    """Return the flag for the cluster key. A mounted secret is root's or a group's: this user gets a copy of its own."""
+    secret = environment.get("CLUSTER_KEY_SECRET")
+    if not secret:
+        return []
+    copy = Path.home() / ".wideep-cluster.key"
+    copy.unlink(missing_ok=True)
+    descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(Path(secret).read_bytes())
+    return ["--cluster-key-file", str(copy)]
+
+
+def needed(environment: Mapping[str, str], name: str) -> str:
+    """Read a variable that has no default."""
+    value = environment.get(name)
+    if not value:
+        raise SystemExit(f"wideep-node: {name} is not set; docs/deploy.md says what it is")
+    return value
+
+
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a variable that is a number."""
+    text = environment.get(name) or ("" if default is None else str(default))
+    if not text.isdigit():
+        raise SystemExit(f"wideep-node: {name} is {text!r}; it must be a number")
+    return int(text)
+
+
+def say(text: str) -> None:
+    """Tell the log."""
+    print(f"wideep-node: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], os.environ)
