@@ -11,21 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.service.namespaces import ask, set_link
+from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
-ASK = """
-import sys, httpx
-answer = httpx.request(sys.argv[1], sys.argv[2], content=sys.argv[3] or None, headers={'content-type': 'application/json'}, timeout=30)
-print(answer.text); sys.exit(answer.status_code != 200)
-"""
 STREAM = """
 import sys, httpx
 with httpx.stream('POST', sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}, timeout=300) as answer:
@@ -36,14 +32,6 @@ PIECES = 10  # of every stream, before something happens
 NUM_STREAMS = 4  # over two ranks
 STREAMS_S = 300.0  # for streams to begin, or to end
 END_S = 120.0  # of a node that is cut off: 50 s until the link is given up, 30 of asking for the front, 10 for torchrun
-
-
-def ask(namespace: str, method: str, path: str, body: dict[str, Any] | None = None) -> str | None:
-    """Send a request from inside a namespace; None when it is not answered with 200."""
-    content = json.dumps(body) if body else ""
-    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", ASK, method, URL + path, content]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    return answer.stdout if answer.returncode == 0 else None
 
 
 def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
@@ -117,12 +105,8 @@ def end_node(service: RealService, node: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def set_link(namespace: str, state: str) -> None:
-    subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", state], check=True, timeout=10)
-
-
 def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
-    healthy = lambda: ask(namespaces[ENDPOINT_NODE], "GET", "/health") is not None  # noqa: E731
+    healthy = lambda: ask(namespaces[ENDPOINT_NODE], "GET", f"{URL}/health") is not None  # noqa: E731
     wait_until(healthy, service.output, within_s=START_S)
 
 
@@ -178,8 +162,7 @@ def engine_of(service: RealService, namespace: str) -> int:
 
 
 def members(namespace: str) -> list[int]:
-    answer = ask(namespace, "GET", "/v1/fault_tolerance/status")
-    return json.loads(answer)["members"] if answer else []
+    return members_at(namespace, URL)
 
 
 @pytest.mark.slow
@@ -187,7 +170,7 @@ def test_two_nodes_serve_together_over_gloo(namespaces: list[str], tmp_path: Pat
     body = {"model": "tiny", "prompt": "the cat", "max_tokens": 16, "temperature": 0}
     with start(namespaces, tmp_path) as service:
         wait_until_healthy(service, namespaces)
-        answers = [ask(name, "POST", "/v1/completions", body) for name in namespaces]
+        answers = [ask(name, "POST", f"{URL}/v1/completions", body) for name in namespaces]
         texts = [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
         assert len(texts) == 2
         assert texts[0] == texts[1]

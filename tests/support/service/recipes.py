@@ -37,21 +37,19 @@ def compose_nodes(variables: Mapping[str, str]) -> list[NodeCommand]:
         return variables.get(found[1]) or found[2]
 
     text = re.sub(r"\$\{(\w+):-([^}]*)\}", put_in, COMPOSE.read_text())
-    services = yaml.safe_load(text)["services"]
     return [
         NodeCommand(
-            [*each["entrypoint"], *shlex.split(each["command"])], {**each["environment"], "HOME": "/home/wideep"}
+            [*service["entrypoint"], *shlex.split(service["command"])],
+            {name: str(value) for name, value in service["environment"].items()},
         )
-        for _, each in sorted(services.items())
+        for _, service in sorted(yaml.safe_load(text)["services"].items())
     ]
 
 
 def pods(size: int) -> list[dict[str, Any]]:
     """The pod specs of a group."""
     template = load(LEADER_WORKER_SET)["spec"]["leaderWorkerTemplate"]
-    return [
-        template["workerTemplate" if number else "leaderTemplate"]["spec"] for number in range(size)
-    ]
+    return [template["workerTemplate" if number else "leaderTemplate"]["spec"] for number in range(size)]
 
 
 def kubernetes_nodes(variables: Mapping[str, str], *, size: int) -> list[NodeCommand]:
@@ -75,7 +73,7 @@ def _in_parentheses(text: str, known: Mapping[str, str]) -> str:
 def unit_command(unit: str, settings: str, variables: Mapping[str, str]) -> NodeCommand:
     """A unit's ExecStart under its file of settings, in which the user has changed the variables."""
     said = dict(line.split("=", 1) for line in unit_lines(settings))
-    known = {name: value.strip('"') for name, value in said.items()} | variables
+    known = {name: value.strip('"') for name, value in said.items()} | dict(variables)
     words: list[str] = []
     for word in dict(line.split("=", 1) for line in unit_lines(unit))["ExecStart"].split():
         if re.fullmatch(r"\$\w+", word):

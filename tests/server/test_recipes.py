@@ -1,0 +1,251 @@
+"""The very lines of docs/recipes, run on nodes that share nothing but a network: namespaces, with names of their own as hosts."""
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.service.namespaces import ask, members, set_link
+from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.recipes import (
+    RECIPES,
+    SBATCH,
+    NodeCommand,
+    compose_nodes,
+    kubernetes_nodes,
+    unit_command,
+)
+from tests.support.service.service_processes import has_ended, wait_until
+
+pytestmark = pytest.mark.slow
+
+HEAD, URL = "10.213.7.1", "http://10.213.7.1:8000"
+FLAGS = "--kv-cache-memory 16M"
+SAID_S = 30.0  # seconds, plus a loaded machine's time to start Python
+LEFT_S = 60.0  # for the others to see that a node is gone
+STOPPED_S = 60.0
+
+SRUN = """\
+#!/bin/sh
+# Runs a step's command on each node of the job; signals to the step reach all of them.
+while [ "${1#-}" != "$1" ]; do shift; done
+trap 'kill -TERM $pids 2>/dev/null' TERM INT
+number=0
+for node in $NODES_OF_THE_TEST; do
+    SLURM_NODEID=$number $node "$@" & pids="$pids $!"
+    number=$((number + 1))
+done
+while ! wait; do :; done
+"""
+
+
+class Machines:
+    """Nodes on which recipes run: each has a namespace, a host name, a home, and on its path what an image has."""
+
+    def __init__(self, namespaces: Sequence[str], directory: Path) -> None:
+        self.namespaces, self.directory = namespaces, directory
+        write_tiny_model(directory / "tiny")
+        (directory / "cluster.key").write_text("5ec2e7" * 11)
+        programs = {
+            "wideep": f'exec {shlex.join(WIDEEP)} "$@"',
+            "wideep-node": f'exec {sys.executable} {RECIPES / "node.py"} "$@"',
+            "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+            "tini": 'shift\nexec "$@"',
+            "python3": f'exec {sys.executable} "$@"',
+            "scontrol": "".join(f"echo 10.213.7.{at + 1}\n" for at in range(len(namespaces))),
+        }
+        (directory / "bin").mkdir()
+        for name, lines in programs.items():
+            self._write_program(name, f"#!/bin/sh\n{lines}\n")
+        self._write_program("srun", SRUN)
+        for at, namespace in enumerate(namespaces):
+            (directory / f"home{at}").mkdir()
+            set_link(namespace, "down")
+            set_link(namespace, "name", "eth0")  # as in containers
+            subprocess.run(["ip", "-n", namespace, "link", "set", "eth0", "up"], check=True, timeout=10)
+
+    def _write_program(self, name: str, text: str) -> None:
+        path = self.directory / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def inside(self, at: int) -> list[str]:
+        """What runs a command on a node."""
+        named = f'hostname node{at}; export HOME={self.directory}/home{at}; exec "$0" "$@"'
+        return ["ip", "netns", "exec", self.namespaces[at], "unshare", "--uts", "sh", "-c", named]
+
+    def command(self, at: int, node: NodeCommand) -> list[str]:
+        """The command line of a recipe on a node; secrets lie where the recipe's program would have mounted them."""
+        environment = {name: value for name, value in node.environment.items() if name != "HOME"}
+        if "CLUSTER_KEY_SECRET" in environment:
+            environment["CLUSTER_KEY_SECRET"] = str(self.directory / "cluster.key")
+        path = f"PATH={self.directory}/bin:{os.environ['PATH']}"
+        return [
+            *self.inside(at),
+            "env",
+            *(f"{name}={value}" for name, value in environment.items()),
+            path,
+            *node.words,
+        ]
+
+    @contextlib.contextmanager
+    def run(self, commands: Sequence[Sequence[str]], name: str = "output") -> Iterator[RealService]:
+        """Run commands, in any order; in the end stop them as Docker, Kubernetes and systemd do."""
+        shuffled = random.sample(commands, len(commands))
+        with RealService(8000, shuffled, self.directory / f"{name}.txt") as service:
+            yield service
+
+    def answers(self) -> list[str]:
+        """One answer of the service to each node."""
+        body = {"model": str(self.directory / "tiny"), "prompt": "the cat", "max_tokens": 8, "temperature": 0}
+        answers = [ask(name, "POST", f"{URL}/v1/completions", body) for name in self.namespaces]
+        return [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
+
+    def wait_for(self, ranks: list[int], service: RealService, within_s: float = START_S) -> None:
+        """Wait until these ranks serve."""
+        here = self.namespaces[0]
+
+        def do_serve() -> bool:
+            return ask(here, "GET", f"{URL}/health") is not None and members(here, URL) == ranks
+
+        wait_until(do_serve, service.output, within_s=within_s)
+
+
+@pytest.fixture
+def machines(namespaces: list[str], tmp_path: Path) -> Machines:
+    return Machines(namespaces, tmp_path)
+
+
+def by_compose(machines: Machines, **changed: str) -> list[NodeCommand]:
+    variables = {"MODEL": str(machines.directory / "tiny"), "FLAGS": FLAGS, "HEAD": HEAD, **changed}
+    return compose_nodes(variables)
+
+
+def by_kubernetes(machines: Machines) -> list[NodeCommand]:
+    variables = {"MODEL": str(machines.directory / "tiny"), "LWS_LEADER_ADDRESS": HEAD}
+    nodes = kubernetes_nodes(variables, size=len(machines.namespaces))
+    return [node._replace(words=[*node.words, *FLAGS.split()]) for node in nodes]
+
+
+def by_systemd(machines: Machines) -> list[NodeCommand]:
+    variables = {"MODEL": str(machines.directory / "tiny"), "HEAD": HEAD}
+    variables |= {"NODES": str(len(machines.namespaces)), "FLAGS": f"--host 0.0.0.0 {FLAGS}"}
+    return [
+        unit_command("wideep-node.service", "node.env", {**variables, "NODE_RANK": str(at)})
+        for at in range(len(machines.namespaces))
+    ]
+
+
+def job(machines: Machines, **variables: str) -> list[str]:
+    """The batch script, as Slurm starts it on a job's first node."""
+    places = [variables["NODE_RANK"]] if "NODE_RANK" in variables else range(len(machines.namespaces))
+    wrapped = []
+    for at in map(int, places):
+        program = machines.directory / "bin" / f"on-node{at}"
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(machines.inside(at))} "$@"\n')
+        program.chmod(0o755)
+        wrapped.append(str(program))
+    said = {
+        "MODEL": str(machines.directory / "tiny"),
+        "WIDEEP": str(REPOSITORY),
+        "VENV": str(machines.directory),  # its bin has the programs
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_JOB_NUM_NODES": str(len(machines.namespaces)),
+        "NODES_OF_THE_TEST": " ".join(wrapped),
+        "PATH": f"{machines.directory}/bin:{os.environ['PATH']}",
+        **variables,
+    }
+    return ["env", *(f"{name}={value}" for name, value in said.items()), "bash", str(SBATCH), *FLAGS.split()]
+
+
+def stop(service: RealService) -> None:
+    """Ask for the end, as Docker, Kubernetes and systemd do, and check that all of it ends."""
+    left = service.descendants()
+    for process in service.processes:
+        process.send_signal(signal.SIGTERM)
+    for process in service.processes:
+        process.wait(STOPPED_S)
+    assert all(has_ended(pid, STOPPED_S) for pid in left), service.output()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "namespaces"), [(by_compose, 2), (by_kubernetes, 3), (by_systemd, 2)], indirect=["namespaces"]
+)
+def test_nodes_start_in_any_order_and_serve_together_and_end_on_sigterm(
+    machines: Machines, recipe: Callable[[Machines], list[NodeCommand]]
+) -> None:
+    nodes = recipe(machines)
+    with machines.run([machines.command(at, node) for at, node in enumerate(nodes)]) as service:
+        machines.wait_for(list(range(len(nodes))), service)
+        answers = machines.answers()
+        assert len(answers) == len(nodes)
+        assert len(set(answers)) == 1
+        stop(service)
+
+
+def test_a_node_that_leaves_comes_back_with_the_same_line(machines: Machines) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines))]
+    with machines.run(commands[:1], "head") as head:
+        with machines.run(commands[1:], "other") as other:
+            machines.wait_for([0, 1], head)
+            expected = machines.answers()
+            stop(other)
+        wait_until(lambda: len(members(machines.namespaces[0], URL)) == 1, head.output, within_s=LEFT_S)
+        with machines.run(commands[1:], "again") as again:
+            machines.wait_for([0, 1], again)
+            assert f"the service at {HEAD}:29400 runs; this node joins it" in again.output()
+            assert machines.answers() == expected
+            assert head.processes[0].poll() is None
+
+
+def test_a_node_names_the_head_that_is_missing_within_seconds(machines: Machines) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines))]
+    missing = f"node 0 is missing: nothing answers at {HEAD}:29400"
+    with machines.run(commands[1:]) as service:
+        wait_until(lambda: missing in service.output(), service.output, within_s=SAID_S)
+        stop(service)
+
+
+def test_a_wrong_interface_is_named_and_ends_the_start(machines: Machines) -> None:
+    nodes = by_compose(machines, IFNAME="eth7")
+    with machines.run([machines.command(at, node) for at, node in enumerate(nodes)]) as service:
+        ended = [process.wait(START_S) for process in service.processes]
+        assert 0 not in ended
+        assert "eth7" in service.output()
+
+
+def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_back(
+    machines: Machines,
+) -> None:
+    with machines.run([job(machines)]) as service:
+        machines.wait_for([0, 1], service)
+        expected = machines.answers()
+        lost = _processes_on(machines, 1, service)
+        for pid in lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: len(members(machines.namespaces[0], URL)) == 1, service.output, within_s=LEFT_S)
+        second = job(machines, HEAD=HEAD, NODES="2", NODE_RANK="1", SLURM_JOB_NUM_NODES="1")
+        with machines.run([second], "second") as joined:
+            machines.wait_for([0, 1], joined)
+            assert machines.answers() == expected
+
+
+def _processes_on(machines: Machines, at: int, service: RealService) -> list[int]:
+    """The pids of a node, of those that are below the service's commands."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", machines.namespaces[at]],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=10,
+    )
+    return sorted({int(pid) for pid in listed.stdout.split()} & set(service.descendants()))

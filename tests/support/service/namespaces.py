@@ -1,0 +1,31 @@
+"""Asks a service from inside a network namespace, and sets the namespace's link. The fixture `namespaces` makes them."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+_ASK = """
+import sys, httpx
+answer = httpx.request(sys.argv[1], sys.argv[2], content=sys.argv[3] or None, headers={'content-type': 'application/json'}, timeout=30)
+print(answer.text); sys.exit(answer.status_code != 200)
+"""
+
+
+def ask(namespace: str, method: str, url: str, body: dict[str, Any] | None = None) -> str | None:
+    """Send a request from inside a namespace; None when it is not answered with 200."""
+    content = json.dumps(body) if body else ""
+    command = ["ip", "netns", "exec", namespace, sys.executable, "-c", _ASK, method, url, content]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def members(namespace: str, url: str) -> list[int]:
+    """The ranks that serve, as the service at this root says; none while it does not answer."""
+    answer = ask(namespace, "GET", f"{url}/v1/fault_tolerance/status")
+    return json.loads(answer)["members"] if answer else []
+
+
+def set_link(namespace: str, *words: str) -> None:
+    """Say to `ip link` what becomes of the namespace's interface."""
+    subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", *words], check=True, timeout=10)
