@@ -12,12 +12,22 @@ from server.options.reading import known_words
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPES = sorted(
+    path for path in (ROOT / "docs" / "recipes").rglob("*") if path.is_file() and path.suffix != ".pyc"
+)
 SOURCES = ("server", "scheduler", "moe", "dispatch", "attention", "kvcache", "expert_placement")
 
 # Flags in our pages that are other programs', by program: whoever adds one says whose it is.
 OTHERS = {
-    "torchrun": "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-conf --local-addr --no-python",
-    "pip": "--editable",
+    "torchrun": "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-conf --local-addr --no-python --shutdown-timeout",
+    "pip": "--editable --no-deps --quiet",
+    "docker": "--build --build-arg --device --gpus --interval --name --network --retries --shm-size --start-period --stop-timeout --timeout --ulimit --volumes",
+    "Dockerfiles, and the programs of an image": "--create-home --from --no-install-recommends --uid --user-group",
+    "Slurm": (
+        "--exclusive --gpus-per-node --job-name --kill-on-bad-exit --label --no-kill --nodes --ntasks-per-node --output --signal"
+    ),
+    "kubectl": "--from-literal",
+    "systemctl and useradd": "--home-dir --now --system",
     "hf": "--local-dir",
     "curl": "--unix-socket",
     "aiperf": (
@@ -66,7 +76,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     assert not broken, f"{page.name} links to what is not there"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.name)
 def test_every_flag_is_ours_or_said_to_be_another_programs(page: Path) -> None:
     allowed = {*_flags_of(build_parser()), *known_words(), *" ".join(OTHERS.values()).split()}
     named = set(re.findall(r"(?<![-\w])--[a-zA-Z][\w-]*", page.read_text()))

@@ -105,8 +105,9 @@ class Machines:
 
     def answers(self) -> list[str]:
         """One answer of the service to each node."""
-        body = {"model": str(self.directory / "tiny"), "prompt": "the cat", "max_tokens": 8, "temperature": 0}
+        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "temperature": 0}
         answers = [ask(name, "POST", f"{URL}/v1/completions", body) for name in self.namespaces]
+        assert all(answers), "every node is answered"
         return [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
 
     def wait_for(self, ranks: list[int], service: RealService, within_s: float = START_S) -> None:
@@ -185,9 +186,7 @@ def test_nodes_start_in_any_order_and_serve_together_and_end_on_sigterm(
     nodes = recipe(machines)
     with machines.run([machines.command(at, node) for at, node in enumerate(nodes)]) as service:
         machines.wait_for(list(range(len(nodes))), service)
-        answers = machines.answers()
-        assert len(answers) == len(nodes)
-        assert len(set(answers)) == 1
+        assert len(set(machines.answers())) == 1
         stop(service)
 
 
@@ -204,6 +203,20 @@ def test_a_node_that_leaves_comes_back_with_the_same_line(machines: Machines) ->
             assert f"the service at {HEAD}:29400 runs; this node joins it" in again.output()
             assert machines.answers() == expected
             assert head.processes[0].poll() is None
+
+
+def test_when_node_0_was_away_all_nodes_meet_again_with_the_same_lines(machines: Machines) -> None:
+    again = ["sh", "-c", 'trap "exit 0" TERM INT; while :; do "$@" & wait $!; sleep 1; done', "sh"]
+    commands = [[*again, *machines.command(at, node)] for at, node in enumerate(by_systemd(machines))]
+    with machines.run(commands) as service:
+        machines.wait_for([0, 1], service)
+        expected = machines.answers()
+        for pid in _processes_on(machines, 0, service):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not members(machines.namespaces[0], URL), service.output, within_s=LEFT_S)
+        machines.wait_for([0, 1], service)
+        assert machines.answers() == expected
 
 
 def test_a_node_names_the_head_that_is_missing_within_seconds(machines: Machines) -> None:

@@ -40,7 +40,7 @@ def compose_nodes(variables: Mapping[str, str]) -> list[NodeCommand]:
     return [
         NodeCommand(
             [*service["entrypoint"], *shlex.split(service["command"])],
-            {name: str(value) for name, value in service["environment"].items()},
+            {name: str(value or "") for name, value in service["environment"].items()},
         )
         for _, service in sorted(yaml.safe_load(text)["services"].items())
     ]
