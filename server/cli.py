@@ -26,11 +26,13 @@ from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
+from server.sizing.flags import add_size_parser
 
 _COMMANDS = (
     "serve",
     "worker",
     "doctor",
+    "size",
     "chat",
     "models",
     "run-batch",
@@ -50,6 +52,7 @@ examples:
   wideep doctor                        check this machine, or several nodes, before a start
   wideep chat                          talk to it in the terminal
   wideep models qwen3_next gemma4      whether models of these types run, and why not
+  wideep size config.json --device h200  what fits, what steps take, how many ranks a target needs
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
   wideep bench --concurrency 1,4,16    put a load on it: throughput and latency
   wideep experts load                  what its experts are asked to do, live
@@ -115,6 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_chat(args)
         if args.command == "models":
             return _run_models(args)
+        if args.command == "size":
+            return _run_size(args)
         if args.command == "experts":
             return _run_experts(args)
         if args.command == "completion":
@@ -222,6 +227,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         "types", nargs="*", metavar="TYPE", help="model types (default: all, some two minutes)"
     )
     add_doctor_parser(commands)
+    add_size_parser(commands)
     add_batch_parser(commands)
     add_bench_parser(commands)
     add_experts_parser(commands)
@@ -288,6 +294,12 @@ def _run_models(args: argparse.Namespace) -> int:
     from server.clients.models import run_models
 
     return run_models(args)
+
+
+def _run_size(args: argparse.Namespace) -> int:
+    from server.sizing.size import run_size
+
+    return run_size(args)
 
 
 def _run_batch(args: argparse.Namespace) -> int:

@@ -95,14 +95,18 @@ def estimate(
     per_decode = work.input_tokens / work.output_tokens
     decodes = min(float(running), max_batched_tokens / (1 + per_decode))
     prefill = decodes * per_decode
-    step = times.step(_rows(work, decodes, prefill, busy_ranks, num_ranks), balance)
     chunk = min(work.input_tokens, max(16, max_batched_tokens - int(decodes)))
-    first = times.step(_rows(work, decodes, chunk, busy_ranks, num_ranks), balance)
+    steps = _Steps(times, work, decodes, busy_ranks, num_ranks, balance)
+    # Prompts come in chunks, on some ranks now and then, and the others wait: steps without any, and with.
+    chunks = busy_ranks * prefill / chunk
+    any_share = -math.expm1(-chunks)
+    mixed = steps.with_chunks(min(busy_ranks, max(1, round(chunks / max(any_share, 1e-9)))), chunk)
+    step = _blend(steps.with_chunks(0, 0), mixed, any_share)
     busy = prefill / max(1.0, max_batched_tokens - decodes)  # of the room for prompts
     queue = 1 + busy / (
         2 * max(1 - busy, 0.02)
     )  # a queue with one server and equal jobs (Pollaczek and Khinchine)
-    ttft_s = math.ceil(work.input_tokens / chunk) * first.total_s * queue + step.total_s / 2
+    ttft_s = math.ceil(work.input_tokens / chunk) * mixed.total_s * queue + step.total_s / 2
     share = busy_ranks / num_ranks
     return Estimate(
         running_per_rank=running,
@@ -116,13 +120,45 @@ def estimate(
     )
 
 
-def _rows(work: Workload, decodes: float, prefill: float, busy_ranks: int, num_ranks: int) -> list[RankRows]:
-    context = work.input_tokens + work.output_tokens / 2
-    of_prompts = prefill * work.input_tokens / 2
-    busy = RankRows(
-        prefill_tokens=round(prefill),
-        decode_tokens=max(1, round(decodes)),
-        attended_tokens=round(decodes * context + of_prompts),
-        prefill_attended_tokens=round(of_prompts),
+class _Steps:
+    """Steps of ranks that decode alike, of which some run a chunk of a prompt beside."""
+
+    def __init__(
+        self,
+        times: StepTimes,
+        work: Workload,
+        decodes: float,
+        busy_ranks: int,
+        num_ranks: int,
+        balance: float,
+    ) -> None:
+        self._times, self._balance = times, balance
+        self._num_ranks, self._busy_ranks = num_ranks, busy_ranks
+        self._decodes = max(1, round(decodes))
+        self._context = round(self._decodes * (work.input_tokens + work.output_tokens / 2))
+        self._prompt = work.input_tokens
+
+    def with_chunks(self, num_ranks: int, chunk: int) -> StepCost:
+        """What one costs in which so many ranks have a chunk."""
+        of_prompts = chunk * self._prompt // 2
+        alone = RankRows(0, self._decodes, self._context, 0)
+        mixed = RankRows(chunk, self._decodes, self._context + of_prompts, of_prompts)
+        idle = [RankRows(0, 0, 0, 0)] * (self._num_ranks - self._busy_ranks)
+        busy = [mixed] * num_ranks + [alone] * (self._busy_ranks - num_ranks)
+        return self._times.step(busy + idle, self._balance)
+
+
+def _blend(first: StepCost, second: StepCost, share: float) -> StepCost:
+    """The average of two kinds of steps, of which the second's share is given."""
+
+    def mean(one: float, other: float) -> float:
+        return (1 - share) * one + share * other
+
+    return StepCost(
+        total_s=mean(first.total_s, second.total_s),
+        attention_s=mean(first.attention_s, second.attention_s),
+        experts_s=mean(first.experts_s, second.experts_s),
+        dispatch_s=mean(first.dispatch_s, second.dispatch_s),
+        other_s=mean(first.other_s, second.other_s),
+        waiting_s=tuple(mean(*both) for both in zip(first.waiting_s, second.waiting_s, strict=True)),
     )
-    return [busy] * busy_ranks + [RankRows(0, 0, 0)] * (num_ranks - busy_ranks)

@@ -36,7 +36,7 @@ class LayerCosts(NamedTuple):
 class Layers(NamedTuple):
     """Layers that are alike."""
 
-    count: int
+    num: int
     each: LayerCosts
 
 
@@ -65,7 +65,7 @@ class ModelCosts:
     @property
     def num_expert_layers(self) -> int:
         """Layers that have routed experts."""
-        return sum(layers.count for layers in self.layers if layers.each.num_experts)
+        return sum(layers.num for layers in self.layers if layers.each.num_experts)
 
     @property
     def num_experts(self) -> int:

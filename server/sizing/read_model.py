@@ -127,7 +127,7 @@ def _read(directory: Path, float_bytes: float | None, max_model_len: int | None,
         has_files=has_files,
         shapes=tuple(skeleton.cache_shapes),
         longest=model_length(text, max_model_len),
-        heads=heads.count,
+        heads=heads.num,
         value_dim=heads.latent or heads.value_dim,
     )
 
@@ -141,7 +141,7 @@ def _plain_bytes(config: Mapping[str, Any]) -> int:
 class _Heads(NamedTuple):
     """Of attention, by the configuration; 0 where it does not say."""
 
-    count: int
+    num: int
     latent: int
     unrotated_dim: int
     rotary_dim: int
@@ -319,8 +319,8 @@ def _context_costs(
     read = shape if shape.source is None else shapes[shape.source]
     topk = largest(field_of(dict(config), "index_topk")) if read.index_dim else 0
     numbers = read.num_kv_heads * (read.key_dim + read.value_dim)
-    decode = 2 * heads.count * (read.key_dim + (heads.latent if read.latent else read.value_dim))
-    expanded = 2 * heads.count * (heads.unrotated_dim + heads.rotary_dim + heads.value_dim)
+    decode = 2 * heads.num * (read.key_dim + (heads.latent if read.latent else read.value_dim))
+    expanded = 2 * heads.num * (heads.unrotated_dim + heads.rotary_dim + heads.value_dim)
     return {
         "attended_flops": decode if numbers else 0,
         "prefill_flops": (expanded if read.latent else decode) if numbers else 0,

@@ -169,7 +169,7 @@ def _last_line(error: Exception) -> str:
 
 
 CPU_RANKS, CPU_NUM_SEQS = 2, 64
-_LIMITS = {"cpu": (CPU_NUM_SEQS, 512), "cuda": (256, 8192)}  # --max-num-seqs, --max-num-batched-tokens
+DEFAULT_LIMITS = {"cpu": (CPU_NUM_SEQS, 512), "cuda": (256, 8192)}  # --max-num-seqs, --max-num-batched-tokens
 
 Look = Callable[[], tuple[GpuFacts, str]]
 
@@ -235,7 +235,7 @@ def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Opti
             f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}; a rank has a GPU of its own: give "
             f"--data-parallel-size {gpus} or less, or --device cpu"
         )
-    max_num_seqs, max_num_batched_tokens = _LIMITS[device.name]
+    max_num_seqs, max_num_batched_tokens = DEFAULT_LIMITS[device.name]
     filled = replace(
         options,
         device=device.name,

@@ -1,0 +1,290 @@
+"""Deployments of a model on a device: numbers of ranks and replicas, each judged, and the fewest that keep targets.
+
+Each is judged by the memory that a start would count (`fit`), by the roofline's step and by a load that goes on
+(`estimate`). Replicas under tensor parallelism, which WideEP does not do, are judged by the same roofline.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kvcache.paged_cache import BLOCK_TOKENS
+from scheduler.step.sizing import STATES_OF_ONE
+from server.options.table import Options
+from server.process.preflight.device import DEFAULT_LIMITS
+from server.sizing.devices import Device
+from server.sizing.estimate import Estimate, Workload, balancedness, estimate
+from server.sizing.fit import RankMemory, SizeError, rank_memory, replica_tokens
+from server.sizing.flags import Asked
+from server.sizing.read_model import ReadModel
+from server.sizing.roofline import WIDEEP, WIDEEP_CPU, Roofline
+
+_MOST_RANKS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """One number of ranks, and what is foretold of it."""
+
+    num_ranks: int
+    options: Options
+    memory: RankMemory
+    work: Workload
+    balance: float
+    expected: Estimate
+
+    def misses(self, asked: Asked) -> str | None:
+        """Which target it misses; None: it keeps all."""
+        if asked.tpot_s is not None and self.expected.tpot_s > asked.tpot_s:
+            return "time per token"
+        if asked.ttft_s is not None and self.expected.ttft_s > asked.ttft_s:
+            return "time to the first token"
+        if (asked.tpot_s or asked.ttft_s) and self.expected.waiting_users:
+            return "room for all users"
+        return None
+
+
+class Replicas(NamedTuple):
+    """Copies of the model, each cut over some devices by tensor parallelism."""
+
+    ways: int
+    copies: int
+    expected: Estimate  # of one copy, per device
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {**self._asdict(), "expected": self.expected.to_json()}
+
+
+class Sized(NamedTuple):
+    """All that is told."""
+
+    model: ReadModel
+    device: Device
+    chosen: Deployment
+    least: Deployment | None  # that keeps the targets; None: there are none, or none keeps them
+    replicas: tuple[Replicas, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        chosen = self.chosen
+        costs = self.model.costs
+        return {
+            "model": {
+                "name": self.model.name,
+                "type": costs.name,
+                "weights": costs.total_weights,
+                "active_weights": costs.active_weights,
+                "experts": costs.num_experts,
+                "top_k": costs.top_k,
+                "stored_as": costs.expert_kind,
+                "from_files": self.model.has_files,
+                "max_model_len": self.model.longest,
+            },
+            "device": {
+                "name": self.device.name,
+                "memory_bytes": self.device.memory_bytes,
+                "memory_bytes_per_s": self.device.memory_bytes_per_s,
+                "rates": dict(self.device.rates),
+                "source": self.device.source,
+            },
+            "ranks": chosen.num_ranks,
+            "memory_per_rank": chosen.memory.to_json(),
+            "workload": chosen.work._asdict(),
+            "balancedness": chosen.balance,
+            "expected": chosen.expected.to_json(),
+            "ranks_for_target": None if self.least is None else self.least.num_ranks,
+            "replicas": [each.to_json() for each in self.replicas],
+        }
+
+
+class Sizing:
+    """Judges numbers of ranks of one model on one device."""
+
+    def __init__(self, model: ReadModel, device: Device, options: Options, asked: Asked) -> None:
+        """Take what was asked.
+
+        Raises:
+            SizeError: requests are longer than a sequence may be.
+        """
+        self._model, self._device, self._options, self._asked = model, device, options, asked
+        self._engine = WIDEEP_CPU if device.is_cpu else WIDEEP
+        self._balances: dict[tuple[int, int, bool], float] = {}
+        if asked.input_tokens + asked.output_tokens > model.longest:
+            raise SizeError(
+                f"--input {asked.input_tokens} and --output {asked.output_tokens} are {asked.input_tokens + asked.output_tokens} "
+                f"tokens; a sequence has {model.longest} at most (--max-model-len, or the model's own length)"
+            )
+
+    def deployment(self, num_ranks: int) -> Deployment:
+        """Judge one; where --max-num-batched-tokens is not given, with the size of steps that serves best.
+
+        Raises:
+            SizeError: it does not fit.
+        """
+        tried = [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
+        kept = [each for each in tried if each.misses(self._asked) is None]
+        return max(kept or tried, key=lambda each: each.expected.output_per_rank)
+
+    def _judged(self, num_ranks: int, options: Options) -> Deployment:
+        memory = rank_memory(self._model, self._device, options, num_ranks)
+        room = self._room(memory, options)
+        users = room * num_ranks if self._asked.users is None else self._asked.users
+        work = Workload(users, self._asked.input_tokens, self._asked.output_tokens)
+        balance = self._balance(
+            num_ranks, memory.slots_per_rank, is_planned=options.enable_eplb or memory.num_redundant > 0
+        )
+        times = Roofline(
+            self._model.costs, self._share_of(num_ranks), self._engine, slots_per_rank=memory.slots_per_rank
+        )
+        assert options.max_num_batched_tokens, "limits are filled in"
+        expected = estimate(
+            times, work, num_ranks=num_ranks, balance=balance, max_running=room,
+            max_batched_tokens=options.max_num_batched_tokens,
+        )  # fmt: skip
+        return Deployment(
+            num_ranks=num_ranks, options=options, memory=memory, work=work, balance=balance, expected=expected
+        )
+
+    def _balance(self, num_ranks: int, slots_per_rank: int, *, is_planned: bool) -> float:
+        key = (num_ranks, slots_per_rank, is_planned)
+        if key not in self._balances:
+            self._balances[key] = balancedness(
+                self._model.costs.num_experts, num_ranks, slots_per_rank, is_planned=is_planned
+            )
+        return self._balances[key]
+
+    def _share_of(self, num_ranks: int) -> Device:
+        """What a rank has of the device."""
+        return self._device.shared_by(min(num_ranks, self._device.node_ranks))
+
+    def smallest(self) -> Deployment:
+        """The fewest ranks that fit."""
+        problem: SizeError | None = None
+        for num_ranks in self._candidates():
+            try:
+                return self.deployment(num_ranks)
+            except SizeError as error:
+                problem = error
+        raise SizeError(f"it does not fit on {_MOST_RANKS} ranks of {self._device.name} either: {problem}")
+
+    def least_or_none(self) -> Deployment | None:
+        """The fewest ranks that keep the targets; None: no number does."""
+        found = (each for each in self._that_fit() if each.misses(self._asked) is None)
+        return next(found, None)
+
+    def least(self) -> Deployment:
+        """The fewest ranks that keep the targets.
+
+        Raises:
+            SizeError: no number does; it says which part of a step forbids it.
+        """
+        tried = []
+        for each in self._that_fit():
+            if each.misses(self._asked) is None:
+                return each
+            tried.append(each)
+        if not tried:
+            self.smallest()  # says why nothing fits
+        raise SizeError(self._why_not(tried))
+
+    def replicas(self, chosen: Deployment) -> Iterator[Replicas]:
+        """Judge copies of the model on the same devices, each cut by tensor parallelism; those that fit."""
+        num_ranks, costs = chosen.num_ranks, self._model.costs
+        for ways in (2**power for power in range(num_ranks.bit_length())):
+            room = 0 if num_ranks % ways else self._replica_room(ways, chosen)
+            if room < 1:
+                continue
+            copies = num_ranks // ways
+            work = chosen.work._replace(users=math.ceil(chosen.work.users / copies))
+            times = Roofline(
+                costs.cut(ways), self._share_of(num_ranks), self._engine, slots_per_rank=costs.num_experts,
+                reducing=ways,
+            )  # fmt: skip
+            sizes = [each.max_num_batched_tokens or 1 for each in self._step_sizes(num_ranks)]
+            tried = [
+                estimate(times, work, num_ranks=1, balance=1.0, max_running=room, max_batched_tokens=size)
+                for size in sizes
+            ]
+            best = max(tried, key=lambda each: each.output_per_rank)
+            each = best._replace(
+                output_per_rank=best.output_per_rank / ways, input_per_rank=best.input_per_rank / ways
+            )
+            yield Replicas(ways, copies, each)
+
+    def _replica_room(self, ways: int, chosen: Deployment) -> int:
+        tokens = replica_tokens(self._model, self._device, ways)
+        assert chosen.options.max_num_seqs, "limits are filled in"
+        return min(tokens // chosen.work.context_tokens, chosen.options.max_num_seqs * ways)
+
+    def _that_fit(self) -> Iterator[Deployment]:
+        for num_ranks in self._candidates():
+            try:
+                yield self.deployment(num_ranks)
+            except SizeError:
+                continue
+
+    def _candidates(self) -> Iterator[int]:
+        """Powers of two in a node, then whole nodes: each to sixteen, then twice as many."""
+        node, num_ranks = self._device.node_ranks, 1
+        while num_ranks <= _MOST_RANKS:
+            yield num_ranks
+            num_ranks = num_ranks * 2 if num_ranks < node or num_ranks >= 16 * node else num_ranks + node
+
+    def _step_sizes(self, num_ranks: int) -> Iterator[Options]:
+        """Fill limits in: room for all users at least, and steps of the default size and smaller, or as asked."""
+        options = self._options
+        seqs, batched = DEFAULT_LIMITS[options.device]
+        if self._asked.users is not None:
+            seqs = max(seqs, math.ceil(self._asked.users / num_ranks))
+        seqs = options.max_num_seqs or min(seqs, options.max_num_batched_tokens or batched)
+        largest = options.max_num_batched_tokens or max(batched, seqs)
+        sizes = [largest]
+        while options.max_num_batched_tokens is None and sizes[-1] // 2 >= 2 * seqs:
+            sizes.append(sizes[-1] // 2)
+        for size in sizes:
+            yield replace(options, max_num_seqs=seqs, max_num_batched_tokens=size)
+
+    def _room(self, memory: RankMemory, options: Options) -> int:
+        """Requests of the wanted length that a rank runs at once."""
+        assert options.max_num_seqs, "limits are filled in"
+        blocks = (
+            memory.kv_tokens
+            // BLOCK_TOKENS
+            // math.ceil((self._asked.input_tokens + self._asked.output_tokens) / BLOCK_TOKENS)
+        )
+        room = min(options.max_num_seqs, blocks)
+        return min(room, memory.num_states // STATES_OF_ONE) if memory.num_states else room
+
+    def _why_not(self, tried: list[Deployment]) -> str:
+        """Say which bound forbids the targets."""
+        asked = self._asked
+        if asked.tpot_s is not None:
+            best = min(tried, key=lambda each: each.expected.tpot_s)
+            if best.expected.tpot_s > asked.tpot_s:
+                return self._too_slow("time per token", asked.tpot_s, best.expected.tpot_s, best)
+        if asked.ttft_s is not None:
+            best = min(tried, key=lambda each: each.expected.ttft_s)
+            if best.expected.ttft_s > asked.ttft_s:
+                return self._too_slow("time to the first token", asked.ttft_s, best.expected.ttft_s, best)
+        most = max(tried, key=lambda each: each.expected.running_per_rank * each.num_ranks)
+        return (
+            f"no number of ranks up to {_MOST_RANKS} of {self._device.name} keeps all targets at once for {most.work.users} "
+            f"users; {most.num_ranks} ranks have room for {most.expected.running_per_rank * most.num_ranks}"
+        )
+
+    def _too_slow(self, what: str, target_s: float, best_s: float, best: Deployment) -> str:
+        step = best.expected.step
+        parts = {
+            "attention and the rank's own weights": step.attention_s,
+            "experts": step.experts_s,
+            "dispatch between ranks": step.dispatch_s,
+            "the output projection and the host": step.other_s,
+        }
+        longest = max(parts, key=lambda part: parts[part])
+        return (
+            f"no number of ranks up to {_MOST_RANKS} of {self._device.name} gives a {what} of {1000 * target_s:g} ms: the best "
+            f"is {1000 * best_s:.1f} ms on {best.num_ranks}, where {longest} take {1000 * parts[longest]:.1f} of a step's "
+            f"{1000 * step.total_s:.1f} ms"
+        )

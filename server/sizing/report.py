@@ -1,0 +1,248 @@
+"""What `wideep size` prints for people: figures, every assumption behind them, and the command line to use."""
+
+import json
+import shlex
+from collections.abc import Iterator
+
+from server.sizing.deployment import Deployment, Replicas, Sized
+from server.sizing.devices import Device
+from server.sizing.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
+from server.sizing.flags import Asked
+from server.sizing.published import Compared, median_error
+from server.sizing.roofline import shares_of
+
+_GIB = 1 << 30
+
+
+def size_text(sized: Sized, asked: Asked) -> str:
+    """Return all that is told of one deployment."""
+    chosen = sized.chosen
+    parts = [
+        _head(sized),
+        _memory(sized),
+        _load(chosen, asked),
+        _targets(sized, asked),
+        _against_replicas(chosen, sized.replicas),
+        "start it with\n" + _command(sized),
+        "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(sized)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def published_text(compared: list[Compared]) -> str:
+    """Return the table of published figures, and how far off what is foretold is."""
+    lines = [f"{'':33}{'device':>6} {'ranks':>5} {'even':>5} {'published':>10} {'foretold':>9} {'error':>6}"]
+    sources: dict[str, int] = {}
+    notes = []
+    for each in compared:
+        figure = each.figure
+        number = sources.setdefault(figure.source, len(sources) + 1)
+        mark = " *" if figure.is_asked else ""
+        lines.append(
+            f"{figure.what:33}{figure.device:>6} {figure.num_ranks:5} {each.balance:5.2f} {figure.published:10,.0f} "
+            f"{each.foretold:9,.0f} {each.error:+6.0%} [{number}]{mark}"
+        )
+        if figure.note:
+            notes.append(f"{figure.what}: {figure.note}")
+    others = [each for each in compared if not each.figure.is_asked]
+    faster = sum(each.error > 0 for each in others)
+    lines += [
+        "tokens per second and device: output ones of decodes, input ones of prefills",
+        "",
+        f"median error {median_error(compared):.0%} over the {len(others)} figures without *; {faster} of them are foretold too high",
+        "* one share of the roofline (whole) is from these two; no other figure was used for any",
+        "Of WideEP itself on GPUs no figure has been measured.",
+        "",
+        *notes,
+        "",
+        *(f"[{number}] {source}" for source, number in sources.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _head(sized: Sized) -> str:
+    costs, chosen, device = sized.model.costs, sized.chosen, sized.device
+    nodes = -(-chosen.num_ranks // device.node_ranks)
+    where = f"{nodes} nodes" if nodes > 1 else "one node"
+    layers = (
+        f"{costs.num_expert_layers} layers of {costs.num_experts} experts, {costs.top_k} of them per token"
+    )
+    return (
+        f"{sized.model.name}: {costs.name}, {costs.total_weights / 1e9:,.4g} B weights, {costs.active_weights / 1e9:,.3g} B per "
+        f"token; {layers}; experts in {costs.expert_kind}\n{_ranks(chosen.num_ranks)} on {where}, device {device.name}"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def _memory(sized: Sized) -> str:
+    memory, chosen = sized.chosen.memory, sized.chosen
+    source = (
+        "headers of the weights' files" if sized.model.has_files else "config.json; no weights were there"
+    )
+    rows = (
+        ("weights that every rank has", memory.shared_weights, ""),
+        (
+            "experts", memory.expert_weights,
+            f"{memory.slots_per_rank} slots of a layer, {memory.num_redundant} redundant ones in all",
+        ),
+        ("room for experts that move", memory.spare_experts, ""),
+        ("buffers of steps", memory.buffers, ""),
+        ("KV cache and states", memory.kv_cache, f"{memory.token_bytes:,} bytes per token"),
+        ("of", memory.total, ""),
+    )  # fmt: skip
+    lines = [f"memory of a rank, GiB ({source})"]
+    lines += [
+        f"  {name:30}{num_bytes / _GIB:9.3f}{f'  {note}' if note else ''}" for name, num_bytes, note in rows
+    ]
+    lines.append(
+        f"  KV cache: {memory.kv_tokens:,} tokens per rank, {memory.kv_tokens * chosen.num_ranks:,} in all; "
+        f"{memory.kv_tokens / sized.model.longest:.1f} requests of {sized.model.longest:,} tokens per rank"
+    )
+    if memory.num_states:
+        lines.append(f"  states: {memory.num_states} slots of {memory.state_bytes / 2**20:.2f} MiB per rank")
+    return "\n".join(lines)
+
+
+def _load(chosen: Deployment, asked: Asked) -> str:
+    work, expected, step = chosen.work, chosen.expected, chosen.expected.step
+    fits = " (all that there is room for)" if asked.users is None else ""
+    ranks, ms = chosen.num_ranks, 1000
+    waiting = f"; {expected.waiting_users} users wait for room" if expected.waiting_users else ""
+    return "\n".join(
+        (
+            f"under a load that goes on: {work.users:,} users{fits}, {work.input_tokens:,} tokens in, {work.output_tokens:,} out",
+            f"  a step of {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
+            f"{ms * step.experts_s:.2f} experts (balancedness {chosen.balance:.2f}), {ms * step.dispatch_s:.2f} dispatch, "
+            f"{ms * step.other_s:.2f} output projection and host",
+            f"  {expected.running_per_rank} requests run on a rank, beside {expected.prefill_per_step:.0f} tokens of prompts per "
+            f"step{waiting}",
+            f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
+            f"  output tokens per second: {expected.output_per_rank:,.0f} per rank, {expected.output_per_rank * ranks:,.0f} in all; "
+            f"input {expected.input_per_rank:,.0f} per rank",
+        )
+    )
+
+
+def _targets(sized: Sized, asked: Asked) -> str:
+    if asked.tpot_s is None and asked.ttft_s is None:
+        return ""
+    wanted = [
+        f"{name} {1000 * target:g} ms"
+        for name, target in (("TPOT", asked.tpot_s), ("TTFT", asked.ttft_s))
+        if target is not None
+    ]
+    missed = sized.chosen.misses(asked)
+    verdict = "kept" if missed is None else f"missed ({missed})"
+    least = (
+        "no number of ranks keeps it" if sized.least is None else f"{_ranks(sized.least.num_ranks)} keep it"
+    )
+    return (
+        f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; at least {least}"
+        if sized.least
+        else (f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; {least}")
+    )
+
+
+def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str:
+    """Answer whether expert parallelism pays here."""
+    if chosen.num_ranks == 1:
+        return ""
+    count, ours = chosen.num_ranks, chosen.expected
+    lines = [f"does expert parallelism pay here? {count} devices, the same users and kernels"]
+    lines.append(f"  {'':34}{'run at once':>12}{'tokens/s':>10}{'TPOT ms':>9}{'TTFT ms':>9}")
+
+    def row(name: str, running: int, each: Estimate) -> str:
+        output = each.output_per_rank * count
+        return f"  {name:34}{running:12,}{output:10,.0f}{1000 * each.tpot_s:9.1f}{1000 * each.ttft_s:9,.0f}"
+
+    running = min(chosen.work.users, ours.running_per_rank * count)
+    lines.append(row(f"expert parallelism over {count}", running, ours))
+    for each in replicas:
+        name = (
+            f"{each.copies} x tensor parallelism over {each.ways}"
+            if each.ways > 1
+            else f"{each.copies} x one device"
+        )
+        running = min(chosen.work.users, each.expected.running_per_rank * each.copies)
+        lines.append(row(name, running, each.expected))
+    if not replicas:
+        return "\n".join(
+            [*lines, "  yes: no replica of the whole model fits, however it is cut over these devices"]
+        )
+    best = max(replicas, key=lambda each: each.expected.output_per_rank)
+    ratio = ours.output_per_rank / best.expected.output_per_rank
+    verdict = (
+        f"yes: {ratio:.2f} x the tokens of the best replicas"
+        if ratio > 1
+        else f"no: the best replicas give {1 / ratio:.2f} x the tokens (WideEP has no tensor parallelism)"
+    )
+    return "\n".join([*lines, f"  {verdict}"])
+
+
+def _command(sized: Sized) -> str:
+    chosen, device = sized.chosen, sized.device
+    options = chosen.options
+    flags = [
+        "--device", "cpu" if device.is_cpu else "cuda", "--max-model-len", str(sized.model.longest),
+        "--max-num-seqs", str(options.max_num_seqs), "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+    ]  # fmt: skip
+    if options.enable_eplb:
+        flags.append("--enable-eplb")
+    if redundant := options.eplb_config.num_redundant_experts:
+        flags += ["--eplb-config", json.dumps({"num_redundant_experts": redundant})]
+    for name, value in (
+        ("--dtype", None if options.dtype == "auto" else options.dtype),
+        ("--quantization", options.quantization),
+        ("--kv-cache-memory", options.kv_cache_bytes),
+        ("--gpu-memory-utilization", options.gpu_memory_utilization),
+    ):
+        if value is not None:
+            flags += [name, str(value)]
+    model = sized.model.name if not sized.model.name.endswith("config.json") else "MODEL"
+    if chosen.num_ranks <= device.node_ranks:
+        return f"  {shlex.join(['wideep', 'serve', model, '-dp', str(chosen.num_ranks), *flags])}"
+    nodes = -(-chosen.num_ranks // device.node_ranks)
+    return (
+        f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend c10d "
+        f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
+        f"  on each of the {nodes} nodes, of which HEAD is one"
+    )
+
+
+def _assumptions(sized: Sized) -> Iterator[str]:
+    device, chosen = sized.device, sized.chosen
+    shares = shares_of(device)
+    yield _device_line(device)
+    yield (
+        f"achieved of that: {shares.memory:.0%} of memory, {shares.products:.0%} of products, {shares.attention:.0%} in attention, "
+        f"{shares.link:.0%} of links, {shares.network:.0%} of the network; {shares.whole:.0%} of all these together"
+    )
+    yield (
+        f"{1e6 * shares.layer_s:.0f} us per layer and {1000 * shares.step_s:g} ms per step beside; "
+        f"{shares.padding_rows:.0f} rows of padding per expert; rows are passed over {shares.passes:g} times per product"
+    )
+    kind = "float32" if device.is_cpu else "bfloat16"
+    yield f"WideEP multiplies in {kind} whatever weights are stored as, sends rows and answers in it, and overlaps nothing"
+    if chosen.num_ranks > 1:
+        how = (
+            f"placed by load, {1 - KEPT_BALANCE:.0%} of evenness lost as it changes"
+            if chosen.options.enable_eplb or chosen.memory.num_redundant
+            else "in order (--enable-eplb: placed by load)"
+        )
+        yield f"experts' loads are log-normal with sigma {LOAD_SPREAD} (as uneven as TensorRT-LLM's blog 4 measured), experts {how}"
+    yield "no prompt hits the prefix cache; requests come evenly; nothing is drafted"
+    if not device.is_cpu:
+        yield "predictions for GPUs have not been compared with WideEP on GPUs: it has never run on one (`wideep size --published`)"
+
+
+def _device_line(device: Device) -> str:
+    rates = ", ".join(f"{rate / 1e12:,.4g} in {kind}" for kind, rate in device.rates.items())
+    link = "memory of the machine" if device.is_cpu else f"{device.link_ranks} by links"
+    return (
+        f"{device.name}: {device.memory_bytes / _GIB:.1f} GiB at {device.memory_bytes_per_s / 1e9:,.0f} GB/s, 10^12 operations/s: "
+        f"{rates}; {link} of {device.link_bytes_per_s / 1e9:.0f} GB/s, network {device.network_bytes_per_s / 1e9:g} GB/s "
+        f"({device.source})"
+    )

@@ -1,0 +1,62 @@
+"""Run `wideep size`: what fits, what steps take, how many ranks a target needs, and whether expert parallelism pays."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+
+from moe.families import UnsupportedModelError
+from scheduler.policy.config import ConfigError
+from server.options.flag import OptionsError
+from server.options.reading import options_from_keywords
+from server.process.preflight.memory import float_bytes
+from server.process.preflight.model import PreflightError
+from server.sizing.deployment import Sized, Sizing
+from server.sizing.devices import UnknownDeviceError, device_named
+from server.sizing.fit import SizeError
+from server.sizing.flags import Asked, served_keywords
+from server.sizing.published import FIGURES, compare, costs_of
+from server.sizing.read_model import read_model
+from server.sizing.report import published_text, size_text
+
+_ERRORS = (
+    ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
+)  # fmt: skip
+
+
+def run_size(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status: 2 where it cannot be said, 1 where the ranks asked for miss the targets."""
+    try:
+        asked = Asked(args)
+        if args.published:
+            compared = [compare(figure, costs_of(figure.model)) for figure in FIGURES]
+            print(
+                json.dumps([each.to_json() for each in compared]) if args.json else published_text(compared)
+            )
+            return 0
+        sized = size(args, asked)
+    except _ERRORS as error:
+        print(f"wideep size: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(sized.to_json()) if args.json else size_text(sized, asked))
+    return int(sized.chosen.misses(asked) is not None)
+
+
+def size(args: argparse.Namespace, asked: Asked) -> Sized:
+    """Read the model and the device, and judge.
+
+    Raises:
+        SizeError: nothing keeps the targets, or what is asked for does not fit; and what `read_model` raises.
+    """
+    device = device_named(args.device)
+    options = options_from_keywords(str(args.model), served_keywords(args), environment={})
+    options = replace(options, device="cpu" if device.is_cpu else "cuda")
+    model = read_model(args.model, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
+    sizing = Sizing(model, device, options, asked)
+    has_target = asked.tpot_s is not None or asked.ttft_s is not None
+    wanted = options.data_parallel_size
+    least = None
+    if has_target:
+        least = sizing.least() if wanted is None else sizing.least_or_none()
+    chosen = sizing.deployment(wanted) if wanted is not None else least or sizing.smallest()
+    return Sized(model, device, chosen, least, tuple(sizing.replicas(chosen)))
