@@ -132,9 +132,7 @@ class Sizing:
         room = self._room(memory, options)
         users = room * num_ranks if self._asked.users is None else self._asked.users
         work = Workload(users, self._asked.input_tokens, self._asked.output_tokens)
-        balance = self._balance(
-            num_ranks, memory.slots_per_rank, is_planned=options.enable_eplb or memory.num_redundant > 0
-        )
+        balance = self._balance(num_ranks, memory.slots_per_rank, is_planned=options.enable_eplb)
         times = Roofline(
             self._model.costs, self._share_of(num_ranks), self._engine, slots_per_rank=memory.slots_per_rank
         )
@@ -226,11 +224,14 @@ class Sizing:
                 continue
 
     def _candidates(self) -> Iterator[int]:
-        """Powers of two in a node, then whole nodes: each to sixteen, then twice as many."""
-        node, num_ranks = self._device.node_ranks, 1
-        while num_ranks <= _MOST_RANKS:
-            yield num_ranks
-            num_ranks = num_ranks * 2 if num_ranks < node or num_ranks >= 16 * node else num_ranks + node
+        """Powers of two in a node, then whole nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+        node = self._device.node_ranks
+        within = [2**power for power in range(node.bit_length()) if 2**power < node]
+        yield from within
+        for power in range((_MOST_RANKS // node).bit_length()):
+            yield node << power
+            if power and 3 * node << (power - 1) <= _MOST_RANKS:
+                yield 3 * node << (power - 1)
 
     def _step_sizes(self, num_ranks: int) -> Iterator[Options]:
         """Fill limits in: room for all users at least, and steps of the default size and smaller, or as asked."""

@@ -38,6 +38,12 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8,
     "topk_group": 4, "first_k_dense_replace": 3, "max_position_embeddings": 163840, "dtype": "bfloat16",
 }  # fmt: skip
+_QWEN3_235B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
 # Values of the models' own config.json on the hub.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": {**_DEEPSEEK_V3, "quantization_config": _FP8},
@@ -47,12 +53,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1, "first_k_dense_replace": 1, "vocab_size": 163840, "max_position_embeddings": 131072,
         "quantization_config": _FP8,
     },
-    "qwen3-235b": {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "hidden_size": 4096,
-        "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
-    },
+    "qwen3-235b": _QWEN3_235B,
+    "qwen3-235b-fp8": {**_QWEN3_235B, "quantization_config": _FP8},
     "gpt-oss-120b": {
         "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "hidden_size": 2880,
         "intermediate_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8,

@@ -21,7 +21,7 @@ from torch import nn
 
 from kvcache.paged_cache import LayerShape
 from moe.families import leaves
-from moe.load.quantisation import Quantisation, WeightFormat
+from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from scheduler.policy.config import model_length
 from server.process.preflight.memory import WeightBytes, weight_bytes
@@ -46,7 +46,7 @@ class ReadModel:
     """A model as sizing needs it.
 
     Attributes:
-        directory: where its config.json is; "" where that was of a file.
+        name: for people. path: to start it with.
         config: config.json.
         weights: what its weights take once loaded, as a start counts them.
         has_files: these were read off the files, not counted off the configuration.
@@ -56,6 +56,7 @@ class ReadModel:
     """
 
     name: str
+    path: str
     config: Mapping[str, Any]
     costs: ModelCosts
     weights: WeightBytes
@@ -76,25 +77,37 @@ class ReadModel:
         return any(shape.index_dim for shape in self.shapes)
 
 
-def read_model(path: Path, *, float_bytes: float | None, max_model_len: int | None = None) -> ReadModel:
+def read_model(
+    path: Path,
+    *,
+    float_bytes: float | None,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
+) -> ReadModel:
     """Read a model's directory, or a config.json alone.
 
     Args:
         float_bytes: what a number takes that is not quantised; None: as the checkpoint has it.
+        quantization: that weights get on load.
 
     Raises:
-        PreflightError: it is no MoE, its files are damaged, or it is longer than the model is made for.
+        PreflightError: it is no MoE, its files are damaged, or it is quantised already.
         UnsupportedModelError: it cannot be served.
         ConfigError: max_model_len is more than the model takes.
     """
     if path.is_dir():
-        return _read(path, float_bytes, max_model_len, path.name)
+        check_quantisation(read_config(path), path, asked=quantization)
+        return _read(path, float_bytes, max_model_len, path.resolve().name, str(path))
     if not path.is_file():
         raise PreflightError(
             f"{path} does not exist; give a model's directory, or its config.json (nothing is fetched)"
         )
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         shutil.copy(path, Path(folder) / "config.json")
+        beside = path.with_name(MODELOPT_FILE)
+        if beside.is_file():
+            shutil.copy(beside, folder)
+        check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
         return _read(Path(folder), float_bytes, max_model_len, str(path))
 
 
@@ -105,10 +118,11 @@ def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) 
         return _read(Path(folder), float_bytes, None, str(values.get("model_type")))
 
 
-def _read(directory: Path, float_bytes: float | None, max_model_len: int | None, name: str) -> ReadModel:
+def _read(
+    directory: Path, float_bytes: float | None, max_model_len: int | None, name: str, path: str = "MODEL"
+) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
-    check_quantisation(config, Path(name), asked=None)
     skeleton = Skeleton(directory)
     plain_bytes = float_bytes or _plain_bytes(config)
     costs = _costs(skeleton, config, plain_bytes)
@@ -121,6 +135,7 @@ def _read(directory: Path, float_bytes: float | None, max_model_len: int | None,
     heads = _Heads.of(config)
     return ReadModel(
         name=name,
+        path=path,
         config=config,
         costs=costs,
         weights=weights,

@@ -137,13 +137,9 @@ def _targets(sized: Sized, asked: Asked) -> str:
     missed = sized.chosen.misses(asked)
     verdict = "kept" if missed is None else f"missed ({missed})"
     least = (
-        "no number of ranks keeps it" if sized.least is None else f"{_ranks(sized.least.num_ranks)} keep it"
+        "no number of ranks keeps it" if sized.least is None else f"the fewest are {sized.least.num_ranks}"
     )
-    return (
-        f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; at least {least}"
-        if sized.least
-        else (f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; {least}")
-    )
+    return f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; {least}"
 
 
 def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str:
@@ -201,7 +197,7 @@ def _command(sized: Sized) -> str:
     ):
         if value is not None:
             flags += [name, str(value)]
-    model = sized.model.name if not sized.model.name.endswith("config.json") else "MODEL"
+    model = sized.model.path
     if chosen.num_ranks <= device.node_ranks:
         return f"  {shlex.join(['wideep', 'serve', model, '-dp', str(chosen.num_ranks), *flags])}"
     nodes = -(-chosen.num_ranks // device.node_ranks)
@@ -229,7 +225,7 @@ def _assumptions(sized: Sized) -> Iterator[str]:
     if chosen.num_ranks > 1:
         how = (
             f"placed by load, {1 - KEPT_BALANCE:.0%} of evenness lost as it changes"
-            if chosen.options.enable_eplb or chosen.memory.num_redundant
+            if chosen.options.enable_eplb
             else "in order (--enable-eplb: placed by load)"
         )
         yield f"experts' loads are log-normal with sigma {LOAD_SPREAD} (as uneven as TensorRT-LLM's blog 4 measured), experts {how}"

@@ -51,7 +51,12 @@ def size(args: argparse.Namespace, asked: Asked) -> Sized:
     device = device_named(args.device)
     options = options_from_keywords(str(args.model), served_keywords(args), environment={})
     options = replace(options, device="cpu" if device.is_cpu else "cuda")
-    model = read_model(args.model, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
+    model = read_model(
+        args.model,
+        float_bytes=float_bytes(options),
+        max_model_len=options.max_model_len,
+        quantization=options.quantization,
+    )
     sizing = Sizing(model, device, options, asked)
     has_target = asked.tpot_s is not None or asked.ttft_s is not None
     wanted = options.data_parallel_size

@@ -1,0 +1,119 @@
+"""`wideep size` from the command line: what it prints, and that bad input is one sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from server.sizing import devices
+from server.sizing.published import MODELS
+
+_DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.json of gpt-oss-120b with four layers, and nothing else."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    config = {**MODELS["gpt-oss-120b"], "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert main(["size", *words]) == status
+    out, err = capsys.readouterr()
+    return err if status == 2 else out
+
+
+def test_a_config_alone_gives_memory_times_flags_and_assumptions(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _said(
+        capsys, str(gpt_oss), "--device", "h100", "--ranks", "2", "--users", "16", "--context", "8192"
+    )
+    for part in (
+        "experts in mxfp4", "no weights were there", "KV cache:", "time per output token", "does expert parallelism pay",
+        "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "has never run on one",
+    ):  # fmt: skip
+        assert part in said
+    assert "https://www.nvidia.com" in said, "a device's figures have a source"
+
+
+def test_json_has_the_same_figures(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "h200", "-dp", "4", "--max-concurrency", "64", "--json")
+    found: dict[str, Any] = json.loads(_said(capsys, *words))
+    memory, expected = found["memory_per_rank"], found["expected"]
+    assert memory["slots_per_rank"] == 32 and found["ranks"] == 4
+    assert expected["output_per_rank"] * 4 == pytest.approx(64 / expected["tpot_s"], rel=0.01)
+    parts = [expected["step"][f"{name}_s"] for name in ("attention", "experts", "dispatch", "other")]
+    assert sum(parts) == pytest.approx(expected["step"]["total_s"])
+
+
+def test_the_fewest_ranks_for_a_target_are_found(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
+    slow = json.loads(_said(capsys, *words, "--tpot-ms", "100"))
+    fast = json.loads(_said(capsys, *words, "--tpot-ms", "2.5"))
+    assert slow["ranks_for_target"] < fast["ranks_for_target"]
+    assert fast["expected"]["tpot_s"] <= 0.0025
+
+
+def test_given_ranks_that_miss_a_target_are_status_1(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "-dp", "1")
+    said = _said(capsys, *words, "--tpot-ms", "2.5", status=1)
+    assert "target TPOT 2.5 ms: missed (time per token) on 1 rank" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device", "h10"], "--device is 'h10'; known are a100, h100,"),
+        (["--device", "h100", "--tpot-ms", "0.1"], "gives a time per token of 0.1 ms: the best is"),
+        (["--device", "h100", "--tpot-ms", "soon"], "--tpot-ms is 'soon'; it must be a number"),
+        (["--device", "h100", "--users", "0"], "--users is 0; it must be at least 1"),
+        (["--device", "l40s", "-dp", "1", "--gpu-memory-utilization", "0.1"], "leaves nothing for the KV cache; use more ranks"),
+        (["--device", "h100", "--input", "200k"], "a sequence has 131072 at most"),
+        (["--device", "h100", "--context", "200k"], "--max-model-len is 200000; this model has 131072 positions"),
+        (["--device", "h100", "--quantization", "int4"], "are quantised already (mxfp4)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_one_sentence(
+    gpt_oss: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _said(capsys, str(gpt_oss), *flags, status=2)
+    assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "does not exist; give a model's directory, or its config.json"),
+        (_DENSE, "is not a Mixture-of-Experts model"),
+        ({"model_type": "no_such", "num_experts": 4}, "transformers cannot use"),
+    ],
+)
+def test_what_is_no_model_is_one_sentence(
+    tmp_path: Path, config: dict[str, Any] | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    if config is not None:
+        path.write_text(json.dumps(config))
+    said = _said(capsys, str(path), "--device", "h100", status=2)
+    assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
+
+
+def test_no_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "MODEL is missing" in _said(capsys, status=2)
+
+
+def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_MEASURED_BYTES", 16 << 20)
+    monkeypatch.setattr(devices, "_MEASURED_ROWS", 256)
+    this = devices.device_named("this")
+    assert this.is_cpu and this.is_measured
+    assert 1e8 < this.memory_bytes_per_s < 1e13 and 1e8 < this.rates["float32"] < 1e15
+    assert this.shared_by(2).memory_bytes_per_s == this.memory_bytes_per_s / 2
