@@ -7,7 +7,7 @@ achieved is not said here (`roofline.Shares`), but for `this`, whose rates are m
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -167,32 +167,28 @@ def measure_cpu() -> Device:
     )
 
 
-def _best_s(work: list[float]) -> float:
-    """The shortest time: whatever else the machine did made the others longer."""
-    return max(min(work), 1e-9)
-
-
-def _timed(call: object, repeats: int = _REPEATS) -> float:
+def _shortest_s(call: Callable[[], object]) -> float:
+    """The shortest of some times: whatever else the machine did made the others longer."""
     times = []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         started_s = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         times.append(time.perf_counter() - started_s)
-    return _best_s(times)
+    return max(min(times), 1e-9)
 
 
 def _measure_reading() -> float:
     numbers = np.ones(_MEASURED_BYTES // 4, dtype=np.float32)
-    return _MEASURED_BYTES / _timed(numbers.sum)
+    return _MEASURED_BYTES / _shortest_s(numbers.sum)
 
 
 def _measure_copying() -> float:
     """What a message through shared memory takes: it is written by one rank and read by another."""
     source = np.ones(_MEASURED_BYTES // 4, dtype=np.float32)
     target = np.zeros_like(source)
-    return _MEASURED_BYTES / _timed(lambda: np.copyto(target, source)) / 2
+    return _MEASURED_BYTES / _shortest_s(lambda: np.copyto(target, source)) / 2
 
 
 def _measure_products() -> float:
     square = np.ones((_MEASURED_ROWS, _MEASURED_ROWS), dtype=np.float32)
-    return float(2 * _MEASURED_ROWS**3 / _timed(lambda: square @ square))
+    return float(2 * _MEASURED_ROWS**3 / _shortest_s(lambda: square @ square))

@@ -7,7 +7,7 @@ their names, aliases and checks here too.
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from server.options.flag import OptionsError, add_flags, number, tokens, whole
 from server.options.table import OPTIONS
@@ -81,7 +81,7 @@ def served_keywords(args: argparse.Namespace) -> Mapping[str, Any]:
     return {name: vars(args)[name] for name in _SERVED if name in vars(args)}
 
 
-class Asked:
+class Asked(NamedTuple):
     """What else it says, read.
 
     Attributes:
@@ -89,16 +89,25 @@ class Asked:
         tpot_s, ttft_s: targets; None: there is none.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Read.
+    users: int | None
+    input_tokens: int
+    output_tokens: int
+    tpot_s: float | None
+    ttft_s: float | None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Asked":
+        """Read it.
 
         Raises:
             OptionsError: naming the flag, the value seen and the values allowed.
         """
         if args.model is None and not args.published:
             raise OptionsError("MODEL is missing; give a model's directory or a config.json, or --published")
-        self.users: int | None = None if args.users is None else _USERS("--users", args.users)
-        self.input_tokens: int = _LENGTH("--input", args.input)
-        self.output_tokens: int = _LENGTH("--output", args.output)
-        self.tpot_s = None if args.tpot_ms is None else _POSITIVE("--tpot-ms", args.tpot_ms) / 1000
-        self.ttft_s = None if args.ttft_ms is None else _POSITIVE("--ttft-ms", args.ttft_ms) / 1000
+        return cls(
+            users=None if args.users is None else _USERS("--users", args.users),
+            input_tokens=_LENGTH("--input", args.input),
+            output_tokens=_LENGTH("--output", args.output),
+            tpot_s=None if args.tpot_ms is None else _POSITIVE("--tpot-ms", args.tpot_ms) / 1000,
+            ttft_s=None if args.ttft_ms is None else _POSITIVE("--ttft-ms", args.ttft_ms) / 1000,
+        )

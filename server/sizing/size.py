@@ -27,7 +27,7 @@ _ERRORS = (
 def run_size(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status: 2 where it cannot be said, 1 where the ranks asked for miss the targets."""
     try:
-        asked = Asked(args)
+        asked = Asked.of(args)
         if args.published:
             compared = [compare(figure, costs_of(figure.model)) for figure in FIGURES]
             print(

@@ -1,11 +1,15 @@
 """The step times of `server.sizing.roofline`, on costs that are written down here."""
 
+import subprocess
+import sys
+
 import pytest
 
 from server.sizing.devices import DEVICES
 from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 from server.sizing.roofline import GPU_SHARES, WIDEEP, Roofline, _crossings
 from server.sizing.step_times import RankRows
+from tests.support.service.real_service import REPOSITORY
 
 _LAYER = LayerCosts(
     own_weights=200_000_000, own_bytes=400_000_000, own_features=100_000, num_experts=64, top_k=4,
@@ -25,6 +29,12 @@ def _costs(**changed: int) -> ModelCosts:
 
 def _times(costs: ModelCosts | None = None, *, slots: int = 64, reducing: int = 1) -> Roofline:
     return Roofline(costs or _costs(), _H100, WIDEEP, slots_per_rank=slots, reducing=reducing)
+
+
+def test_step_times_need_no_torch() -> None:
+    """Simulators and the front's side of the house use them."""
+    code = "import sys, server.sizing.roofline, server.sizing.estimate; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=REPOSITORY)
 
 
 def test_one_rank_reads_its_weights_and_context_once_a_step() -> None:
