@@ -105,7 +105,6 @@ _TABLE = (
     _gpu("h100", 79.1, 3.35, 989, 1979, 0, 450, f"{_NVIDIA}/h100/"),
     # An H100 whose NVLink is cut to 400 GB/s both ways: DeepSeek-V3's report, arXiv 2412.19437, and DeepEP's README.
     _gpu("h800", 79.1, 3.35, 989, 1979, 0, 200, "https://arxiv.org/abs/2412.19437"),
-    _gpu("h20", 95.1, 4.0, 148, 296, 0, 450, "https://arxiv.org/abs/2505.11916"),
     _gpu("h200", 139.8, 4.8, 989, 1979, 0, 450, f"{_NVIDIA}/h200/"),
     _gpu("b200", 178.0, 7.7, 2250, 4500, 9000, 900, f"{_NVIDIA}/dgx-b200/"),
     _gpu("gb200", 184.0, 8.0, 2500, 5000, 10000, 900, f"{_NVIDIA}/gb200-nvl72/", link_ranks=72, node_ranks=4),

@@ -130,7 +130,7 @@ FIGURES = (
     Figure("vLLM, gpt-oss-120b, mixed", "gpt-oss-120b", "h100", _ONE, 1, 128, "decode", 21, 4100, 678, _GPUSTACK,
            "14,247 tokens/s, of which 200 in 4,200 are output; rows from these and 31.7 ms per token", prefill_rows=430),
     Figure("llm-d and vLLM, decode", "deepseek-v3", "h200", _DECODE, 16, 16, "decode", 128, 3000, 1741,
-           "https://github.com/llm-d/llm-d/tree/main/guides/wide-ep-lws", "2,048 users on 16 devices, 2k in and out; no EPLB",
+           "https://github.com/llm-d/llm-d/tree/main/guides/wide-ep-lws/experimental-dp-aware", "2,048 users on 16 devices, 2k in and out; no EPLB",
            is_planned=False),
     Figure("SGLang, GB200 part I, decode", "deepseek-v3", "gb200", _NVL72, 48, 6, "decode", 768, 2050, 7583, _SGLANG_GB200_1,
            "rows: half of part II's, whose KV cache has half the bytes"),

@@ -26,7 +26,7 @@ class Shares(NamedTuple):
 
     # DeepGEMM's README, 64 rows on H800 (3,350 GB/s): 1,688 to 2,668 GB/s; FlashMLA's: 3,000 GB/s.
     memory: float = 0.8
-    # DeepGEMM's README: 1,550 TFLOPS of H800's 1,979 at most, 1,358 and less for the shapes of DeepSeek-V3.
+    # DeepGEMM's README: 1,550 TFLOPS of H800's 1,979 at most; less for other shapes than the best.
     products: float = 0.7
     # FlashMLA's README: 660 TFLOPS of H800's 989 in decodes; 1,460 of B200's 2,250 in prompts.
     attention: float = 0.65
