@@ -11,23 +11,19 @@ import json
 import math
 import os
 import select
-import shlex
-import shutil
 import signal
 import ssl
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from dispatch.ports import free_port
 from server.doctor.machine import problems_at_start, say_problems
 from server.lines import say
 from server.options.flag import OptionsError
-from server.options.reading import API_KEY_VARIABLE, environment_from, handed_on
+from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
@@ -41,6 +37,7 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import absences, first_failure
+from server.process.greeting import Capacity, count, greeting, reachable_host
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
@@ -229,14 +226,6 @@ def is_healthy(host: str, port: int, *, scheme: str = "http", uds: str | None = 
     return _get(host, port, "/health", scheme, uds) is not None
 
 
-class Capacity(NamedTuple):
-    """What all ranks together have room for."""
-
-    kv_tokens: int
-    requests: int  # that run at once, if they are short
-    max_len: int  # of one request, in tokens
-
-
 def capacity_of(options: Options) -> Capacity | None:
     """Ask a service that answers for its capacity; None: it does not say, because a rank has just been lost."""
     content = _get(options.host, options.port, "/server_info", options.http.scheme, options.uds)
@@ -266,91 +255,3 @@ def _get(host: str, port: int, path: str, scheme: str, uds: str | None) -> bytes
         return None
     finally:
         connection.close()
-
-
-def reachable_host(host: str) -> str:
-    """Return the address under which this machine reaches a server that listens on `host`."""
-    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def _pages(url: str) -> str:
-    return f"""
-  {_wideep_script()} chat {url}
-
-  {url}/dashboard  ranks, throughput and experts, live
-  {url}/docs       every endpoint
-  {url}/metrics    for Prometheus
-"""
-
-
-def greeting(
-    options: Options,
-    capacity: Capacity | None,
-    *,
-    seconds: float,
-    environment: Mapping[str, str] = os.environ,
-) -> str:
-    """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
-    host = reachable_host(options.host)
-    url = f"{options.http.scheme}://{f'[{host}]' if ':' in host else host}:{options.port}"
-    at, curl, pages = url, "curl", _pages(url)
-    if options.uds is not None:  # `wideep chat` and browsers speak to ports
-        at, url, pages = options.uds, "http://localhost", ""
-        curl = f"curl --unix-socket {shlex.quote(options.uds)}"
-    name = options.served_model_names[0]
-    messages = [{"role": "user", "content": "Hello! Who are you?"}]
-    body = json.dumps({"model": name, "messages": messages, "max_tokens": 100})
-    key = _KeyHint.of(options, environment)
-    ranks = count(options.data_parallel_size, "rank")
-    log = " Below is a line per request (--disable-access-log: none)." if options.log.access else ""
-    return f"""
-wideep: serving {name} on {ranks} at {at} ({seconds:.0f} s after the start)
-{key.export}
-  {curl} {url}/v1/chat/completions{key.header} -H 'Content-Type: application/json' -d {shlex.quote(body)}
-{pages}{_in_words(capacity)}
-Ctrl-C stops everything.{log}
-"""
-
-
-class _KeyHint(NamedTuple):
-    """How the commands of the greeting come to a key; the key itself is never printed."""
-
-    export: str = ""  # a line to run before; empty: the shell that started the service has one
-    header: str = ""  # of the curl line
-
-    @classmethod
-    def of(cls, options: Options, environment: Mapping[str, str]) -> "_KeyHint":
-        if not options.needs_key:
-            return cls()
-        named = environment.get(API_KEY_VARIABLE, "")
-        if not named.split():
-            source = "of --api-key" if options.api_keys else f"of {options.http.api_key_file}"
-            export = f"\nFirst, with a key {source} in place of KEY:\n\n  export {API_KEY_VARIABLE}=KEY\n"
-            return cls(export, f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"')
-        first = f"${{{API_KEY_VARIABLE}%% *}}" if len(named.split()) > 1 else f"${API_KEY_VARIABLE}"
-        return cls("", f' -H "Authorization: Bearer {first}"')
-
-
-def _in_words(capacity: Capacity | None) -> str:
-    if capacity is None:
-        return ""
-    at_once = min(capacity.requests, capacity.kv_tokens / capacity.max_len)
-    return (
-        f"\nKV cache: {capacity.kv_tokens:,} tokens; {at_once:.1f} requests of {capacity.max_len:,} tokens at once, up to "
-        f"{capacity.requests} shorter ones.\n"
-    )
-
-
-def _wideep_script() -> str:
-    """Return how the user can call `wideep` from where they are: by name, or by path where it is not on PATH."""
-    beside_python = Path(sys.executable).with_name("wideep")
-    on_path = shutil.which("wideep")
-    if on_path is not None and os.path.samefile(
-        on_path, beside_python if beside_python.exists() else on_path
-    ):
-        return "wideep"
-    return shlex.quote(os.path.relpath(beside_python)) if beside_python.exists() else "wideep"
-
-
-def count(number: int | None, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from server.options.flag import OptionsError
-from server.process.serve import greeting, is_healthy
+from server.process.greeting import greeting
+from server.process.serve import is_healthy
 from server.process.unix_socket import check_path, listening_at
 from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
