@@ -175,7 +175,8 @@ class Backend:
         finish: takes a model whose weights are there, the step that it runs and what its layers cache: moves what is not
             on the device, adopts faster forms of modules; local.
         enter_thread: lets the calling thread compute on this device, which it does not by itself.
-        warm_up: compiles the kernels that the model uses, before the first step.
+        warm_up: compiles the kernels that the model uses, before the first step; takes model, cache, and what is told
+            how many parts of that are done, of how many.
     """
 
     device: torch.device
@@ -194,4 +195,4 @@ class Backend:
     token_bytes: Callable[[LayerShape], int]
     finish: Callable[[PreTrainedModel, Step, list[LayerShape]], None]
     enter_thread: Callable[[], None]
-    warm_up: Callable[[LoadedModel, PagedCache], None]
+    warm_up: Callable[[LoadedModel, PagedCache, Callable[[int, int], None]], None]

@@ -6,7 +6,7 @@ packed batch [1, T] described by a `Step`; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from moe.families import (
     read_config,
 )
 from moe.load.checkpoint import Checkpoint
-from moe.load.loader import Loader, Report
+from moe.load.loader import EXPERTS, Loader, Report
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
@@ -100,7 +100,7 @@ class Model:
         quantization: str | None = None,
         num_spare: int = 0,
         checkpoint: Checkpoint | None = None,
-        report: Report = lambda _stage, _fraction: None,
+        report: Report = lambda _stage, _done, _total: None,
     ) -> None:
         """Load this rank's weights.
 
@@ -115,7 +115,7 @@ class Model:
             quantization: int8 or int4: what experts and linear layers are quantised to as they are read.
             num_spare: experts that may move to this rank at once; see `Backend.open_experts`.
             checkpoint: what has the weights; None: the skeleton's directory.
-            report: called with (stage, fraction).
+            report: called while weights are read, with (stage, bytes done, bytes in all).
 
         Raises:
             CheckpointError: listing what does not fit.
@@ -134,17 +134,17 @@ class Model:
         self._backend = skeleton.backend
         self.load_counts = self._make_counts()
         local_LS = placement.local(rank)
+        local = {
+            f"{name}.{leaf}": local_S
+            for (name, module), local_S in zip(skeleton.experts.items(), local_LS, strict=True)
+            for leaf in leaves(module)
+        }
         with torch.no_grad():
-            loader.check_scales(
-                {
-                    f"{name}.{leaf}": local_S
-                    for (name, module), local_S in zip(skeleton.experts.items(), local_LS, strict=True)
-                    for leaf in leaves(module)
-                }
-            )
+            loader.check_scales(local)
             loader.load_plain(self._backend.keep_with(self.step, loader), report)
             self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
-            self.layers = self._load_layers(local_LS, dispatcher, report)
+            sizes = {target: loader.expert_bytes(target, local_S) for target, local_S in local.items()}
+            self.layers = self._load_layers(local_LS, dispatcher, sizes, report)
             _restore_buffers(self.net)
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
         self.checkpoint.release_memory()
@@ -204,10 +204,12 @@ class Model:
             self._reader.read(name, leaf, expert, slots)
 
     def _load_layers(
-        self, local_LS: np.ndarray, dispatcher: TokenDispatcher, report: Report
+        self, local_LS: np.ndarray, dispatcher: TokenDispatcher, sizes: Mapping[str, int], report: Report
     ) -> list[ExpertLayer]:
+        """Read this rank's experts, layer by layer; `sizes` are those of its parameters in the files."""
         modules, choices = self.skeleton.experts, slot_choices(self.placement, self._rank)
         layers = []
+        done, total = 0, sum(sizes.values())
         for index, (name, module) in enumerate(modules.items()):
             up, down = (self._reader.load(name, leaf, local_LS[index]) for leaf in leaves(module))
             layer = self._backend.open_layer(up, down, choices[index], module, dispatcher, self.step)
@@ -216,7 +218,8 @@ class Model:
                 delattr(module, leaf)
             module.expert_layer = layer
             layers.append(layer)
-            report("experts", (index + 1) / len(modules))
+            done += sum(sizes[f"{name}.{leaf}"] for leaf in leaves(module))
+            report(EXPERTS, done, total)
         return layers
 
     @torch.inference_mode()

@@ -21,6 +21,7 @@ from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.states import StatePool
 from kvcache.step import Step
 from moe.backend import Backend
+from moe.load.loader import Report
 from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
 from scheduler.drafts.drafter import Drafter, MadeDrafts, TextSource
@@ -63,8 +64,6 @@ SWITCH_S = 0.5e-3  # CPython's own is 5 ms
 
 KERNELS = "kernels, which a machine's first start compiles"  # a stage of loading
 
-Report = Callable[[str, float], None]
-
 
 class Assembled(NamedTuple):
     """An engine and what there is to know about it."""
@@ -98,7 +97,7 @@ class Assembled(NamedTuple):
 def assemble(
     config: EngineConfig,
     doorbell: Doorbell,
-    report: Report = lambda _stage, _fraction: None,
+    report: Report = lambda _stage, _done, _total: None,
     load_vocabulary: LoadVocabulary = no_vocabulary,
     *,
     store: Store | None = None,
@@ -110,7 +109,7 @@ def assemble(
     Args:
         config: the settings.
         doorbell: wakes this job's ranks.
-        report: called with (stage, fraction) while weights load, and kernels.
+        report: called with (stage, how much is done, of how much) while weights load (bytes), kernels and graphs.
         load_vocabulary: for requests that ask for a structure; called when the first comes.
         store: the job's, on a connection that nobody else uses, where ranks meet in later epochs; None: they cannot,
             and a rank that is lost ends the others.
@@ -140,9 +139,8 @@ def assemble(
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, *size, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
-        report(KERNELS, 0.0)
-        backend.warm_up(model, cache)
-        report(KERNELS, 1.0)
+        backend.warm_up(model, cache, partial(report, KERNELS))
+        report(KERNELS, 1, 1)
     runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)

@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import TextIO
 
 FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json", else text; set by the process that has read the options
+SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set where `wideep serve` draws bars: a folder, see `process.loading`
+_ERASED = "\r\x1b[K"  # takes a bar off the terminal's last line, so that a line may stand there; it comes back below
 FIELDS = "fields"  # the attribute with what a record carries besides its message
 # Libraries that write lines of their own, which no handler of Python's reaches; what matters of it we say ourselves.
 _SILENT = {
@@ -73,6 +75,8 @@ def say(text: str, *, error: bool = False, level: str = "") -> None:
     """
     stream = sys.stderr if error else sys.stdout
     line = _as_json(text.strip(), level or ("error" if error else "info")) if is_json() else text
+    if SCREEN_VARIABLE in os.environ and stream.isatty():
+        line = _ERASED + line
     try:
         print(line, file=stream, flush=True)
     except OSError:

@@ -1,6 +1,6 @@
 """How a model is built for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -155,13 +155,13 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
 
 
 @torch.inference_mode()
-def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
+def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[int, int], None]) -> None:
     """Compile every kernel that this model uses, before the first step; local.
 
     So no rank waits in a collective for another's compiler. Compiled kernels are cached on disk; the first start on a
     machine takes some seconds, later ones milliseconds.
     """
-    for kernel in (
+    kernels = (
         LINEAR,
         GROUPED,
         GATHER,
@@ -172,7 +172,9 @@ def compile_kernels(model: LoadedModel, served: PagedCache) -> None:
         *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
         *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
-    ):
+    )
+    for done, kernel in enumerate(kernels):
+        report(done, len(kernels))
         kernel.compile()
     nothing = program_of([])
     run_alone(nothing)

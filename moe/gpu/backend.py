@@ -3,6 +3,7 @@
 With tensors on the CPU and Triton's interpreter the same path runs without a GPU, which is how it is tested.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -230,7 +231,12 @@ def _enter_thread(on: GpuDevice) -> None:
         torch.cuda.set_device(on.device)
 
 
-def warm_up(on: GpuDevice, model: LoadedModel, cache: PagedCache) -> None:
+def warm_up(
+    on: GpuDevice,
+    model: LoadedModel,
+    cache: PagedCache,
+    report: Callable[[int, int], None] = lambda _done, _total: None,
+) -> None:
     """Run a prompt and a decode of one token on the first block, which is free, and on a GPU the largest step of prompts,
     whose experts take other tiles: that compiles what steps use, and reserves their memory.
 
@@ -240,10 +246,13 @@ def warm_up(on: GpuDevice, model: LoadedModel, cache: PagedCache) -> None:
     step = model.step
     assert isinstance(step, DeviceStep), "a step of another backend"
     longer = [(ROWS + 1, 0)] if on.compiler and step.max_rows > ROWS else []
-    for num_tokens, num_decodes in ((1, 0), *longer, (1, 1)):
+    tried = ((1, 0), *longer, (1, 1))
+    for done, (num_tokens, num_decodes) in enumerate(tried):
+        report(done, len(tried) + 1)
         span = Span(0, num_tokens, range(-(-num_tokens // step.block_tokens)))
         step.fill([span], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
         _try_out(on, model, cache, step.inputs([0] * num_tokens, [0]))
+    report(len(tried), len(tried) + 1)
     if on.device.type == "cuda":  # the interpreter compiles nothing, and takes its time
         vocabulary = model.net.get_output_embeddings().weight.shape[0]
         _try_out(on, model, cache, step.fill_with_prompts(cache.num_blocks, vocabulary))

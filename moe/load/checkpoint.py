@@ -6,7 +6,9 @@ only what it keeps. It knows nothing of models; `moe.load.loader` maps names to 
 
 import ctypes
 import json
+import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,11 @@ class Checkpoint:
     def dtype(self, name: str) -> str:
         """A tensor's dtype, from the header, as safetensors writes it (F32, BF16, F8_E4M3)."""
         return str(self._shards[name].get_slice(name).get_dtype())
+
+    def num_bytes(self, name: str) -> int:
+        """A tensor's size in the file, from the header."""
+        bits = re.search(r"\d+", self.dtype(name))  # BOOL has a byte
+        return prod(self.shape(name)) * (int(bits[0]) if bits else 8) // 8
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor, in its own dtype."""

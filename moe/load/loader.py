@@ -20,7 +20,8 @@ from moe.load.plan import LoadPlan, ParameterSource
 from moe.load.quantised_weight import INTEGER_BLOCK, QUANTISE, QuantisedWeight, int8_weight
 from moe.load.stored_tensors import StoredTensors
 
-Report = Callable[[str, float], None]  # stage, fraction done
+WEIGHTS, EXPERTS = "weights", "experts"  # stages of loading that count bytes
+Report = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
 Weight = Tensor | QuantisedWeight
 # Name, the tensor as it was read (quantised only if it is a linear layer's weight), and what the model declared: what
 # a module gets for it.
@@ -92,10 +93,13 @@ class Loader:
     def load_plain(self, keep: Keep, report: Report) -> None:
         """Load everything that is not an expert, as `keep` wants it."""
         plan = self._plan
-        for done, (target, source) in enumerate(plan.plain.items()):
+        sizes = {target: self._num_bytes(source) for target, source in plan.plain.items()}
+        done, total = 0, sum(sizes.values())
+        for target, source in plan.plain.items():
             for name, tensor in self._convert(target, source).items():
                 self._assign(name, tensor, keep)
-            report("weights", (done + 1) / len(plan.plain))
+            done += sizes[target]
+            report(WEIGHTS, done, total)
         for target, original in (getattr(self._model, "all_tied_weights_keys", None) or {}).items():
             if target in plan.plain:
                 continue
@@ -106,6 +110,14 @@ class Loader:
                 other, other_leaf = self._owner(original)
                 owner._parameters.pop(leaf, None)
                 setattr(owner, leaf, getattr(other, other_leaf))
+
+    def expert_bytes(self, target: str, local_S: np.ndarray) -> int:
+        """What one expert parameter takes in the files, without its bias, for this rank's slots."""
+        own = [self._source(target, expert) for expert in local_S[local_S >= 0].tolist()]
+        return sum(self._num_bytes(source, row) for source, row in own)
+
+    def _num_bytes(self, source: ParameterSource, row: int | None = None) -> int:
+        return sum(self._checkpoint.num_bytes(name, row) for name, _ in source.names)
 
     def read_experts(
         self, module: Any, target: str, local_S: np.ndarray

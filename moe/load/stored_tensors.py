@@ -91,6 +91,13 @@ class StoredTensors:
         *lead, n, k = stored.shape
         return (*lead, k, n) if stored.is_shown_turned else stored.shape
 
+    def num_bytes(self, name: str, row: int | None = None) -> int:
+        """What a weight takes in the file with all that lies beside it, whole or one row of the first dimension."""
+        stored = self._stored.get(name)
+        names = [name] if stored is None else list(stored.names.values())
+        whole = sum(map(self._checkpoint.num_bytes, names))
+        return whole if row is None else whole // self.shape(name)[0]
+
     def settle(self, name: str, wanted: tuple[int, ...], *, is_transposed: bool) -> None:
         """Find out how a fused experts' quantised weight lies, by the shape that its module wants.
 

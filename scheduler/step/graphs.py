@@ -97,13 +97,16 @@ class DecodeGraphs:
         return tuple(sorted(self._replays))
 
     def capture(
-        self, sizes: Sequence[int], recorder: Recorder, report: Callable[[float], None] = lambda _share: None
+        self,
+        sizes: Sequence[int],
+        recorder: Recorder,
+        report: Callable[[int, int], None] = lambda _done, _total: None,
     ) -> None:
         """Capture graphs for these sizes.
 
         Args:
             sizes: of `DeviceStep.graph_sizes`.
-            report: called with the share that is done.
+            report: called with how many are done, of how many.
         """
         for done, size in enumerate(sorted(sizes, reverse=True)):
             inputs = self._step.idle(size)
@@ -112,7 +115,7 @@ class DecodeGraphs:
                 return self._forward(token_T, self._cache, row_R)
 
             self._replays[size] = recorder.capture(run)
-            report((done + 1) / len(sizes))
+            report(done + 1, len(sizes))
 
     def __call__(
         self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False

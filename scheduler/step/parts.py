@@ -7,7 +7,7 @@ Dispatcher and lock-step belong to an epoch, and are opened anew for the next on
 """
 
 import importlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
 from moe.cpu.backend import CPU
 from moe.load.checkpoint import Checkpoint
+from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
 from moe.model import Model, Skeleton
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
@@ -78,16 +79,14 @@ def open_device_dispatcher(
     return dispatcher
 
 
-def open_forward(
-    model: Model, cache: PagedCache, *, replays: bool, report: Callable[[str, float], None]
-) -> Forward:
+def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Report) -> Forward:
     """Return what runs a model's steps: on a GPU, graphs of those that only decode, if it `replays`."""
     if model.device.type != "cuda" or not replays:
         return model.forward
     gpu = importlib.import_module("scheduler.step.graphs")
     step: Any = model.step  # a `DeviceStep`, as the backend made it
     graphs = gpu.DecodeGraphs(model.forward, step, cache)
-    graphs.capture(step.graph_sizes, gpu.CudaRecorder(), lambda share: report("graphs", share))
+    graphs.capture(step.graph_sizes, gpu.CudaRecorder(), partial(report, "graphs"))
     forward: Forward = graphs
     return forward
 

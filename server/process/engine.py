@@ -14,7 +14,6 @@ import json
 import os
 import select
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -28,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from dispatch.errors import DispatchError, WireUnavailable
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
+from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
@@ -37,7 +37,7 @@ from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
-from server.lines import is_json, say
+from server.lines import say
 from server.link.rank_link import LinkError, reach
 from server.options.flag import OptionsError
 from server.options.reading import options_from_json
@@ -45,6 +45,7 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
+from server.process.loading import Loading, loading_of
 from server.process.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.process.preflight.model import PreflightError
@@ -70,30 +71,6 @@ class SupervisorPipe:
         """Write one JSON line unless the supervisor has not read for minutes: the pipe would be full, and this would wait."""
         if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
             self.tell(**message)
-
-
-class Progress:
-    """Shows loading: on one line of a terminal, in a line per stage elsewhere."""
-
-    def __init__(self) -> None:
-        self._shown = ("", 0)
-
-    def __call__(self, stage: str, fraction: float) -> None:
-        """Show a stage's percentage when it changed."""
-        percent = int(100 * fraction)
-        if (stage, percent) == self._shown:
-            return
-        is_first = stage != self._shown[0]
-        self._shown = (stage, percent)
-        if sys.stderr.isatty() and not is_json():
-            end = "\n" if percent == 100 else ""
-            print(f"\rLoading {stage}: {percent:3d} %", end=end, file=sys.stderr, flush=True)
-        elif percent == 100 or is_first:
-            say(f"{'Loaded' if percent == 100 else 'Loading'} {stage}", error=True, level="info")
-
-
-def silent(_stage: str, _fraction: float) -> None:
-    """Ranks other than the first load quietly."""
 
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
@@ -132,40 +109,58 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
     supervisor.tell(http=front["http"])
-    tells = place.rank == 0 and not num_restarts
+    loading = loading_of(
+        place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
+    )
     if num_restarts:
         _check_front(front)
         if options.join is not None:
             check_newcomer(PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname())
     else:
-        if tells and place.world_size > 1:
-            say("Waiting for the other ranks", error=True, level="info")
+        if place.world_size > 1:
+            loading.note("Waiting for the other ranks")
         nodes = PrefixStore("nodes", store)
         check_nodes_together(nodes, place, Path(options.model), key, socket.gethostname(), environment)
         _join(place, store)
-    if tells:
-        say(f"Building the model of {options.model} and trying its layers", error=True, level="info")
+    loading.note(f"Building the model of {options.model} and trying its layers", stage="the model's layers")
     config = engine_config(options, place)
     supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
         config,
         StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
-        Progress() if tells else silent,
+        loading,
         lambda: _load_vocabulary(options.model),
         store=PrefixStore("membership", _own_store(place, environment, key)),
         is_joining=num_restarts > 0,
         available=available_bytes,
     )
-    if tells:
-        say(f"Dispatch: {built.wire}; {built.dispatch}", error=True, level="info")
-        if (quantisation := built.model.skeleton.quantisation) is not None:
-            say(f"Weights: {quantisation.in_words}", error=True, level="info")
-        if built.num_states:
-            say(f"States: {built.states}", error=True, level="info")
+    _tell_decisions(built, config, loading)
     try:
         _walk(built, config, front, supervisor, environment, key)
     finally:
         built.engine.close()
+
+
+def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) -> None:
+    """Say what was found and chosen that options alone do not say."""
+    quantisation = built.model.skeleton.quantisation
+    loading.note(f"Dispatch: {built.wire}; {built.dispatch}")
+    if quantisation is not None:
+        loading.note(f"Weights: {quantisation.in_words}")
+    if built.num_states:
+        loading.note(f"States: {built.states}")
+    experts = built.experts
+    loading.tell(
+        model_type=built.model.skeleton.model.config.model_type,
+        num_experts=experts.num_experts,
+        moe_layers=len(experts.layers),
+        layers=experts.num_hidden_layers,
+        slots_per_rank=experts.slot_expert.shape[1] // experts.num_ranks,
+        num_slots=int((experts.slot_expert[:1] >= 0).sum()),
+        dispatch=built.wire,
+        kv_cache_bytes=config.kv_cache_bytes,
+        stored="" if quantisation is None else quantisation.names,
+    )
 
 
 def _check_front(front: dict[str, str]) -> None:

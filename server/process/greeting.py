@@ -1,5 +1,10 @@
-"""What `wideep serve` says when the service answers: where it is, how to ask it, and what it has room for."""
+"""What `wideep serve` says when the service answers: where it is, how to ask it, and what it has room for.
 
+In a log that is a greeting with lines to copy. On a terminal it is a summary of one screen: what was decided, and what of it
+the user has said ("flag", which a file of --config counts as) or we have found ("default").
+"""
+
+import dataclasses
 import json
 import os
 import shlex
@@ -7,10 +12,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
+from server.process.preflight.memory import rank_bytes
 
 
 class Capacity(NamedTuple):
@@ -36,6 +42,11 @@ def _pages(url: str) -> str:
 """
 
 
+def _url(options: Options) -> str:
+    host = reachable_host(options.host)
+    return f"{options.http.scheme}://{f'[{host}]' if ':' in host else host}:{options.port}"
+
+
 def greeting(
     options: Options,
     capacity: Capacity | None,
@@ -44,8 +55,7 @@ def greeting(
     environment: Mapping[str, str] = os.environ,
 ) -> str:
     """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
-    host = reachable_host(options.host)
-    url = f"{options.http.scheme}://{f'[{host}]' if ':' in host else host}:{options.port}"
+    url = _url(options)
     at, curl, pages = url, "curl", _pages(url)
     if options.uds is not None:  # `wideep chat` and browsers speak to ports
         at, url, pages = options.uds, "http://localhost", ""
@@ -82,6 +92,127 @@ class _KeyHint(NamedTuple):
             return cls(export, f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"')
         first = f"${{{API_KEY_VARIABLE}%% *}}" if len(named.split()) > 1 else f"${API_KEY_VARIABLE}"
         return cls("", f' -H "Authorization: Bearer {first}"')
+
+
+def summary(
+    options: Options,
+    asked: Options,
+    capacity: Capacity | None,
+    facts: Mapping[str, Any],
+    *,
+    seconds: float,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Return what was decided, in one screen of 24 lines of 80 columns.
+
+    Args:
+        options: what is served.
+        asked: what the user has said of it.
+        facts: what the first rank has told (`engine`).
+    """
+    name, ranks = options.served_model_names[0], count(options.data_parallel_size, "rank")
+    rows = [row for row in _decisions(options, asked, capacity, facts) if row.value]
+    lines = [f"wideep: serving {name} on {ranks} ({seconds:.0f} s after the start)", ""]
+    lines += [
+        f"  {row.label:<12}{_cut(row.value, _VALUE_WIDTH):<{_VALUE_WIDTH}}  {row.source}" for row in rows
+    ]
+    lines += [
+        "",
+        *(_cut(f"  {label:<12}{value}", _WIDTH) for label, value in _addresses(options, environment)),
+    ]
+    log = " Below: a line per request (--disable-access-log: none)." if options.log.access else ""
+    return "\n".join([*(_cut(line.rstrip(), _WIDTH) for line in lines), "", f"Ctrl-C stops everything.{log}"])
+
+
+_WIDTH, _VALUE_WIDTH = 80, 57
+
+
+class _Row(NamedTuple):
+    label: str
+    value: str  # empty: there is nothing to say
+    source: str
+
+
+def _decisions(
+    options: Options, asked: Options, capacity: Capacity | None, facts: Mapping[str, Any]
+) -> list[_Row]:
+    ranks = options.data_parallel_size or 1
+
+    def row(label: str, value: str, *fields: str) -> _Row:
+        defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+        is_said = any(getattr(asked, field) != defaults[field] for field in fields)
+        return _Row(label, value, "flag" if is_said else "default")
+
+    kv_bytes = f", {_size(facts['kv_cache_bytes'])} per rank" if facts else ""
+    at_once = capacity and min(capacity.requests, capacity.kv_tokens / capacity.max_len)
+    return [
+        row("model", f"{_model_type(facts)}{asked.model}", "model"),
+        row("ranks", f"{ranks} on 1 node, {count(options.threads, 'thread')} each", "data_parallel_size", "threads"),
+        row("device", options.device, "device"),
+        row("experts", _experts(facts, ranks), "eplb_config", "expert_placement"),
+        row("rebalancing", "on" if options.enable_eplb else "off", "enable_eplb", "eplb_config"),
+        row("dispatch", str(facts.get("dispatch", "")), "all2all_backend", "dispatch_mode", "dispatch_dtype"),
+        row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, ranks))} per rank", "dtype", "quantization"),
+        row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization"),
+        row(
+            "at once", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"
+            if capacity else "", "max_num_seqs", "max_model_len",
+        ),
+        row("a step", f"{options.max_num_batched_tokens:,} tokens at most, per rank", "max_num_batched_tokens"),
+        row("drafts", _drafts(options), "speculative_config"),
+    ]  # fmt: skip
+
+
+def _model_type(facts: Mapping[str, Any]) -> str:
+    return f"{facts['model_type']} of {count(facts['layers'], 'layer')}, " if facts else ""
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _experts(facts: Mapping[str, Any], ranks: int) -> str:
+    if not facts:
+        return ""
+    redundant = facts["num_slots"] - facts["num_experts"]
+    return (
+        f"{facts['num_experts']} in each of {count(facts['moe_layers'], 'layer')}, {count(facts['slots_per_rank'], 'slot')} per rank, "
+        f"{redundant} redundant"
+    )
+
+
+def _weights(options: Options, facts: Mapping[str, Any]) -> str:
+    if stored := facts.get("stored"):
+        return f"{stored} as stored"
+    if options.quantization is not None:
+        return f"{options.quantization}, quantised on load"
+    return (
+        "bfloat16"
+        if options.device == "cuda" and options.dtype == "auto"
+        else options.dtype.replace("auto", "as stored")
+    )
+
+
+def _drafts(options: Options) -> str:
+    speculative = options.speculative
+    return (
+        "none"
+        if speculative is None
+        else f"up to {speculative.num_drafts} tokens a step, by {speculative.method.value}"
+    )
+
+
+def _addresses(options: Options, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    key = [("API key", f"needed; commands take it from {API_KEY_VARIABLE}")] if options.needs_key else []
+    if options.uds is not None:
+        return [("API", f"curl --unix-socket {shlex.quote(options.uds)} http://localhost/v1/models"), *key]
+    url = _url(options)
+    pages = [("API", f"{url}/v1"), *((page, f"{url}/{page}") for page in ("dashboard", "docs", "metrics"))]
+    return [*pages, ("chat", f"{_wideep_script()} chat {url}"), *key]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _in_words(capacity: Capacity | None) -> str:

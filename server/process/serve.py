@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dispatch.ports import free_port
 from server.doctor.machine import problems_at_start, say_problems
-from server.lines import say
+from server.lines import SCREEN_VARIABLE, say
 from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
@@ -37,7 +38,8 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import absences, first_failure
-from server.process.greeting import Capacity, count, greeting, reachable_host
+from server.process.greeting import Capacity, count, greeting, reachable_host, summary
+from server.process.loading import LoadingScreen, has_screen
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
@@ -67,7 +69,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
     Returns:
         The exit status: 0 after Ctrl-C (at once) or SIGTERM (when open requests have ended), 1 if the service could not start or a process of it died.
     """
-    started_s = time.monotonic()
+    started_s, asked = time.monotonic(), options
     try:
         with terminate_as_interrupt():
             options = _prepare(options)
@@ -79,9 +81,11 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
         return 0
     spared = adopt_orphans()
     with StopSignals() as stop_signals, tempfile.TemporaryDirectory(prefix="wideep_") as log_directory:
-        agent = _start_agent(options, commands or ServeCommands(), log_directory)
+        screen = LoadingScreen(Path(log_directory), options.data_parallel_size or 1) if has_screen() else None
+        agent = _start_agent(options, commands or ServeCommands(), log_directory, draws=screen is not None)
+        start = _Start(asked, options, started_s, Path(log_directory), screen)
         try:
-            return _Watch(agent, options, stop_signals, started_s, Path(log_directory)).run()
+            return _Watch(agent, start, stop_signals).run()
         finally:
             stop_children([agent], grace_s=AGENT_GRACE_S)
             kill_orphans(spared=spared, grace_s=ORPHAN_GRACE_S)
@@ -116,7 +120,7 @@ def _prepare(options: Options) -> Options:
     return options if options.port or options.uds else replace(options, port=free_port(options.host))
 
 
-def _start_agent(options: Options, commands: ServeCommands, log_directory: str) -> Child:
+def _start_agent(options: Options, commands: ServeCommands, log_directory: str, *, draws: bool) -> Child:
     flags = [
         f"--workers={options.data_parallel_size}",
         f"--directory={log_directory}",
@@ -130,11 +134,22 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str) 
         "the launcher",
         [*commands.agent, *flags, *commands.worker, *handed_on(options)],
         environment={
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != SCREEN_VARIABLE},
             **environment_from(options),
             UNDER_SERVE: f"{os.getpid()} {log_directory}",
+            **({SCREEN_VARIABLE: log_directory} if draws else {}),
         },
     )
+
+
+class _Start(NamedTuple):
+    """What was asked for, what it became, since when, and where ranks write."""
+
+    asked: Options
+    options: Options
+    started_s: float  # time.monotonic()
+    log_directory: Path
+    screen: LoadingScreen | None  # None: there is no terminal to draw on
 
 
 class _Watch:
@@ -143,11 +158,9 @@ class _Watch:
     The launcher may take seconds to end after a failure, so failures are looked for here.
     """
 
-    def __init__(
-        self, agent: Child, options: Options, stop_signals: StopSignals, started_s: float, log_directory: Path
-    ) -> None:
-        self._agent, self._options, self._stop_signals = agent, options, stop_signals
-        self._started_s, self._log_directory = started_s, log_directory
+    def __init__(self, agent: Child, start: _Start, stop_signals: StopSignals) -> None:
+        self._agent, self._start, self._stop_signals = agent, start, stop_signals
+        self._options, self._log_directory, self._screen = start.options, start.log_directory, start.screen
         self._is_ready = self._is_draining = False
         self._until_s = math.inf  # time.monotonic()
 
@@ -159,6 +172,8 @@ class _Watch:
         while time.monotonic() < self._until_s:
             ready_fds = {fd for fd, _ in poll.poll(_POLL_S * 1000)}
             if self._stop_signals.fd in ready_fds and not self._drains(self._stop_signals.take()):
+                if not self._is_ready:
+                    self._end_screen()
                 say("\nwideep: stopping")
                 return 0
             if self._agent.pidfd in ready_fds:
@@ -186,10 +201,25 @@ class _Watch:
         now_s = time.monotonic()
         if self._until_s - now_s > FAILURE_GRACE_S and self._failure() is not None:
             self._until_s = now_s + FAILURE_GRACE_S
+        if not self._is_ready and self._screen is not None:
+            self._screen.update()
         if not self._is_ready and self._is_healthy():
             self._is_ready = True
-            capacity = capacity_of(self._options)
-            say(greeting(self._options, capacity, seconds=now_s - self._started_s))
+            say(self._greet(now_s - self._start.started_s))
+
+    def _greet(self, seconds: float) -> str:
+        """Return the summary that a terminal gets, or the greeting that logs get."""
+        capacity = capacity_of(self._options)
+        if self._screen is None:
+            return greeting(self._options, capacity, seconds=seconds)
+        self._end_screen()
+        return summary(self._options, self._start.asked, capacity, self._screen.facts(), seconds=seconds)
+
+    def _end_screen(self) -> None:
+        """Leave the terminal's last line to what is said next."""
+        if self._screen is not None:
+            self._screen.update()
+            self._screen.close()
 
     def _is_healthy(self) -> bool:
         options = self._options
@@ -204,6 +234,8 @@ class _Watch:
 
     def _end(self) -> int:
         failure = self._failure()
+        if not self._is_ready:
+            self._end_screen()
         if self._is_draining and failure is None and self._agent.process.poll() in (None, 0):
             say("wideep: stopped")
             return 0

@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server.lines import say
+from server.lines import SCREEN_VARIABLE, say
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
@@ -259,7 +259,7 @@ class Supervisor:
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)
-        if self._place.rank == 0 and not num_restarts:
+        if self._place.rank == 0 and not num_restarts and SCREEN_VARIABLE not in self._environment:
             say("wideep: loading torch and transformers")
         name = f"rank {self._place.rank}'s engine"
         spare = Spare() if self._options.max_rank_restarts else None

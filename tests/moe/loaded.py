@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
     bytes_read: int
     expert_bytes: int
     reserved_expert_bytes: int
-    reports: list[tuple[str, float]]
+    reports: list[tuple[str, int, int]]  # stage, done, in all
     logits: list[np.ndarray]  # of its share of SEQUENCES
 
 
@@ -76,13 +76,13 @@ def headers(directory: Path) -> dict[str, Header]:
 
 def load(directory: Path, dtype: str = "auto") -> Loaded:
     """Assemble this rank's engine and run its share of the sequences; collective."""
-    reports: list[tuple[str, float]] = []
+    reports: list[tuple[str, int, int]] = []
     world = dist.is_initialized()
     config = EngineConfig(
         directory=directory, kv_cache_bytes=8 << 20, max_model_len=64, dtype=dtype,
         rank=dist.get_rank() if world else 0, world_size=dist.get_world_size() if world else 1,
     )  # fmt: skip
-    built = assemble(config, WaveDoorbell(), lambda stage, fraction: reports.append((stage, fraction)))
+    built = assemble(config, WaveDoorbell(), lambda *report: reports.append(report))
     model = built.model
     return Loaded(
         model.checkpoint.bytes_read, model.expert_bytes, model.reserved_expert_bytes, reports,

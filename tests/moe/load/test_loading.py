@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import KERNELS
 from tests.conftest import PoolOf
 from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, file_bytes, headers, load, rewrite
@@ -42,6 +43,9 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
         own = EXPERTS_OF_RANKS[num_experts][rank]
         shared, experts = file_bytes(directory, num_experts, own.__contains__)
         assert (loaded.bytes_read, loaded.expert_bytes) == (shared + experts, experts)
+        totals = {stage: total for stage, done, total in loaded.reports if done == total}
+        biases = experts - totals["experts"]  # read with their matrices, and not counted
+        assert totals["weights"] == shared and 0 <= biases < 0.02 * experts
         assert loaded.reserved_expert_bytes >= loaded.expert_bytes
     assert sum(loaded.expert_bytes for loaded in ranks) == file_bytes(directory, num_experts)[1]
     alone = load(directory)
@@ -50,13 +54,14 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
         assert_equal_bits(loaded.logits, alone.logits[rank::RANKS])
 
 
-def test_progress_never_goes_back_and_reaches_one(reference: Loaded) -> None:
-    stages = [stage for stage, _ in reference.reports]
-    assert list(dict.fromkeys(stages)) == ["weights", "experts", KERNELS]
-    for wanted in ("weights", "experts"):
-        fractions = [fraction for stage, fraction in reference.reports if stage == wanted]
-        assert fractions == sorted(fractions)
-        assert 0 < fractions[0] < 1 and fractions[-1] == 1.0
+def test_progress_never_goes_back_and_ends_at_every_byte(mixtral: Path, reference: Loaded) -> None:
+    stages = [stage for stage, *_ in reference.reports]
+    assert list(dict.fromkeys(stages)) == [WEIGHTS, EXPERTS, KERNELS]
+    for wanted, size in zip((WEIGHTS, EXPERTS), file_bytes(mixtral), strict=True):
+        told = [(done, total) for stage, done, total in reference.reports if stage == wanted]
+        assert told == sorted(told)
+        assert {total for _, total in told} == {size}
+        assert 0 < told[0][0] < size and told[-1][0] == size
 
 
 def test_a_sharded_checkpoint_gives_the_same_bits(mixtral: Path, reference: Loaded, tmp_path: Path) -> None:

@@ -63,11 +63,11 @@ def run(graphs: DecodeGraphs, step: DeviceStep, positions: list[int], **options:
 
 def test_graphs_are_captured_from_the_largest_down_with_padded_rows_only(step: DeviceStep) -> None:
     model, recorder = FakeModel(step), FakeRecorder()
-    shares: list[float] = []
+    told: list[tuple[int, int]] = []
     graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
-    graphs.capture(step.sizes, recorder, shares.append)
+    graphs.capture(step.sizes, recorder, lambda *each: told.append(each))
     assert recorder.captured == [8, 4, 2, 1] and graphs.sizes == (1, 2, 4, 8)
-    assert shares == [0.25, 0.5, 0.75, 1.0]
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert step.num_tokens == 0 and step.on_device.cache_slot_P.tolist() == [-1]
 
 

@@ -289,7 +289,7 @@ def test_a_service_is_asked_whether_it_answers_before_sigterm_ends_it_at_once(
     monkeypatch.setattr(serve, "signal_children_of", lambda _pid, number: told.append(number))
     monkeypatch.setattr(serve, "is_healthy", lambda *_place, **_how: answers)
     options = options_from(build_parser().parse_args(["serve", "m", "-dp=1"]), {})
-    watch = serve._Watch(Mock(), options, Mock(), 0.0, tmp_path)
+    watch = serve._Watch(Mock(), serve._Start(options, options, 0.0, tmp_path, None), Mock())
     assert watch._drains([signal.SIGTERM]) is answers
     assert told == [DRAIN_SIGNAL] * answers
 

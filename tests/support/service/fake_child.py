@@ -21,17 +21,31 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from server.parent_death import die_with_parent
+from server.process.loading import LoadingFile, loading_of
 from server.process.spare import leave_spare
 
+FACTS = {  # what an engine has decided
+    "model_type": "mixtral", "num_experts": 8, "moe_layers": 2, "layers": 2, "slots_per_rank": 4, "num_slots": 8,
+    "dispatch": "shm, as all ranks are on one host", "kv_cache_bytes": 1 << 30, "stored": "",
+}  # fmt: skip
 KV_CACHE_BYTES = 12345678  # what an engine says it took
 
 
 FRONT_IS_GONE = 3  # as server.process.engine says
 
 
+def _have_loaded() -> bool:
+    """Whether all ranks have, where they write how far they are."""
+    folder = os.environ.get("WIDEEP_SCREEN")
+    if folder is None:
+        return True
+    files = [path.read_text() for path in Path(folder).glob("loading_*.json")]
+    return len(files) == int(os.environ["WORLD_SIZE"]) and all(json.loads(text)["facts"] for text in files)
+
+
 class _Health(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
+        self.send_response(200 if self.path == "/health" and _have_loaded() else 404)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -45,7 +59,24 @@ def _serve(port: int, ready_fd: int) -> None:
     server.serve_forever()
 
 
-def _report_ready() -> None:
+def _begin_loading() -> LoadingFile | None:
+    """Read a quarter of the weights, where a terminal shows that."""
+    loading = loading_of(
+        int(os.environ["RANK"]), is_restart="WIDEEP_RESTARTS" in os.environ, in_bytes=("weights",),
+        environment=os.environ,
+    )  # fmt: skip
+    if not isinstance(loading, LoadingFile):
+        return None
+    loading("weights", 1 << 20, 4 << 20)
+    return loading
+
+
+def _report_ready(loading: LoadingFile | None) -> None:
+    if loading is not None:
+        loading("weights", 4 << 20, 4 << 20)
+        for done in range(1, 6):
+            loading("kernels, which take their time", done, 5)
+        loading.tell(**FACTS)
     front = json.loads(os.environ.get("WIDEEP_FRONT", '{"http": "http://elsewhere:1"}'))
     descriptor = int(os.environ["WIDEEP_READY_FD"])
     for told in ({"http": front["http"]}, {"kv_cache_bytes": KV_CACHE_BYTES}, {"ready": True}):
@@ -84,6 +115,7 @@ def main() -> None:
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
     partial.write_text(json.dumps(known))
     partial.rename(partial.with_suffix(".json"))
+    loading = _begin_loading() if args.role == "engine" else None
     variable = "FAKE_EXIT_AGAIN" if "WIDEEP_RESTARTS" in os.environ else "FAKE_EXIT"
     victim, _, status = os.environ.get(variable, "").partition(":")
     if victim == name:
@@ -96,7 +128,7 @@ def main() -> None:
             partial.rename(partial.with_suffix(".child"))
         _serve(args.options.get("port", 0), args.ready_fd)
     else:
-        _report_ready()
+        _report_ready(loading)
 
 
 if __name__ == "__main__":
