@@ -21,7 +21,7 @@ from server.lines import SCREEN_VARIABLE, is_json, say
 
 IMPORTS = "torch and transformers"  # a rank's first stage, until it writes its file
 _EVERY_S = 0.1  # between two writes of one stage
-_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}, {elapsed}<{remaining}"
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{unit}, {elapsed}<{remaining}"
 _CLOCK = "{desc}: {elapsed}"
 
 

@@ -105,7 +105,7 @@ def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_s
     assert (ended.status, ended.has_same_modes) == (0, True), ended.written
     bars = [line for line in lines if line.startswith("Loading")]
     assert any(
-        re.match(r"Loading weights: 100%\|█+\| 8.00M/8.00M, 00:\d\d<00:00$", line) for line in lines
+        re.match(r"Loading weights: 100%\|█+\| 8.00M/8.00MB, 00:\d\d<00:00$", line) for line in lines
     ), lines
     assert any(re.match(r"Loading torch and transformers: \d\d:\d\d$", line) for line in lines)
     assert any(re.match(r"Loading kernels: 100%\|.*10/10", line) for line in lines)
