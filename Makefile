@@ -17,8 +17,9 @@ PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
 
+# On a terminal the service is a job of its own (set -m): Ctrl-C reaches it and not make, so that make ends as the service does.
 serve: $(RUNTIME)
-	@$(BIN)/wideep serve $(ARGS)
+	@if [ -t 0 ]; then set -m; fi; $(BIN)/wideep serve $(ARGS); exit $$?
 
 test: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
