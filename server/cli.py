@@ -208,7 +208,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         nargs="?",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="the service (default: %(default)s)",
+        help="the service, or unix:PATH of its --uds (default: %(default)s)",
     )
     chat.add_argument(
         "--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)"

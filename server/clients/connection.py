@@ -4,6 +4,7 @@ Knows no endpoint but the list of models.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -11,6 +12,7 @@ import httpx
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
+SOCKET = "unix:"  # before the path of a service's socket (--uds), in place of a URL
 
 
 def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str | None:
@@ -37,16 +39,19 @@ class Connection:
         """Connect when first asked.
 
         Args:
-            url: the service's, with or without /v1.
+            url: the service's, with or without /v1; or unix:PATH, where it serves on a socket (--uds).
             answer_timeout_s: None where an answer may wait in the service's queue.
             http: replaces the connection, for tests.
         """
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if "://" not in self.url:
-            self.url = f"http://{self.url}"
+        self.url = url if "://" in url or url.startswith(SOCKET) else f"http://{url}"
+        self.url = self._root = self.url.rstrip("/").removesuffix("/v1")
+        transport = None
+        if url.startswith(SOCKET):
+            path = os.path.expanduser(url.removeprefix(SOCKET))
+            self.url, self._root, transport = url, "http://localhost", httpx.HTTPTransport(uds=path)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._http = http or httpx.Client(headers=headers, timeout=timeout)
+        self._http = http or httpx.Client(headers=headers, timeout=timeout, transport=transport)
 
     def get_json(self, path: str) -> dict[str, Any]:
         """GET an object.
@@ -90,14 +95,14 @@ class Connection:
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         with self._explaining():
-            response = self._http.request(method, self.url + path, json=body)
+            response = self._http.request(method, self._root + path, json=body)
         _check(response)
         return response
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
         """POST, and read the answer as it comes. Raises as `get_json`, while it is read too."""
-        with self._explaining(), self._http.stream("POST", self.url + path, json=body) as response:
+        with self._explaining(), self._http.stream("POST", self._root + path, json=body) as response:
             if response.is_error:
                 response.read()
             _check(response)

@@ -32,9 +32,14 @@ def reachable_host(host: str) -> str:
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _pages(url: str) -> str:
+def _chat(options: Options) -> str:
+    where = _url(options) if options.uds is None else shlex.quote(f"unix:{options.uds}")
+    return f"{_wideep_script()} chat {where}"
+
+
+def _pages(options: Options, url: str) -> str:
     return f"""
-  {_wideep_script()} chat {url}
+  {_chat(options)}
 
   {url}/dashboard  ranks, throughput and experts, live
   {url}/docs       every endpoint
@@ -56,9 +61,9 @@ def greeting(
 ) -> str:
     """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
     url = _url(options)
-    at, curl, pages = url, "curl", _pages(url)
-    if options.uds is not None:  # `wideep chat` and browsers speak to ports
-        at, url, pages = options.uds, "http://localhost", ""
+    at, curl, pages = url, "curl", _pages(options, url)
+    if options.uds is not None:  # browsers speak to ports
+        at, url, pages = options.uds, "http://localhost", f"\n  {_chat(options)}\n"
         curl = f"curl --unix-socket {shlex.quote(options.uds)}"
     name = options.served_model_names[0]
     messages = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -205,10 +210,11 @@ def _drafts(options: Options) -> str:
 def _addresses(options: Options, environment: Mapping[str, str]) -> list[tuple[str, str]]:
     key = [("API key", f"needed; commands take it from {API_KEY_VARIABLE}")] if options.needs_key else []
     if options.uds is not None:
-        return [("API", f"curl --unix-socket {shlex.quote(options.uds)} http://localhost/v1/models"), *key]
+        ask = f"curl --unix-socket {shlex.quote(options.uds)} http://localhost/v1/models"
+        return [("API", ask), ("chat", _chat(options)), *key]
     url = _url(options)
     pages = [("API", f"{url}/v1"), *((page, f"{url}/{page}") for page in ("dashboard", "docs", "metrics"))]
-    return [*pages, ("chat", f"{_wideep_script()} chat {url}"), *key]
+    return [*pages, ("chat", _chat(options)), *key]
 
 
 def _cut(text: str, width: int) -> str:

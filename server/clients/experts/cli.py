@@ -156,7 +156,7 @@ def _add_live_verbs(verbs: Any) -> None:
             nargs="?",
             default="http://127.0.0.1:8000",
             metavar="URL",
-            help="the service (default: %(default)s)",
+            help="the service, or unix:PATH of its --uds (default: %(default)s)",
         )
 
 
@@ -197,7 +197,7 @@ def _add_change_verbs(verbs: Any) -> None:
             nargs="?",
             default="http://127.0.0.1:8000",
             metavar="URL",
-            help="the service (default: %(default)s)",
+            help="the service, or unix:PATH of its --uds (default: %(default)s)",
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.clients.connection import Connection, ServiceError
 from server.options.flag import OptionsError
 from server.process.greeting import greeting
 from server.process.serve import is_healthy
@@ -24,8 +25,15 @@ def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) 
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=TIMEOUT_S) as client:
         models = client.get("http://localhost/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["model"]
+    with Connection(front.url) as connection:
+        assert connection.get_json("/v1/models") == models, "what `wideep chat unix:PATH` asks"
     assert front.close() == (0, "")
     assert not path.exists()
+    with (
+        Connection(front.url) as connection,
+        pytest.raises(ServiceError, match=f"no service answers at unix:{path}"),
+    ):
+        connection.get_json("/v1/models")
 
 
 def test_health_is_asked_over_the_socket(tmp_path: Path) -> None:
@@ -62,4 +70,4 @@ def test_the_greeting_says_how_to_ask_on_the_socket(tmp_path: Path) -> None:
     text = greeting(options_for(tmp_path, "-dp=1", "--uds=/run/w.sock"), None, seconds=3.0)
     assert "at /run/w.sock (3 s after the start)" in text
     assert "curl --unix-socket /run/w.sock http://localhost/v1/chat/completions -H" in text
-    assert "wideep chat" not in text and "/dashboard" not in text
+    assert "wideep chat unix:/run/w.sock\n" in text and "/dashboard" not in text
