@@ -27,6 +27,24 @@ class Fits:
 ALL = Fits("any value", lambda _given, _said: True)
 NONE = Fits("no value", lambda _given, _said: False)
 
+# What is said of flags of both programs.
+GENERATES = "only generation of text is served, no embeddings, scores or rewards; leave it out"
+TEXT = "models that see or hear are served as their text decoder"
+TEXT_ONLY = f"{TEXT}, and no image, audio or video is taken; leave it out"
+LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
+NO_HALVES = "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave it out"
+MEMORY = (
+    "weights and KV cache stay in the device's memory; where it is short take more ranks (--data-parallel-size), "
+    "--quantization int8, or a smaller --kv-cache-memory"
+)
+PACE = "say --target-itl-ms: the time between two tokens that steps with prompts keep to"
+KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
+GRAPHS = (
+    "decode steps on a GPU are captured for every padded size; --enforce-eager runs them without CUDA graphs, "
+    "--enable-torch-compile compiles what lies between the kernels"
+)
+DRAFTS = "drafts come from texts or the model's own layers; say --speculative-config"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFlag:
@@ -50,11 +68,6 @@ class ForeignFlag:
     def off_names(self) -> tuple[str, ...]:
         """The names that turn a switch off."""
         return off_names_of(self.names) if self.takes == "nothing" else ()
-
-    @property
-    def fate(self) -> str:
-        """What becomes of it: alias, harmless (with some values or all), or refused."""
-        return "alias" if self.becomes else "harmless" if self.because else "refused"
 
 
 def refused(
@@ -88,9 +101,11 @@ def harmless(
     Args:
         because: why they change nothing.
         fits: which values do.
-        otherwise: why the others are not served, and what to say instead.
+        otherwise: why the others are not served, and what to say instead; empty: as `because`, and to leave them out.
         values, lists, switches: as for `refused`.
     """
+    if fits is not ALL:
+        otherwise = otherwise or f"{because}; leave it out"
     return tuple(
         ForeignFlag(names=names, takes=takes, because=because, otherwise=otherwise, fits=fits)
         for names, takes in _each(values, lists, switches)
@@ -98,16 +113,14 @@ def harmless(
 
 
 def alias(
-    names: str, becomes: str, *, takes: str = "value", spelled: Mapping[str, str] | None = None
+    names: str,
+    becomes: str,
+    key: str = "",
+    *,
+    takes: str = "value",
+    spelled: Mapping[str, str] | None = None,
 ) -> ForeignFlag:
-    """Declare a flag that one of ours means the same as."""
-    return ForeignFlag(names=tuple(names.split("/")), takes=takes, becomes=becomes, spelled=spelled or {})
-
-
-def part(
-    names: str, becomes: str, key: str, *, takes: str = "value", spelled: Mapping[str, str] | None = None
-) -> ForeignFlag:
-    """Declare a flag that sets one key of a JSON value of ours; numbers are numbers there."""
+    """Declare a flag that means the same as one of ours, or sets one key of its JSON; numbers are numbers there."""
     return ForeignFlag(
         names=tuple(names.split("/")), takes=takes, becomes=becomes, key=key, spelled=spelled or {}
     )

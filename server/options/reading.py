@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from expert_placement.config import EplbConfig
 from server.options.checkpoint import CheckpointOptions
 from server.options.checks import check_certificate, check_traces
-from server.options.config_file import read_config_file
 from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign import ForeignFlag, judge
 from server.options.sglang_flags import SGLANG_FLAGS
@@ -135,7 +136,30 @@ def _with_file(said: dict[str, Any]) -> dict[str, Any]:
     if "config" not in said:
         return said
     file = Path(said["config"])
-    return {**_by_keyword(read_config_file(file), f"--config {file}: "), **said}
+    return {**_by_keyword(_read_config_file(file), f"--config {file}: "), **said}
+
+
+def _read_config_file(path: Path) -> dict[str, Any]:
+    """Return the options of a YAML file, by name, as vLLM and SGLang write theirs; null is not said.
+
+    Raises:
+        OptionsError: it cannot be read, is no YAML, or is no mapping from names.
+    """
+    name = f"--config {str(path)!r}"
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"{name} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        first = str(error).replace("\n", " ")
+        raise OptionsError(f"{name} is not YAML: {first}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise OptionsError(f"{name} is no mapping; give lines such as `max-model-len: 4096`")
+    if "config" in content:
+        raise OptionsError(f"{name} names another file under config; put all options into one")
+    return content
 
 
 def _by_keyword(given: Mapping[str, Any], where: str = "") -> dict[str, Any]:

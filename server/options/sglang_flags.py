@@ -4,22 +4,28 @@ Those of its published recipes for wide expert parallelism are all here. One cou
 --max-running-requests and --chunked-prefill-size are of all ranks together where attention is data-parallel, ours of one.
 """
 
-from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, part, refused
+from server.options.foreign import (
+    DRAFTS,
+    GENERATES,
+    GRAPHS,
+    KERNELS,
+    LORA,
+    MEMORY,
+    NO_HALVES,
+    PACE,
+    TEXT,
+    TEXT_ONLY,
+    Fits,
+    ForeignFlag,
+    Said,
+    alias,
+    harmless,
+    of,
+    refused,
+)
 
 _BALANCES = "what balances experts is said in --eplb-config: "
-_KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
-_GRAPHS = (
-    "decode steps on a GPU are captured for every padded size; --enforce-eager runs them without CUDA graphs, "
-    "--enable-torch-compile compiles what lies between the kernels"
-)
 _BOTH = "every rank does prompts and decodes, and keeps its KV cache for itself; leave it out"
-_MEMORY = (
-    "weights and KV cache stay in the device's memory; where it is short take more ranks (--data-parallel-size), "
-    "--quantization int8, or a smaller --kv-cache-memory"
-)
-_TEXT = "models that see or hear are served as their text decoder"
-_LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
-_DRAFTS = "drafts come from texts or the model's own layers; say --speculative-config"
 
 
 def _are_all_ranks(given: object, said: Said) -> bool:
@@ -42,7 +48,7 @@ _MODEL = (
     alias("--fastapi-root-path", "--root-path"),
     alias("--log-level-http", "--log-level"),
     *refused("give a file with the template: --chat-template FILE", values="--hf-chat-template-name --completion-template"),
-    *refused("only generation of text is served, no embeddings, scores or rewards; leave it out", switches="--is-embedding"),
+    *refused(GENERATES, switches="--is-embedding"),
     *refused(
         "weights are kept as the checkpoint has them; to quantise on load say --quantization int8 or int4",
         values="--quantization-param-path --modelopt-quant --modelopt-checkpoint-restore-path "
@@ -61,10 +67,10 @@ _MODEL = (
         switches="--checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading --enable-memory-saver "
         "--enable-weights-cpu-backup",
     ),
-    *harmless(_TEXT, switches="--enable-multimodal --mm-enable-dp-encoder --disable-fast-image-processor", values="--mm-attention-backend"),
-    *refused(f"{_TEXT}, and no image, audio or video is taken; leave it out", switches="--encoder-only --language-only"),
+    *harmless(TEXT, switches="--enable-multimodal --mm-enable-dp-encoder --disable-fast-image-processor", values="--mm-attention-backend"),
+    *refused(TEXT_ONLY, switches="--encoder-only --language-only"),
     *refused(
-        _LORA, lists="--lora-paths",
+        LORA, lists="--lora-paths",
         values="--max-loras-per-batch --max-loaded-loras --lora-backend --lora-eviction-policy --max-lora-chunk-size",
     ),
 )  # fmt: skip
@@ -84,8 +90,7 @@ _RANKS = (
         values="--ep-size/--expert-parallel-size/--ep --attn-dp-size/--attention-data-parallel-size",
     ),
     *harmless(
-        "layers without experts are whole on every rank", fits=of(1), otherwise="layers without experts are whole on every rank; "
-        "leave it out", values="--moe-dense-tp-size --moe-dp-size/--moe-data-parallel-size --shared-experts-tp-size "
+        "layers without experts are whole on every rank", fits=of(1), values="--moe-dense-tp-size --moe-dp-size/--moe-data-parallel-size --shared-experts-tp-size "
         "--attn-cp-size/--attention-context-parallel-size",
     ),
     *harmless("tokens go straight to their experts' ranks", switches="--enable-deepep-moe --enable-ep-moe --enable-p2p-check --pre-warm-nccl --disable-attn-tp-gather"),
@@ -114,7 +119,7 @@ _RANKS = (
         switches="--enable-elastic-expert-backup",
     ),
     *refused(
-        "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave it out",
+        NO_HALVES,
         switches="--enable-two-batch-overlap --enable-single-batch-overlap", values="--tbo-token-distribution-threshold",
     ),
     *refused("choose network devices with NCCL's or NVSHMEM's variables (NCCL_IB_HCA, NVSHMEM_HCA_LIST)", values="--mooncake-ib-device"),
@@ -125,11 +130,10 @@ _RANKS = (
     *refused("choose GPUs with the variable CUDA_VISIBLE_DEVICES", values="--base-gpu-id --gpu-id-step"),
     *refused("start it under numactl, and say --threads", values="--numa-node"),
     *harmless(
-        "the front gives each request to a rank, by prefix and work", fits=of("auto"), otherwise="the front gives each request "
-        "to a rank, by prefix and work; leave it out", values="--load-balance-method",
+        "the front gives each request to a rank, by prefix and work", fits=of("auto"), values="--load-balance-method",
     ),
     *harmless("ranks do not add up partial results", switches="--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem --enable-attn-tp-input-scattered"),
-    *refused(_MEMORY, switches="--enable-paged-experts", values="--kt-weight-path --kt-method --kt-cpuinfer --kt-num-gpu-experts --offload-mode"),
+    *refused(MEMORY, switches="--enable-paged-experts", values="--kt-weight-path --kt-method --kt-cpuinfer --kt-num-gpu-experts --offload-mode"),
 )  # fmt: skip
 _STEPS = (
     alias("--mem-fraction-static", "--gpu-memory-utilization"),
@@ -144,28 +148,27 @@ _STEPS = (
     *refused("the KV cache is sized in bytes: --kv-cache-memory", values="--max-total-tokens --swa-full-tokens-ratio --max-mamba-cache-size --mamba-full-memory-ratio"),
     *harmless("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--page-size"),
     *harmless(
-        "requests run in order of arrival", fits=of("fcfs"), otherwise="requests run in order of arrival; leave it out",
-        values="--schedule-policy",
+        "requests run in order of arrival", fits=of("fcfs"), values="--schedule-policy",
     ),
-    *harmless("blocks that nobody uses are given up oldest first", fits=of("lru"), otherwise="blocks that nobody uses are given up oldest first; leave it out", values="--radix-eviction-policy"),
+    *harmless("blocks that nobody uses are given up oldest first", fits=of("lru"), values="--radix-eviction-policy"),
     *refused("say --scheduling-policy priority: requests with lower values of `priority` go first", switches="--enable-priority-scheduling"),
     *harmless("where requests have priorities, lower values go first", switches="--schedule-low-priority-values-first"),
     *harmless("a request with a priority is refused unless --scheduling-policy is priority", switches="--abort-on-priority-when-disabled"),
     *refused("requests that wait preempt nobody, and have priority 0 unless they say otherwise; leave it out", values="--priority-scheduling-preemption-threshold --default-priority-value"),
     *harmless("a request is admitted when its blocks fit", values="--schedule-conservativeness"),
     *harmless("steps are always planned ahead, and prompts share them with decodes", switches="--enable-mixed-chunk --disable-overlap-schedule --disable-chunked-prefix-cache --enable-dynamic-chunking --disable-hybrid-swa-memory", values="--scheduler-recv-interval"),
-    *harmless("every step yields its tokens at once", fits=of(1), otherwise="every step yields its tokens at once; leave it out", values="--num-continuous-decode-steps"),
-    *refused("say --target-itl-ms: the time between two tokens that steps with prompts keep to", switches="--enable-prefill-delayer", values="--prefill-decode-interval --prefill-delayer-max-delay-passes --prefill-delayer-queue-min-ratio --prefill-delayer-max-delay-ms"),
+    *harmless("every step yields its tokens at once", fits=of(1), values="--num-continuous-decode-steps"),
+    *refused(PACE, switches="--enable-prefill-delayer", values="--prefill-decode-interval --prefill-delayer-max-delay-passes --prefill-delayer-queue-min-ratio --prefill-delayer-max-delay-ms"),
     *harmless(
-        "the kernels are chosen by the device", fits=of("auto"), otherwise=_KERNELS,
+        "the kernels are chosen by the device", fits=of("auto"), otherwise=KERNELS,
         values="--moe-runner-backend --prefill-attention-backend --decode-attention-backend --linear-attn-backend "
         "--fp8-gemm-runner-backend/--fp8-gemm-backend --fp4-gemm-runner-backend/--fp4-gemm-backend --bf16-gemm-backend "
         "--dsa-prefill-backend --dsa-decode-backend --dsa-topk-backend --sampling-backend",
     ),
     *harmless("there is no such kernel to tune or to turn off", switches="--disable-shared-experts-fusion --flashinfer-mla-disable-ragged --triton-attention-reduce-in-fp32 --enable-flashinfer-allreduce-fusion --enable-fused-moe-sum-all-reduce", values="--flashinfer-mxfp4-moe-precision --triton-attention-num-kv-splits"),
-    *refused(_KERNELS, switches="--enforce-shared-experts-fusion --enable-waterfill", values="--enable-fused-qk-norm-rope"),
+    *refused(KERNELS, switches="--enforce-shared-experts-fusion --enable-waterfill", values="--enable-fused-qk-norm-rope"),
     *refused(
-        _GRAPHS, lists="--cuda-graph-bs --cuda-graph-bs-decode --cuda-graph-bs-prefill",
+        GRAPHS, lists="--cuda-graph-bs --cuda-graph-bs-decode --cuda-graph-bs-prefill",
         values="--cuda-graph-max-bs --cuda-graph-max-bs-decode --cuda-graph-max-bs-prefill --cuda-graph-config "
         "--cuda-graph-backend-decode --cuda-graph-backend-prefill --torch-compile-max-bs",
         switches="--disable-cuda-graph-padding --disable-prefill-cuda-graph --disable-decode-cuda-graph "
@@ -181,7 +184,7 @@ _STEPS = (
         switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",
     ),
     *refused(
-        _MEMORY, switches="--enable-hierarchical-cache/--enable-hicache --enable-lmcache --enable-hisparse --enable-flexkv",
+        MEMORY, switches="--enable-hierarchical-cache/--enable-hicache --enable-lmcache --enable-hisparse --enable-flexkv",
         values="--hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend --hicache-mem-layout "
         "--hicache-storage-backend --hicache-storage-prefetch-policy --lmcache-config-file --hisparse-config",
     ),
@@ -190,17 +193,17 @@ _STEPS = (
         values="--mamba-radix-cache-strategy --mamba-track-interval --mamba-ssm-dtype --mamba-scheduler-strategy",
     ),
     # With the model's own layers SGLang speaks of EAGLE or NEXTN, and counts the newest token among the drafts.
-    part(
+    alias(
         "--speculative-algorithm", "--speculative-config", "method", spelled={"EAGLE": "mtp", "NEXTN": "mtp", "NGRAM": "ngram"}
     ),
-    part("--speculative-num-steps", "--speculative-config", "num_speculative_tokens"),
+    alias("--speculative-num-steps", "--speculative-config", "num_speculative_tokens"),
     *harmless(
         "drafts are one line of tokens, as many as steps", fits=_ONE_MORE_THAN_STEPS,
         otherwise="it is one more than the steps, as it counts the newest token; say --speculative-config", values="--speculative-num-draft-tokens",
     ),
-    *harmless("drafts are one line of tokens", fits=of(1), otherwise="drafts are one line of tokens; leave it out", values="--speculative-eagle-topk"),
+    *harmless("drafts are one line of tokens", fits=of(1), values="--speculative-eagle-topk"),
     *refused(
-        _DRAFTS, values="--speculative-draft-model-path/--speculative-draft-model --speculative-attention-mode "
+        DRAFTS, values="--speculative-draft-model-path/--speculative-draft-model --speculative-attention-mode "
         "--speculative-draft-attention-backend --speculative-moe-runner-backend --speculative-moe-a2a-backend "
         "--speculative-draft-model-quantization --speculative-token-map --speculative-accept-threshold-single "
         "--speculative-accept-threshold-acc --speculative-ngram-capacity",

@@ -6,7 +6,25 @@
 import json
 from typing import Any
 
-from server.options.foreign import Fits, ForeignFlag, Said, alias, harmless, of, part, refused
+from server.options.foreign import (
+    DRAFTS,
+    GENERATES,
+    GRAPHS,
+    KERNELS,
+    LORA,
+    MEMORY,
+    NO_HALVES,
+    PACE,
+    TEXT,
+    TEXT_ONLY,
+    Fits,
+    ForeignFlag,
+    Said,
+    alias,
+    harmless,
+    of,
+    refused,
+)
 
 _NODES = (
     "ranks on several nodes are started by torchrun on each of them, `torchrun --nnodes N --nproc-per-node GPUS ... "
@@ -15,20 +33,7 @@ _NODES = (
 _RANKS = (
     "attention runs data-parallel and experts are spread over all ranks: say --data-parallel-size {given}"
 )
-_TEXT = "models that see or hear are served as their text decoder"
-_TEXT_ONLY = f"{_TEXT}, and no image, audio or video is taken; leave it out"
-_KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
-_GENERATES = "only generation of text is served, no embeddings, scores or rewards; leave it out"
-_MEMORY = (
-    "weights and KV cache stay in the device's memory; where it is short take more ranks (--data-parallel-size), "
-    "--quantization int8, or a smaller --kv-cache-memory"
-)
-_GRAPHS = (
-    "decode steps on a GPU are captured for every padded size; --enforce-eager runs them without CUDA graphs, "
-    "--enable-torch-compile compiles what lies between the kernels"
-)
 _ROUTES = "one endpoint stands before all ranks and gives each request to one; leave it out"
-_LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
 _OWN_PARSERS = "code of others is not loaded; "
 
 
@@ -88,10 +93,10 @@ _MODEL = (
         values="--model-impl",
     ),
     *harmless(
-        "text is generated", fits=of("auto", "generate", "none"), otherwise=_GENERATES,
+        "text is generated", fits=of("auto", "generate", "none"), otherwise=GENERATES,
         values="--runner --convert --task",
     ),
-    *refused(_GENERATES, values="--pooler-config --io-processor-plugin"),
+    *refused(GENERATES, values="--pooler-config --io-processor-plugin"),
     *harmless("there are no scores of late interaction", switches="--enable-flash-late-interaction"),
     *refused("the class is the one that transformers has for the model's type; leave it out", values="--model-class-overrides"),
     *harmless(
@@ -116,7 +121,7 @@ _MODEL = (
     *refused("a model's sliding window is part of it; shorten the context with --max-model-len", switches="--disable-sliding-window"),
     *refused("text is always served; prompts of token ids are taken beside it: leave it out", switches="--skip-tokenizer-init"),
     *refused("prompts are text or token ids; leave it out", switches="--enable-prompt-embeds"),
-    *refused(_LORA, switches="--enable-lora --enable-lora-bias --enable-tower-connector-lora --fully-sharded-loras "
+    *refused(LORA, switches="--enable-lora --enable-lora-bias --enable-tower-connector-lora --fully-sharded-loras "
         "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
         values="--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --default-mm-loras --max-lora-cls-labels "
         "--lora-extra-vocab-size",
@@ -124,14 +129,14 @@ _MODEL = (
 )  # fmt: skip
 _MEDIA = (
     *harmless(
-        _TEXT, switches="--language-model-only --skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
+        TEXT, switches="--language-model-only --skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
         "--disable-mm-preprocessor-cache --trust-request-mm-kwargs",
         values="--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
         "--mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend "
         "--mm-encoder-attn-dtype --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --media-io-kwargs",
     ),
     *refused(
-        _TEXT_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
+        TEXT_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
         values="--allowed-local-media-path --video-pruning-rate --video-pruning-method --mm-encoder-fp8-scale-path "
         "--mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin --ec-transfer-config --ec-manager-config",
         lists="--allowed-media-domains",
@@ -192,10 +197,10 @@ _PARALLEL = (
         "experts begin in order", fits=of("linear"), values="--expert-placement-strategy",
         otherwise="write a placement with `wideep experts plan ... --out FILE` and give it as --expert-placement FILE",
     ),
-    part("--num-redundant-experts/--ep-num-redundant-experts", "--eplb-config", "num_redundant_experts"),
-    part("--eplb-window-size", "--eplb-config", "window_size"),
-    part("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
-    part("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
+    alias("--num-redundant-experts/--ep-num-redundant-experts", "--eplb-config", "num_redundant_experts"),
+    alias("--eplb-window-size", "--eplb-config", "window_size"),
+    alias("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
+    alias("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
     *harmless("a rank may leave and come back at any time (docs/faults.md)", switches="--enable-elastic-ep --enable-fault-tolerance"),
     *refused("the number of ranks is --data-parallel-size; one that is lost comes back (docs/faults.md)", values="--elastic-ep-max-dp-size"),
     *refused(
@@ -203,7 +208,7 @@ _PARALLEL = (
         values="--fault-tolerance-config --watchdog-config",
     ),
     *refused(
-        "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave it out",
+        NO_HALVES,
         switches="--enable-dbo", values="--ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold",
     ),
     *refused("one time-out holds for all: --distributed-timeout-seconds", values="--cpu-distributed-timeout-seconds"),
@@ -232,8 +237,7 @@ _CACHE = (
         switches="--enable-mamba-shared-prefix-checkpoint --use-replayssm --swa-bounded-replay --kv-sharing-fast-prefill",
     ),
     *harmless(
-        "states are kept as the model computes them", fits=of("auto"), otherwise="states are kept as the model computes "
-        "them; leave it out", values="--mamba-cache-dtype --mamba-ssm-cache-dtype",
+        "states are kept as the model computes them", fits=of("auto"), values="--mamba-cache-dtype --mamba-ssm-cache-dtype",
     ),
     *refused(
         "states are kept as the model computes them; leave it out", switches="--enable-mamba-cache-stochastic-rounding",
@@ -241,12 +245,12 @@ _CACHE = (
     ),
     *harmless("layers of every kind share one cache", switches="--disable-hybrid-kv-cache-manager --use-v2-block-manager"),
     *harmless(
-        "nothing is moved to the host's memory", fits=of(0, 0.0, "0.0"), otherwise=_MEMORY,
+        "nothing is moved to the host's memory", fits=of(0, 0.0, "0.0"), otherwise=MEMORY,
         values="--cpu-offload-gb --offload-group-size --kv-offloading-size",
     ),
     *harmless("requests that must wait are computed again, and nothing is swapped", values="--swap-space --preemption-mode"),
     *refused(
-        _MEMORY, values="--kv-offloading-backend --offload-backend --offload-num-in-group --offload-prefetch-step "
+        MEMORY, values="--kv-offloading-backend --offload-backend --offload-num-in-group --offload-prefetch-step "
         "--sleep-mode-backend",
         lists="--cpu-offload-params --offload-params --sleep-preserve-parameter-names",
         switches="--enable-sleep-mode --sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
@@ -266,27 +270,26 @@ _STEPS = (
     *refused("the requests that a rank runs at once are bounded by --max-num-seqs", values="--max-num-active-seqs"),
     *refused("what may wait is bounded by --max-num-queued-reqs, in requests", values="--max-num-queued-tokens"),
     *harmless(
-        "prompts share steps with decodes", fits=of(0, 1, 0.0, "0.0"), otherwise="say --target-itl-ms: the time between two tokens "
-        "that steps with prompts keep to",
+        "prompts share steps with decodes", fits=of(0, 1, 0.0, "0.0"), otherwise=PACE,
         values="--long-prefill-token-threshold --prefill-schedule-interval --watermark --num-scheduler-steps "
         "--num-lookahead-slots --max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor",
     ),
-    *refused("say --target-itl-ms: the time between two tokens that steps with prompts keep to", switches="--long-prefill-token-threshold-adaptive"),
+    *refused(PACE, switches="--long-prefill-token-threshold-adaptive"),
     *harmless("a request is admitted when its blocks fit", switches="--scheduler-reserve-full-isl"),
-    *harmless("every token is sent as it comes", fits=of(1), otherwise="every token is sent as it comes; leave it out", values="--stream-interval"),
+    *harmless("every token is sent as it comes", fits=of(1), values="--stream-interval"),
     *harmless(
-        "the kernels are chosen by the device", fits=of("auto"), otherwise=_KERNELS,
+        "the kernels are chosen by the device", fits=of("auto"), otherwise=KERNELS,
         values="--attention-backend --mamba-backend --moe-backend --linear-backend --sparse-indexer-topk-backend "
         "--gdn-prefill-backend --kda-prefill-backend --kda-decode-backend",
     ),
-    *refused(_KERNELS, values="--mamba-ssu-algorithm --ir-op-priority --kernel-config --attention-config/-ac", switches="--monokernel"),
+    *refused(KERNELS, values="--mamba-ssu-algorithm --ir-op-priority --kernel-config --attention-config/-ac", switches="--monokernel"),
     *harmless("there is no such kernel to tune or to turn off", switches="--enable-flashinfer-autotune --disable-cascade-attn"),
-    *refused(_GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
-    *harmless("one plan serves short and long waits; --target-itl-ms moves it", fits=of("balanced"), otherwise="say --target-itl-ms: the time between two tokens that steps with prompts keep to", values="--performance-mode"),
-    part("--spec-method", "--speculative-config", "method"),
-    part("--spec-tokens/--num-speculative-tokens", "--speculative-config", "num_speculative_tokens"),
+    *refused(GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
+    *harmless("one plan serves short and long waits; --target-itl-ms moves it", fits=of("balanced"), otherwise=PACE, values="--performance-mode"),
+    alias("--spec-method", "--speculative-config", "method"),
+    alias("--spec-tokens/--num-speculative-tokens", "--speculative-config", "num_speculative_tokens"),
     *refused(
-        "drafts come from texts or the model's own layers; say --speculative-config",
+        DRAFTS,
         values="--spec-model/--speculative-model",
     ),
     *refused(
@@ -303,7 +306,7 @@ _ANSWERS = (
     *harmless("GET /tokenizer_info is always there", switches="--enable-tokenizer-info-endpoint"),
     *harmless(
         "log-probabilities are those of the raw logits", fits=of("raw_logprobs"),
-        otherwise="log-probabilities are those of the raw logits; leave it out", values="--logprobs-mode",
+        values="--logprobs-mode",
     ),
     *refused(_OWN_PARSERS + "choose one with --tool-call-parser", values="--tool-parser-plugin"),
     *refused(_OWN_PARSERS + "choose one with --reasoning-parser", values="--reasoning-parser-plugin"),
@@ -317,7 +320,7 @@ _ANSWERS = (
     *refused("requests have reasoning_effort, which the chat template reads", values="--reasoning-effort-map --anthropic-disabled-thinking-effort --reasoning-config"),
     *refused("templates are the checkpoint's, or the file of --chat-template", switches="--trust-request-chat-template"),
     *harmless("the template says which form it takes", fits=of("auto"), otherwise="the chat template says which form it takes; leave it out", values="--chat-template-content-format"),
-    *harmless("answers are the assistant's", fits=of("assistant"), otherwise="answers are the assistant's; leave it out", values="--response-role"),
+    *harmless("answers are the assistant's", fits=of("assistant"), values="--response-role"),
     *refused("tools are shown to the model as the request sends them; send none", switches="--exclude-tools-when-tool-choice-none"),
     *harmless(
         "structures are compiled by llguidance", fits=Fits("a backend of auto or guidance alone", _names_our_backend), otherwise="structures are compiled by llguidance "
@@ -333,7 +336,7 @@ _ANSWERS = (
     ),
     *refused("answers have tokens and log-probabilities; leave it out", switches="--return-sampling-mask --enable-trace-replay"),
     *harmless("tokens are drawn without Gumbel noise (docs/sampling.md)", switches="--use-fp64-gumbel"),
-    *harmless("a silent stream sends a comment every 15 s", fits=of(15), otherwise="a silent stream sends a comment every 15 s; leave it out", values="--sse-keep-alive-interval"),
+    *harmless("a silent stream sends a comment every 15 s", fits=of(15), values="--sse-keep-alive-interval"),
     *refused("answers have no fingerprint of the service; leave it out", values="--fingerprint-mode --fingerprint-value"),
     *refused("Cohere's own endpoints are not served; use /v1/chat/completions", switches="--cohere-is-reasoning-model", values="--cohere-format"),
     *refused("one endpoint takes text and token ids; leave it out", switches="--tokens-only --enable-scale-out"),
