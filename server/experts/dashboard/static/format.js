@@ -61,6 +61,6 @@ export function sentence(text) {
 }
 
 /** A count and its word, in the plural where it must be. */
-export function counted(number, word) {
-  return `${exact(number)} ${word}${number === 1 ? "" : "s"}`;
+export function counted(number, word, words = `${word}s`) {
+  return `${exact(number)} ${number === 1 ? word : words}`;
 }

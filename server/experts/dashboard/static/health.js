@@ -30,5 +30,5 @@ function noteOf(status) {
   const away = status.missing.map((each) => each.rank);
   if (away.length) return `away: rank ${list(away, 6)}`;
   if (status.phase !== "serving") return status.phase;
-  return status.losses ? `${counted(status.losses, "loss").replace("losss", "losses")} since the start` : "none lost since the start";
+  return status.losses ? `${counted(status.losses, "loss", "losses")} since the start` : "none lost since the start";
 }

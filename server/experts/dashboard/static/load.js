@@ -31,7 +31,7 @@ export function viewOf(load, phase) {
 }
 
 /** Balancedness of one layer: mean rank over fullest rank; null where nothing was routed. */
-export function meanOverMax(row) {
+function meanOverMax(row) {
   const fullest = Math.max(...row);
   return fullest > 0 ? add(row) / row.length / fullest : null;
 }
@@ -108,6 +108,7 @@ function total(matrix) {
   return add(matrix.map(add));
 }
 
-function add(numbers) {
+/** The sum of some numbers. */
+export function add(numbers) {
   return numbers.reduce((left, right) => left + right, 0);
 }

@@ -4,7 +4,7 @@
 import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { isQuiet, showHistory } from "./history.js";
-import { checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
+import { add, checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
 import { poll, Refusal } from "./poll.js";
 import { Service } from "./service.js";
 import { Strips } from "./strips.js";
@@ -151,7 +151,7 @@ function lastMove() {
 
 function showExperts(view) {
   const ratios = overMean(view.tokens);
-  const sums = view.tokens.map((row) => row.reduce((a, b) => a + b, 0));
+  const sums = view.tokens.map(add);
   const describe = (row, expert) => {
     const held = ranksOf(load, row, expert);
     const lines = [
