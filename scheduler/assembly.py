@@ -140,7 +140,6 @@ def assemble(
     cache = backend.make_cache(skeleton.cache_shapes, *size, step)
     if not (is_joining and backend.warms_up_together):  # else its first steps do
         backend.warm_up(model, cache, partial(report, KERNELS))
-        report(KERNELS, 1, 1)
     runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)

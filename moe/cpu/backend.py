@@ -188,6 +188,7 @@ def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[in
             shape, num_kv_heads=1, key_dim=32 if shape.latent else 16, value_dim=0 if shape.latent else 16
         )
         _make_cache([tiny], 1, 0, step).update(row, row, 0)
+    report(len(kernels), len(kernels))
 
 
 CPU = Backend(

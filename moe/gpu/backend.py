@@ -256,6 +256,7 @@ def warm_up(
     if on.device.type == "cuda":  # the interpreter compiles nothing, and takes its time
         vocabulary = model.net.get_output_embeddings().weight.shape[0]
         _try_out(on, model, cache, step.fill_with_prompts(cache.num_blocks, vocabulary))
+    report(len(tried) + 1, len(tried) + 1)
     model.load_counts.clear()
     for layer in model.layers:
         layer.sample_TD = None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
 from server.process.preflight.memory import rank_bytes
+from server.process.preflight.model import field_of, read_config
 
 
 class Capacity(NamedTuple):
@@ -191,11 +192,13 @@ def _weights(options: Options, facts: Mapping[str, Any]) -> str:
         return f"{stored} as stored"
     if options.quantization is not None:
         return f"{options.quantization}, quantised on load"
-    return (
-        "bfloat16"
-        if options.device == "cuda" and options.dtype == "auto"
-        else options.dtype.replace("auto", "as stored")
-    )
+    if options.dtype != "auto":
+        return options.dtype
+    config = read_config(Path(options.model))
+    is_short = options.device == "cuda" or "bfloat16" in [
+        field_of(config, name) for name in ("dtype", "torch_dtype")
+    ]
+    return "bfloat16" if is_short else "float32"
 
 
 def _drafts(options: Options) -> str:
