@@ -17,9 +17,10 @@ PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 .PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
 
-# On a terminal the service is a job of its own (set -m): Ctrl-C reaches it and not make, so that make ends as the service does.
+# In a terminal's foreground (+) the service is a job of its own (set -m): Ctrl-C reaches it and not make, so that make ends as
+# the service does. Nobody could continue it after a Ctrl-Z.
 serve: $(RUNTIME)
-	@if [ -t 0 ]; then set -m; fi; $(BIN)/wideep serve $(ARGS); exit $$?
+	@case "$$(ps -o stat= -p $$$$ 2>/dev/null)" in *+*) set -m; trap '' TSTP;; esac; $(BIN)/wideep serve $(ARGS); exit $$?
 
 test: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
