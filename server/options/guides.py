@@ -17,9 +17,9 @@ from server.options.vllm_flags import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAG
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 _COMMON = """\
-What was written elsewhere is taken where it means the same here, or changes nothing; `wideep` says so in a line at the
-start. What would have to change something that WideEP does not have is refused before anything is loaded, by the sentence
-below, with exit status 2. A flag that nobody knows is answered by the nearest one there is.
+A flag of the other program is taken if it means the same here, or if it changes nothing; in the second case a line at the start
+says so. A flag for something that WideEP does not have is refused before anything is loaded, with the message below and exit
+status 2. For an unknown flag the message names the nearest one there is.
 
 Names may have underscores for dashes. `--no-NAME` and `--disable-NAME` turn `--enable-NAME` off. A JSON value may come key
 by key: `--eplb-config.num_redundant_experts 8`. `--config FILE` reads a YAML file of names and values, with dashes or
@@ -35,6 +35,7 @@ _VLLM = """\
 A wide-EP command, and the same here:
 
 ```console
+# needs: eight GPUs, and the hub
 $ vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --tensor-parallel-size 1 --enable-expert-parallel \\
     --all2all-backend deepep_low_latency --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
 $ wideep serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
@@ -55,6 +56,7 @@ _SGLANG = """\
 A wide-EP command, and the same here:
 
 ```console
+# needs: eight GPUs, and the hub
 $ python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 --dp 8 --ep 8 --enable-dp-attention \\
     --moe-a2a-backend deepep --deepep-mode auto --enable-eplb --ep-num-redundant-experts 32 --mem-fraction-static 0.85
 $ wideep serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}' \\
