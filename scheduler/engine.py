@@ -24,16 +24,24 @@ from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
-from scheduler.policy.request import FinishReason, ForgetPrefixes, RankStats, Request, RequestOutput
+from scheduler.policy.request import (
+    FinishReason,
+    ForgetPrefixes,
+    RankStats,
+    Request,
+    RequestOutput,
+    Withdraw,
+)
 from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.policy.sequence import SequenceStatus
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
-# To serve, ended before it was served, an id to abort, or a wish that concerns those behind it.
-Arrival = Request | Structured | RequestOutput | str | ForgetPrefixes
+# To serve, ended before it was served, an id to abort, to give back, or a wish that concerns those behind it.
+Arrival = Request | Structured | RequestOutput | str | Withdraw | ForgetPrefixes
 
 
 class _Planned(NamedTuple):
@@ -123,6 +131,13 @@ class Engine:
             )
         else:
             self._deliver(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """Give a request back if it has not begun; an output says whether. Unknown and ended ones are ignored."""
+        if self._structures.forget(request_id):
+            self._deliver(RequestOutput(request_id=request_id, token_ids=[], is_returned=True))
+        else:
+            self._deliver(Withdraw(request_id))
 
     def forget_prefixes(self) -> None:
         """Let requests that are submitted from now on find nothing in the prefix cache."""
@@ -262,6 +277,7 @@ class Engine:
         self._note_step(batch, time.perf_counter() - begun_s, has_prefill=agreement.has_prefill)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
+        outputs += _begun(batch)
         on_step(outputs, self._stats(batch.num_tokens))
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
@@ -359,12 +375,28 @@ class Engine:
                 outputs.append(item)
             elif isinstance(item, ForgetPrefixes):
                 self._scheduler.forget_prefixes()
-            elif (ended := self._scheduler.abort(item)) is not None:
-                outputs.append(ended)
+            elif (output := self._answer(item)) is not None:
+                outputs.append(output)
         return outputs
+
+    def _answer(self, item: str | Withdraw) -> RequestOutput | None:
+        if isinstance(item, Withdraw):
+            return self._scheduler.withdraw(item.request_id)
+        return self._scheduler.abort(item)
 
     def _stats(self, num_step_tokens: int) -> RankStats:
         stats, drafter = self._scheduler.stats._asdict(), self._drafter
         if drafter is not None:
             stats["drafts"] = drafter.counts
         return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats)
+
+
+def _begun(batch: Batch) -> list[RequestOutput]:
+    """Tell of a prompt that is half done, which yields nothing yet, that its request has begun."""
+    return [
+        RequestOutput(request_id=item.sequence.request.request_id, token_ids=[])
+        for item in batch.items[-1:]
+        if not item.samples
+        and item.sequence.num_delivered_tokens == 0
+        and item.sequence.status is SequenceStatus.RUNNING
+    ]

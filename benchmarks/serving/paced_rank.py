@@ -165,6 +165,18 @@ class PacedRank:
             self.num_aborted += self._open.pop(request_id, None) is not None
             self._changed.notify_all()
 
+    def withdraw(self, request_id: str) -> None:
+        """Give a request back that has no token of this rank's yet."""
+        with self._changed:
+            each = self._open.get(request_id)
+            if each is None:
+                return
+            is_returned = each.num_done == len(each.request.replayed_ids)
+            if is_returned:
+                del self._open[request_id]
+            self._changed.notify_all()
+        self.link.send([RequestOutput(request_id=request_id, token_ids=[], is_returned=is_returned)])
+
     def _run(self) -> None:
         due_s = time.monotonic()
         while True:

@@ -90,7 +90,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """What one step yielded for one request: 0 to n tokens, and the end if it came."""
+    """What one step yielded for one request: 0 to n tokens, and the end if it came. Without either: it has begun."""
 
     request_id: str
     token_ids: list[int]
@@ -102,6 +102,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_draft_tokens: int = 0  # that were tried beside; of the tokens all but the last were
+    is_returned: bool = False  # the rank has done nothing for it and forgets it, as `Withdraw` asks
 
 
 class DraftCounts(NamedTuple):
@@ -118,6 +119,15 @@ class DraftCounts(NamedTuple):
 
 
 NO_DRAFTS = DraftCounts()
+
+
+class Withdraw(NamedTuple):
+    """Give a request back if it has not begun. Answered by an output: returned, or without tokens: it has begun.
+
+    No answer comes for one that has ended: its end has been told.
+    """
+
+    request_id: str
 
 
 class ForgetPrefixes(NamedTuple):

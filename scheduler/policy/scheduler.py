@@ -224,6 +224,16 @@ class Scheduler:
         self._end(sequence)
         return _end_of(request_id, FinishReason.ABORT)
 
+    def withdraw(self, request_id: str) -> RequestOutput | None:
+        """Give a request back that has not begun, so that another rank may have it; says whether; None: it is unknown."""
+        sequence = self._roster.find(request_id)
+        if sequence is None:
+            return None
+        if sequence.num_admissions:
+            return RequestOutput(request_id=request_id, token_ids=[])
+        self._end(sequence)
+        return RequestOutput(request_id=request_id, token_ids=[], is_returned=True)
+
     def expire(self, now_s: float) -> list[RequestOutput]:
         """End the requests whose deadline is now or earlier, earliest first."""
         outputs = self._take_refused()

@@ -50,7 +50,7 @@ class Journal:
         self._open: dict[str, Entry] = {}
         self._outcomes: deque[Outcome] = deque(maxlen=history)
         self._num_accepted = 0
-        self._num_replayed = 0
+        self._num_replayed = self._num_moved = 0
         self._ended: Counter[FinishReason] = Counter()
 
     @property
@@ -74,6 +74,11 @@ class Journal:
         return self._num_replayed
 
     @property
+    def num_moved(self) -> int:
+        """How often a request that waited was taken back from its rank since the start."""
+        return self._num_moved
+
+    @property
     def num_ended(self) -> Counter[FinishReason]:
         """Outcomes since the start, by reason; with the open entries they make up `num_accepted`."""
         return Counter(self._ended)
@@ -93,6 +98,11 @@ class Journal:
             return False
         self._num_replayed += 1
         return True
+
+    def take_back(self, request_id: str) -> None:
+        """Note that a request's rank has given it back: it had done nothing for it."""
+        assert request_id in self._open, f"request {request_id} is given back after its end"
+        self._num_moved += 1
 
     def request_so_far(self, request_id: str) -> Request:
         """The request with the tokens that the client was sent already: what another rank needs to go on with it."""

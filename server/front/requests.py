@@ -4,17 +4,22 @@ The one place where journal, router, ranks and metrics meet; everything here run
 
 A rank that is lost leaves its requests to the others: prompt, parameters with their seed, and the tokens that were
 delivered make the rest of the answer what it would have been. With nobody to go to they wait, and their time runs on.
+
+A request that waits at a rank while another one has room is asked back (`Router.plan_moves`). The rank alone knows whether it has
+begun, and its answer decides: given back, the request is nobody's until it is submitted again; begun, it stays. Whatever else
+happens meanwhile (its client leaves, its rank is lost) finds it at the rank that it was given to last.
 """
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler.policy.request import FinishReason, RequestOutput
+from scheduler.policy.request import FinishReason, RankStats, RequestOutput
 from server import errors
 from server.errors import ApiError
 from server.front.admission import Admission
@@ -23,10 +28,12 @@ from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.router import Router
 from server.front.timing import Timing, timing_of
+from server.link.messages import RankFacts
 from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any one: until it is submitted
+MOVE_EVERY_S = 0.05  # that moves are looked for, at most
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
 
@@ -97,6 +104,7 @@ class Requests:
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
         self._closed: ApiError | None = None
+        self._looked_s = -math.inf  # for moves
         self._num_answers = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -165,8 +173,38 @@ class Requests:
         now_s = time.monotonic()
         for output in outputs:
             generation = self._open.get(output.request_id)
-            if generation is not None and generation.rank == rank and output.request_id not in self._parked:
+            if generation is None or generation.rank != rank or output.request_id in self._parked:
+                continue
+            if output.is_returned:
+                self._take_back(generation, now_s)
+            else:
+                self._router.begin(output.request_id)
                 self._feed_alone(generation, output, now_s)
+
+    def note_rank(self, facts: RankFacts) -> None:
+        """Take what a rank that is ready is made for."""
+        self._router.note_size(facts.rank, seats=facts.max_num_seqs, block_tokens=facts.block_tokens)
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take a rank's state after a step; ask ranks for requests that wait there while others have room."""
+        self._router.note_stats(stats)
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= MOVE_EVERY_S:
+            self._looked_s = now_s
+            for request_id, rank in self._router.plan_moves(self._prompt_of).items():
+                self._ranks.withdraw(rank, request_id)
+
+    def _prompt_of(self, request_id: str) -> Sequence[int]:
+        return self._journal.open_entries[request_id].request.prompt_ids
+
+    def _take_back(self, generation: Generation, now_s: float) -> None:
+        """Give a request to another rank: its own has done nothing for it, and forgets it."""
+        request_id = generation.ask.request.request_id
+        self._journal.take_back(request_id)
+        generation.num_moves += 1
+        request = self._journal.request_so_far(request_id)
+        self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
+        self._submit(generation, now_s, is_moved=True)
 
     @property
     def num_parked(self) -> int:
@@ -232,19 +270,32 @@ class Requests:
             )
         self._submit(generation, now_s)
 
-    def _submit(self, generation: Generation, now_s: float) -> None:
-        """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none."""
+    def _submit(self, generation: Generation, now_s: float, *, is_moved: bool = False) -> None:
+        """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none.
+
+        Args:
+            is_moved: it takes its session along, instead of going where that is.
+        """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
             self._parked[request_id] = generation
             return
         request = self._journal.request_so_far(request_id)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
-        rank = self._router.pick(token_ids, generation.asker.session)
+        session = generation.asker.session
+        rank = self._router.pick(token_ids, "" if is_moved else session)
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
-        self._router.admit(request_id, rank, token_ids, num_more, generation.asker.session)
+        self._router.admit(
+            request_id,
+            rank,
+            token_ids,
+            num_more,
+            session,
+            priority=request.priority,
+            num_moves=generation.num_moves,
+        )
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:

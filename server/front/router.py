@@ -1,24 +1,33 @@
-"""Gives each request to a rank: the one with the least work to do before the request's first token.
+"""Gives each request to a rank: the one with the least work to do before the request's first token. What still waits may go
+elsewhere when ranks drift apart.
 
 That work is the rank's outstanding tokens plus the part of the prompt it does not hold already, so with equal load
 the longest known prefix decides, and a long prefix is worth a short queue. A pure value machine: no IO, no clock,
 tested alone. Requests of one session go where its last one went, while that rank serves and has not much more to do than
 the others: then its prefix is there even where a new turn rewrites the old ones. The idea of weighing cached prefix against load in tokens is Mooncake's (arXiv 2407.00079) and
-Preble's (arXiv 2407.00023). Rejected: strict least-loaded with affinity only on ties, which under load never reuses
+Preble's (arXiv 2407.00023). Nobody knows beforehand how long answers get, so queues drift apart; a rank that comes back has none at all. A request that has
+not begun costs nothing to move, and is moved where it would begin at once (Llumnix, arXiv 2406.03243, moves running ones with
+their cache as well).
+Rejected: strict least-loaded with affinity only on ties, which under load never reuses
 a conversation's prefix; consistent hashing, which ignores load.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+
+from scheduler.policy.request import RankStats
 
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
 MAX_SESSIONS = 1 << 16  # remembered over all ranks, the latest
 # A session leaves its rank where that has to do more than this share of what the least loaded one has, and these tokens.
 SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
+MOVE_GAIN_TOKENS = 512  # that a request must have less before it elsewhere, so that it does not go to and fro
+MAX_MOVES = 3  # of one request
 EXPECTED_OUTPUT_TOKENS = 256  # most of what max_tokens is charged: its default is the whole context
 
 
@@ -29,6 +38,26 @@ class _Load:
     rank: int
     prompt_tokens: int  # 0 once the first token has come
     output_tokens: int
+    held_tokens: int  # of the prompt, that the rank had seen before
+    priority: int
+    num_moves: int
+    waits: bool = True  # as far as the rank has said
+    target: int | None = None  # the rank that it is to be moved to: its own is asked to give it back
+
+
+@dataclass(slots=True)
+class _Room:
+    """What a rank on which nobody waits could begin at once."""
+
+    seats: int
+    tokens: int  # of prompts, that its free blocks hold
+
+
+class _Size(NamedTuple):
+    """What a rank is made for."""
+
+    seats: int  # requests that it runs at once
+    block_tokens: int
 
 
 class Router:
@@ -39,7 +68,9 @@ class Router:
         self._outstanding = np.zeros(num_ranks, dtype=np.int64)
         self._num_admitted = np.zeros(num_ranks, dtype=np.int64)
         self._is_available = np.ones(num_ranks, dtype=bool)
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _Load] = {}  # in order of arrival
+        self._sizes: dict[int, _Size] = {}  # of ranks that have said it
+        self._stats: dict[int, RankStats] = {}  # likewise, the last
         self._holders: OrderedDict[int, set[int]] = OrderedDict()  # chain hash of a prefix -> ranks
         self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
@@ -60,6 +91,7 @@ class Router:
     def leave(self, rank: int) -> None:
         """Pick a rank no more, and forget what it held."""
         self._is_available[rank] = False
+        self._stats.pop(rank, None)
         self._num_admitted[rank] = 0
         for holders in self._holders.values():
             holders.discard(rank)
@@ -91,20 +123,41 @@ class Router:
         return int(ranks[self._num_admitted[ranks].argmin()])
 
     def admit(
-        self, request_id: str, rank: int, prompt_ids: Sequence[int], max_tokens: int, session: str = ""
+        self,
+        request_id: str,
+        rank: int,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        session: str = "",
+        *,
+        priority: int = 0,
+        num_moves: int = 0,
     ) -> None:
         """Charge `rank` with a request, and let it be its session's."""
         assert request_id not in self._loads, f"request {request_id} is admitted already"
-        load = _Load(rank, len(prompt_ids), min(max_tokens, EXPECTED_OUTPUT_TOKENS))
+        held_tokens = self._remember(prompt_ids, rank)
+        load = _Load(
+            rank,
+            len(prompt_ids),
+            min(max_tokens, EXPECTED_OUTPUT_TOKENS),
+            held_tokens=held_tokens,
+            priority=priority,
+            num_moves=num_moves,
+        )
         self._loads[request_id] = load
         self._outstanding[rank] += load.prompt_tokens + load.output_tokens
         self._num_admitted[rank] += 1
-        self._remember(prompt_ids, rank)
         if session:
             self._sessions[session] = rank
             self._sessions.move_to_end(session)
             while len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
+
+    def begin(self, request_id: str) -> None:
+        """Note that a request's rank has begun with it: it stays there."""
+        load = self._loads.get(request_id)
+        if load is not None:
+            load.waits, load.target = False, None
 
     def progress(self, request_id: str, num_tokens: int) -> None:
         """Note that a request's rank delivered `num_tokens`: its prompt is done, and so much less is to come."""
@@ -122,6 +175,83 @@ class Router:
         if load is not None:
             self._outstanding[load.rank] -= load.prompt_tokens + load.output_tokens
 
+    def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+        """Note that a request's rank has given it back, and has not seen what of the prompt was new to it."""
+        load = self._loads[request_id]
+        self.retire(request_id)
+        for number, chunk in enumerate(_chain(prompt_ids)):
+            if (number + 1) * PREFIX_CHUNK_TOKENS > load.held_tokens and chunk in self._holders:
+                self._holders[chunk].discard(load.rank)
+
+    def note_size(self, rank: int, *, seats: int, block_tokens: int) -> None:
+        """Take how many requests a rank runs at once, and the size of its blocks."""
+        self._sizes[rank] = _Size(seats, block_tokens)
+
+    def note_stats(self, stats: RankStats) -> None:
+        """Take a rank's state after a step."""
+        self._stats[stats.rank] = stats
+
+    def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
+        """Choose requests that wait at one rank while another could begin with them at once, the most urgent first.
+
+        Each must have MOVE_GAIN_TOKENS less before it there, what both ranks hold of its prompt counted in. Its own rank is
+        to be asked for it: it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not chosen again, and its
+        place is kept for it.
+
+        Args:
+            prompt_of: a request's tokens, by id.
+
+        Returns:
+            By id, the ranks where they wait.
+        """
+        rooms = self._rooms()
+        crowded = {
+            rank for rank, stats in self._stats.items() if stats.num_waiting and self._is_available[rank]
+        }
+        if not rooms or not crowded:
+            return {}
+        outstanding = self._outstanding.tolist()
+        waiting = [
+            (request_id, load)
+            for request_id, load in self._loads.items()
+            if load.waits and load.target is None and load.rank in crowded and load.num_moves < MAX_MOVES
+        ]
+        moves: dict[str, int] = {}
+        for request_id, load in sorted(waiting, key=lambda each: each[1].priority):
+            fitting = [
+                rank for rank, room in rooms.items() if room.seats > 0 and room.tokens >= load.prompt_tokens
+            ]
+            if not fitting:
+                continue
+            own, held = load.prompt_tokens + load.output_tokens, self._held_tokens(prompt_of(request_id))
+            target = min(fitting, key=lambda rank: (outstanding[rank] - held.get(rank, 0), rank))
+            before_here = outstanding[load.rank] - own - load.held_tokens
+            if before_here - (outstanding[target] - held.get(target, 0)) < MOVE_GAIN_TOKENS:
+                continue
+            load.target = target
+            moves[request_id] = load.rank
+            outstanding[load.rank] -= own
+            outstanding[target] += own
+            rooms[target].seats -= 1
+            rooms[target].tokens -= load.prompt_tokens
+        return moves
+
+    def _rooms(self) -> dict[int, _Room]:
+        """The ranks on which nobody waits, with what they could begin beside what they were given or are to be given."""
+        rooms = {}
+        for rank, stats in sorted(self._stats.items()):
+            size = self._sizes.get(rank)
+            if size is not None and self._is_available[rank] and not stats.num_waiting:
+                # One block stays free for everybody who runs, as the rank's scheduler has it.
+                free_blocks = stats.num_free_blocks - stats.num_running - 1
+                rooms[rank] = _Room(size.seats - stats.num_running, free_blocks * size.block_tokens)
+        for load in self._loads.values():
+            rank = load.rank if load.target is None else load.target
+            if load.waits and rank in rooms:
+                rooms[rank].seats -= 1
+                rooms[rank].tokens -= load.prompt_tokens
+        return rooms
+
     def _held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
         """Count the tokens of the prompt's longest prefix that a rank has seen, for ranks that have seen any."""
         held: dict[int, int] = {}
@@ -137,12 +267,18 @@ class Router:
             num_tokens += PREFIX_CHUNK_TOKENS
         return held | dict.fromkeys(still or (), num_tokens)
 
-    def _remember(self, prompt_ids: Sequence[int], rank: int) -> None:
+    def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
+        """Note that a rank will have seen a prompt; returns how many of its first tokens it had seen before."""
+        num_held, is_held = 0, True
         for chunk in _chain(prompt_ids):
-            self._holders.setdefault(chunk, set()).add(rank)
+            holders = self._holders.setdefault(chunk, set())
+            is_held = is_held and rank in holders
+            num_held += PREFIX_CHUNK_TOKENS * is_held
+            holders.add(rank)
             self._holders.move_to_end(chunk)
         while len(self._holders) > MAX_PREFIX_CHUNKS:
             self._holders.popitem(last=False)
+        return num_held
 
 
 def _chain(prompt_ids: Sequence[int]) -> Iterator[int]:

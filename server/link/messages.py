@@ -27,7 +27,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC's names of the one stream that a rank keeps for life
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
@@ -201,7 +201,7 @@ FROM_RANK = (
     Fault,
     Goodbye,
 )
-TO_RANK = (Welcome, Claimed, Submit, Abort, Stop, Prepare, DropPlacement, Order, ForgetPrefixes)
+TO_RANK = (Welcome, Claimed, Submit, Abort, Withdraw, Stop, Prepare, DropPlacement, Order, ForgetPrefixes)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in (*FROM_RANK, *TO_RANK)}
 
 _Read = Callable[[Any], Any]

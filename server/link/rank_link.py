@@ -19,7 +19,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -75,6 +75,9 @@ class LinkListener(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Drop a request."""
+
+    def withdraw(self, request_id: str) -> None:
+        """Give a request back if it has not begun, and say whether."""
 
     def stop(self) -> None:
         """End in an orderly way."""
@@ -286,6 +289,8 @@ class RankLink:
                 listener.submit(message.request_at(time.monotonic()))
             case Abort(request_id):
                 listener.abort(request_id)
+            case Withdraw(request_id):
+                listener.withdraw(request_id)
             case Stop():
                 self._end_expected = True
                 listener.stop()

@@ -19,7 +19,7 @@ from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -186,6 +186,11 @@ class Ranks:
         """Ask a rank to drop a request; a rank that is gone has dropped it."""
         if rank in self.attached:
             self._post(rank, Abort(request_id))
+
+    def withdraw(self, rank: int, request_id: str) -> None:
+        """Ask a rank to give a request back; what it answers is an output."""
+        if rank in self.attached:
+            self._post(rank, Withdraw(request_id))
 
     def prepare(self, placement: Placement) -> None:
         """Ask every rank to move experts and to switch once all have theirs."""

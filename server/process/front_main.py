@@ -284,6 +284,7 @@ class _Front:
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
+        self._http.requests.note_rank(facts)
         if facts.served is not None:
             self._take_served(facts.rank, facts.served)
         if self._is_closing:
@@ -315,6 +316,7 @@ class _Front:
     def stats(self, stats: RankStats) -> None:
         """Note a rank's state."""
         self._metrics.note_stats(stats)
+        self._http.requests.note_stats(stats)
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
         """Note where a rank is, and give up those whose step is stuck: they end, and are started again."""

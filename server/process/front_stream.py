@@ -89,7 +89,7 @@ class FrontStream:
     def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
         """Tell what a step yielded."""
         self._open_ids.difference_update(
-            output.request_id for output in outputs if output.finish_reason is not None
+            output.request_id for output in outputs if output.finish_reason is not None or output.is_returned
         )
         self.link.send(outputs, stats)
 
@@ -110,6 +110,10 @@ class FrontStream:
     def abort(self, request_id: str) -> None:
         """Drop a request."""
         self._built.engine.abort(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        """Give a request back if it has not begun."""
+        self._built.engine.withdraw(request_id)
 
     def stop(self) -> None:
         """End in an orderly way."""

@@ -110,6 +110,11 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         )
         replayed.add_metric((self._model_name,), float(self._journal.num_replayed))
         yield replayed
+        moved = CounterMetricFamily(
+            "wideep:moved_requests", "Choices that waited and went to another rank.", labels=("model_name",)
+        )
+        moved.add_metric((self._model_name,), float(self._journal.num_moved))
+        yield moved
         yield from self._ranks()
 
     def _ranks(self) -> Iterator[Metric]:

@@ -151,6 +151,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = self.rank.scheduler.abort(self.requests[which % len(self.requests)].request_id)
         self.rank.collect([output] if output else [])
 
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 1000))
+    def withdraw_and_submit_again(self, which: int) -> None:
+        request = self.requests[which % len(self.requests)]
+        output = self.rank.scheduler.withdraw(request.request_id)
+        if output is not None and output.is_returned:
+            assert request.request_id not in self.rank.outputs, "something was done for it"
+            self.rank.scheduler.add(request)
+
     @rule(passed_s=st.integers(1, 6))
     def expire(self, passed_s: int) -> None:
         self.now_s += passed_s

@@ -20,9 +20,13 @@ class StubRanks:
     def __init__(self) -> None:
         self.submitted: list[tuple[int, Request]] = []
         self.aborted: list[tuple[int, str]] = []
+        self.withdrawn: list[tuple[int, str]] = []
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
+
+    def withdraw(self, rank: int, request_id: str) -> None:
+        self.withdrawn.append((rank, request_id))
 
     def abort(self, rank: int, request_id: str) -> None:
         self.aborted.append((rank, request_id))
@@ -31,9 +35,9 @@ class StubRanks:
 class Desk:
     """`Requests` with everything around it within reach."""
 
-    def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None) -> None:
-        self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(2)
-        self.metrics = Metrics("m", 2)
+    def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None, num_ranks: int = 2) -> None:
+        self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
+        self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
         self.requests = Requests(
             decoder=ByteDecoder(),
@@ -77,7 +81,7 @@ class Desk:
 
     def reasons(self) -> list[FinishReason]:
         """The outcomes so far, with nothing left open anywhere."""
-        assert not self.journal.open_entries and self.router.outstanding_tokens == (0, 0)
+        assert not self.journal.open_entries and not any(self.router.outstanding_tokens)
         assert self.journal.num_ended.total() == self.journal.num_accepted
         return [outcome.reason for outcome in self.journal.outcomes]
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -66,26 +66,34 @@ def stream_all(
     *,
     pieces: int = 0,
     then: Callable[[], object] = lambda: None,
+    headers: Mapping[str, str] | None = None,
 ) -> list[TimedStream]:
     """Stream completions at once and read them to their ends.
 
     Args:
+        headers: of all requests.
         then: called once, when every stream has brought so many pieces, or has ended: a piece may hold many tokens.
 
     Raises:
         TimeoutError: a stream did not end.
     """
     streams = [TimedStream(body=body) for body in bodies]
-    asyncio.run(_stream_all(url, streams, pieces, then))
+    asyncio.run(_stream_all(url, streams, pieces, then, headers or {}))
     return streams
 
 
-async def _stream_all(url: str, streams: list[TimedStream], pieces: int, then: Callable[[], object]) -> None:
+async def _stream_all(
+    url: str,
+    streams: list[TimedStream],
+    pieces: int,
+    then: Callable[[], object],
+    headers: Mapping[str, str],
+) -> None:
     grown = asyncio.Condition()
     limits = httpx.Limits(max_connections=None)
     async with (
         asyncio.timeout(TIMEOUT_S),
-        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client,
+        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for stream in streams:

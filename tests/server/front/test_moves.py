@@ -1,0 +1,335 @@
+"""Requests that wait go where there is room: each is answered once, whole, whatever happens on the way (I3)."""
+
+import random
+from collections import deque
+
+import pytest
+
+from kvcache.blocks import BlockPool
+from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams, Withdraw
+from scheduler.policy.scheduler import Scheduler
+from server.front.generations import Answer, Ask, Asker
+from server.front.journal import Journal
+from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, Router
+from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
+from tests.support.requests.desk import Desk, in_loop
+
+SEATS, BLOCK_TOKENS = 2, 16
+
+
+def stats_of(rank: int, *, running: int = 0, waiting: int = 0, free_blocks: int = 200) -> RankStats:
+    return RankStats(
+        rank=rank,
+        step=1,
+        num_running=running,
+        num_waiting=waiting,
+        num_free_blocks=free_blocks,
+        num_blocks=200,
+        num_step_tokens=1,
+        num_preemptions=0,
+        prefix_query_tokens=0,
+        prefix_hit_tokens=0,
+    )
+
+
+def crowded(
+    num_waiting: int, *, prompt_tokens: int = 300, priority: int = 0
+) -> tuple[Router, dict[str, list[int]]]:
+    """Two ranks: one with full seats and a queue, an empty one; and the prompts."""
+    router, prompts = Router(2), dict[str, list[int]]()
+    for rank in (0, 1):
+        router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
+    for number in range(SEATS + num_waiting):
+        name = f"r{number}"
+        prompts[name] = [number] * prompt_tokens
+        router.admit(name, 0, prompts[name], 256, priority=priority)
+        if number < SEATS:
+            router.begin(name)
+    router.note_stats(stats_of(0, running=SEATS, waiting=num_waiting))
+    router.note_stats(stats_of(1))
+    return router, prompts
+
+
+def test_as_many_as_find_a_seat_are_asked_for_the_first_ones_and_only_once() -> None:
+    router, prompts = crowded(4)
+    assert router.plan_moves(prompts.__getitem__) == {"r2": 0, "r3": 0}
+    assert router.plan_moves(prompts.__getitem__) == {}, "their places are kept for them"
+    router.begin("r2")
+    assert router.plan_moves(prompts.__getitem__) == {"r4": 0}, (
+        "that one stays, and leaves its place to another"
+    )
+
+
+def test_the_most_urgent_goes_first() -> None:
+    router, prompts = crowded(2)
+    prompts["u"] = [9] * 300
+    router.admit("u", 0, prompts["u"], 256, priority=-1)
+    assert list(router.plan_moves(prompts.__getitem__)) == ["u", "r2"]
+
+
+def test_nothing_moves_between_ranks_that_are_alike() -> None:
+    router, prompts = crowded(0)
+    assert router.plan_moves(prompts.__getitem__) == {}, "nobody waits"
+    router, prompts = crowded(2)
+    router.note_stats(stats_of(1, running=SEATS, waiting=1))
+    assert router.plan_moves(prompts.__getitem__) == {}, "it waits there as well"
+    router.note_stats(stats_of(1, running=SEATS))
+    assert router.plan_moves(prompts.__getitem__) == {}, "there is no seat"
+    router.note_stats(stats_of(1, free_blocks=300 // BLOCK_TOKENS))
+    assert router.plan_moves(prompts.__getitem__) == {}, "its prompt has no room there"
+    router.leave(1)
+    router.note_stats(stats_of(1))
+    assert router.plan_moves(prompts.__getitem__) == {}, "nobody is there"
+
+
+def test_a_small_gain_moves_nothing() -> None:
+    router, prompts = crowded(1)
+    before_it = router.outstanding_tokens[0] - 300 - 256
+    router.admit("there", 1, [7] * 10, 10)
+    router.begin("there")
+    while before_it - router.outstanding_tokens[1] >= MOVE_GAIN_TOKENS:
+        router.admit(str(router.outstanding_tokens), 1, [8] * 50, 0)
+        router.begin(list(router._loads)[-1])
+    assert router.plan_moves(prompts.__getitem__) == {}
+
+
+def test_a_prefix_that_is_held_where_it_waits_keeps_a_request_and_one_held_elsewhere_draws_it() -> None:
+    shared = list(range(40 * PREFIX_CHUNK_TOKENS))
+
+    def planned(holder: int) -> dict[str, int]:
+        router, prompts = crowded(0)
+        router.admit("before", holder, shared, 1)
+        router.retire("before")
+        prompts["w"] = [*shared, 5]
+        router.admit("w", 0, prompts["w"], 10)
+        router.note_stats(stats_of(0, running=SEATS, waiting=1))
+        return router.plan_moves(prompts.__getitem__)
+
+    assert planned(holder=0) == {} and planned(holder=1) == {"w": 0}
+
+
+def test_what_was_given_back_leaves_no_prefix_behind() -> None:
+    router, prompts = crowded(1)
+    router.take_back("r2", prompts["r2"])
+    assert router.pick(prompts["r2"]) == 1
+    router.admit("r2", 1, prompts["r2"], 256, num_moves=MAX_MOVES)
+    for name in ("r0", "r1", "r2"):
+        router.retire(name)
+    assert router.pick([*prompts["r2"], 1]) == 1, "it was computed there, and nowhere else"
+
+
+def test_a_request_moves_a_bounded_number_of_times() -> None:
+    router, prompts = crowded(1)
+    router.take_back("r2", prompts["r2"])
+    router.admit("r2", 0, prompts["r2"], 256, num_moves=MAX_MOVES)
+    assert router.plan_moves(prompts.__getitem__) == {}
+
+
+class CrowdedDesk(Desk):
+    """A session's requests are at one rank; two run there and others wait, and the other rank is idle."""
+
+    def __init__(self, names: str = "abcd") -> None:
+        super().__init__()
+        self.requests._who_asks = lambda: Asker(session="s")
+        for rank in (0, 1):
+            self.router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
+        params = SamplingParams(max_tokens=256)
+        self.answers = {
+            name: self.requests.open(
+                name,
+                [
+                    Ask(
+                        request=Request(
+                            request_id=name, prompt_ids=(ord(name),) * 400, params=params, arrival_s=0.0
+                        )
+                    )
+                ],
+            )
+            for name in names
+        }
+        self.home = self.rank_of(names[0])
+        self.other = 1 - self.home
+        assert {self.rank_of(name) for name in names} == {self.home}
+        for name in names[:SEATS]:
+            self.deliver(name)  # it has begun
+        self.requests.note_stats(stats_of(self.other))
+        self.look(num_waiting=len(names) - SEATS)
+
+    def look(self, *, num_waiting: int) -> None:
+        self.requests._looked_s = float("-inf")
+        self.requests.note_stats(stats_of(self.home, running=SEATS, waiting=num_waiting))
+
+    def give_back(self, name: str) -> None:
+        output = RequestOutput(request_id=name, token_ids=[], is_returned=True)
+        self.requests.deliver(self.home, [output])
+
+    def end(self, names: str) -> None:
+        for name in names:
+            self.deliver(name, name, FinishReason.STOP)
+
+
+async def text_of(answer: Answer) -> str:
+    text = ""
+    while pieces := await answer.next():
+        text += "".join(piece.text for _, piece in pieces)
+    return text
+
+
+@in_loop
+async def test_a_request_that_waits_goes_where_there_is_room_and_takes_its_session_along() -> None:
+    desk = CrowdedDesk()
+    assert desk.ranks.withdrawn == [(desk.home, "c"), (desk.home, "d")]
+    desk.give_back("c")
+    desk.deliver("d")  # it has begun meanwhile
+    assert (desk.rank_of("c"), desk.rank_of("d")) == (desk.other, desk.home)
+    assert desk.router.pick([1], "s") == desk.other
+    desk.end("abcd")
+    assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
+    assert desk.reasons() == [FinishReason.STOP] * 4 and desk.journal.num_moved == 1
+
+
+@in_loop
+async def test_a_client_that_leaves_amid_a_move_ends_its_request_once() -> None:
+    desk = CrowdedDesk()
+    desk.answers["c"].close()
+    desk.give_back("c")  # the rank had not heard of it
+    assert desk.ranks.aborted == [(desk.home, "c")] and len(desk.ranks.submitted) == 4
+    desk.give_back("d")
+    desk.answers["d"].close()
+    assert desk.ranks.aborted[-1] == (desk.other, "d")
+    desk.end("ab")
+    assert desk.reasons() == [FinishReason.ABORT] * 2 + [FinishReason.STOP] * 2
+
+
+@in_loop
+async def test_a_rank_that_is_lost_amid_a_move_leaves_its_requests_to_the_other() -> None:
+    desk = CrowdedDesk()
+    desk.requests.leave([desk.home])
+    assert all(desk.rank_of(name) == desk.other for name in "abcd")
+    desk.give_back("c")  # what was still on its way
+    assert len(desk.ranks.submitted) == 8
+    desk.end("abcd")
+    assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
+    assert len(desk.reasons()) == 4
+
+
+@in_loop
+async def test_where_the_rank_with_room_is_lost_amid_a_move_the_request_goes_back() -> None:
+    desk = CrowdedDesk()
+    desk.requests.leave([desk.other])
+    desk.give_back("c")
+    assert desk.rank_of("c") == desk.home
+    desk.requests.leave([desk.home])
+    desk.give_back("d")
+    assert desk.requests.num_parked == 4
+    desk.requests.enter(desk.other)
+    desk.end("abcd")
+    assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
+    assert len(desk.reasons()) == 4
+
+
+class Hall:
+    """Real schedulers over a fake model behind a front, with messages that take their time; nothing else is made up."""
+
+    def __init__(self, rng: random.Random, num_ranks: int) -> None:
+        self.rng, self.desk = rng, Desk(num_ranks=num_ranks)
+        self.desk.requests._who_asks = lambda: Asker(rng.choice("pq"), rng.choice(["", "s", "t"]))
+        self.desk.ranks.submit = lambda rank, request, **_: self.to_rank[rank].append(request)  # type: ignore[method-assign]
+        self.desk.ranks.abort = lambda rank, request_id: self.to_rank[rank].append(request_id)  # type: ignore[method-assign]
+        self.desk.ranks.withdraw = lambda rank, request_id: self.to_rank[rank].append(Withdraw(request_id))  # type: ignore[method-assign]
+        self.ranks: dict[int, FakeRank] = {}
+        self.to_rank: dict[int, deque[Request | str | Withdraw]] = {}
+        self.to_front: dict[int, deque[tuple[list[RequestOutput], RankStats]]] = {}
+        for rank in range(num_ranks):
+            self._new_rank(rank)
+
+    def _new_rank(self, rank: int) -> None:
+        pool = BlockPool(12, 4)
+        scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=40)
+        self.ranks[rank] = FakeRank(pool, scheduler, 8)
+        self.to_rank[rank], self.to_front[rank] = deque(), deque()
+        self.desk.router.note_size(rank, seats=3, block_tokens=4)
+
+    def step(self, rank: int) -> None:
+        """Take some messages, run a step, say what it yielded."""
+        fake, outputs = self.ranks[rank], list[RequestOutput | None]()
+        for _ in range(self.rng.randint(0, 3)):
+            if self.to_rank[rank]:
+                message = self.to_rank[rank].popleft()
+                if isinstance(message, Request):
+                    fake.outputs.pop(message.request_id, None)
+                    fake.scheduler.add(message)
+                elif isinstance(message, Withdraw):
+                    outputs.append(fake.scheduler.withdraw(message.request_id))
+                else:
+                    outputs.append(fake.scheduler.abort(message))
+        said = {name: len(each) for name, each in fake.outputs.items()}
+        fake.collect(fake.scheduler.expire(float("-inf")))
+        batch = fake.plan()
+        if batch.items:
+            fake.finish()
+        made = [one for name, each in fake.outputs.items() for one in each[said.get(name, 0) :]]
+        stats = RankStats(rank=rank, step=0, num_step_tokens=0, **fake.scheduler.stats._asdict())
+        self.to_front[rank].append(([*filter(None, outputs), *made], stats))
+
+    def hear(self, rank: int) -> None:
+        """Let the front take a message of a rank's."""
+        if self.to_front[rank]:
+            outputs, stats = self.to_front[rank].popleft()
+            self.desk.requests._looked_s = float("-inf")
+            self.desk.requests.note_stats(stats)
+            self.desk.requests.deliver(rank, outputs)
+
+    def lose(self, rank: int) -> None:
+        """Let a rank end, with what was on its way, and an empty one take its place."""
+        self._new_rank(rank)
+        self.desk.requests.leave([rank])
+        self.desk.requests.enter(rank)
+
+
+def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.front.router.MOVE_GAIN_TOKENS", 1)  # prompts and answers are short here
+    journals = [run_a_day(seed) for seed in range(5)]
+    assert sum(journal.num_moved for journal in journals) > 15
+    assert sum(journal.num_replayed for journal in journals) > 5
+
+
+def run_a_day(seed: int) -> Journal:
+    """Let requests come, move, lose their ranks and be left, until none is open; each must have got what it would alone."""
+    journals: list[Journal] = []
+
+    @in_loop
+    async def run() -> None:
+        rng = random.Random(seed)
+        hall = Hall(rng, num_ranks=3)
+        answers: dict[str, tuple[Request, Answer]] = {}
+        left: set[str] = set()
+        for time in range(4000):
+            if time < 500 and rng.random() < 0.2:
+                name = f"r{len(answers)}"
+                prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 24)))
+                params = SamplingParams(max_tokens=rng.randint(1, 14))
+                request = Request(request_id=name, prompt_ids=prompt, params=params, arrival_s=0.0)
+                answers[name] = request, hall.desk.requests.open(name, [Ask(request=request)])
+            rank = rng.randrange(3)
+            rng.choice([hall.step, hall.hear])(rank)
+            if rng.random() < 0.003 and time < 500:
+                hall.lose(rank)
+            if rng.random() < 0.01 and answers:
+                name = rng.choice(list(answers))
+                if not answers[name][1].generations[0].finished:
+                    answers[name][1].close()
+                    left.add(name)
+            if time > 500 and not hall.desk.requests.num_open:
+                break
+        assert len(hall.desk.reasons()) == len(answers), "one outcome each"
+        for name, (request, answer) in answers.items():
+            expected, _ = serve_alone(request, 40)
+            got = answer.generations[0].take().token_ids
+            assert got == (expected[: len(got)] if name in left else expected), name
+        journals.append(hall.desk.journal)
+
+    run()
+    return journals[0]

@@ -1,0 +1,125 @@
+"""Requests that wait move to a rank with room, between real processes: no answer changes, none is lost, none comes twice."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.test_faults import kill, status
+from tests.support.requests.timed_streams import TimedStream, stream_all
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
+
+pytestmark = pytest.mark.slow
+
+SESSION = {
+    "x-session-id": "all of them"
+}  # so that one rank gets all requests, as it may when answers grow unforeseen
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+    """`wideep serve` on two ranks that run two requests each."""
+    model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    log = tmp_path_factory.mktemp("service") / "output.txt"
+    with RealService.serve(model, log, "-dp=2", "--max-num-seqs=2", "--max-rank-restarts=20") as running:
+        yield running.wait_ready()
+
+
+def bodies() -> list[dict[str, Any]]:
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 7, "presence_penalty": 0.5},
+    ]
+    return [
+        {"model": "tiny", "prompt": f"{number} the cat", "max_tokens": 120, "ignore_eos": True}
+        | kinds[number % 2]
+        for number in range(14)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(service: RealService) -> list[tuple[object, ...]]:
+    """What the answers are, one after the other."""
+    return [stream_all(service.url, [body])[0].said for body in bodies()]
+
+
+def metric(service: RealService, name: str) -> float:
+    text = httpx.get(f"{service.url}/metrics", timeout=30).text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def moved(service: RealService) -> float:
+    return metric(service, "wideep:moved_requests_total")
+
+
+def said(streams: list[TimedStream]) -> list[tuple[object, ...]]:
+    return [stream.said for stream in streams]
+
+
+def wait_until_moved(service: RealService, before: float) -> None:
+    wait_until(lambda: moved(service) > before, lambda: "nothing moved", within_s=60)
+
+
+def wait_until_nothing_is_open(service: RealService) -> None:
+    wait_until(
+        lambda: metric(service, "wideep:front_open_choices") == 0, lambda: "a choice is open", within_s=60
+    )
+    tokens = metric(service, "wideep:router_outstanding_tokens")
+    assert tokens == 0, "the router counts on what has ended"
+
+
+def test_requests_that_wait_move_to_the_idle_rank_and_answers_stay_the_same(
+    service: RealService, undisturbed: list[tuple[object, ...]]
+) -> None:
+    before = moved(service)
+    streams = stream_all(service.url, bodies(), headers=SESSION)
+    assert said(streams) == undisturbed
+    assert moved(service) >= before + 2
+    wait_until_nothing_is_open(service)
+
+
+def test_clients_that_leave_amid_moves_leave_nothing_behind(
+    service: RealService, undisturbed: list[tuple[object, ...]]
+) -> None:
+    before = moved(service)
+    with ThreadPoolExecutor() as pool, httpx.Client(timeout=60) as client:
+        leaving = [
+            client.send(
+                client.build_request(
+                    "POST",
+                    f"{service.url}/v1/completions",
+                    json={**body, "stream": True, "prompt": f"left {number}"},
+                    headers=SESSION,
+                ),
+                stream=True,
+            )
+            for number, body in enumerate(bodies()[:6])
+        ]
+        staying = pool.submit(stream_all, service.url, bodies(), headers=SESSION)
+        wait_until_moved(service, before)
+        for response in leaving:
+            response.close()
+        assert said(staying.result()) == undisturbed
+    wait_until_nothing_is_open(service)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_amid_moves_costs_no_answer(
+    service: RealService, undisturbed: list[tuple[object, ...]], rank: int
+) -> None:
+    before = moved(service)
+    with ThreadPoolExecutor() as pool:
+        streams = pool.submit(stream_all, service.url, bodies(), headers=SESSION)
+        wait_until_moved(service, before)
+        kill(service, rank)
+        assert said(streams.result()) == undisturbed
+    wait_until_nothing_is_open(service)
+    wait_until(
+        lambda: (status(service)["phase"], len(status(service)["members"])) == ("serving", 2),
+        lambda: f"a rank is away: {status(service)}",
+        within_s=START_S,
+    )
