@@ -38,7 +38,7 @@ def test_drafts_equal_transformers(family: str, interpreter: RankPool, tmp_path:
 def kept_by_address(directory: Path, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Drafts after a step, and after its hidden values were put back to where they lay, as a replay would."""
     model = open_drafting(directory, device="interpreter")
-    model.model.skeleton.backend.warm_up(model.model, model.cache)
+    model.model.skeleton.backend.warm_up(model.model, model.cache, lambda _done, _total: None)
     assert not model.model.load_counts.table.any(), "what warms up counts for nobody"
     model.forward([text])
     place, kept = model.model._hidden_TD, model.model._hidden_TD.clone()

@@ -1,7 +1,7 @@
 """What one node has, read below folders that stand for /proc, /sys and /dev: each thing that can be wrong is named."""
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +28,13 @@ LO = Interface("lo", ("127.0.0.1",))
 LIMITS = {resource.RLIMIT_NOFILE: 20_000, resource.RLIMIT_MEMLOCK: 8 << 20}
 
 
-def write(root: Path, files: dict[str, str]) -> None:
+def write(root: Path, files: dict[str, str]) -> Path:
+    """Write files below a folder, and return it."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    return root
 
 
 @pytest.fixture
@@ -65,16 +67,17 @@ def options(**keywords: object) -> Options:
     return options_from_keywords("demo", {"max_num_seqs": 64, **keywords}, {})
 
 
-def add_rdma(root: Path, *, state: str = "4: ACTIVE", has_devices: bool = True) -> None:
+def add_rdma(root: Path, *, state: str = "4: ACTIVE", has_devices: bool = True) -> Path:
     write(
         root / "sys/class/infiniband/mlx5_0/ports/1",
         {"state": state, "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"},
     )
     if has_devices:
         (root / "dev" / "infiniband").mkdir()
+    return root
 
 
-def by_name(checks: object) -> dict[str, Check]:
+def by_name(checks: Iterable[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 

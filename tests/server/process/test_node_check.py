@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from server.process.store import node_check
 from server.process.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
@@ -20,8 +20,8 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def store() -> dist.HashStore:
-    found = dist.HashStore()
+def store() -> HashStore:
+    found = HashStore()
     found.set_timeout(timedelta(seconds=TIMEOUT_S))
     return found
 
@@ -32,7 +32,7 @@ def place(rank: int, *, of: int, local: int = 0, num_local: int = 2) -> Place:
     )  # fmt: skip
 
 
-def check_all(store: dist.Store, models: list[Path], order: list[int]) -> list[str]:
+def check_all(store: HashStore, models: list[Path], order: list[int]) -> list[str]:
     """Run the first engine of each node, one after the other in an order; what each refuses with, or ""."""
     begun = [threading.Event() for _ in models]
 
@@ -55,7 +55,7 @@ def check_all(store: dist.Store, models: list[Path], order: list[int]) -> list[s
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
 def test_equal_nodes_go_on_whatever_the_order_and_leave_what_they_agreed_on(
-    store: dist.HashStore, tmp_path: Path, order: list[int]
+    store: HashStore, tmp_path: Path, order: list[int]
 ) -> None:
     model = write_checkpoint(tmp_path)
     assert check_all(store, [model] * 3, order) == ["", "", ""]
@@ -64,7 +64,7 @@ def test_equal_nodes_go_on_whatever_the_order_and_leave_what_they_agreed_on(
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
 def test_a_node_with_another_checkpoint_is_named_on_all_nodes(
-    store: dist.HashStore, tmp_path: Path, order: list[int]
+    store: HashStore, tmp_path: Path, order: list[int]
 ) -> None:
     model, other = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "other")
     write_safetensors(other / "model.safetensors", {"w": [3, 3]})
@@ -74,14 +74,14 @@ def test_a_node_with_another_checkpoint_is_named_on_all_nodes(
     assert "on host0 (rank 0) and 1 more, " in found[0] and "on host1 (rank 2): copy the model" in found[0]
 
 
-def test_a_newcomer_with_another_checkpoint_is_refused(store: dist.HashStore, tmp_path: Path) -> None:
+def test_a_newcomer_with_another_checkpoint_is_refused(store: HashStore, tmp_path: Path) -> None:
     model, other = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "other", extra=1)
     check_all(store, [model, model], [0, 1])
     with pytest.raises(NodesDifferError, match=r"config\.json is \w+ on the service, \w+ on new \(rank 2\)"):
         check_newcomer(store, place(2, of=4), other, None, "new")
 
 
-def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: dist.HashStore, tmp_path: Path) -> None:
+def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: HashStore, tmp_path: Path) -> None:
     for where in (place(1, of=4, local=1), place(0, of=2)):
         check_nodes_together(store, where, tmp_path / "none", None, "host", {})
     check_newcomer(store, place(0, of=4), tmp_path / "none", None, "host")
@@ -90,9 +90,9 @@ def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: dist.HashS
 
 @pytest.mark.parametrize("key", [None, b"k" * 32])
 def test_a_node_that_is_late_is_named_and_waited_for(
-    key: bytes | None, store: dist.HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: bytes | None, store: HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = dist.PrefixStore("nodes", store if key is None else SignedStore(store, key))
+    own = PrefixStore("nodes", store if key is None else SignedStore(store, key))
     model, has_said = write_checkpoint(tmp_path), threading.Event()
     said: list[str] = []
 
@@ -110,7 +110,7 @@ def test_a_node_that_is_late_is_named_and_waited_for(
     assert said[0].startswith("wideep: rank 0 has waited 0 s for the node of rank 2; see what it says there")
 
 
-def test_a_node_without_the_key_of_another_says_so(store: dist.HashStore, tmp_path: Path) -> None:
+def test_a_node_without_the_key_of_another_says_so(store: HashStore, tmp_path: Path) -> None:
     signed = SignedStore(store, b"k" * 32)
     signed.set("names/0", json.dumps({"num_ranks": 2, "value": "host0"}))
     with pytest.raises(NodesDifferError, match="the node of rank 0 has a cluster key, and this one has none"):
