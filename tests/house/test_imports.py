@@ -45,7 +45,14 @@ ORDER = (
     ("server.front",),
     ("server.link",),
     ("server.options",),
-    ("server.api.parsers", "server.errors", "server.lines", "server.parent_death", "server.roots"),
+    (
+        "server.api.parsers",
+        "server.errors",
+        "server.lines",
+        "server.parent_death",
+        "server.roots",
+        "server.traces",
+    ),
     ("scheduler.assembly",),
     ("scheduler.engine",),
     ("scheduler.epochs",),
@@ -169,6 +176,7 @@ DEFERRED = {
     "server/process/launcher.py": "torch is imported while workers start",
     "server/process/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/process/preflight/device.py": "only the child process that looks for GPUs loads torch",
+    "server/clients/bench/prompts.py": "only --tokenizer reads a tokenizer here, and transformers takes seconds to load",
     "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
