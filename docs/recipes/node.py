@@ -53,7 +53,9 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     start = ["torchrun", "--nproc-per-node", str(number(environment, "RANKS_PER_NODE", 1))]
     start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "c10d"]
     if rank > 0 and joins(environment, endpoint):
-        return [*start, "--nnodes", "1", "--rdzv-endpoint", "localhost:0", *worker, "--join", endpoint]
+        # A torchrun of one node talks to itself: under its host's name, which need not resolve, it would wait for minutes.
+        start += ["--nnodes", "1", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+        return [*start, *worker, "--join", endpoint]
     say(f"node {rank} of {nodes}; the service begins when all {nodes} have come to {endpoint}")
     start += ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={int(rank == 0)}"]
     return [*start, "--local-addr", environment.get("LOCAL_ADDRESS") or own_address(head, rank), *worker]

@@ -106,6 +106,7 @@ def test_a_node_becomes_a_command_that_torchrun_and_wideep_take(
         joins = runs and rank > 0
         assert rendezvous_endpoint(words, {}) == ("localhost", 0 if joins else RENDEZVOUS_PORT)
         assert words[words.index("--nnodes") + 1] == ("1" if joins else str(len(commands)))
+        assert words[words.index("--local-addr") + 1] == "localhost" or not joins
         assert joins or words[words.index("--rdzv-conf") + 1] == f"is_host={int(rank == 0)}"
         get_args_parser().parse_args(words[1:])
         options = options_of(words)
