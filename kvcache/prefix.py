@@ -74,7 +74,9 @@ class PrefixIndex:
         parent_key = root if parent_id is None else self._entry_of[parent_id].key
         packed_ids = array("I", token_ids).tobytes()
         key = self._key(parent_key, packed_ids)
-        entry = self._entries.setdefault(key, CachedBlock(key, packed_ids, []))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = CachedBlock(key, packed_ids, [])
         entry.block_ids.append(block_id)
         self._entry_of[block_id] = entry
 
@@ -97,7 +99,8 @@ class PrefixIndex:
 
     def copies(self, block_id: int) -> list[int]:
         """Return the other blocks that hold the same prefix."""
-        return [copy_id for copy_id in self._entry_of[block_id].block_ids if copy_id != block_id]
+        block_ids = self._entry_of[block_id].block_ids
+        return [] if len(block_ids) == 1 else [copy_id for copy_id in block_ids if copy_id != block_id]
 
     def remove(self, block_id: int) -> None:
         """Forget a block; the prefix stays findable while a copy is left."""

@@ -169,6 +169,11 @@ class Scheduler:
         return max(self._draft_limits(self._roster.running), default=0)
 
     @property
+    def running(self) -> Series[Sequence]:
+        """The sequences that run, in order of arrival; not to be changed."""
+        return self._roster.running
+
+    @property
     def num_open(self) -> int:
         """Sequences that run together once those that wait have begun, at most."""
         return min(self._max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
@@ -258,13 +263,51 @@ class Scheduler:
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         items = self._plan_decodes(most)
         num_decode_tokens = sum(item.num_tokens for item in items)
+        return self._plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
+
+    def schedule_rest(
+        self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
+    ) -> tuple[Batch, list[Sequence]]:
+        """As `schedule` with nothing in flight, but what only decodes and does not end takes its newest token again at once.
+
+        What comes of it is the same as if those had sampled it, but for the numbers of blocks.
+
+        Returns: the others' batch, to be committed, and those that have their token.
+        """
+        running, most = (
+            self._roster.running,
+            min(most_tokens or self._max_num_batched_tokens, self._max_num_batched_tokens),
+        )
+        decodes = [sequence for sequence in running if not sequence.is_prefilling]
+        if not (self._may_skip and self._tables.num_plannable_steps(decodes, 1)):
+            return self.schedule(prefill_budget=prefill_budget, most_tokens=most_tokens, now_s=now_s), []
+        items, taken = [], []
+        for sequence in decodes:
+            if sequence.ends_within(1, self._max_model_len):
+                items.append(self._plan(sequence, 1))
+            else:
+                sequence.token_ids.append(sequence.token_ids[-1])
+                self._tables.take_token(sequence)
+                taken.append(sequence)
+        return self._plan_prompts(items, len(decodes), most, prefill_budget, now_s), taken
+
+    def _plan_prompts(
+        self,
+        items: list[Scheduled],
+        num_decode_tokens: int,
+        most: int,
+        prefill_budget: int | None,
+        now_s: float,
+    ) -> Batch:
+        """Plan what is left of a step's room behind its decodes."""
         budget = most - num_decode_tokens
         if prefill_budget is not None:
             budget = min(budget, prefill_budget)
         prefills = self._plan_prefills(budget)
         prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
-        batch = Batch(items + prefills, num_decode_tokens + num_prefill_tokens, num_prefill_tokens)
+        num_tokens = sum(item.num_tokens for item in items) + num_prefill_tokens
+        batch = Batch(items + prefills, num_tokens, num_prefill_tokens)
         if batch.items:
             self._in_flight.append(batch)
         return batch
@@ -312,6 +355,13 @@ class Scheduler:
         return outputs
 
     @property
+    def _may_skip(self) -> bool:
+        """Whether nothing is known that a step might do beside running what runs, and all of it is known beforehand."""
+        may_do_more = self._in_flight or self._refused or self._deadlines or self._tables.leaving
+        knows_steps = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
+        return knows_steps and not may_do_more and all(each.matcher is None for each in self._roster.running)
+
+    @property
     def num_plain_steps(self) -> int:
         """How many steps from now on give every running sequence a token and do nothing else, unless a request is added
         or aborted or a stop token comes; the last of them may end sequences. 0: the next one may do more.
@@ -319,11 +369,7 @@ class Scheduler:
         Requests that wait go on waiting in them: no seat is free, or too few blocks. For `skip`.
         """
         running, waiting = self._roster.running, self._roster.waiting
-        may_do_more = self._in_flight or self._refused or self._deadlines or self._tables.leaving
-        is_plain_model = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
-        if may_do_more or not is_plain_model or not running:
-            return 0
-        if any(sequence.is_prefilling or sequence.matcher is not None for sequence in running):
+        if not running or not self._may_skip or any(sequence.is_prefilling for sequence in running):
             return 0
         if waiting and len(running) < self._max_num_seqs:
             is_head_stuck = waiting.is_order_fixed and self._tables.lacks_blocks(waiting.head, len(running))

@@ -150,6 +150,18 @@ class BlockTables:
             return []
         return self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
 
+    def take_token(self, sequence: Sequence) -> None:
+        """Plan and advance by a token that is known, where nothing is in flight; of models that keep no states."""
+        pool, start = self._pool, sequence.num_planned
+        end = start + 1
+        if end > len(sequence.block_ids) * pool.block_tokens:
+            sequence.block_ids += pool.acquire(1)
+        sequence.num_planned = end
+        if self._enable_prefix_caching and end % pool.block_tokens == 0:
+            self.advance(sequence, start, end)
+        else:
+            sequence.num_computed = end
+
     def reserve(self, sequence: Sequence, num_tokens: int, num_spare_blocks: int) -> None:
         """Hold blocks for so many tokens behind those planned, where they are free and leave others so many."""
         num_missing = self._pool.blocks_for(sequence.num_planned + num_tokens) - len(sequence.block_ids)
