@@ -156,7 +156,7 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
         step_s=situation.step_s,
         moves=len(transfers),
         num_bytes=len(transfers) * situation.expert_bytes,
-        seconds=_move_seconds(transfers, situation, config),
+        seconds=move_seconds(transfers, situation, config),
     )
 
 
@@ -201,7 +201,7 @@ def cheapest_within(
     return min(candidates, key=lambda placement: float(seconds(placement).sum()))
 
 
-def _move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
+def move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
     """How long moving takes: bytes that may go beside a step, or work that may be done, whichever is slower.
 
     A rank takes part in one transfer at a time, so that what it sends and what it takes in add up.

@@ -143,7 +143,7 @@ class Roofline:
         narrow = "fp8" if engine.kv_bytes < 2 and engine.multiplies_codes else "bfloat16"
         self._attention_rate = device.rate_of(narrow) * self._shares.attention
 
-    def step(self, ranks: Sequence[RankRows], balancedness: float) -> StepCost:
+    def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
         """See `StepTimes`."""
         rows = _arrays(ranks)
         whole = self._parts(rows, balancedness)
@@ -280,7 +280,11 @@ class Roofline:
         return max(reading_s, 2 * self._costs.head_weights * sampled / rate) + self._shares.step_s
 
 
-def _arrays(ranks: Sequence[RankRows]) -> _Rows:
+def _arrays(ranks: Sequence[RankRows] | np.ndarray) -> _Rows:
+    if isinstance(ranks, np.ndarray):
+        prefill_R, decodes_R, attended_R, of_prompts_R = ranks.astype(np.float64).T
+        rows_R = np.maximum(prefill_R + decodes_R, 1.0)
+        return _Rows(rows_R, attended_R - of_prompts_R, of_prompts_R, decodes_R)
     given = [each._replace(prefill_attended_tokens=each.prefill_attended_tokens or 0) for each in ranks]
     prefill_R, decodes_R, attended_R, of_prompts_R = np.asarray(given, dtype=np.float64).T
     is_open_R = np.asarray([each.prefill_attended_tokens is None for each in ranks])

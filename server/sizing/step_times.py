@@ -6,6 +6,8 @@ Ranks meet in every MoE layer, so that a step takes what its slowest rank takes,
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 
 class RankRows(NamedTuple):
     """What one rank runs in one step."""
@@ -30,11 +32,12 @@ class StepCost(NamedTuple):
 class StepTimes(Protocol):
     """Says what a step costs."""
 
-    def step(self, ranks: Sequence[RankRows], balancedness: float) -> StepCost:
+    def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
         """Return what one step of all ranks costs.
 
         Args:
-            ranks: what each runs; a rank with nothing runs along.
+            ranks: what each runs; a rank with nothing runs along. Of many ranks also as an array, [ranks, 4], with the
+                fields of `RankRows`, all of them known.
             balancedness: of experts, mean over max of the ranks' expert rows: 1.0 is even.
         """
         ...
