@@ -27,12 +27,14 @@ from server.options.table import Options
 from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
 from server.sizing.flags import add_size_parser
+from server.simulation.flags import add_simulate_parser
 
 _COMMANDS = (
     "serve",
     "worker",
     "doctor",
     "size",
+    "simulate",
     "chat",
     "models",
     "run-batch",
@@ -56,6 +58,7 @@ examples:
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
   wideep bench --concurrency 1,4,16    put a load on it: throughput and latency
   wideep experts load                  what its experts are asked to do, live
+  wideep simulate TRACE --model DIR -dp 256  what many ranks would make of a trace of requests
   wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
 
 `wideep COMMAND --help` explains a command.
@@ -122,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_size(args)
         if args.command == "experts":
             return _run_experts(args)
+        if args.command == "simulate":
+            return _run_simulate(args)
         if args.command == "completion":
             print(completion_script(args.shell, build_parser(), _COMMANDS), end="")
             return 0
@@ -231,6 +236,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     add_batch_parser(commands)
     add_bench_parser(commands)
     add_experts_parser(commands)
+    add_simulate_parser(commands)
     completion = commands.add_parser(
         "completion",
         help="what lets the Tab key complete commands and flags",
@@ -337,6 +343,12 @@ def _run_experts(args: argparse.Namespace) -> int:
     from server.clients.experts.offline import run_experts
 
     return run_experts(args)
+
+
+def _run_simulate(args: argparse.Namespace) -> int:
+    from server.simulation.run import run_simulate
+
+    return run_simulate(args)
 
 
 def _run_claim(words: Sequence[str]) -> int:

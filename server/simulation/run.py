@@ -1,0 +1,223 @@
+"""Run `wideep simulate`: every router with every placement over one trace, side by side."""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+from expert_placement.files import LoadFileError
+from moe.families import UnsupportedModelError
+from scheduler.policy.config import ConfigError
+from scheduler.policy.limits import SchedulerLimitsError
+from server.clients.connection import Connection, ServiceError, api_key_of
+from server.options.flag import OptionsError
+from server.process.preflight.model import PreflightError
+from server.simulation.experts import (
+    GENERATED_LAYERS,
+    ExpertBalance,
+    ExpertLoads,
+    generated_loads,
+    recorded_loads,
+)
+from server.simulation.figures import Report, Slo
+from server.simulation.flags import Asked
+from server.simulation.routers import ROUTERS
+from server.simulation.service import Service, SimulationError
+from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
+from server.sizing.devices import UnknownDeviceError
+from server.sizing.fit import SizeError
+from server.traces import TraceError, read_trace
+
+_MOST_WINDOWS = 144  # of generated loads; then from the beginning
+_REFUSED = (
+    OptionsError, TraceError, LoadFileError, SimulationError, CalibrationError, SizeError, UnknownDeviceError,
+    PreflightError, ConfigError, UnsupportedModelError, SchedulerLimitsError,
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """One router with one placement."""
+
+    router: str
+    placement: str
+    subject: Subject
+    report: Report
+
+
+def run_simulate(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status: 2 where something is wrong with what was asked, 1 with the service."""
+    try:
+        asked = Asked(args)
+        runs = simulate(asked)
+    except ServiceError as error:
+        print(f"wideep simulate: {error}", file=sys.stderr)
+        return 1
+    except _REFUSED as error:
+        print(f"wideep simulate: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(to_json(runs, asked)) if args.json else text(runs, asked))
+    return 0
+
+
+def simulate(asked: Asked) -> list[Run]:
+    """Simulate what was asked; says on stderr what each run came to.
+
+    Raises:
+        ServiceError: a service to calibrate by cannot be reached.
+        SimulationError and others: something is wrong with what was asked; the message says what.
+    """
+    next(read_trace(asked.trace))  # a file that is none is refused before a model is read
+    slo = Slo(**{f"{name}_ms": bound for name, bound in asked.slo_ms.items()})
+    runs = []
+    measured: Subject | None = None
+    for placement in asked.placements:
+        if asked.calibrate is None:
+            subject = from_roofline(asked, placement)
+        else:
+            measured = measured or _measured(asked, placement)
+            subject = measured
+        loads = _loads(asked, subject)
+        for router in asked.routers:
+            begun_s = time.process_time()
+            experts = ExpertBalance(
+                placement, subject.experts, loads, subject.num_ranks, subject.config, seed=asked.seed
+            )
+            service = Service(
+                subject.num_ranks, subject.limits, ROUTERS[router](subject.num_ranks), subject.times, experts
+            )
+            trace = read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
+            report = service.run(trace).report(slo, num_expert_moves=experts.num_moves)
+            runs.append(Run(router, placement, subject, report))
+            print(
+                f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
+                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of processor time",
+                file=sys.stderr,
+            )
+    return runs
+
+
+def _measured(asked: Asked, placement: str) -> Subject:
+    assert asked.calibrate is not None, "the command line has checked it"
+    with Connection(asked.calibrate, api_key_of(os.environ)) as client:
+        print(f"watching {client.url} for {asked.calibrate_s:g} s", file=sys.stderr)
+        return from_service(asked, client, placement)
+
+
+def _loads(asked: Asked, subject: Subject) -> ExpertLoads:
+    """What experts are asked for.
+
+    Raises:
+        LoadFileError: a file is none.
+        SimulationError: it is of another model.
+    """
+    if not asked.expert_load:
+        hours = math.ceil((asked.duration_s or 3600.0) / asked.load_window_s)
+        return generated_loads(
+            min(GENERATED_LAYERS, subject.experts.num_layers),
+            subject.experts.num_experts,
+            skew=asked.expert_skew,
+            drift=asked.expert_drift,
+            num_windows=min(_MOST_WINDOWS, hours + 1),
+            window_s=asked.load_window_s,
+            seed=asked.seed,
+        )
+    loads = recorded_loads(asked.expert_load, asked.load_window_s)
+    if loads.windows.shape[2] != subject.experts.num_experts:
+        raise SimulationError(
+            f"--expert-load is of {loads.windows.shape[2]} experts, and {subject.name} has "
+            f"{subject.experts.num_experts}; give a load of this model"
+        )
+    return loads
+
+
+def to_json(runs: list[Run], asked: Asked) -> dict[str, Any]:
+    """Return JSON values."""
+    subject = runs[0].subject
+    return {
+        "trace": asked.trace.name,
+        "rate_scale": asked.rate_scale,
+        "duration_s": asked.duration_s,
+        "service": subject.name,
+        "ranks": subject.num_ranks,
+        "step_times": subject.source,
+        "slo_ms": asked.slo_ms,
+        "runs": [
+            {
+                "router": run.router,
+                "placement": run.placement,
+                "kv_tokens_per_rank": run.subject.limits.num_blocks * run.subject.limits.block_tokens,
+                **run.report.to_json(),
+            }
+            for run in runs
+        ],
+    }
+
+
+def text(runs: list[Run], asked: Asked) -> str:
+    """Return a table: a column for every run."""
+    subject, slo = runs[0].subject, ", ".join(f"{name} {bound:g} ms" for name, bound in asked.slo_ms.items())
+    head = [
+        f"{subject.name}, {subject.num_ranks} ranks, {asked.trace.name} at {asked.rate_scale:g} times its rate",
+        f"step times: {subject.source}; simulated, not measured",
+        "",
+    ]
+    names = [name for name, _ in _lines(runs[0], slo)]
+    columns = [[value for _, value in _lines(run, slo)] for run in runs]
+    widths = [max(map(len, each)) for each in (names, *columns)]
+    rows = [
+        "  ".join(
+            [
+                name.ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)),
+            ]
+        )
+        for name, *cells in zip(names, *columns, strict=True)
+    ]
+    return "\n".join((*head, *rows))
+
+
+def _lines(run: Run, slo: str) -> list[tuple[str, str]]:
+    """What a column says, by its row's name."""
+    report = run.report
+    lines = [
+        ("router", run.router),
+        ("placement of experts", run.placement),
+        ("requests", f"{report.num_requests:,}"),
+        ("refused: longer than a sequence may be", f"{report.num_refused:,}"),
+        ("requests/s", f"{report.requests_per_s:.2f}"),
+        ("prompt tokens/s", f"{report.prompt_tokens_per_s:,.0f}"),
+        ("output tokens/s", f"{report.output_tokens_per_s:,.0f}"),
+        (f"goodput, requests/s ({slo})", f"{report.goodput_per_s:.2f}"),
+        ("good requests", f"{report.good_share:.1%}"),
+    ]
+    for name, found in (
+        ("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("ITL", report.itl_ms), ("whole answer", report.e2e_ms),
+    ):  # fmt: skip
+        values = " / ".join(
+            f"{found[each]:,.0f}" if found[each] >= 100 else f"{found[each]:.3g}" for each in found
+        )
+        lines.append((f"{name} mean / p50 / p90 / p99, ms", values))
+    lines += [
+        ("steps", f"{report.num_steps:,}"),
+        ("mean step, ms", f"{report.step_ms:.2f}"),
+        ("time with steps", f"{report.busy_share:.1%}"),
+        ("ranks wait for slower ones", f"{report.waiting_share:.1%}"),
+    ]
+    lines += [
+        (f"  steps longer by uneven {name.replace('_', ' ')}", f"{share:.1%}")
+        for name, share in report.waits_by_cause.items()
+    ]
+    lines += [
+        (f"mean / fullest rank: {name.replace('_', ' ')}", f"{even:.3f}")
+        for name, even in report.balancedness.items()
+    ]
+    return [
+        *lines,
+        ("experts moved", f"{report.num_expert_moves:,}"),
+        ("KV blocks in use, mean / most", f"{report.kv_usage['mean']:.1%} / {report.kv_usage['most']:.1%}"),
+        ("preemptions", f"{report.num_preemptions:,}"),
+        ("prompt tokens found cached", f"{report.prefix_hit_rate:.1%}"),
+    ]

@@ -1,0 +1,222 @@
+"""What is simulated: a model on devices that a roofline speaks for, or a service that runs and is measured.
+
+A running service is watched through /experts/load (steps, their seconds and tokens of the last steps, by rank) and
+/server_info (caches and limits). What steps took is fitted by a plane: a fixed time, and seconds per decode row and per
+token of a prompt. Watch it while it has work to do, at more than one load: from one load the fixed time cannot be told
+from what rows take.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from expert_placement.config import EplbConfig
+from server.clients.connection import Connection
+from server.options.reading import options_from_keywords
+from server.options.table import Options
+from server.process.preflight.device import DEFAULT_LIMITS
+from server.process.preflight.memory import float_bytes
+from server.simulation.experts import ExpertModel
+from server.simulation.flags import Asked
+from server.simulation.measured import MeasuredTimes
+from server.simulation.rank import RankLimits
+from server.sizing.devices import device_named
+from server.sizing.fit import rank_memory
+from server.sizing.read_model import read_model
+from server.sizing.roofline import WIDEEP, WIDEEP_CPU, Roofline
+from server.sizing.step_times import StepTimes
+
+DEFAULT_RANKS = 8  # of a roofline's service
+BLOCK_TOKENS = 16
+EVERY_S = 1.0  # between looks at a running service
+_LEAST_STEPS = 20  # in a look, for it to say something
+
+
+class CalibrationError(ValueError):
+    """A running service that does not say how long its steps take; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A service to simulate."""
+
+    name: str  # of model and device, or of the service
+    num_ranks: int
+    limits: RankLimits
+    times: StepTimes
+    experts: ExpertModel
+    config: EplbConfig
+    source: str  # of the step times, in words
+
+
+def from_roofline(asked: Asked, placement: str) -> Subject:
+    """Read a model and a device.
+
+    Args:
+        placement: of experts, which decides how many slots there are.
+
+    Raises:
+        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: it cannot be read, or does not fit.
+    """
+    assert asked.model is not None, "the command line has checked it"
+    device = device_named(asked.device)
+    options = options_from_keywords(str(asked.model), asked.served, environment={})
+    options = _limited(replace(options, device="cpu" if device.is_cpu else "cuda"))
+    num_ranks = options.data_parallel_size or DEFAULT_RANKS
+    config = _redundant(asked, options.eplb_config, num_ranks, placement)
+    options = replace(options, eplb_config=config)
+    model = read_model(asked.model, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
+    memory = rank_memory(model, device, options, num_ranks)
+    expert_layers = [layers.each for layers in model.costs.layers if layers.each.num_experts]
+    assert options.max_num_seqs and options.max_num_batched_tokens, "limits are filled in"
+    return Subject(
+        name=f"{model.name} on {device.name}",
+        num_ranks=num_ranks,
+        limits=RankLimits(
+            num_blocks=memory.kv_tokens // BLOCK_TOKENS,
+            block_tokens=BLOCK_TOKENS,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=model.longest,
+            enable_prefix_caching=options.enable_prefix_caching,
+            target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
+            is_paced=device.is_cpu or options.target_itl_ms is not None,
+        ),
+        times=Roofline(
+            model.costs,
+            device.shared_by(min(num_ranks, device.node_ranks)),
+            WIDEEP_CPU if device.is_cpu else WIDEEP,
+            slots_per_rank=memory.slots_per_rank,
+        ),
+        experts=ExpertModel(
+            model.costs.num_expert_layers,
+            model.costs.num_experts,
+            model.costs.top_k,
+            max(layer.expert_bytes for layer in expert_layers),
+        ),
+        config=config,
+        source=f"roofline of {device.name}",
+    )
+
+
+def _limited(options: Options) -> Options:
+    """Fill limits in as a start does."""
+    seqs, batched = DEFAULT_LIMITS[options.device]
+    seqs = options.max_num_seqs or min(seqs, options.max_num_batched_tokens or seqs)
+    return replace(
+        options,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or max(batched, seqs),
+    )
+
+
+def _redundant(asked: Asked, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
+    """Redundant experts of a placement: none of `linear`, else what was given, else a slot more on every rank."""
+    if placement == "linear":
+        return replace(config, num_redundant_experts=0)
+    is_given = "eplb_config" in asked.served and config.num_redundant_experts
+    return config if is_given else replace(config, num_redundant_experts=num_ranks)
+
+
+class Look(NamedTuple):
+    """What the last steps of a service did, per step of a kind and over ranks."""
+
+    decode_rows: float  # per rank and step
+    plain_s: float | None  # a step without prompts; None: too few
+    prompt_s: float | None  # one with prompts
+    prompt_tokens: float  # in one of those, on all ranks together
+
+
+def from_service(
+    asked: Asked, client: Connection, placement: str, *, sleep: Callable[[float], None] = time.sleep
+) -> Subject:
+    """Watch a running service for a while.
+
+    Raises:
+        ServiceError: there is none.
+        CalibrationError: it had nothing to do.
+    """
+    info, load = client.get_json("/server_info"), client.get_json("/experts/load")
+    if not info["max_running_requests"]:
+        raise CalibrationError(
+            f"{client.url} has no rank that serves; wait until /health answers 200, then ask again"
+        )
+    looks = [look_of(load)]
+    for _ in range(max(1, round(asked.calibrate_s / EVERY_S))):
+        sleep(EVERY_S)
+        looks.append(look_of(client.get_json("/experts/load")))
+    times = fit(looks)
+    served = asked.served
+    options = options_from_keywords("demo", served, environment={})
+    num_served = int(info["dp_size"])
+    num_ranks = options.data_parallel_size or num_served
+    batched = options.max_num_batched_tokens or DEFAULT_LIMITS["cpu"][1]
+    seqs = options.max_num_seqs or int(info["max_running_requests"]) // num_served
+    longest = options.max_model_len or int(info["context_length"])
+    block_tokens = int(info["page_size"] or BLOCK_TOKENS)
+    return Subject(
+        name=f"{info['served_model_name']} at {client.url}",
+        num_ranks=num_ranks,
+        limits=RankLimits(
+            num_blocks=int(info["max_total_num_tokens"]) // num_served // block_tokens,
+            block_tokens=block_tokens,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(batched, seqs),
+            max_model_len=longest,
+            enable_prefix_caching=options.enable_prefix_caching,
+            target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
+        ),
+        times=times,
+        experts=ExpertModel(int(load["num_layers"]), int(load["num_experts"]), 1, 1 << 20),
+        config=_redundant(asked, options.eplb_config, num_ranks, placement),
+        source=times.describe(),
+    )
+
+
+def look_of(load: Mapping[str, Any]) -> Look:
+    """Read an answer of /experts/load."""
+    ranks = load["ranks"]
+    steps, prompt_steps, step_s, prompt_step_s, decodes = (
+        float(np.mean([each[name] for each in ranks])) if ranks else 0.0
+        for name in ("steps", "prefill_steps", "step_s", "prefill_step_s", "decode_tokens")
+    )
+    plain_steps = steps - prompt_steps
+    prompts = float(sum(each["prefill_tokens"] for each in ranks))
+    return Look(
+        decodes / max(steps, 1.0),
+        (step_s - prompt_step_s) / plain_steps if plain_steps >= _LEAST_STEPS else None,
+        prompt_step_s / prompt_steps if prompt_steps >= _LEAST_STEPS else None,
+        prompts / max(prompt_steps, 1.0),
+    )
+
+
+def fit(looks: list[Look]) -> MeasuredTimes:
+    """Fit a plane to what was seen; nothing takes less than no time.
+
+    Raises:
+        CalibrationError: there were too few steps.
+    """
+    rows = [(1.0, each.decode_rows, 0.0, each.plain_s) for each in looks if each.plain_s is not None]
+    rows += [
+        (1.0, each.decode_rows, each.prompt_tokens, each.prompt_s)
+        for each in looks
+        if each.prompt_s is not None
+    ]
+    if not rows:
+        raise CalibrationError(
+            f"the service ran fewer than {_LEAST_STEPS} steps while it was watched; let it answer requests meanwhile"
+        )
+    table = np.array(rows)
+    known = [0, 1, 2]
+    while True:
+        found = np.linalg.lstsq(table[:, known], table[:, 3], rcond=None)[0]
+        if (found >= 0).all() or len(known) == 1:
+            break
+        del known[int(found.argmin())]
+    values = dict(zip(known, np.maximum(found, 0.0).tolist(), strict=True))
+    return MeasuredTimes(
+        step_s=values.get(0, 0.0), decode_row_s=values.get(1, 0.0), prefill_token_s=values.get(2, 0.0)
+    )

@@ -1,0 +1,158 @@
+"""`wideep simulate` from its words to its table, and what it reads off a running service."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.cli import main
+from server.clients.connection import Connection
+from server.simulation.flags import PLACEMENT_NAMES, ROUTER_NAMES, Asked, add_simulate_parser
+from server.simulation.subject import CalibrationError, Look, fit, from_service, look_of
+from server.sizing.step_times import RankRows
+from tests.support.models.family_sweep import tiny_config
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:17:{second:02}.5,{20 + second},{1 + second % 9}\n" for second in range(30)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("simulate")
+    (path / "trace.csv").write_text(TRACE)
+    tiny_config("qwen3_moe").save_pretrained(path)
+    return path
+
+
+def _words(folder: Path, *more: str) -> list[str]:
+    return ["simulate", str(folder / "trace.csv"), "--model", str(folder), "--device", "h100", "-dp", "2", *more]
+
+
+def test_routers_and_placements_are_compared_side_by_side(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = _words(folder, "--routers", "all", "--placements", "all", "--kv-cache-memory", "64M")
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(run["router"], run["placement"]) for run in found["runs"]] == [
+        (router, placement) for placement in PLACEMENT_NAMES for router in ROUTER_NAMES
+    ]
+    assert all(run["num_requests"] == 30 and run["num_refused"] == 0 for run in found["runs"])
+    assert all(0 < run["good_share"] <= 1 for run in found["runs"])
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert "simulated, not measured" in table
+    line = next(line for line in table.splitlines() if line.startswith("router"))
+    assert line.split()[1:] == list(ROUTER_NAMES) * len(PLACEMENT_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ["--routers", "prefx"],
+            "--routers: 'prefx' is none (did you mean prefix?); there are prefix, fewest,",
+        ),
+        (["--placements", "eplb"], "--placements: 'eplb' is none; there are linear, even, repair, and all"),
+        (["--slo", "speed:3"], "--slo: 'speed:3' is no bound; it must be ttft, tpot, e2e with milliseconds"),
+        (["--slo", "ttft:x"], "--slo ttft is 'x'; it must be"),
+        (["--hours", "1", "--duration", "5"], "--duration and --hours say the same; give one of them"),
+        (["--rate-scale", "0"], "--rate-scale is 0.0; it must be above 0"),
+        (
+            ["--calibrate", "http://127.0.0.1:9"],
+            "give --model, for step times from a roofline, or --calibrate",
+        ),
+        (["--device", "abacus"], "--device is 'abacus'; known are"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert main(_words(folder, *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"wideep simulate: {said}")
+    assert error.count("\n") == 1
+
+
+def test_a_broken_line_of_a_trace_is_named_by_its_number(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.csv"
+    broken.write_text(TRACE.replace(",25,", ",-25,"))
+    assert main(["simulate", str(broken), *_words(folder)[2:], "--kv-cache-memory", "64M"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number of at least 1" in error
+
+
+def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(folder / "trace.csv"), "--calibrate", "http://127.0.0.1:9"]) == 1
+    assert "no service answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def _load(
+    decode_rows: float, prompt_tokens: float, *, steps: int = 100, prompt_steps: int = 40
+) -> dict[str, Any]:
+    """What /experts/load says of two ranks whose steps take 10 ms, 2 ms per row and 0.1 ms per token of a prompt."""
+    plain_s = 0.010 + 0.002 * decode_rows
+    prompt_s = prompt_steps * (plain_s + 0.0001 * prompt_tokens)
+    rank = {
+        "steps": steps,
+        "prefill_steps": prompt_steps,
+        "step_s": (steps - prompt_steps) * plain_s + prompt_s,
+        "prefill_step_s": prompt_s,
+        "decode_tokens": decode_rows * steps,
+        "prefill_tokens": prompt_tokens * prompt_steps / 2,
+    }
+    return {"num_layers": 2, "num_experts": 8, "ranks": [rank, rank]}
+
+
+def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
+    info = {
+        "served_model_name": "m", "dp_size": 2, "context_length": 512, "page_size": 16,
+        "max_total_num_tokens": 4096, "max_running_requests": max_running,
+    }  # fmt: skip
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/server_info":
+            return httpx.Response(200, json=info)
+        return httpx.Response(200, json=loads.pop(0))
+
+    return Connection("http://service", http=httpx.Client(transport=httpx.MockTransport(answer)))
+
+
+def _asked(folder: Path, seconds: int) -> Asked:
+    commands = argparse.ArgumentParser()
+    add_simulate_parser(commands.add_subparsers())
+    words = ["simulate", str(folder / "trace.csv"), "--calibrate", "http://service"]
+    return Asked(commands.parse_args([*words, "--calibrate-seconds", str(seconds)]))
+
+
+def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> None:
+    loads = [_load(1, 30), _load(4, 200), _load(8, 90)]
+    slept: list[float] = []
+    subject = from_service(_asked(folder, 2), _service(loads), "linear", sleep=slept.append)
+    cost = subject.times.step([_rows(100, 3), _rows(0, 5)], 1.0)
+    assert cost.total_s == pytest.approx(0.010 + 3 * 0.002 + 100 * 0.0001)
+    assert (subject.num_ranks, subject.limits.num_blocks, subject.limits.max_num_seqs) == (2, 128, 8)
+    assert len(slept) == 2
+
+
+def _rows(prefill: int, decode: int) -> RankRows:
+    return RankRows(prefill, decode, 0)
+
+
+def test_a_fit_takes_no_time_off_for_work() -> None:
+    looks = [Look(4.0, 0.010, 0.009, 100.0), Look(8.0, 0.011, 0.010, 50.0)]
+    times = fit(looks)
+    assert min(times.step_s, times.decode_row_s, times.prefill_token_s) >= 0
+
+
+def test_a_service_without_work_or_ranks_cannot_be_calibrated_by(folder: Path) -> None:
+    with pytest.raises(CalibrationError, match="ran fewer than 20 steps while it was watched"):
+        fit([look_of(_load(1, 0, steps=3, prompt_steps=0))])
+    with pytest.raises(CalibrationError, match="has no rank that serves"):
+        from_service(_asked(folder, 1), _service([_load(1, 1)], max_running=0), "linear")
