@@ -26,8 +26,8 @@ from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
 from server.roots import RootError, check_roots
-from server.sizing.flags import add_size_parser
 from server.simulation.flags import add_simulate_parser
+from server.sizing.flags import add_size_parser
 
 _COMMANDS = (
     "serve",

@@ -29,7 +29,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _words(folder: Path, *more: str) -> list[str]:
-    return ["simulate", str(folder / "trace.csv"), "--model", str(folder), "--device", "h100", "-dp", "2", *more]
+    return [
+        "simulate",
+        str(folder / "trace.csv"),
+        "--model",
+        str(folder),
+        "--device",
+        "h100",
+        "-dp",
+        "2",
+        *more,
+    ]
 
 
 def test_routers_and_placements_are_compared_side_by_side(
