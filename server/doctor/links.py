@@ -151,7 +151,7 @@ def reach(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
     places = gathers.gather("places", [taken.address, port, taken.interface, network], STAGE_S)
     others = [number for number in range(len(places)) if number != gathers.number]
     with concurrent.futures.ThreadPoolExecutor(max(1, len(others))) as threads:
-        whys = list(threads.map(lambda number: _why_not_reached(*places[number], own_network=network), others))
+        whys = list(threads.map(lambda number: _why_not_reached(places[number], network), others))
     problems = dict(zip(others, whys, strict=True))
     found = gathers.gather("reach", {str(number): why for number, why in problems.items() if why}, STAGE_S)
     wrong = [
@@ -166,7 +166,8 @@ def reach(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
     return wrong or [ok("reach", f"every node reaches every other: {where}")]
 
 
-def _why_not_reached(address: str, port: int, interface: str, network: str, own_network: str) -> str:
+def _why_not_reached(place: Sequence[Any], own_network: str) -> str:
+    address, port, interface, network = place
     if not address:
         return f"{interface} has no address there"
     if network != own_network and ipaddress.ip_address(address).is_loopback:

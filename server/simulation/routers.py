@@ -1,35 +1,18 @@
 """Routers to compare: the service's own, and two that know less."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from server.front.router import Router
 
 
-class Routing(Protocol):
-    """What a simulation asks of a router; see `server.front.router.Router`."""
-
-    def pick(self, prompt_ids: Sequence[int], untold: np.ndarray | None = None) -> int:
-        """Choose a rank."""
-
-    def admit(self, request_id: str, rank: int, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Charge it."""
-
-    def progress(self, request_id: str, num_tokens: int) -> None:
-        """Tokens came."""
-
-    def retire(self, request_id: str) -> None:
-        """The request ended."""
-
-
 class FewestTokens(Router):
     """The rank with the fewest outstanding tokens, whatever prefixes it holds."""
 
-    def pick(self, prompt_ids: Sequence[int], untold: np.ndarray | None = None) -> int:
+    def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
         """See `Router.pick`."""
-        return super().pick((), untold)
+        return super().pick((), untold=untold)
 
 
 class RoundRobin(Router):
@@ -39,7 +22,7 @@ class RoundRobin(Router):
         super().__init__(num_ranks)
         self._num_ranks, self._num_picked = num_ranks, 0
 
-    def pick(self, prompt_ids: Sequence[int], untold: np.ndarray | None = None) -> int:
+    def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
         """Of ranks that are all there."""
         self._num_picked += 1
         return (self._num_picked - 1) % self._num_ranks

@@ -19,7 +19,7 @@ from dispatch.errors import DispatchError
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from scheduler.step.lockstep import Agreement, Decision, LockStep
-from server.front.router import EXPECTED_OUTPUT_TOKENS
+from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
 from server.simulation.experts import ExpertBalance
 from server.simulation.figures import Figures, Outcome
 from server.simulation.rank import (
@@ -32,7 +32,6 @@ from server.simulation.rank import (
     prompt_tokens,
     request_id_of,
 )
-from server.simulation.routers import Routing
 from server.sizing.step_times import StepTimes
 from server.traces import PREFIX_TOKENS, TracedRequest
 
@@ -91,7 +90,7 @@ class Service:
         self,
         num_ranks: int,
         limits: RankLimits,
-        routing: Routing,
+        routing: Router,
         times: StepTimes,
         experts: ExpertBalance,
         *,
@@ -256,7 +255,7 @@ class Service:
                 arrival_s=traced.arrival_s,
             )
             # How long an answer will be is not known: it is charged as one whose client gives no max_tokens.
-            rank = self._routing.pick(prompt_ids, self._untold)
+            rank = self._routing.pick(prompt_ids, untold=self._untold)
             self._routing.admit(request.request_id, rank, prompt_ids, self._limits.max_model_len)
             self._open[request.request_id] = _Open(rank, traced.arrival_s, traced.input_tokens)
             self._inbox.setdefault(rank, []).append(request)

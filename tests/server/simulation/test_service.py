@@ -1,8 +1,10 @@
 """A simulated service: fast-forward equals step by step, every request ends once, every block comes back."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,15 +112,17 @@ def test_every_request_ends_once_with_all_its_tokens(num_ranks: int) -> None:
 
 def test_ranks_that_only_decode_cost_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of calls and not of seconds: of long answers, steps are skipped."""
-    planned = []
-    plan = Scheduler.schedule_rest
-    monkeypatch.setattr(
-        Scheduler, "schedule_rest", lambda self, **given: planned.append(1) or plan(self, **given)
-    )
+    calls, plan = Counter[str](), Scheduler.schedule_rest
+
+    def counted(self: Scheduler, **given: Any) -> Any:
+        calls["planned"] += 1
+        return plan(self, **given)
+
+    monkeypatch.setattr(Scheduler, "schedule_rest", counted)
     trace = [TracedRequest(0.5 * number, 100, 500, ()) for number in range(16)]
     report = _run(trace, _service(8, "round-robin"))
     assert report.num_steps > 1000
-    assert len(planned) < 6 * len(trace)
+    assert calls["planned"] < 6 * len(trace)
 
 
 def test_a_lone_request_takes_what_its_steps_take() -> None:
@@ -159,7 +163,7 @@ def test_waits_are_told_apart_by_what_is_uneven() -> None:
 
     def causes(*ranks: tuple[int, int, int, int], balancedness: float = 1.0) -> list[float]:
         rows, times = np.array(ranks).T, Times()
-        return causes_of(rows, times.step(rows.T, balancedness).total_s, times).tolist()
+        return list(causes_of(rows, times.step(rows.T, balancedness).total_s, times))
 
     assert causes((0, 2, 100, 0), (0, 2, 100, 0), balancedness=0.5) == pytest.approx([0.5, 0, 0, 0])
     assert causes((200, 0, 0, 0), (0, 0, 0, 0)) == pytest.approx([0, 0.1, 0, 0])
