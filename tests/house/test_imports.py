@@ -30,6 +30,8 @@ ORDER = (
     ("server.__main__",),
     ("server.cli", "server.offline"),
     ("server.clients",),
+    ("server.simulation",),
+    ("server.sizing",),
     ("server.process",),
     ("server.doctor",),
     ("server.process.preflight",),

@@ -33,7 +33,7 @@ _WRITERS: dict[str, Callable[[Path], Any]] = {
     "qwen3_moe, fp8": lambda path: write_quantised("qwen3_moe", path, block=(32, 32), **_SIZES),
     "deepseek_v3, fp8": lambda path: write_quantised("deepseek_v3", path, block=(32, 32), **_SIZES),
 }
-_LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+_LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
 _KV_BYTES = 8 << 20
 
 
@@ -59,7 +59,7 @@ def _options(directory: Path, **more: Any) -> Options:
 
 
 def _read(path: Path, options: Options) -> ReadModel:
-    return read_model(path, float_bytes=float_bytes(options))
+    return read_model(path, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
 
 
 @pytest.mark.parametrize("name", _WRITERS)
