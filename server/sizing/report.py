@@ -68,9 +68,13 @@ def _head(sized: Sized) -> str:
         f"{costs.num_expert_layers} layers of {costs.num_experts} experts, {costs.top_k} of them per token"
     )
     return (
-        f"{sized.model.name}: {costs.name}, {costs.total_weights / 1e9:,.4g} B weights, {costs.active_weights / 1e9:,.3g} B per "
+        f"{sized.model.name}: {costs.name}, {_large(costs.total_weights)} weights, {_large(costs.active_weights)} per "
         f"token; {layers}; experts in {costs.expert_kind}\n{_ranks(chosen.num_ranks)} on {where}, device {device.name}"
     )
+
+
+def _large(count: int) -> str:
+    return f"{count / 1e9:,.4g} B" if count >= 1e9 else f"{count / 1e6:,.3g} M"
 
 
 def _ranks(count: int) -> str:

@@ -29,8 +29,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 ORDER = (
     ("server.__main__",),
     ("server.cli", "server.offline"),
-    ("server.clients",),
     ("server.simulation",),
+    ("server.clients",),
     ("server.sizing",),
     ("server.process",),
     ("server.doctor",),
