@@ -27,6 +27,7 @@ import numpy as np
 
 PHASES = ("prefill", "decode")
 PARTS = 16  # of a window: it slides by a sixteenth of its length
+WAIT_CAUSES = ("prefill", "decodes", "contexts", "experts", "other")  # see `RankFigures.wait_causes_s`
 FLOOR = 0.05  # of the steps' time, for a cause of waiting that is named
 
 
@@ -44,6 +45,9 @@ class RankFigures(NamedTuple):
     prefill_experts_s: np.ndarray
     prefill_step_s: np.ndarray
     draft_tokens: np.ndarray  # of the decodes' tokens, those that were tried
+    wait_causes_s: (
+        np.ndarray
+    )  # [R, WAIT_CAUSES] of both waits, by what another rank had more of than this one
     dispatch_bytes: np.ndarray  # [R, R] from, to
     combine_bytes: np.ndarray
 
@@ -51,7 +55,8 @@ class RankFigures(NamedTuple):
 def no_figures(num_ranks: int) -> RankFigures:
     """Figures of nothing."""
     flat, square = (num_ranks,), (num_ranks, num_ranks)
-    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 9, square, square)
+    causes = (num_ranks, len(WAIT_CAUSES))
+    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 9, causes, square, square)
     return RankFigures(*(np.zeros(shape) for shape in shapes))
 
 

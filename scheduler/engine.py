@@ -273,7 +273,12 @@ class Engine:
         self._planned = batch, outputs = self._planned or self._plan(agreement)
         self._post_next(lockstep)
         begun_s = time.perf_counter()
-        sampled = self._runner.run(batch, agreement.agreed_tokens, has_prefill=agreement.has_prefill)
+        sampled = self._runner.run(
+            batch,
+            agreement.agreed_tokens,
+            has_prefill=agreement.has_prefill,
+            wait_cause=agreement.wait_cause,
+        )
         self._note_step(batch, time.perf_counter() - begun_s, has_prefill=agreement.has_prefill)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
@@ -343,6 +348,7 @@ class Engine:
             ordered_epoch=self._told_epoch,
             prefill_budget=self._prefill_pace.budget(num_decodes, self._scheduler.num_open),
             draft_depth=self._draft_depth(),
+            num_context=self._scheduler.num_context,
         )
 
     def _draft_depth(self) -> int:

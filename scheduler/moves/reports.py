@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from expert_placement.load import WAIT_CAUSES
+
 
 class ExpertMap(NamedTuple):
     """Which experts there are and where they live."""
@@ -53,6 +55,7 @@ class LoadReport:
     prefill_step_s: float = 0.0  # of step_s, in those
     epoch: int = 0  # that they were counted in
     draft_tokens: int = 0  # of decode_tokens, those that were tried
+    wait_causes_s: tuple[float, ...] = (0.0,) * len(WAIT_CAUSES)  # of the waits for ranks, by cause
 
 
 class MoveState(Enum):

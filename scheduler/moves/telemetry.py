@@ -72,6 +72,7 @@ class Telemetry:
             prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
             epoch=self._epoch,
             draft_tokens=self._runner.num_draft_tokens,
+            wait_causes_s=tuple(waited_ns * 1e-9 for waited_ns in self._runner.waited_ns),
         )
 
 

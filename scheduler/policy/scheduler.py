@@ -160,6 +160,11 @@ class Scheduler:
         )
 
     @property
+    def num_context(self) -> int:
+        """Tokens of the sequences that run."""
+        return sum(sequence.num_planned for sequence in self._roster.running)
+
+    @property
     def draft_depth(self) -> int:
         """Drafts that a sequence may be given behind the next step, at most; look ahead as `next_step` does."""
         if self._drafter is None:

@@ -55,6 +55,7 @@ class Header(NamedTuple):
     ordered_epoch: int  # the newest that the front has ordered; the one that serves if there is no other
     prefill_budget: int = 0  # tokens of prompts that it could take on beside decodes; 0: any number
     draft_depth: int = 0  # drafts that it would make behind the step
+    num_context: int = 0  # tokens of the sequences that run
 
 
 class Decision(Enum):
@@ -77,6 +78,9 @@ class Agreement(NamedTuple):
     has_prefill: bool = False  # some rank announced parts of prompts
     prefill_budget: int | None = None  # no rank takes on more tokens of prompts; None: no limit
     draft_depth: int = 0  # drafts that all make behind the step, each as many as the one that makes the most
+    wait_cause: str = (
+        "other"  # what this rank waits for before its experts get rows, if it waits; one of WAIT_CAUSES
+    )
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -121,6 +125,23 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
+def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int | None) -> str:
+    """Say what another rank has more of in the step than this one: what costs most, if it has.
+
+    Args:
+        prefill_budget: as agreed on; what waits beyond it costs nothing in this step.
+    """
+
+    def prefill(header: Header) -> int:
+        return header.num_prefill if prefill_budget is None else min(header.num_prefill, prefill_budget)
+
+    if max(map(prefill, headers)) > prefill(own):
+        return "prefill"
+    if max(header.num_decodes for header in headers) > own.num_decodes:
+        return "decodes"
+    return "contexts" if max(header.num_context for header in headers) > own.num_context else "other"
+
+
 def describe_modes(mode: DispatchMode, max_decode_tokens: int, max_num_batched_tokens: int) -> str:
     """Say in one sentence which steps are dispatched how."""
     if mode is DispatchMode.NORMAL:
@@ -155,6 +176,7 @@ class LockStep:
         self._mailbox, self.epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
         self.placement_version, self.step = placement_version, step
+        self._own: Header | None = None  # as it was posted last
 
     def post(
         self,
@@ -168,6 +190,7 @@ class LockStep:
         ordered_epoch: int | None = None,
         prefill_budget: int = 0,
         draft_depth: int = 0,
+        num_context: int = 0,
     ) -> None:
         """Say what this rank will have to do in the next step, which placement it could switch to, and which epoch
         it was ordered to, if another one."""
@@ -175,9 +198,10 @@ class LockStep:
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
-        self._mailbox.post(
-            Header(*place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth)
+        self._own = Header(
+            *place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context
         )
+        self._mailbox.post(self._own)
 
     def agree(self) -> Agreement:
         """Read everybody's header of this step and move to the next; collective."""
@@ -196,7 +220,9 @@ class LockStep:
             has_decodes=any(header.num_decodes for header in headers),
         )
         depth = max(header.draft_depth for header in headers)
-        return Agreement(decision, tokens, switch_to, has_prefill, budget, depth)
+        assert self._own is not None, "a rank reads headers behind its own"
+        cause = cause_of_waiting(self._own, headers, budget)
+        return Agreement(decision, tokens, switch_to, has_prefill, budget, depth, cause)
 
     def interrupt(self, error: DispatchError) -> None:
         """Wait no longer for headers, now or next; from any thread."""

@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dispatch.dispatched import TokenDispatcher
+from dispatch.dispatched import TokenDispatcher, Waits
+from expert_placement.load import WAIT_CAUSES
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
@@ -28,6 +29,7 @@ class Forward(Protocol):
         ...
 
 
+_EXPERTS = WAIT_CAUSES.index("experts")
 SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
@@ -60,6 +62,7 @@ class Runner:
         self.num_draft_tokens = 0  # of decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
         self.prefill_experts_s = 0.0
+        self.waited_ns = [0] * len(WAIT_CAUSES)  # for other ranks, by cause
 
     def begin_epoch(self, dispatcher: TokenDispatcher, forward: Forward) -> None:
         """Go on among other ranks, and count anew; the arguments are those of the start."""
@@ -88,6 +91,7 @@ class Runner:
         agreed_tokens: int = 0,
         *,
         has_prefill: bool = False,
+        wait_cause: str = "other",
     ) -> Sampled:
         """Run a batch, or padded rows if it is empty; collective over the model's group.
 
@@ -95,11 +99,12 @@ class Runner:
             batch: what to run.
             agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
             has_prefill: likewise; it is counted as a step of that kind.
+            wait_cause: what this rank waits for in dispatches, as far as it waits for ranks.
 
         Returns:
             The items' samples, in order, and the logprobs of prompt tokens where they are wanted.
         """
-        begun_ns = perf_counter_ns()
+        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens)
@@ -115,6 +120,7 @@ class Runner:
         self.num_tokens[PREFILL] += batch.num_prefill_tokens
         self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
         self.num_draft_tokens += sum(len(item.drafts) for item in batch.items)
+        self._note_waits(waits, wait_cause)
         took_ns = perf_counter_ns() - begun_ns
         self.busy_ns += took_ns
         if has_prefill:
@@ -122,6 +128,17 @@ class Runner:
             self.prefill_busy_ns += took_ns
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
+
+    def _note_waits(self, before: Waits, cause: str) -> None:
+        """Add what the step waited for ranks: at dispatches for their attention, at combines for their experts.
+
+        Wires take part of both alike, and are nobody's fault.
+        """
+        now = self.dispatcher.waits
+        wire_ns = now.wire_ns - before.wire_ns
+        dispatch_ns = max(0, now.dispatch_ns - before.dispatch_ns - wire_ns // 2)
+        self.waited_ns[WAIT_CAUSES.index(cause)] += dispatch_ns
+        self.waited_ns[_EXPERTS] += max(0, now.combine_ns - before.combine_ns - wire_ns // 2)
 
     @property
     def makes_drafts(self) -> bool:

@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expert_placement.load import PHASES, RankFigures, explain, measured_balancedness, over_layers
+from expert_placement.load import (
+    PHASES,
+    WAIT_CAUSES,
+    RankFigures,
+    explain,
+    measured_balancedness,
+    over_layers,
+)
 from scheduler.moves.reports import ExpertMap
 
 
@@ -77,6 +84,10 @@ def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict
         "wire_s": round(float(figures.wire_s[place]), 6),
         "experts_s": round(float(figures.experts_s[place]), 6),
         "prefill_experts_s": round(float(figures.prefill_experts_s[place]), 6),
+        "wait_causes_s": {
+            cause: round(float(waited_s), 6)
+            for cause, waited_s in zip(WAIT_CAUSES, figures.wait_causes_s[place], strict=True)
+        },
         "step_s": round(float(figures.step_s[place]), 6),
         "prefill_step_s": round(float(figures.prefill_step_s[place]), 6),
     }

@@ -12,7 +12,7 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expert_placement.load import PHASES, LoadWindow, measured_balancedness
+from expert_placement.load import PHASES, WAIT_CAUSES, LoadWindow, measured_balancedness
 from server.experts.load import CAUSES, DECISIONS, KINDS, ExpertsLoad
 
 HOTTEST = 8
@@ -37,6 +37,7 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         yield from self._balancedness(window)
         yield from self._hottest(window)
         yield from self._ranks()
+        yield from self._waits(window)
         yield from self._rebalances()
 
     def _balancedness(self, window: LoadWindow) -> Iterator[Metric]:
@@ -101,6 +102,27 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             for rank, value in enumerate(values):
                 family.add_metric((self._model_name, str(rank)), float(value))
             yield family
+
+    def _waits(self, window: LoadWindow) -> Iterator[Metric]:
+        totals = self._load.totals
+        assert totals is not None, "there is a window"
+        seconds = CounterMetricFamily(
+            "wideep:step_wait_seconds",
+            "Time in steps that a rank waited for others, by what these had more of.",
+            labels=("model_name", "engine", "cause"),
+        )
+        share = GaugeMetricFamily(
+            "wideep:step_wait_share",
+            "Part of all ranks' time in steps that they waited for others, in the window.",
+            labels=("model_name", "cause"),
+        )
+        figures = window.figures
+        in_window = figures.wait_causes_s.sum(axis=0) / max(float(figures.step_s.sum()), 1e-9)
+        for index, cause in enumerate(WAIT_CAUSES):
+            share.add_metric((self._model_name, cause), float(in_window[index]))
+            for rank, waited_s in enumerate(totals.wait_causes_s[:, index]):
+                seconds.add_metric((self._model_name, str(rank), cause), float(waited_s))
+        yield from (seconds, share)
 
     def _rebalances(self) -> Iterator[Metric]:
         changes = self._load.changes

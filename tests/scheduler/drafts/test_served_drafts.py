@@ -146,9 +146,9 @@ def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answer
         always_draft(alone, [0, 0], built)
         run = built.runner.run
 
-        def wrong(batch: Batch, agreed_tokens: int = 0, *, has_prefill: bool = False) -> Sampled:
+        def wrong(batch: Batch, agreed_tokens: int = 0, **how: Any) -> Sampled:
             nonlocal num_wrong
-            sampled = run(batch, agreed_tokens, has_prefill=has_prefill)
+            sampled = run(batch, agreed_tokens, **how)
             row = 0
             for item in batch.items:
                 if item.drafts and sampled.token_ids[row] != item.drafts[0] and not num_wrong:
@@ -157,7 +157,7 @@ def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answer
                 row += item.num_samples
             return sampled
 
-        built.runner.run = wrong  # type: ignore[method-assign]
+        built.runner.run = wrong  # type: ignore[method-assign, assignment]
 
     assert answers_of(directory, False, 1, prepare=accept_one, speculative=speculative) != alone
     assert num_wrong == 1

@@ -16,6 +16,7 @@ from scheduler.step.lockstep import (
     LockStepError,
     agree_on_switch,
     agree_on_tokens,
+    cause_of_waiting,
     decide,
     describe_modes,
 )
@@ -66,6 +67,19 @@ def test_one_ranks_prompt_makes_the_step_normal_for_all() -> None:
     assert agree_on_tokens([header(decodes=3), header(prefill=1)], DispatchMode.AUTO, 512) == 0
 
 
+def test_a_rank_waits_for_what_another_has_more_of_and_costs_most() -> None:
+    own = header(decodes=4)._replace(num_context=100)
+    longer, more = own._replace(num_context=200), header(decodes=5)
+    assert cause_of_waiting(own, [own, own], None) == "other"
+    assert cause_of_waiting(own, [own, longer], None) == "contexts"
+    assert cause_of_waiting(own, [own, longer, more], None) == "decodes"
+    assert cause_of_waiting(own, [own, longer, more, header(prefill=64)], None) == "prefill"
+    prompts = header(decodes=4, prefill=64)
+    assert cause_of_waiting(prompts, [prompts, header(decodes=4, prefill=500)], None) == "prefill"
+    assert cause_of_waiting(prompts, [prompts, header(decodes=5, prefill=500)], 64) == "decodes", "64 each"
+    assert cause_of_waiting(prompts, [own, prompts], None) == "contexts", "it is the one with the prompt"
+
+
 def test_a_forced_mode_is_taken_whatever_ranks_have() -> None:
     for headers in ([header(decodes=3)], [header(prefill=1)]):
         assert agree_on_tokens(headers, DispatchMode.NORMAL, 512) == 0
@@ -82,7 +96,7 @@ def test_agreeing_moves_to_the_next_step() -> None:
     mailbox = FakeMailbox(header(step=0, decodes=9))
     lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0)
     lockstep.post(has_work=True, is_stopping=False, has_prefill=False, num_decodes=2)
-    assert lockstep.agree() == Agreement(Decision.RUN, 16)
+    assert lockstep.agree() == Agreement(Decision.RUN, 16, wait_cause="decodes")
     assert lockstep.step == 1
 
 

@@ -178,6 +178,9 @@ def test_metrics_have_the_named_series_and_the_same_numbers() -> None:
         even["worst"], abs=1e-6
     )
     assert found['wideep:dispatch_wait_seconds_total{engine="1",model_name="m"}'] == pytest.approx(0.2)
+    waited = 'wideep:step_wait_seconds_total{cause="prefill",engine="1",model_name="m"}'
+    assert found[waited] == pytest.approx(0.08)
+    assert found['wideep:step_wait_share{cause="experts",model_name="m"}'] == pytest.approx(0.15)
     tokens = sum(row[1] for row in answer["rank_tokens"]["prefill"])
     assert found['vllm:eplb_tokens_per_rank_total{engine="1",model_name="m",phase="prefill"}'] == tokens
     assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 0

@@ -100,6 +100,26 @@ export function rankFigures(load) {
   }));
 }
 
+const CAUSES = {
+  prefill: "a prompt elsewhere",
+  decodes: "more sequences elsewhere",
+  contexts: "longer contexts elsewhere",
+  experts: "busier experts elsewhere",
+  other: "other things",
+};
+
+/** How much of their steps' time ranks wait for others in the window, and for what: a sentence; "" without steps. */
+export function waitsInWords(ranks) {
+  const steps = add(ranks.map((rank) => rank.step_s));
+  if (!steps || ranks.length < 2) return "";
+  const percent = (seconds) => `${((100 * seconds) / steps).toFixed(1)} %`;
+  const waited = Object.keys(CAUSES).map((cause) => [cause, add(ranks.map((rank) => rank.wait_causes_s[cause]))]);
+  const named = waited.filter(([, seconds]) => seconds / steps >= 0.001).sort((left, right) => right[1] - left[1]);
+  const total = percent(add(waited.map(([, seconds]) => seconds)));
+  const parts = named.map(([cause, seconds]) => `${CAUSES[cause]} ${percent(seconds)}`);
+  return `Ranks wait for others ${total} of their steps' time${parts.length ? `: ${parts.join(", ")}` : ""}.`;
+}
+
 function sum(matrices) {
   return matrices.reduce((left, right) => left.map((row, y) => row.map((value, x) => value + right[y][x])));
 }

@@ -4,7 +4,18 @@
 import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
 import { isQuiet, showHistory } from "./history.js";
-import { add, checkLoad, expertsOf, hottest, overMean, overMeanPair, rankFigures, ranksOf, viewOf } from "./load.js";
+import {
+  add,
+  checkLoad,
+  expertsOf,
+  hottest,
+  overMean,
+  overMeanPair,
+  rankFigures,
+  ranksOf,
+  viewOf,
+  waitsInWords,
+} from "./load.js";
 import { poll, Refusal } from "./poll.js";
 import { Service } from "./service.js";
 import { Strips } from "./strips.js";
@@ -124,6 +135,7 @@ function draw(view) {
   at("history-note").textContent = history.length ? "" : "None so far.";
   showHistory(at("history"), history);
   at("why").textContent = sentence(load.why?.sentence);
+  at("waits").textContent = waitsInWords(load.ranks);
   strips.show(rankFigures(load));
 }
 
