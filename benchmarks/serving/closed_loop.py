@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from server.clients.batch.bulk_client import for_each
+from server.batches.bulk_client import for_each
 from server.clients.bench.figures import percentile
 
 

@@ -36,7 +36,7 @@ ORDER = (
     ("server.doctor",),
     ("server.process.preflight",),
     ("server.process.unix_socket",),
-    ("server.api.service_routes",),
+    ("server.api.service_routes", "server.batches"),
     ("server.api", "server.experts"),
     ("server.api.blocks", "server.api.tokenize"),
     ("server.api.chat_turn",),

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from server.clients.batch.bulk_client import BulkClient, ServiceLostError, for_each
-from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
-from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
+from server.batches.bulk_client import BulkClient, ServiceLostError, for_each
+from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
+from server.batches.output_lines import BatchOutput, answer_entry, refusal_entry
 from server.clients.connection import api_key_of
 from server.clients.progress import RequestProgress
 from server.options.reading import said_in

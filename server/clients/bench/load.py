@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
-from server.clients.batch.bulk_client import for_each
+from server.batches.bulk_client import for_each
 
 Job = TypeVar("Job")
 Clock = Callable[[], float]

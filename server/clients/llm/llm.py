@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from server.clients.batch.bulk_client import BulkClient
+from server.batches.bulk_client import BulkClient
 from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import RequestOutput, SamplingParams
 from server.options.reading import options_from_keywords

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine, read_batch
+from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.clients.batch.bulk_client import Reply
-from server.clients.batch.input_lines import BadLine, BatchFileError, BatchLine
-from server.clients.batch.output_lines import BatchOutput, answer_entry, refusal_entry
+from server.batches.bulk_client import Reply
+from server.batches.input_lines import BadLine, BatchFileError, BatchLine
+from server.batches.output_lines import BatchOutput, answer_entry, refusal_entry
 
 LINE = BatchLine(key="batch_req_1", custom_id="a", url="/v1/completions", body={})
 BAD = BadLine(key="batch_req_2", custom_id=None, reason="line 2: not JSON")
@@ -122,7 +122,7 @@ def test_a_full_disk_is_a_sentence_and_the_next_run_mends_the_line(
     with BatchOutput(path) as output:
         output.append(good())
         with monkeypatch.context() as patched, pytest.raises(BatchFileError, match="No space left"):
-            patched.setattr("server.clients.batch.output_lines.os.write", write_a_little)
+            patched.setattr("server.batches.output_lines.os.write", write_a_little)
             output.append(good("batch_req_4"))
     with BatchOutput(path) as output:
         assert output.was_torn

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from server.clients.batch.bulk_client import Reply
-from server.clients.batch.input_lines import KEY_HEAD, BadLine, BatchFileError, BatchLine
+from server.batches.bulk_client import Reply
+from server.batches.input_lines import KEY_HEAD, BadLine, BatchFileError, BatchLine
 
 _READ_BYTES = 1 << 16
 

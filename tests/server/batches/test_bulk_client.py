@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from server.clients.batch.bulk_client import (
+from server.batches.bulk_client import (
     LONGEST_PAUSE_S,
     PAUSES_S,
     BulkClient,
