@@ -12,6 +12,7 @@ from server.api.parsers.registry import NONE
 from server.api.served import ServedModel
 
 _WEIGHTS = "*.safetensors"
+_NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory; clients want a time
 _PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_new_tokens": "num_predict"}  # -> Ollama's names
 _SIZES = {  # of config.json -> Ollama's names, after the architecture's
     "num_hidden_layers": "block_count",
@@ -56,6 +57,19 @@ class ModelCard:
             "size": self.num_bytes,
             "digest": self.digest,
             "details": self._details(),
+        }
+
+    def running(self, name: str, *, is_on_gpu: bool) -> dict[str, Any]:
+        """Return one of /api/ps' models."""
+        return {
+            "name": name,
+            "model": name,
+            "size": self.num_bytes,
+            "digest": self.digest,
+            "details": self._details(),
+            "expires_at": _NEVER,
+            "size_vram": self.num_bytes if is_on_gpu else 0,
+            "context_length": self.model.max_len(),
         }
 
     def shown(self) -> dict[str, Any]:

@@ -1,16 +1,18 @@
-"""Ollama's API, for what was written for it: /api/chat, /api/generate, /api/tags, /api/show and /api/version.
+"""Ollama's API, for what was written for it: /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
 
 A chat is a `ChatTurn` as everywhere, and so is a prompt that wants the chat template; a raw prompt is a completion. Models
-are not pulled, made, copied or unloaded: the served one stays in memory as long as the service runs.
+are not pulled, made, copied or unloaded: the served one stays in memory as long as the service runs. What asks for that, or
+for embeddings, is told so in one sentence; / says what Ollama's own clients look for before they ask anything.
 """
 
 import uuid
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from server.api.answer_json import json_response
 from server.api.blocks import complete
@@ -45,6 +47,22 @@ _LINES_RESPONSE: dict[int | str, dict[str, Any]] = {
 }
 
 
+_NO_EMBEDDINGS = "This server makes no embeddings: its model writes text."
+_ONE_MODEL = (
+    "This server serves the model that it was started with, {name}, and no other: models are not {done} here."
+)
+_UNSERVED = {  # a method and a path -> why not
+    ("POST", "/api/embed"): _NO_EMBEDDINGS,
+    ("POST", "/api/embeddings"): _NO_EMBEDDINGS,
+    ("POST", "/api/pull"): _ONE_MODEL.replace("{done}", "pulled"),
+    ("POST", "/api/push"): _ONE_MODEL.replace("{done}", "pushed"),
+    ("POST", "/api/create"): _ONE_MODEL.replace("{done}", "created"),
+    ("POST", "/api/blobs/{digest}"): _ONE_MODEL.replace("{done}", "created"),
+    ("POST", "/api/copy"): _ONE_MODEL.replace("{done}", "copied"),
+    ("DELETE", "/api/delete"): _ONE_MODEL.replace("{done}", "deleted"),
+}
+
+
 class ShowRequest(BaseModel):
     """POST /api/show."""
 
@@ -55,7 +73,9 @@ class ShowRequest(BaseModel):
     verbose: bool | None = None
 
 
-def ollama_routes(model: ServedModel, requests: Requests, *, version: str) -> APIRouter:
+def ollama_routes(
+    model: ServedModel, requests: Requests, *, version: str, is_on_gpu: bool = False
+) -> APIRouter:
     """Return the endpoints' routes."""
     router, card = new_ollama_router(), ModelCard.read(model)
 
@@ -89,6 +109,11 @@ def ollama_routes(model: ServedModel, requests: Requests, *, version: str) -> AP
         """List every served name."""
         return {"models": [card.entry(name) for name in model.names]}
 
+    @router.get("/api/ps", response_model=None)
+    async def ollama_ps() -> dict[str, Any]:
+        """List what is in memory: the one model, by its first name."""
+        return {"models": [card.running(model.names[0], is_on_gpu=is_on_gpu)]}
+
     @router.post("/api/show", response_model=None)
     async def ollama_show(body: ShowRequest) -> dict[str, Any]:
         """Show what is known of a model."""
@@ -103,7 +128,25 @@ def ollama_routes(model: ServedModel, requests: Requests, *, version: str) -> AP
         """Show the service's version, which is not Ollama's."""
         return {"version": version}
 
+    @router.head("/", response_class=PlainTextResponse)
+    @router.get("/", response_class=PlainTextResponse)
+    async def ollama_is_running() -> Response:
+        """Answer as Ollama does; its clients ask this first."""
+        return PlainTextResponse("Ollama is running")
+
+    for (method, path), why in _UNSERVED.items():
+        refuse = _refusing(why.format(name=repr(model.names[0])))
+        router.add_api_route(path, refuse, methods=[method], response_model=None, include_in_schema=False)
     return router
+
+
+def _refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
+    """Return an endpoint that says why it does nothing."""
+
+    async def refuse() -> Response:
+        raise bad_request(why)
+
+    return refuse
 
 
 async def _answer(

@@ -228,8 +228,43 @@ def test_what_is_wrong_is_a_text_that_names_it(
     assert (error.keys() == {"error"} and error["error"].startswith(words)) or words in error["error"], error
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "words"),
+    [
+        ("POST", "/api/embed", "This server makes no embeddings: its model writes text."),
+        ("POST", "/api/embeddings", "This server makes no embeddings: its model writes text."),
+        ("POST", "/api/pull", "This server serves the model that it was started with, 'tiny', and no other: models are not pulled here."),
+        ("POST", "/api/push", "models are not pushed here."),
+        ("POST", "/api/create", "models are not created here."),
+        ("POST", "/api/blobs/sha256:29fd", "models are not created here."),
+        ("POST", "/api/copy", "models are not copied here."),
+        ("DELETE", "/api/delete", "models are not deleted here."),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_one_sentence(front: FrontProcess, method: str, path: str, words: str) -> None:
+    answer = httpx.request(method, front.url + path, json={"model": "x"}, headers=front.headers)
+    assert answer.status_code == 400 and answer.json().keys() == {"error"}
+    assert answer.json()["error"].endswith(words)
+
+
+def test_the_one_model_is_in_memory_for_ever(front: FrontProcess) -> None:
+    [running] = front.get("/api/ps").json()["models"]
+    [tagged, _] = front.get("/api/tags").json()["models"]
+    assert running["name"] == running["model"] == "tiny" and running["digest"] == tagged["digest"]
+    assert (running["size_vram"], running["context_length"]) == (0, MAX_LEN)
+    assert running["expires_at"] > "9999" and running["details"] == tagged["details"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_root_says_what_ollama_says(front: FrontProcess, method: str) -> None:
+    answer = httpx.request(method, front.url + "/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    assert answer.text == ("Ollama is running" if method == "GET" else "")
+    assert answer.headers["content-length"] == str(len("Ollama is running"))
+
+
 def test_what_ollama_has_no_shape_for_is_a_text_too(front: FrontProcess) -> None:
-    assert front.post("/api/pull", json={"model": "x"}).json() == {"error": "Not Found"}
+    assert front.post("/api/other", json={"model": "x"}).json() == {"error": "Not Found"}
     assert ask(front, "/api/chat", {}).json()["done_reason"] == "load"
     refused = front.post("/api/chat", content="{", headers=front.headers)
     assert refused.status_code == 400 and "not valid JSON" in refused.json()["error"]
