@@ -7,7 +7,7 @@ added between two runs; a bad line's from its place and text, so that it is look
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ class BatchLine:
     """A request of a batch."""
 
     key: str
+    number: int  # of the line, from 1
     custom_id: str
     url: str  # one of URLS
     body: dict[str, Any]
@@ -36,16 +37,29 @@ class BadLine:
     """A line that is no request."""
 
     key: str
+    number: int
     custom_id: str | None  # None where the line has none
     reason: str
+    code: str  # OpenAI's word for such an error
+    param: str | None = None  # the wrong field
 
 
 class _LineError(ValueError):
     """What is wrong with a line."""
 
+    def __init__(self, message: str, param: str | None = None, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code or (f"invalid_{param.replace('.', '_')}" if param else "invalid_json_line")
 
-def read_batch(path: Path) -> Iterator[BatchLine | BadLine]:
+
+def read_batch(
+    path: Path, why_not: Callable[[bytes], str | None] = lambda _text: None
+) -> Iterator[BatchLine | BadLine]:
     """Read a batch, line by line; blank lines are passed over.
+
+    Args:
+        why_not: says what is wrong with a line before it is parsed, None: nothing.
 
     Raises:
         BatchFileError: the file cannot be read.
@@ -56,22 +70,36 @@ def read_batch(path: Path) -> Iterator[BatchLine | BadLine]:
             for number, raw in enumerate(file, start=1):
                 text = raw.strip()
                 if text:
-                    yield _read_line(number, text, lines_of)
+                    yield _read_line(number, text, lines_of, why_not(text))
     except OSError as error:
         raise BatchFileError(f"cannot read the batch {path}: {error.strerror}") from error
 
 
-def _read_line(number: int, text: bytes, lines_of: dict[str, int]) -> BatchLine | BadLine:
+def _read_line(
+    number: int, text: bytes, lines_of: dict[str, int], why_not: str | None
+) -> BatchLine | BadLine:
     custom_id = None
     try:
+        if why_not is not None:
+            raise _LineError(why_not)
         fields = _object(text)
         custom_id = fields.get("custom_id") if isinstance(fields.get("custom_id"), str) else None
-        line = _request(fields)
+        line = _request(number, fields)
         if line.custom_id in lines_of:
-            raise _LineError(f"custom_id {_seen(custom_id)} is line {lines_of[line.custom_id]}'s already")
+            raise _LineError(
+                f"custom_id {_seen(custom_id)} is line {lines_of[line.custom_id]}'s already",
+                "custom_id",
+                code="duplicate_custom_id",
+            )
     except _LineError as error:
-        key = _key(f"line {number} ".encode() + text)
-        return BadLine(key=key, custom_id=custom_id, reason=f"line {number}: {error}")
+        return BadLine(
+            key=_key(f"line {number} ".encode() + text),
+            number=number,
+            custom_id=custom_id,
+            reason=f"line {number}: {error}",
+            code=error.code,
+            param=error.param,
+        )
     lines_of[line.custom_id] = number
     return line
 
@@ -96,21 +124,31 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _request(fields: dict[str, Any]) -> BatchLine:
+def _request(number: int, fields: dict[str, Any]) -> BatchLine:
     custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
     body = fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _LineError(f"custom_id is {_seen(custom_id)}; it must be a string that no other line has")
+        raise _LineError(
+            f"custom_id is {_seen(custom_id)}; it must be a string that no other line has", "custom_id"
+        )
     if method != "POST":
-        raise _LineError(f"method is {_seen(method)}; it must be 'POST'")
+        raise _LineError(f"method is {_seen(method)}; it must be 'POST'", "method")
     if url not in URLS:
-        raise _LineError(f"url is {_seen(url)}; it must be one of {', '.join(URLS)}")
+        raise _LineError(f"url is {_seen(url)}; it must be one of {', '.join(URLS)}", "url")
     if not isinstance(body, dict):
-        raise _LineError(f"body is {_seen(body)}; it must be the request's JSON object")
+        raise _LineError(f"body is {_seen(body)}; it must be the request's JSON object", "body")
     if body.get("stream"):
-        raise _LineError("body.stream is true; a batch's answers are whole, leave it out")
+        raise _LineError("body.stream is true; a batch's answers are whole, leave it out", "body.stream")
+    if body.get("background"):
+        raise _LineError(
+            "body.background is true; a batch waits for its answers, leave it out", "body.background"
+        )
     return BatchLine(
-        key=_key(custom_id.encode(errors="surrogatepass")), custom_id=custom_id, url=url, body=body
+        key=_key(custom_id.encode(errors="surrogatepass")),
+        number=number,
+        custom_id=custom_id,
+        url=url,
+        body=body,
     )
 
 

@@ -112,11 +112,16 @@ def answer_entry(line: BatchLine, reply: Reply) -> dict[str, Any]:
 
 def refusal_entry(line: BadLine) -> dict[str, Any]:
     """Word why a line was not sent."""
+    return entry_without_answer(line, "invalid_request", line.reason)
+
+
+def entry_without_answer(line: BatchLine | BadLine, code: str, message: str) -> dict[str, Any]:
+    """Word why a line has no answer at all."""
     return {
         "id": line.key,
         "custom_id": line.custom_id,
         "response": None,
-        "error": {"code": "invalid_request", "message": line.reason},
+        "error": {"code": code, "message": message},
     }
 
 

@@ -100,7 +100,9 @@ class BodyGuard:
         if failure is not None and failure.status == TOO_LONG:
             await _discard(receive)
         elif failure is None and _may_be_json(scope):
-            failure = await _trouble_with_nesting(read.body)
+            is_long = len(read.body) >= _LONG_BODY
+            look = trouble_with_nesting
+            failure = await asyncio.to_thread(look, read.body) if is_long else look(read.body)
         if failure is not None:
             await ErrorResponse(failure)(scope, receive, send)
             return
@@ -174,11 +176,11 @@ async def _discard(receive: Receive) -> None:
             return
 
 
-async def _trouble_with_nesting(body: bytes) -> ApiError | None:
-    """Return what is wrong with a body's arrays and objects, if anything is; long ones are looked at in a thread."""
+def trouble_with_nesting(body: bytes) -> ApiError | None:
+    """Return what is wrong with a body's arrays and objects, if anything is."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") <= MAX_JSON_VALUES:
         return None
-    shape = json_shape(body) if len(body) < _LONG_BODY else await asyncio.to_thread(json_shape, body)
+    shape = json_shape(body)
     if shape.depth > MAX_JSON_DEPTH:
         return bad_request(f"The body nests deeper than {MAX_JSON_DEPTH} arrays and objects.")
     if shape.num_nodes > MAX_JSON_NODES:

@@ -111,6 +111,13 @@ def _cluster_key_file(name: str, given: Any) -> str:
     return path
 
 
+def _directory(name: str, given: Any) -> str:
+    path = os.path.abspath(os.path.expanduser(text(name, given)))
+    if not given or (os.path.exists(path) and not os.path.isdir(path)):
+        raise OptionsError(f"{name} is {given!r}; give a folder, which is made if it is missing")
+    return path
+
+
 def _socket_path(name: str, given: Any) -> str:
     path = os.path.abspath(os.path.expanduser(text(name, given)))
     if not given or len(os.fsencode(path)) > MAX_SOCKET_PATH:
@@ -169,6 +176,15 @@ class HttpOptions:
     max_request_bytes: int = flag(
         HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
         help="longest body that is read, e.g. 512K or 64M; longer ones are a 413",
+    )  # fmt: skip
+    files_dir: str | None = flag(
+        HTTP, "--files-dir", read=_directory, metavar="DIR", default_text="a temporary one, removed when the service ends",
+        help="keep files of /v1/files and batches in this folder, also for a service that is started again; one service at "
+        "a time",
+    )  # fmt: skip
+    max_files_bytes: int = flag(
+        HTTP, "--max-files-bytes", read=size, metavar="BYTES", default=1 << 30, default_text="1G",
+        help="uploads are a 413 where the files that are kept would have more; one upload has up to --max-request-bytes",
     )  # fmt: skip
     shutdown_timeout_s: float = flag(
         HTTP, "--shutdown-timeout-seconds", "--shutdown-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",

@@ -27,7 +27,7 @@ DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests 
 FRONT_VARIABLE = (
     "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
 )
-ANSWERS_VARIABLE = "WIDEEP_ANSWERS"  # a folder: answers that a front keeps for one that replaces it
+KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder: what a front keeps for one that replaces it
 READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine tells its supervisor how far it is
 SUPERVISOR_STATE_VARIABLE = (
     "WIDEEP_SUPERVISOR_STATE"  # a file: what a supervisor knows, for one that replaces it

@@ -48,7 +48,7 @@ from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import ANSWERS_VARIABLE, FRONT_VARIABLE
+from server.process.children import FRONT_VARIABLE, KEPT_VARIABLE
 from server.process.unix_socket import listening_at
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
@@ -81,9 +81,9 @@ def run_front(
     sys.setswitchinterval(SWITCH_S)
     with logging_to(options.log):
         try:
-            with _listener(options) as listener, _answers_in(environment) as answers:
+            with _listener(options) as listener, _kept_in(environment) as kept:
                 return asyncio.run(
-                    _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(answers))
+                    _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(kept))
                 )
         except OptionsError as error:
             return _complain(str(error))
@@ -93,9 +93,9 @@ def _listener(options: Options) -> contextlib.AbstractContextManager[socket.sock
     return bind_http(options.host, options.port) if options.uds is None else listening_at(options.uds)
 
 
-def _answers_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
-    """Return the folder for answers that may be asked for again; a front without a supervisor has one of its own."""
-    given = environment.get(ANSWERS_VARIABLE)
+def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
+    """Return the folder for what outlives a front; one without a supervisor has a folder of its own."""
+    given = environment.get(KEPT_VARIABLE)
     return contextlib.nullcontext(given) if given else tempfile.TemporaryDirectory(prefix="wideep_")
 
 
@@ -106,7 +106,7 @@ async def _run(
     ready_fd: int | None,
     ranks_host: str,
     environment: Mapping[str, str],
-    answers: Path,
+    kept: Path,
 ) -> int:
     ending = _Ending()
     before = json.loads(
@@ -135,7 +135,7 @@ async def _run(
             epochs=epochs,
             journal=Journal(),
             metrics=metrics,
-            answers=answers,
+            kept=kept,
             secret=token,
         )
     except ValueError as error:  # TokenizerError: its class came with the slow import

@@ -13,7 +13,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ from server.api.responses.routes import responses_routes
 from server.api.served import ServedModel
 from server.api.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
+from server.batches.batch_store import BatchStore
+from server.batches.file_store import FileStore
+from server.batches.routes import batch_routes, file_routes, nobodys, owner_of
+from server.batches.runs import BatchRuns, Room
 from server.errors import draining
 from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
@@ -86,15 +90,18 @@ class HttpService:
         epochs: Epochs,
         journal: Journal,
         metrics: Metrics,
-        answers: Path,
+        kept: Path,
         secret: str,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Put the application together.
 
         Args:
-            answers: the folder of those that may be asked for again, which outlives this process.
+            kept: a folder that outlives this process: answers that may be asked for again, and files without --files-dir.
             secret: the same for every front of a service.
+
+        Raises:
+            OptionsError: the folder of files cannot be used.
         """
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
         self._options, self._throughput = options, metrics.throughput
@@ -126,27 +133,56 @@ class HttpService:
         metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
         version = _version()
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
+        keys = _keys(options)
+        answering = [
+            chat_routes(self.model, self.requests),
+            completion_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests),
+        ]
+        batching = self._batching(options.http, keys, kept, answering, version)
         app = build_app(
-            self._routers(options, metrics, version, environment),
+            [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
-            keys=_keys(options),
+            keys=keys,
             http=options.http,
             own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
-            answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(answers), secret),
+            answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(_made(kept / "answers")), secret),
         )
         self._server = _Server(_server_config(app, options.http))
+
+    def _batching(
+        self, http: HttpOptions, keys: ApiKeys, kept: Path, answering: Sequence[APIRouter], version: str
+    ) -> list[APIRouter]:
+        """Return the routes of files and batches, whose lines are answered by `answering` alone, without a key."""
+        directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
+        files = FileStore(directory, max_bytes=http.max_files_bytes)
+        batches = BatchStore(directory / "batches")
+        files.is_read = lambda file_id: batches.reader_of(file_id) is not None
+        room = Room(self._num_places, lambda: self.requests.num_answers)
+        endpoints = build_app(
+            answering,
+            version=version,
+            keys=ApiKeys(),
+            http=HttpOptions(max_request_bytes=http.max_request_bytes),
+        )
+        self._batch_runs = BatchRuns(batches, files, room, endpoints)
+        owner = owner_of if keys.are_needed else nobodys
+        return [file_routes(files, batches, owner), batch_routes(batches, files, self._batch_runs, owner)]
+
+    def _num_places(self) -> int:
+        """Requests that ranks run at once; 0 while none can be taken."""
+        if self.why_not_ready() is not None:
+            return 0
+        return sum(stream.facts.max_num_seqs for stream in self._ranks.attached.values())
 
     def _routers(
         self, options: Options, metrics: Metrics, version: str, environment: Mapping[str, str]
     ) -> list[APIRouter]:
         return [
-            chat_routes(self.model, self.requests),
-            completion_routes(self.model, self.requests),
-            responses_routes(self.model, self.requests),
             messages_routes(self.model, self.requests),
             generate_routes(self.model, self.requests),
-            ollama_routes(self.model, self.requests, version=version),
+            ollama_routes(self.model, self.requests, version=version, is_on_gpu=options.device == "cuda"),
             tokenize_routes(self.model),
             service_routes(
                 self.model,
@@ -171,7 +207,7 @@ class HttpService:
 
     async def serve(self, listener: socket.socket) -> None:
         """Answer on a bound socket until `stop`."""
-        tasks = [asyncio.create_task(self._keep_ticking())]
+        tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
         if self._balances:
             tasks.append(asyncio.create_task(self._keep_balancing()))
         try:
@@ -179,6 +215,7 @@ class HttpService:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
 
@@ -246,6 +283,11 @@ def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
 
 def _ignore(_ask: Ask) -> None:
     """Requests are not logged."""
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 def _keys(options: Options) -> ApiKeys:

@@ -18,8 +18,8 @@ does, a broken device or a request that no rank survives, would otherwise cost t
 Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
 
 What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
-addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; a front also gets WIDEEP_ANSWERS,
-a folder of answers that may be asked for again; an engine that is started again gets WIDEEP_RESTARTS, how
+addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; a front also gets WIDEEP_KEPT,
+a folder of what outlives a front (answers that may be asked for again, files); an engine that is started again gets WIDEEP_RESTARTS, how
 often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
 {"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
 then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
@@ -43,10 +43,10 @@ from server.lines import SCREEN_VARIABLE, say
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
-    ANSWERS_VARIABLE,
     DRAIN_SIGNAL,
     FRONT_IS_GONE,
     FRONT_VARIABLE,
+    KEPT_VARIABLE,
     READY_VARIABLE,
     SUPERVISOR_STATE_VARIABLE,
     Child,
@@ -179,7 +179,7 @@ class Supervisor:
     def _make_folder(self) -> str:
         """Return a folder for what a front leaves to the next one: where our state is, or our own."""
         if self._state_path is not None:
-            path = self._state_path.with_name("answers")
+            path = self._state_path.with_name("kept")
             path.mkdir(exist_ok=True)
             return str(path)
         if self._folder is None:
@@ -233,7 +233,7 @@ class Supervisor:
 
     def _start_front(self, host: str) -> None:
         pipe = MessagePipe()
-        extra = {ANSWERS_VARIABLE: self._make_folder()}
+        extra = {KEPT_VARIABLE: self._make_folder()}
         if self._announced:
             extra[FRONT_VARIABLE] = self._announced
         flags = (

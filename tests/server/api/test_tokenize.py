@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.models.tiny_tokenizer import MAX_LEN
@@ -41,13 +42,35 @@ def test_the_tokens_own_spelling_is_shown_when_asked_for(front: FrontProcess) ->
     assert tokenize(front, prompt="é!", return_token_strs=True)["token_strs"] == ["Ã", "©", "!"]
 
 
+TEXT = (Path(__file__).parents[3] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+HEADERS = {"Authorization": "Bearer sesame"}
+
+
 def commands() -> list[list[str]]:
     """The words of every curl command in the document; scripted ranks have no experts to tell of."""
-    text = (Path(__file__).parents[3] / "docs" / "endpoints.md").read_text(encoding="utf-8")
-    found = re.findall(r"^curl (?:.*\\\n)*.*$", text, flags=re.MULTILINE)
+    found = re.findall(r"^curl (?:.*\\\n)*.*$", TEXT, flags=re.MULTILINE)
     split = [shlex.split(command.replace("\\\n", " "))[1:] for command in found]
     assert len(split) > 10, "the document has commands"
     return [words for words in split if not any("/experts" in word for word in words)]
+
+
+def upload(front: FrontProcess) -> httpx.Response:
+    """Send the document's file of requests."""
+    requests = re.search(r"<<'END'\n(.*?)^END$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert requests is not None
+    form = {"data": {"purpose": "batch"}, "files": {"file": requests[1].replace("demo", "tiny").encode()}}
+    return front.post("/v1/files", headers=HEADERS, **form)
+
+
+def with_ids(front: FrontProcess, text: str) -> str:
+    """Put the ids of a new file, or of a new batch, where the document leaves them out."""
+    if "file-..." in text:
+        text = text.replace("file-...", upload(front).json()["id"])
+    if "batch_..." in text:
+        body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        body["input_file_id"] = upload(front).json()["id"]
+        text = text.replace("batch_...", front.post("/v1/batches", headers=HEADERS, json=body).json()["id"])
+    return text
 
 
 @pytest.mark.parametrize(
@@ -55,13 +78,15 @@ def commands() -> list[list[str]]:
 )
 def test_the_documented_commands_work(front: FrontProcess, words: list[str]) -> None:
     url = next(word for word in words if word.startswith("http"))
-    path = re.sub(r"^http://[^/]+", "", url)
+    path = with_ids(front, re.sub(r"^http://[^/]+", "", url).replace("demo", "tiny"))
     sent = words[words.index("-d") + 1].replace('"demo"', '"tiny"') if "-d" in words else None
-    headers = {"Authorization": "Bearer sesame", "content-type": "application/json"}
     method = words[words.index("-X") + 1] if "-X" in words else "POST" if sent else "GET"
-    response = (front.post if method == "POST" else front.get)(
-        path.replace("demo", "tiny"), headers=headers, **({"content": sent} if sent else {})
-    )
+    if "-F" in words:
+        response = upload(front)
+    else:
+        how = {"content": with_ids(front, sent)} if sent else {}
+        headers = HEADERS | {"content-type": "application/json"}
+        response = (front.post if method == "POST" else front.get)(path, headers=headers, **how)
     assert response.status_code == 200, response.text
 
 

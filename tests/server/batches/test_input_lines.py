@@ -57,6 +57,7 @@ def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_passed_over(tmp_
         ),
         ({**GOOD, "url": ["x"]}, "url is ['x'];"),
         ({**GOOD, "body": "x" * 500}, f"body is '{'x' * 59}...; it must be the request's JSON object"),
+        ({**GOOD, "body": {"prompt": "x", "background": True}}, "body.background is true;"),
         ({**GOOD, "body": {"prompt": "x", "stream": True}}, "body.stream is true;"),
     ],
 )

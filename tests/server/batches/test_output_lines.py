@@ -12,8 +12,10 @@ from server.batches.bulk_client import Reply
 from server.batches.input_lines import BadLine, BatchFileError, BatchLine
 from server.batches.output_lines import BatchOutput, answer_entry, refusal_entry
 
-LINE = BatchLine(key="batch_req_1", custom_id="a", url="/v1/completions", body={})
-BAD = BadLine(key="batch_req_2", custom_id=None, reason="line 2: not JSON")
+LINE = BatchLine(key="batch_req_1", number=1, custom_id="a", url="/v1/completions", body={})
+BAD = BadLine(
+    key="batch_req_2", number=2, custom_id=None, reason="line 2: not JSON", code="invalid_json_line"
+)
 
 
 def good(key: str = "batch_req_1") -> dict[str, Any]:

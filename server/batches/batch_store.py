@@ -1,0 +1,211 @@
+"""Batches: OpenAI's batch objects, kept in a folder beside the files, so that a front that is started again goes on with them.
+
+A batch is one small JSON file, rewritten whenever its status changes, and two files of answers that grow while it runs
+(`output_lines`): the good ones, and the rest. How many lines are done stands in those, not here. Ended batches are kept for
+as long as their files may be.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from server.batches.file_store import LIFETIME_S, new_id, not_written, passing_over, read_json, write_json
+from server.errors import ApiError
+
+WINDOW_S = 86_400  # the completion_window of 24h
+MAX_OPEN = 100  # batches of one owner that have not ended
+MAX_BATCHES = 10_000
+_LOG = logging.getLogger("wideep.front")
+
+
+class Status(StrEnum):
+    """Where a batch is, in OpenAI's words."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+ENDED = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A batch as far as it is."""
+
+    id: str
+    owner: str  # as its files'
+    endpoint: str
+    input_file_id: str
+    created_at: int  # seconds since 1970
+    metadata: dict[str, str] | None
+    answers_lifetime_s: int
+    status: Status = Status.VALIDATING
+    times: dict[str, int] = field(default_factory=dict)  # status -> when it began
+    outcome: Status | None = None  # the status that it will end with, once that is known
+    errors: list[dict[str, Any]] = field(default_factory=list)  # why it failed
+    num_lines: int = 0
+    num_good: int = 0
+    num_failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.status in ENDED
+
+    @property
+    def expires_at(self) -> int:
+        """When lines are given up."""
+        return self.created_at + WINDOW_S
+
+    def shown(self) -> dict[str, Any]:
+        """Return OpenAI's batch object."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": "24h",
+            "status": self.status,
+            "output_file_id": self.output_file_id if self.has_ended else None,
+            "error_file_id": self.error_file_id if self.has_ended else None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{each}_at": self.times.get(each) for each in Status if each is not Status.VALIDATING},
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_good,
+                "failed": self.num_failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+class BatchStore:
+    """The batches by id."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_open: int = MAX_OPEN,
+        max_batches: int = MAX_BATCHES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take over what is in the folder."""
+        self._directory, self._clock = directory, clock
+        self._max_open, self._max_batches = max_open, max_batches
+        self._batches: dict[str, Batch] = {}
+        directory.mkdir(mode=0o700, exist_ok=True)
+        for path in sorted(directory.glob("batch_*.json")):
+            about = read_json(path)
+            with passing_over(path):
+                self._batches[path.stem] = _batch_of(about)
+
+    @property
+    def open_batches(self) -> list[Batch]:
+        """Those that have not ended, oldest first."""
+        return [each for each in self._batches.values() if not each.has_ended]
+
+    def create(
+        self,
+        *,
+        owner: str,
+        endpoint: str,
+        input_file_id: str,
+        metadata: dict[str, str] | None,
+        answers_lifetime_s: int,
+    ) -> Batch:
+        """Keep a new batch.
+
+        Raises:
+            ApiError: 429, there are too many; 507 or 500, it cannot be kept.
+        """
+        if sum(each.owner == owner for each in self.open_batches) >= self._max_open:
+            raise ApiError(
+                429,
+                f"{self._max_open} of your batches have not ended, the most at a time; wait for one, or cancel it.",
+            )
+        batch = Batch(
+            id=new_id("batch_"),
+            owner=owner,
+            endpoint=endpoint,
+            input_file_id=input_file_id,
+            created_at=int(self._clock()),
+            metadata=metadata,
+            answers_lifetime_s=answers_lifetime_s,
+        )
+        try:
+            self._write(batch)
+        except OSError as error:
+            not_written(error)
+        self._batches[batch.id] = batch
+        self.expire()
+        return batch
+
+    def find(self, batch_id: str, owner: str) -> Batch:
+        """Return a batch.
+
+        Raises:
+            ApiError: 404, there is none, or it is somebody else's.
+        """
+        found = self._batches.get(batch_id)
+        if found is None or found.owner != owner:
+            raise ApiError(404, f"No batch found with id {batch_id!r}.", param="batch_id")
+        return found
+
+    def all_of(self, owner: str) -> list[Batch]:
+        """Return somebody's batches, in no order."""
+        return [each for each in self._batches.values() if each.owner == owner]
+
+    def reader_of(self, file_id: str) -> Batch | None:
+        """Return a batch that has not ended and reads this file."""
+        return next((each for each in self.open_batches if each.input_file_id == file_id), None)
+
+    def enter(self, batch: Batch, status: Status) -> None:
+        """Note a batch's new status. Where that cannot be written, a front that is started again repeats what led to it."""
+        batch.status = status
+        batch.times.setdefault(status, int(self._clock()))
+        try:
+            self._write(batch)
+        except OSError as error:
+            _LOG.error("%s is %s, which cannot be written: %s", batch.id, status, error)
+
+    def paths_of(self, batch: Batch) -> tuple[Path, Path]:
+        """Return where its answers are while it runs: the good ones, and the rest."""
+        return self._directory / f"{batch.id}.output.jsonl", self._directory / f"{batch.id}.errors.jsonl"
+
+    def expire(self) -> None:
+        """Forget ended batches that are too old, and the oldest where there are too many."""
+        oldest_s = self._clock() - LIFETIME_S
+        num_over = len(self._batches) - self._max_batches
+        for each in [each for each in self._batches.values() if each.has_ended]:
+            if num_over <= 0 and max(each.times.values(), default=each.created_at) >= oldest_s:
+                continue
+            del self._batches[each.id]
+            num_over -= 1
+            self._path_of(each).unlink(missing_ok=True)
+
+    def _write(self, batch: Batch) -> None:
+        write_json(self._path_of(batch), asdict(batch))
+
+    def _path_of(self, batch: Batch) -> Path:
+        return self._directory / f"{batch.id}.json"
+
+
+def _batch_of(about: dict[str, Any]) -> Batch:
+    outcome = about["outcome"]
+    about |= {"status": Status(about["status"]), "outcome": None if outcome is None else Status(outcome)}
+    return Batch(**about)

@@ -1,0 +1,339 @@
+"""Files that clients gave and batches made, in a folder: OpenAI's file objects, bounded, and each its owner's alone.
+
+A file is two: its content, `ID.jsonl`, and what is known of it, `ID.json`. Names in the folder are ids that are made here; what a
+client calls its file is only told. An upload's content is written before what is known of it, a batch's answers after: whatever
+ends the front between the two leaves a half that the next one removes, or that the batch completes (`runs`).
+
+An id begins with its time, so that ids in order are files in order, and a list goes on behind a file that is deleted meanwhile.
+One service uses a folder at a time: a lock tells the second one. Rejected: a database file, for what a few thousand small files
+do, and which `ls` and `rm` would not read.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from server.errors import ApiError, bad_request
+from server.options.flag import OptionsError
+
+INPUT, OUTPUT = "batch", "batch_output"  # purposes
+MAX_FILES = 10_000  # OpenAI's longest list
+MAX_NAME_CHARS = 255
+LIFETIME_S = 30 * 86_400  # OpenAI's for files of batches, and the longest that may be asked for
+LEAST_LIFETIME_S = 3600
+_CONTENT, _ABOUT = ".jsonl", ".json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOG = logging.getLogger("wideep.front")
+
+
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=_HasId)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """What is known of a file."""
+
+    id: str
+    owner: str  # whose API key gave it, as a digest; empty where no key is needed
+    filename: str  # as the client calls it
+    purpose: str  # INPUT or OUTPUT
+    num_bytes: int
+    created_at: int  # seconds since 1970
+    expires_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """Return OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class FileStore:
+    """The files by id. Everything but the writing of an upload's content runs in the event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        max_bytes: int,
+        max_files: int = MAX_FILES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take over what is in the folder, which is made if it is missing.
+
+        Args:
+            max_bytes: of all files together; answers of batches may go beyond it, uploads may not.
+
+        Raises:
+            OptionsError: the folder cannot be used, or another service uses it.
+        """
+        self.directory, self._clock = directory, clock
+        self._max_bytes, self._max_files = max_bytes, max_files
+        self._files: dict[str, StoredFile] = {}
+        self._num_coming, self._coming_bytes = 0, 0  # uploads that are being written
+        self.is_read: Callable[[str], bool] = lambda _: (
+            False
+        )  # whether a batch reads a file, which then stays
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_over()
+        except BlockingIOError as error:
+            raise OptionsError(
+                f"--files-dir {str(directory)!r} is used by another service; give each a folder of its own"
+            ) from error
+        except OSError as error:
+            raise OptionsError(f"--files-dir {str(directory)!r} cannot be used: {error.strerror}") from error
+
+    def _take_over(self) -> None:
+        names = {path.name for path in self.directory.glob("file-*")}
+        for name in names:
+            file_id, ending = os.path.splitext(name)
+            if ending not in (_ABOUT, _CONTENT) or not {file_id + _ABOUT, file_id + _CONTENT} <= names:
+                (self.directory / name).unlink()  # a half, left by a front that was killed
+            elif ending == _ABOUT:
+                about = read_json(self.directory / name)
+                with passing_over(self.directory / name):
+                    self._files[file_id] = StoredFile(**about)
+
+    @property
+    def now_s(self) -> float:
+        """The time, in seconds since 1970."""
+        return self._clock()
+
+    async def add(
+        self, content: bytes, *, owner: str, filename: str, lifetime_s: int = LIFETIME_S
+    ) -> StoredFile:
+        """Keep an upload.
+
+        Raises:
+            ApiError: 413, there is no room for it; 507, the disk is full; 500, it cannot be written.
+        """
+        self._check_room(len(content))
+        about = self._about(new_id("file-"), owner, filename, INPUT, len(content), lifetime_s)
+        self._num_coming, self._coming_bytes = self._num_coming + 1, self._coming_bytes + len(content)
+        try:
+            await asyncio.to_thread(self._write, about, content)
+        except OSError as error:
+            self._remove(about.id)
+            not_written(error)
+        finally:
+            self._num_coming, self._coming_bytes = self._num_coming - 1, self._coming_bytes - len(content)
+        self._files[about.id] = about
+        return about
+
+    def adopt(self, path: Path, file_id: str, *, owner: str, filename: str, lifetime_s: int) -> None:
+        """Make a file of a batch's answers, which are written; nothing happens where that was done before.
+
+        Raises:
+            OSError: what is known of it cannot be written.
+        """
+        if file_id in self._files:
+            return
+        about = self._about(file_id, owner, filename, OUTPUT, path.stat().st_size, lifetime_s)
+        write_json(self.directory / (file_id + _ABOUT), asdict(about))
+        path.replace(self.path_of(file_id))
+        self._files[file_id] = about
+
+    def find(self, file_id: str, owner: str, param: str = "file_id") -> StoredFile:
+        """Return a file.
+
+        Raises:
+            ApiError: 404, naming `param`: there is none, or it is somebody else's.
+        """
+        found = self._files.get(file_id)
+        if found is None or found.owner != owner or self._is_over(found):
+            raise ApiError(404, f"No such File object: {file_id}.", param=param)
+        return found
+
+    def path_of(self, file_id: str) -> Path:
+        """Return where a file's content is."""
+        return self.directory / (file_id + _CONTENT)
+
+    def all_of(self, owner: str) -> list[StoredFile]:
+        """Return somebody's files, in no order."""
+        self.expire()
+        return [each for each in self._files.values() if each.owner == owner]
+
+    def delete(self, file: StoredFile) -> None:
+        """Remove a file."""
+        self._files.pop(file.id, None)
+        self._remove(file.id)
+
+    def expire(self) -> None:
+        """Remove what is too old."""
+        for each in [each for each in self._files.values() if self._is_over(each)]:
+            self.delete(each)
+
+    def close(self) -> None:
+        """Let another service use the folder."""
+        os.close(self._lock)
+
+    def _check_room(self, num_bytes: int) -> None:
+        self.expire()
+        if len(self._files) + self._num_coming >= self._max_files:
+            raise ApiError(
+                413, f"{self._max_files} files are kept, the most that this server keeps; delete some."
+            )
+        kept = sum(each.num_bytes for each in self._files.values()) + self._coming_bytes
+        if kept + num_bytes > self._max_bytes:
+            raise ApiError(
+                413,
+                f"A file of {num_bytes} bytes has no room: files with {kept} bytes are kept, and this server keeps "
+                f"{self._max_bytes} in all (--max-files-bytes). Delete some.",
+                param="file",
+            )
+
+    def _is_over(self, file: StoredFile) -> bool:
+        return file.expires_at <= self.now_s and not self.is_read(file.id)
+
+    def _about(
+        self, file_id: str, owner: str, filename: str, purpose: str, num_bytes: int, lifetime_s: int
+    ) -> StoredFile:
+        now_s = int(self.now_s)
+        return StoredFile(
+            id=file_id,
+            owner=owner,
+            filename=filename,
+            purpose=purpose,
+            num_bytes=num_bytes,
+            created_at=now_s,
+            expires_at=now_s + lifetime_s,
+        )
+
+    def _write(self, about: StoredFile, content: bytes) -> None:
+        with open(self.path_of(about.id), "xb", opener=_private) as file:
+            file.write(content)
+        write_json(self.directory / (about.id + _ABOUT), asdict(about))
+
+    def _remove(self, file_id: str) -> None:
+        for ending in (_ABOUT, _CONTENT):
+            (self.directory / (file_id + ending)).unlink(missing_ok=True)
+
+
+def new_id(head: str) -> str:
+    """Return an id that nobody can guess; ids sort as they were made."""
+    return f"{head}{time.time_ns():016x}{secrets.token_hex(8)}"
+
+
+def page_of(
+    items: Iterable[Item],
+    shown: Callable[[Item], dict[str, Any]],
+    *,
+    after: str | None,
+    limit: int,
+    newest_first: bool = True,
+) -> dict[str, Any]:
+    """Return a part of a list, as OpenAI's clients page through one.
+
+    Args:
+        after: an id; what comes behind it is returned, whether it still is there or not.
+    """
+    if after is not None and not re.fullmatch(r"[a-z]+[-_][0-9a-f]{32}", after):
+        raise bad_request(f"after is {after!r}; it must be the id of the last object that you have.", "after")
+    found = sorted(items, key=lambda each: each.id, reverse=newest_first)
+    if after is not None:
+        found = [each for each in found if (each.id < after if newest_first else each.id > after)]
+    data = [shown(each) for each in found[:limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(found) > limit,
+    }
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a small file so that it is whole at any time.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_suffix(".draft")
+    try:
+        with open(draft, "w", opener=_private) as file:
+            json.dump(value, file)
+        draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read what `write_json` wrote; nothing, where it is something else."""
+    with passing_over(path):
+        return dict(json.loads(path.read_text()))
+    return {}
+
+
+@contextlib.contextmanager
+def passing_over(path: Path) -> Iterator[None]:
+    """Log what is wrong with a file of the folder, which stays as it is: another version may have written it."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError) as error:
+        _LOG.error("%s is passed over: %s: %s", path, type(error).__name__, error)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed because there is no room on the disk."""
+    return error.errno in _FULL
+
+
+def not_written(error: OSError) -> NoReturn:
+    """Refuse what cannot be kept.
+
+    Raises:
+        ApiError: 507 or 500.
+    """
+    if is_full(error):
+        raise ApiError(
+            507, "The disk with this server's files (--files-dir) is full; delete some files, or try later."
+        ) from error
+    raise ApiError(500, f"This server's files (--files-dir) cannot be written: {error.strerror}.") from error
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def expiry_of(seconds: Any, param: str) -> int:
+    """Read how long a file is to be kept.
+
+    Raises:
+        ApiError: 400, naming `param`.
+    """
+    text = str(seconds)
+    if not text.isdecimal() or len(text) > 9 or not LEAST_LIFETIME_S <= int(text) <= LIFETIME_S:
+        raise bad_request(
+            f"{param} is {text[:80]!r}; it must be {LEAST_LIFETIME_S} (an hour) to {LIFETIME_S} (30 days).",
+            param,
+        )
+    return int(text)

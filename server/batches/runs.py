@@ -1,0 +1,317 @@
+"""Batches at work: checked, answered line by line through the service's own endpoints, and turned into files of answers.
+
+Lines of all batches share a few places, and take turns for them. They have a quarter of the requests that the ranks run at
+once, less the requests of others, and at least one: a step's time grows with its requests. With 16 requests, a quarter of a
+CPU rank's 64, the README's model makes 80 % of the tokens per second that it makes with 32, at 29 ms between a request's tokens
+instead of 47. So somebody who chats beside a batch finds most places free, and a busy service lets batches wait.
+
+Every answer is written as soon as it is there, good ones and others apart, each line once. A front that is started again knows
+from those files what was answered; lines that were running run again. What may pass by itself (a start, a rank that is away)
+is waited out: `bulk_client` tries again, here without an end but the batch's window.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from starlette.types import ASGIApp
+
+from server.batches.batch_store import Batch, BatchStore, Status
+from server.batches.bulk_client import BulkClient, Reply, ServiceLostError
+from server.batches.file_store import FileStore, is_full, new_id
+from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
+from server.batches.output_lines import BatchOutput, answer_entry, entry_without_answer
+from server.errors import bad_request
+from server.http.bodies import trouble_with_nesting
+
+SHARE = 4  # of the requests that ranks run at once, batches have one in so many
+MAX_LINES = 50_000  # OpenAI's
+MAX_ERRORS = 100  # that are told of one batch
+LOOK_AGAIN_S = 0.5  # whether there is room
+LOST_PAUSE_S = 5.0  # after tries that have taken a minute
+SWEEP_S = 60.0
+_LOG = logging.getLogger("wideep.front")
+
+
+class Room:
+    """The places for lines of batches. Who waits longest is first."""
+
+    def __init__(self, num_places: Callable[[], int], num_requests: Callable[[], int]) -> None:
+        """Args: num_places is what ranks run at once, num_requests what is being answered, lines included."""
+        self._num_places, self._num_requests = num_places, num_requests
+        self.num_taken = 0
+        self._turn = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        """How many lines may run now."""
+        num_places = self._num_places()
+        num_others = max(0, self._num_requests() - self.num_taken)
+        return max(1, num_places // SHARE - num_others) if num_places else 0
+
+    async def enter(self) -> None:
+        """Wait for a place and take it."""
+        async with self._turn:
+            while self.num_taken >= self.limit:
+                self._left.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._left.wait(), LOOK_AGAIN_S)
+            self.num_taken += 1
+
+    def leave(self) -> None:
+        """Give a place back."""
+        self.num_taken -= 1
+        self._left.set()
+
+
+class _Checked(NamedTuple):
+    """What checking an input has shown."""
+
+    num_lines: int
+    errors: list[dict[str, Any]]
+
+
+class _Outputs(NamedTuple):
+    """A batch's answers while it runs."""
+
+    good: BatchOutput
+    rest: BatchOutput
+
+
+class BatchRuns:
+    """The batches that have not ended, each a task."""
+
+    def __init__(self, batches: BatchStore, files: FileStore, room: Room, endpoints: ASGIApp) -> None:
+        """Args: endpoints answer the lines; they want no key."""
+        self._batches, self._files, self._room = batches, files, room
+        self._client = BulkClient(
+            "http://batches",
+            None,
+            concurrency=1,
+            transport=httpx.ASGITransport(endpoints, raise_app_exceptions=False),
+        )
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._work: dict[str, asyncio.Task[Status]] = {}  # what `cancel` ends
+
+    async def serve(self) -> None:
+        """Go on with what an earlier front has left, and remove what is too old, until cancelled."""
+        try:
+            for batch in self._batches.open_batches:
+                self.start(batch)
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                self._files.expire()
+                self._batches.expire()
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            self._files.close()
+
+    def start(self, batch: Batch) -> None:
+        """Let a batch run."""
+        task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
+        task.add_done_callback(lambda _: self._forget(batch))
+
+    def cancel(self, batch: Batch) -> None:
+        """End a batch; what is answered is kept.
+
+        Raises:
+            ApiError: 400, it has ended, or is about to.
+        """
+        if batch.status is Status.CANCELLING:
+            return
+        if batch.outcome is not None or batch.has_ended:
+            raise bad_request(f"Cannot cancel a batch with status {str(batch.status)!r}.", "batch_id")
+        self._batches.enter(batch, Status.CANCELLING)
+        if work := self._work.get(batch.id):
+            work.cancel()
+
+    def _forget(self, batch: Batch) -> None:
+        self._tasks.pop(batch.id, None)
+        self._work.pop(batch.id, None)
+
+    async def _run(self, batch: Batch) -> None:
+        if batch.outcome is None:
+            work = self._work[batch.id] = asyncio.create_task(self._answer_within_window(batch))
+            try:
+                batch.outcome = await work
+            except asyncio.CancelledError:
+                if batch.status is not Status.CANCELLING:  # the service ends
+                    raise
+                batch.outcome = Status.CANCELLED
+        while not batch.has_ended:
+            try:
+                await self._finish(batch)
+            except (OSError, BatchFileError) as error:
+                _LOG.error("%s cannot end: %s; it is tried again in %g s", batch.id, error, SWEEP_S)
+                await asyncio.sleep(SWEEP_S)
+
+    async def _answer_within_window(self, batch: Batch) -> Status:
+        """Check and answer a batch; returns what it ends with."""
+        if batch.status is Status.CANCELLING:
+            return Status.CANCELLED
+        try:
+            try:
+                async with asyncio.timeout(max(0.0, batch.expires_at - self._files.now_s)):
+                    if batch.status is Status.VALIDATING and not await self._check(batch):
+                        return Status.FAILED
+                    await self._answer_all(batch)
+            except TimeoutError:
+                await asyncio.to_thread(self._give_up_lines, batch)
+                return Status.EXPIRED
+        except BatchFileError as error:
+            batch.errors = [_unwritten(error)]
+            return Status.FAILED
+        except Exception as error:  # noqa: BLE001 - nobody else would end what its client polls
+            _LOG.exception("%s broke off", batch.id)
+            batch.errors = [_error("server_error", f"The batch broke off: {type(error).__name__}.")]
+            return Status.FAILED
+        return Status.COMPLETED
+
+    async def _check(self, batch: Batch) -> bool:
+        """Say whether a batch may run; note the errors if not."""
+        checked = await asyncio.to_thread(_check, self._files.path_of(batch.input_file_id), batch.endpoint)
+        batch.num_lines, batch.errors = checked.num_lines, checked.errors
+        if not batch.errors:
+            self._batches.enter(batch, Status.IN_PROGRESS)
+        return not batch.errors
+
+    async def _answer_all(self, batch: Batch) -> None:
+        with contextlib.ExitStack() as files:
+            outputs = await _to_the_end(self._open, batch, files)
+            lines = self._open_lines(batch, outputs)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                        await self._room.enter()
+                        answering = group.create_task(self._answer(batch, line, outputs))
+                        answering.add_done_callback(lambda _: self._room.leave())
+            except ExceptionGroup as failures:
+                first = failures.exceptions[0]
+                raise first from first.__cause__  # which says whether the disk is full
+
+    def _open(self, batch: Batch, files: contextlib.ExitStack) -> _Outputs:
+        """Open a batch's answers, and count them."""
+        good, rest = (files.enter_context(BatchOutput(path)) for path in self._batches.paths_of(batch))
+        batch.num_good, batch.num_failed = len(good.answered), len(rest.answered)
+        return _Outputs(good, rest)
+
+    def _open_lines(self, batch: Batch, outputs: _Outputs) -> Iterator[BatchLine]:
+        """Yield the lines that nothing is written of."""
+        for line in read_batch(self._files.path_of(batch.input_file_id), _why_not):
+            if isinstance(line, BatchLine) and not any(line.key in each.answered for each in outputs):
+                yield line
+
+    async def _answer(self, batch: Batch, line: BatchLine, outputs: _Outputs) -> None:
+        reply = await self._reply(line)
+        (outputs.good if reply.is_good else outputs.rest).append(answer_entry(line, reply))
+        batch.num_good, batch.num_failed = len(outputs.good.answered), len(outputs.rest.answered)
+
+    async def _reply(self, line: BatchLine) -> Reply:
+        while True:
+            try:
+                return await self._client.post(line.url, line.body)
+            except ServiceLostError:
+                await asyncio.sleep(LOST_PAUSE_S)
+
+    def _give_up_lines(self, batch: Batch) -> None:
+        """Say of every line that has no answer that the window has closed."""
+        words = "batch_expired", "The completion window closed before this request was answered."
+        with contextlib.ExitStack() as files:
+            outputs = self._open(batch, files)
+            for line in self._open_lines(batch, outputs):
+                outputs.rest.append(entry_without_answer(line, *words))
+            batch.num_failed = len(outputs.rest.answered)
+
+    async def _finish(self, batch: Batch) -> None:
+        """Make files of the answers and end the batch; may be repeated, also by a front that is started again.
+
+        Raises:
+            OSError, BatchFileError: not now.
+        """
+        assert batch.outcome is not None, "it is known how the batch ends"
+        good_path, rest_path = self._batches.paths_of(batch)
+        if batch.output_file_id is None and await asyncio.to_thread(_has_lines, good_path):
+            batch.output_file_id = new_id("file-")
+        if batch.error_file_id is None and await asyncio.to_thread(_has_lines, rest_path):
+            batch.error_file_id = new_id("file-")
+        if batch.outcome in (Status.COMPLETED, Status.EXPIRED):
+            self._batches.enter(batch, Status.FINALIZING)
+        for path, file_id, kind in (
+            (good_path, batch.output_file_id, "output"),
+            (rest_path, batch.error_file_id, "error"),
+        ):
+            if file_id is not None:
+                name, lifetime_s = f"{batch.id}_{kind}.jsonl", batch.answers_lifetime_s
+                self._files.adopt(path, file_id, owner=batch.owner, filename=name, lifetime_s=lifetime_s)
+            path.unlink(missing_ok=True)
+        self._batches.enter(batch, batch.outcome)
+
+
+async def _to_the_end(work: Callable[..., _Outputs], *arguments: Any) -> _Outputs:
+    """Do something in a thread, and stay until it is done even if cancelled: nobody else would close what it opens."""
+    doing = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(doing)
+    except asyncio.CancelledError:
+        await asyncio.wait([doing])
+        raise
+
+
+def _why_not(text: bytes) -> str | None:
+    """Bound what a line costs to parse, as a request's body is bounded."""
+    trouble = trouble_with_nesting(text)
+    return None if trouble is None else trouble.message.replace("The body", "the line")
+
+
+def _check(path: Path, endpoint: str) -> _Checked:
+    """Check every line of an input."""
+    errors: list[dict[str, Any]] = []
+    num_lines = 0
+    for line in read_batch(path, _why_not):
+        num_lines += 1
+        if isinstance(line, BadLine):
+            errors.append(_error(line.code, line.reason, line.param, line.number))
+        elif line.url != endpoint:
+            message = f"line {line.number}: url is {line.url!r}, but the batch's endpoint is {endpoint!r}"
+            errors.append(_error("mismatched_url", message, "url", line.number))
+        if num_lines > MAX_LINES:
+            errors.append(_error("too_many_lines", f"a batch has at most {MAX_LINES} requests"))
+        if len(errors) >= MAX_ERRORS or num_lines > MAX_LINES:
+            break
+    if not num_lines:
+        errors.append(_error("empty_file", "the file has no requests"))
+    return _Checked(num_lines, errors)
+
+
+def _error(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param, "line": line}
+
+
+def _unwritten(error: BatchFileError) -> dict[str, Any]:
+    """Say why a batch's files cannot be used, without the paths of this machine."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and is_full(cause):
+        return _error(
+            "disk_full",
+            "The disk with this server's files (--files-dir) is full; what was answered before is kept.",
+        )
+    _LOG.error("%s", error)
+    return _error(
+        "server_error",
+        "The batch's files cannot be read or written; the server's log says more. What was answered before is kept.",
+    )
+
+
+def _has_lines(path: Path) -> bool:
+    """Whether a file has answers; a line that a full disk has torn is cut off."""
+    if not path.exists():
+        return False
+    with BatchOutput(path) as output:
+        return bool(output.answered)

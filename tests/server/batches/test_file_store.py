@@ -1,0 +1,130 @@
+"""Files in their folder: bounded, private, cleaned up after a killed front, and one service's at a time."""
+
+import asyncio
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.batches.file_store import LIFETIME_S, FileStore, StoredFile, new_id
+from server.errors import ApiError
+from server.options.flag import OptionsError
+
+
+def store(directory: Path, **how: Any) -> FileStore:
+    return FileStore(directory, **{"max_bytes": 1000, **how})
+
+
+def add(files: FileStore, content: bytes = b"{}", owner: str = "me", **how: Any) -> StoredFile:
+    return asyncio.run(files.add(content, owner=owner, filename="a.jsonl", **how))
+
+
+def test_the_next_front_finds_what_was_kept_and_removes_halves(tmp_path: Path) -> None:
+    files = store(tmp_path / "a" / "b")
+    kept = add(files, b"content")
+    files.close()
+    folder = files.directory
+    for half in ("file-1.jsonl", "file-2.json", "file-3.draft"):
+        (folder / half).write_text("{}")
+    (folder / "mine.txt").write_text("not a file of ours")
+    again = store(folder)
+    assert again.all_of("me") == [kept] and again.path_of(kept.id).read_bytes() == b"content"
+    assert {each.name for each in folder.iterdir()} == {
+        "lock",
+        f"{kept.id}.json",
+        f"{kept.id}.jsonl",
+        "mine.txt",
+    }
+
+
+def test_a_folder_is_private_and_one_service_s_at_a_time(tmp_path: Path) -> None:
+    files = store(tmp_path / "kept")
+    kept = add(files)
+    assert files.directory.stat().st_mode & 0o777 == 0o700
+    assert files.path_of(kept.id).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(OptionsError, match="is used by another service; give each a folder of its own"):
+        store(files.directory)
+    files.close()
+    store(files.directory)
+
+
+def test_a_folder_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionsError, match="cannot be used: Not a directory"):
+        store(tmp_path / "file" / "below")
+
+
+def test_what_has_no_room_is_refused_and_deleting_makes_some(tmp_path: Path) -> None:
+    files = store(tmp_path, max_files=3)
+    first = add(files, b"x" * 900)
+    with pytest.raises(
+        ApiError, match=r"A file of 101 bytes has no room: .* 1000 in all \(--max-files-bytes\)"
+    ) as full:
+        add(files, b"x" * 101)
+    assert full.value.status == 413
+    add(files, b"x" * 100)
+    files.delete(first)
+    add(files)
+    add(files)
+    with pytest.raises(ApiError, match="3 files are kept, the most"):
+        add(files)
+
+
+def test_files_go_when_they_are_too_old_but_for_those_that_a_batch_reads(tmp_path: Path) -> None:
+    now_s = 1000.0
+    files = store(tmp_path, clock=lambda: now_s)
+    short, long, read = add(files, lifetime_s=3600), add(files), add(files, lifetime_s=3600)
+    files.is_read = lambda file_id: file_id == read.id
+    now_s += 3600
+    assert {each.id for each in files.all_of("me")} == {long.id, read.id}
+    with pytest.raises(ApiError, match="No such File object"):
+        files.find(short.id, "me")
+    assert not files.path_of(short.id).exists()
+    now_s = 1000 + LIFETIME_S
+    assert [each.id for each in files.all_of("me")] == [read.id]
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [
+        (errno.ENOSPC, 507, "is full; delete some files"),
+        (errno.EDQUOT, 507, "is full"),
+        (errno.EACCES, 500, "Permission denied"),
+    ],
+)
+def test_what_cannot_be_written_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int, words: str
+) -> None:
+    files = store(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(number, "Permission denied")
+
+    monkeypatch.setattr("server.batches.file_store.write_json", fail)
+    with pytest.raises(ApiError, match=words) as refused:
+        add(files)
+    assert refused.value.status == status and files.all_of("me") == []
+    assert [each.name for each in tmp_path.iterdir()] == ["lock"]
+
+
+def test_answers_become_a_file_once(tmp_path: Path) -> None:
+    files = store(tmp_path)
+    answers, file_id = tmp_path / "answers.jsonl", new_id("file-")
+    answers.write_bytes(b"{}\n" * 1000)
+    for _ in range(2):
+        files.adopt(answers, file_id, owner="me", filename="out.jsonl", lifetime_s=3600)
+    found = files.find(file_id, "me")
+    assert (found.purpose, found.num_bytes, answers.exists()) == ("batch_output", 3000, False)
+
+
+@pytest.mark.parametrize("about", ["{", "[]", '{"id": "x"}', '{"made": "by another version"}'])
+def test_what_is_known_of_a_file_and_cannot_be_read_is_passed_over_and_stays(
+    tmp_path: Path, about: str
+) -> None:
+    files = store(tmp_path)
+    good, bad = add(files), add(files)
+    files.close()
+    (tmp_path / f"{bad.id}.json").write_text(about)
+    assert store(tmp_path).all_of("me") == [good]
+    assert files.path_of(bad.id).exists()
