@@ -56,7 +56,7 @@ def commands() -> list[list[str]]:
 
 def upload(front: FrontProcess) -> httpx.Response:
     """Send the document's file of requests."""
-    requests = re.search(r"<<'END'\n(.*?)^END$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    requests = re.search(r"`requests.jsonl`:\n\n```json\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     assert requests is not None
     form = {"data": {"purpose": "batch"}, "files": {"file": requests[1].replace("demo", "tiny").encode()}}
     return front.post("/v1/files", headers=HEADERS, **form)
