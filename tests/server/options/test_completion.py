@@ -34,8 +34,22 @@ def offered(script: str, *words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("",), {"serve", "worker", "chat", "models", "run-batch", "experts", "completion"}),
-        (("s",), {"serve"}),
+        (
+            ("",),
+            {
+                "serve",
+                "worker",
+                "doctor",
+                "size",
+                "chat",
+                "models",
+                "run-batch",
+                "bench",
+                "experts",
+                "completion",
+            },
+        ),
+        (("s",), {"serve", "size"}),
         (("serve", "--enable-ep"), {"--enable-eplb"}),
         (("serve", "model", "--dtype", ""), {"auto", "float32", "bfloat16"}),
         (("serve", "--dtype", "=", "b"), {"bfloat16"}),
