@@ -82,7 +82,7 @@ def add_bench_parser(commands: Any) -> None:
         nargs="?",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="the service (default: %(default)s)",
+        help="the service, or unix:PATH of its socket (default: %(default)s)",
     )
     add = bench.add_argument
     add("--model", metavar="NAME", help="which served model (default: the first)")

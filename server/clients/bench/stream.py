@@ -1,14 +1,17 @@
 """Ask a service for streams, and note when their bytes came: the client beneath `wideep bench`.
 
 It speaks HTTP/1.1 itself, with httptools' parser on asyncio's sockets, because it runs on the cores that it measures: a token
-that comes alone costs 30 to 45 us of CPU here, and some 370 through OpenAI's client over httpx (measured). The time of a chunk is taken when its bytes arrive, before they are parsed. Connections are kept and used again.
+that comes alone costs 30 to 45 us of CPU here, and some 370 through OpenAI's client over httpx (measured). The time of a chunk
+is taken when its bytes arrive, before they are parsed. Connections are kept and used again.
 
 A request that fails is an answer that says why: a load generator goes on. Knows nothing of loads or figures. Times are those of
 the clock that it is given, in seconds.
 """
 
 import asyncio
+import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +19,8 @@ from typing import Any
 
 import httptools
 import httpx
+
+from server.clients.connection import SOCKET
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # of a body
 _KEPT_BYTES = 2000  # of a body that is no stream, to quote its error
@@ -54,10 +59,11 @@ class StreamClient:
         """Connect when first asked.
 
         Args:
-            url: the service's root, such as http://127.0.0.1:8000; `Connection.url` is one.
+            url: the service's root, such as http://127.0.0.1:8000, or unix:PATH; `Connection.url` is one.
         """
         self._clock = clock
-        parsed = httpx.URL(url)
+        self._socket = os.path.expanduser(url.removeprefix(SOCKET)) if url.startswith(SOCKET) else None
+        parsed = httpx.URL("http://localhost" if self._socket else url)
         self._host, self._path = parsed.host, parsed.raw_path.decode("ascii").rstrip("/")
         self._ssl = httpx.create_ssl_context() if parsed.scheme == "https" else None
         self._port = parsed.port or (443 if self._ssl else 80)
@@ -98,11 +104,12 @@ class StreamClient:
 
     async def _connect(self) -> "_Connection":
         loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(
-            lambda: _Connection(self._clock), self._host, self._port, ssl=self._ssl
-        )
+        make = functools.partial(_Connection, self._clock)
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            _, connection = await connecting
+            if self._socket:
+                _, connection = await loop.create_unix_connection(make, self._socket)
+            else:
+                _, connection = await loop.create_connection(make, self._host, self._port, ssl=self._ssl)
         return connection
 
     def close(self) -> None:

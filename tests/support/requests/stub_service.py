@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -60,15 +61,11 @@ class StubService:
     """What came to the service, and where it is."""
 
     def __init__(self) -> None:
+        self.url = ""
         self.port = 0
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[bytes] = []
         self.num_connections = 0
-
-    @property
-    def url(self) -> str:
-        """The endpoint's root."""
-        return f"http://127.0.0.1:{self.port}"
 
 
 @contextlib.asynccontextmanager
@@ -77,12 +74,14 @@ async def stub_service(
     *,
     clock: SteppedClock | None = None,
     closes_after: Callable[[int], bool] = lambda _number: False,
+    socket: Path | None = None,
 ) -> AsyncIterator[StubService]:
     """Serve the answers one after the other; the last one again and again.
 
     Args:
         clock: is moved before each piece, and must be read before the next.
         closes_after: whether the connection ends after an answer, by its number from 0.
+        socket: where to serve in place of a port.
     """
     service = StubService()
 
@@ -106,8 +105,13 @@ async def stub_service(
                     break
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    service.port = server.sockets[0].getsockname()[1]
+    if socket is not None:
+        server: asyncio.Server = await asyncio.start_unix_server(serve, socket)
+        service.url = f"unix:{socket}"
+    else:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        service.port = server.sockets[0].getsockname()[1]
+        service.url = f"http://127.0.0.1:{service.port}"
     try:
         yield service
     finally:

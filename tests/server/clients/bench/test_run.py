@@ -315,7 +315,7 @@ def test_the_table_says_what_was_late_stopped_and_drafted() -> None:
 def test_a_whole_service_is_measured_closed_open_and_by_a_trace(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     out = tmp_path / "out.json"
-    with RealService.serve(model, tmp_path / "log", "-dp", "2") as service:
+    with RealService.serve(model, tmp_path / "log", "-dp", "1") as service:
         service.wait_ready()
         words = ["--ignore-eos", "--output-tokens", "8", "--prompt-tokens", "24", "--json", str(out)]
         assert bench(service.url, *words, "--concurrency", "1,4", "--num-requests", "8", "--warmup", "1") == 0
@@ -330,4 +330,4 @@ def test_a_whole_service_is_measured_closed_open_and_by_a_trace(tmp_path: Path) 
         assert bench(service.url, "--trace", trace, *flags, "--ignore-eos") == 0
         [replayed] = json.loads(out.read_text())["levels"]
         assert replayed["prompt_tokens"] == 75 + 88 + 12
-        assert replayed["cached_tokens"] in (0, 64), "0 where the second went to the other rank"
+        assert replayed["cached_tokens"] in (0, 64), "0 where the first had not come so far"

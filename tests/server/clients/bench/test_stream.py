@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,18 @@ def test_a_stream_without_a_length_ends_with_its_connection() -> None:
     sent = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + said("x") + DONE
     [answer], _ = ask_all([sent], 1, closes_after=lambda _: True)
     assert answer.failure == "" and answer.output_tokens == 1
+
+
+def test_a_service_on_a_socket_is_asked(tmp_path: Path) -> None:
+    async def run() -> Answer:
+        async with stub_service([WHOLE], socket=tmp_path / "s") as service, asyncio.timeout(TIMEOUT_S):
+            client = StreamClient(service.url)
+            try:
+                return await client.ask(CHAT, {})
+            finally:
+                client.close()
+
+    assert asyncio.run(run()).failure == ""
 
 
 def test_nobody_listens_is_a_failure_of_the_answer() -> None:
