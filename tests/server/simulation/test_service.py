@@ -138,7 +138,7 @@ def test_routers_that_know_prefixes_find_more_of_them() -> None:
     groups = [2 * (number % 3) for number in range(40)]
     trace = [TracedRequest(0.2 * at, 1024, 2, (group, group + 1)) for at, group in enumerate(groups)]
     rates = {name: _run(trace, _service(4, name)).prefix_hit_rate for name in ROUTER_NAMES}
-    assert rates["prefix"] > 0.8
+    assert rates["prefix"] > 0.7
     assert rates["prefix"] > rates["round-robin"] + 0.1
 
 
