@@ -31,6 +31,7 @@ class FakeRunner:
     num_steps = 0
     num_tokens = (3, 4)
     num_draft_tokens = 2
+    waited_ns = (1_000_000_000, 0, 0, 500_000_000, 0)
     busy_ns = 4_000_000_000
     num_prefill_steps, prefill_busy_ns, prefill_experts_s = 2, 1_000_000_000, 0.125
 
@@ -66,6 +67,7 @@ def test_a_report_says_what_was_counted() -> None:
     assert (report.rank, report.step, report.num_steps, report.placement_version) == (1, 17, 6, 3)
     assert (report.prefill_tokens, report.decode_tokens, report.draft_tokens) == (3, 4, 2)
     assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
+    assert report.wait_causes_s == (1.0, 0.0, 0.0, 0.5, 0.0)
     times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
     assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))
     of_prefill = report.prefill_steps, report.prefill_experts_s, report.prefill_step_s
