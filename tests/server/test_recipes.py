@@ -250,6 +250,8 @@ def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_b
         with machines.run([second], "second") as joined:
             machines.wait_for([0, 1], joined)
             assert machines.answers() == expected
+            stop(joined)
+        stop(service)
 
 
 def _processes_on(machines: Machines, at: int, service: RealService) -> list[int]:
