@@ -279,11 +279,8 @@ class Scheduler:
 
         Returns: the others' batch, to be committed, and those that have their token.
         """
-        running, most = (
-            self._roster.running,
-            min(most_tokens or self._max_num_batched_tokens, self._max_num_batched_tokens),
-        )
-        decodes = [sequence for sequence in running if not sequence.is_prefilling]
+        most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        decodes = [sequence for sequence in self._roster.running if not sequence.is_prefilling]
         if not (self._may_skip and self._tables.num_plannable_steps(decodes, 1)):
             return self.schedule(prefill_budget=prefill_budget, most_tokens=most_tokens, now_s=now_s), []
         items, taken = [], []
@@ -294,7 +291,10 @@ class Scheduler:
                 sequence.token_ids.append(sequence.token_ids[-1])
                 self._tables.take_token(sequence)
                 taken.append(sequence)
-        return self._plan_prompts(items, len(decodes), most, prefill_budget, now_s), taken
+        batch = self._plan_prompts(items, len(decodes), most, prefill_budget, now_s)
+        for sequence in taken:  # behind the plan, as a commit does
+            self._roster.charge(sequence, num_output_tokens=1)
+        return batch, taken
 
     def _plan_prompts(
         self,
