@@ -1,7 +1,7 @@
 """One simulated rank: the real scheduler over a real block pool, driven by a clock that is only counted.
 
 While all that a rank does is give every running request a token per step, nothing is computed: the rank *coasts*, its rows
-are known ahead, and `catch_up` takes the steps in one go (`Scheduler.skip`). It is woken by a request that arrives, or
+are known ahead, and `catch_up` takes the steps in one go (`SkippingScheduler.skip`). It is woken by a request that arrives, or
 when the last plain step is over. What comes of it is the same as if every step had been planned; a test compares both.
 """
 
@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import RequestOutput
-from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.policy.scheduler import Batch
 from scheduler.policy.sequence import Sequence
+from scheduler.policy.skipping import SkippingScheduler
 from scheduler.step.lockstep import Agreement
 from scheduler.step.prefill_pace import PrefillPace
 
@@ -53,7 +54,7 @@ class SimulatedRank:
             SchedulerLimitsError: the limits contradict each other.
         """
         self.pool = BlockPool(limits.num_blocks, limits.block_tokens, secret=bytes(16))
-        self.scheduler = Scheduler(
+        self.scheduler = SkippingScheduler(
             self.pool,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,

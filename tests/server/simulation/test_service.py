@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from expert_placement.config import EplbConfig
-from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.skipping import SkippingScheduler
 from server.simulation.experts import ExpertBalance, ExpertLoads, ExpertModel, generated_loads
 from server.simulation.figures import Report, Slo, causes_of
 from server.simulation.flags import ROUTER_NAMES
@@ -112,13 +112,13 @@ def test_every_request_ends_once_with_all_its_tokens(num_ranks: int) -> None:
 
 def test_ranks_that_only_decode_cost_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of calls and not of seconds: of long answers, steps are skipped."""
-    calls, plan = Counter[str](), Scheduler.schedule_rest
+    calls, plan = Counter[str](), SkippingScheduler.schedule_rest
 
-    def counted(self: Scheduler, **given: Any) -> Any:
+    def counted(self: SkippingScheduler, **given: Any) -> Any:
         calls["planned"] += 1
         return plan(self, **given)
 
-    monkeypatch.setattr(Scheduler, "schedule_rest", counted)
+    monkeypatch.setattr(SkippingScheduler, "schedule_rest", counted)
     trace = [TracedRequest(0.5 * number, 100, 500, ()) for number in range(16)]
     report = _run(trace, _service(8, "round-robin"))
     assert report.num_steps > 1000

@@ -7,15 +7,15 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import FinishReason, Request, SamplingParams
-from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.skipping import SkippingScheduler
 
 NUM_BLOCKS, BLOCK_TOKENS, MAX_LEN = 24, 4, 64
 
 
-def _scheduler(caching: bool) -> tuple[BlockPool, Scheduler]:
+def _scheduler(caching: bool) -> tuple[BlockPool, SkippingScheduler]:
     pool = BlockPool(NUM_BLOCKS, BLOCK_TOKENS, secret=bytes(16))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "max_model_len": MAX_LEN}
-    return pool, Scheduler(pool, enable_prefix_caching=caching, **limits)
+    return pool, SkippingScheduler(pool, enable_prefix_caching=caching, **limits)
 
 
 def _requests(seed: int) -> list[Request]:
