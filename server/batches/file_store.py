@@ -33,6 +33,7 @@ MAX_NAME_CHARS = 255
 LIFETIME_S = 30 * 86_400  # OpenAI's for files of batches, and the longest that may be asked for
 LEAST_LIFETIME_S = 3600
 _CONTENT, _ABOUT = ".jsonl", ".json"
+_OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # see `new_id` and `write_json`
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOG = logging.getLogger("wideep.front")
 
@@ -111,7 +112,8 @@ class FileStore:
             raise OptionsError(f"--files-dir {str(directory)!r} cannot be used: {error.strerror}") from error
 
     def _take_over(self) -> None:
-        names = {path.name for path in self.directory.glob("file-*")}
+        # Only what a service has named: the folder may hold files of others.
+        names = {path.name for path in self.directory.iterdir() if _OURS.fullmatch(path.name)}
         for name in names:
             file_id, ending = os.path.splitext(name)
             if ending not in (_ABOUT, _CONTENT) or not {file_id + _ABOUT, file_id + _CONTENT} <= names:

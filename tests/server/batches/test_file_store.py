@@ -25,16 +25,18 @@ def test_the_next_front_finds_what_was_kept_and_removes_halves(tmp_path: Path) -
     kept = add(files, b"content")
     files.close()
     folder = files.directory
-    for half in ("file-1.jsonl", "file-2.json", "file-3.draft"):
-        (folder / half).write_text("{}")
-    (folder / "mine.txt").write_text("not a file of ours")
+    for ending in ("jsonl", "json", "draft"):
+        (folder / f"{new_id('file-')}.{ending}").write_text("{}")
+    others = {"mine.txt", "file-report.pdf", "file-1.json"}
+    for other in others:
+        (folder / other).write_text("not a file of ours")
     again = store(folder)
     assert again.all_of("me") == [kept] and again.path_of(kept.id).read_bytes() == b"content"
     assert {each.name for each in folder.iterdir()} == {
         "lock",
         f"{kept.id}.json",
         f"{kept.id}.jsonl",
-        "mine.txt",
+        *others,
     }
 
 
