@@ -108,7 +108,10 @@ class StructureCompiler:
         self._forms: MatcherSource | None = None  # the thread's alone
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
-        """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end."""
+        """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end.
+
+        It is called under the lock: whoever hears from `forget` that nothing waits finds the request handed over.
+        """
         with self._lock:
             self._waiting.add(request.request_id)
         self._thread.submit(self._prepare, request, on_ready)
@@ -136,8 +139,10 @@ class StructureCompiler:
                 finish_reason=FinishReason.ERROR,
                 error=f"the structure cannot be compiled: {why}",
             )
-        if self.forget(request.request_id):
-            on_ready(ready)
+        with self._lock:
+            if request.request_id in self._waiting:
+                self._waiting.remove(request.request_id)
+                on_ready(ready)
 
     def _matcher_for(self, request: Request) -> StructureMatcher:
         if self._forms is None:

@@ -117,6 +117,29 @@ def test_a_request_that_was_forgotten_does_not_come_back() -> None:
     assert ready.empty() and not compiler.forget("2")
 
 
+def test_whoever_hears_that_a_request_does_not_wait_finds_it_handed_over() -> None:
+    """An abort, or the wish to have it back, must not overtake it."""
+    compiler, _ = compiler_of()
+    order: queue.Queue[str] = queue.Queue()
+    has_asked = threading.Event()
+
+    def forget() -> None:
+        assert not compiler.forget("1")
+        order.put("it waits no more")
+        has_asked.set()
+
+    asking = threading.Thread(target=forget)
+
+    def take(_ready: Structured | RequestOutput) -> None:
+        asking.start()
+        has_asked.wait(0.2)  # it is answered behind this
+        order.put("handed over")
+
+    compiler.submit(request_of("1", Structure("regex", "a")), take)
+    assert [order.get(timeout=TIMEOUT_S) for _ in range(2)] == ["handed over", "it waits no more"]
+    asking.join(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("error", [StructureError("no tokenizer"), TypeError("not iterable"), MemoryError()])
 def test_whatever_goes_wrong_the_request_ends(error: Exception) -> None:
     def load() -> Vocabulary:
