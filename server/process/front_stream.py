@@ -7,7 +7,9 @@ up, and ends. The connection itself is `link.rank_link`'s.
 
 import os
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -56,7 +58,9 @@ class FrontStream:
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
         self._epoch = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
+        self._lock = threading.Lock()  # of the step loop's thread and the link's
         self._open_ids: set[str] = set()  # requests that the front waits for
+        self._cut_off = Counter[str]()  # requests of links that broke, until the engine has ended them
         self._facts = RankFacts(
             rank=config.rank,
             world_size=config.world_size,
@@ -87,11 +91,22 @@ class FrontStream:
         self.link.send_placement(report, placement, self._expert_bytes())
 
     def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
-        """Tell what a step yielded."""
-        self._open_ids.difference_update(
-            output.request_id for output in outputs if output.finish_reason is not None or output.is_returned
-        )
-        self.link.send(outputs, stats)
+        """Tell what a step yielded, but for requests of a link that broke: the front has given those to others, or to this
+        rank anew under the same ids."""
+        with self._lock:
+            self.link.send([output for output in outputs if self._is_told(output)], stats)
+
+    def _is_told(self, output: RequestOutput) -> bool:
+        """Note what an output ends; return whether the front waits for it. The engine ends each request it is given once."""
+        request_id = output.request_id
+        is_end = output.finish_reason is not None or output.is_returned
+        is_told = not self._cut_off[request_id]
+        if is_end and is_told:
+            self._open_ids.discard(request_id)
+        elif is_end:
+            self._cut_off[request_id] -= 1
+            self._cut_off += Counter()  # forgets those that are 0
+        return is_told
 
     def report(self, report: PlacementReport) -> None:
         """Tell what became of a placement, and rank 0 also where experts are now."""
@@ -143,7 +158,10 @@ class FrontStream:
         say(f"rank {rank}: {reason}", error=True)
         if not is_broken:  # the front has given this rank up
             os._exit(1)
-        for request_id in list(self._open_ids):  # whoever asked for them has been cut off with the front
+        with self._lock:
+            cut_off, self._open_ids = self._open_ids, set()
+            self._cut_off.update(cut_off)
+        for request_id in cut_off:  # whoever asked for them has been cut off with the front
             self._built.engine.abort(request_id)
         status = self._come_back(time.monotonic() + FRONT_RETURN_S)
         if status:

@@ -98,6 +98,32 @@ def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(s
     assert Link.facts[0].served is None
 
 
+def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_front_gave_anew(
+    stream: FrontStream,
+) -> None:
+    """The front has replayed them, perhaps to this rank again, before the engine takes the aborts."""
+    for name in ("aborted", "given back", "ended"):
+        stream.submit(request(name))
+    Link.errors = [None]
+    stream.lost("the connection broke", is_broken=True)
+    for name in ("aborted", "given back"):
+        stream.submit(request(name))
+    before = [
+        RequestOutput(request_id="aborted", token_ids=[1]),
+        RequestOutput(request_id="aborted", token_ids=[], finish_reason=FinishReason.ABORT),
+        RequestOutput(request_id="given back", token_ids=[], is_returned=True),
+        RequestOutput(request_id="ended", token_ids=[1], finish_reason=FinishReason.STOP),
+    ]
+    after = [
+        RequestOutput(request_id="aborted", token_ids=[2]),
+        RequestOutput(request_id="given back", token_ids=[], is_returned=True),
+    ]
+    stream.send([*before, *after], Mock())
+    link: Any = stream.link
+    assert link.send.call_args.args[0] == after
+    assert stream._open_ids == {"aborted"} and not stream._cut_off
+
+
 def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front(stream: FrontStream) -> None:
     """The reader of the new link takes the order before `open` has returned: the step loop may be faster."""
     engine: Any = stream._built.engine
