@@ -203,8 +203,8 @@ class Requests:
         self._journal.take_back(request_id)
         generation.num_moves += 1
         request = self._journal.request_so_far(request_id)
-        self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
-        self._submit(generation, now_s, is_moved=True)
+        target = self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
+        self._submit(generation, now_s, is_moved=True, target=target)
 
     @property
     def num_parked(self) -> int:
@@ -214,9 +214,10 @@ class Requests:
     def enter(self, rank: int) -> None:
         """Let a rank be given requests; those that wait for one are."""
         self._router.enter(rank)
-        parked, self._parked = self._parked, {}
-        for generation in parked.values():
-            self._submit(generation, time.monotonic())
+        for request_id in list(self._parked):  # one that loses a rank on its way may be gone, or wait again
+            generation = self._parked.pop(request_id, None)
+            if generation is not None:
+                self._submit(generation, time.monotonic())
 
     def leave(self, ranks: Collection[int]) -> None:
         """Take the requests of lost ranks from them, and give them to others."""
@@ -270,11 +271,14 @@ class Requests:
             )
         self._submit(generation, now_s)
 
-    def _submit(self, generation: Generation, now_s: float, *, is_moved: bool = False) -> None:
+    def _submit(
+        self, generation: Generation, now_s: float, *, is_moved: bool = False, target: int | None = None
+    ) -> None:
         """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none.
 
         Args:
             is_moved: it takes its session along, instead of going where that is.
+            target: the rank that has a place for it; None: the router picks one.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
@@ -283,7 +287,7 @@ class Requests:
         request = self._journal.request_so_far(request_id)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
         session = generation.asker.session
-        rank = self._router.pick(token_ids, "" if is_moved else session)
+        rank = self._router.pick(token_ids, "" if is_moved else session) if target is None else target
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         num_more = max(0, params.max_tokens - len(request.replayed_ids))

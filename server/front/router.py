@@ -71,7 +71,8 @@ class Router:
         self._loads: dict[str, _Load] = {}  # in order of arrival
         self._sizes: dict[int, _Size] = {}  # of ranks that have said it
         self._stats: dict[int, RankStats] = {}  # likewise, the last
-        self._holders: OrderedDict[int, set[int]] = OrderedDict()  # chain hash of a prefix -> ranks
+        # Chain hash of a prefix -> ranks that have seen it -> how many requests brought it there.
+        self._holders: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
     @property
@@ -94,7 +95,7 @@ class Router:
         self._stats.pop(rank, None)
         self._num_admitted[rank] = 0
         for holders in self._holders.values():
-            holders.discard(rank)
+            holders.pop(rank, None)
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
         """Return the session's rank, if it can take more; else the one that would reach this prompt's first token after the
@@ -175,13 +176,25 @@ class Router:
         if load is not None:
             self._outstanding[load.rank] -= load.prompt_tokens + load.output_tokens
 
-    def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> None:
-        """Note that a request's rank has given it back, and has not seen what of the prompt was new to it."""
+    def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> int | None:
+        """Note that a request's rank has given it back, and has seen of its prompt only what others brought there.
+
+        Args:
+            prompt_ids: as it was admitted.
+
+        Returns:
+            The rank that its place is kept at; None: that one is lost, or requests wait there now.
+        """
         load = self._loads[request_id]
         self.retire(request_id)
-        for number, chunk in enumerate(_chain(prompt_ids)):
-            if (number + 1) * PREFIX_CHUNK_TOKENS > load.held_tokens and chunk in self._holders:
-                self._holders[chunk].discard(load.rank)
+        for chunk in _chain(prompt_ids):
+            holders = self._holders.get(chunk, {})
+            if holders.get(load.rank, 0) > 1:
+                holders[load.rank] -= 1
+            else:
+                holders.pop(load.rank, None)
+        stats = None if load.target is None else self._stats.get(load.target)
+        return None if stats is None or stats.num_waiting else stats.rank
 
     def note_size(self, rank: int, *, seats: int, block_tokens: int) -> None:
         """Take how many requests a rank runs at once, and the size of its blocks."""
@@ -258,7 +271,7 @@ class Router:
         still: set[int] | None = None
         num_tokens = 0
         for chunk in _chain(prompt_ids):
-            holders = self._holders.get(chunk, set())
+            holders = self._holders.get(chunk, {}).keys()
             for rank in still - holders if still else ():
                 held[rank] = num_tokens
             still = set(holders) if still is None else still & holders
@@ -271,10 +284,10 @@ class Router:
         """Note that a rank will have seen a prompt; returns how many of its first tokens it had seen before."""
         num_held, is_held = 0, True
         for chunk in _chain(prompt_ids):
-            holders = self._holders.setdefault(chunk, set())
+            holders = self._holders.setdefault(chunk, {})
             is_held = is_held and rank in holders
             num_held += PREFIX_CHUNK_TOKENS * is_held
-            holders.add(rank)
+            holders[rank] = holders.get(rank, 0) + 1
             self._holders.move_to_end(chunk)
         while len(self._holders) > MAX_PREFIX_CHUNKS:
             self._holders.popitem(last=False)

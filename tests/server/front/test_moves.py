@@ -118,6 +118,28 @@ def test_what_was_given_back_leaves_no_prefix_behind() -> None:
     assert router.pick([*prompts["r2"], 1]) == 1, "it was computed there, and nowhere else"
 
 
+def test_a_prefix_that_another_request_brought_meanwhile_stays() -> None:
+    router, prompts = crowded(1)
+    router.admit("same", 0, prompts["r2"], 1)
+    router.take_back("r2", prompts["r2"])
+    assert router._held_tokens(prompts["r2"]) == {0: 4 * PREFIX_CHUNK_TOKENS}
+    router.take_back("same", prompts["r2"])
+    assert router._held_tokens(prompts["r2"]) == {}
+
+
+def test_what_is_given_back_goes_where_its_place_is_kept_unless_others_wait_there_now() -> None:
+    def given_back(*, waiting: int = 0, is_lost: bool = False) -> int | None:
+        router, prompts = crowded(1)
+        assert router.plan_moves(prompts.__getitem__) == {"r2": 0}
+        router.note_stats(stats_of(1, running=SEATS, waiting=waiting))
+        if is_lost:
+            router.leave(1)
+        return router.take_back("r2", prompts["r2"])
+
+    assert given_back() == 1
+    assert given_back(waiting=1) is None and given_back(is_lost=True) is None
+
+
 def test_a_request_moves_a_bounded_number_of_times() -> None:
     router, prompts = crowded(1)
     router.take_back("r2", prompts["r2"])
@@ -128,10 +150,10 @@ def test_a_request_moves_a_bounded_number_of_times() -> None:
 class CrowdedDesk(Desk):
     """A session's requests are at one rank; two run there and others wait, and the other rank is idle."""
 
-    def __init__(self, names: str = "abcd") -> None:
-        super().__init__()
+    def __init__(self, names: str = "abcd", *, num_ranks: int = 2) -> None:
+        super().__init__(num_ranks=num_ranks)
         self.requests._who_asks = lambda: Asker(session="s")
-        for rank in (0, 1):
+        for rank in range(num_ranks):
             self.router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
         params = SamplingParams(max_tokens=256)
         self.answers = {
@@ -148,7 +170,7 @@ class CrowdedDesk(Desk):
             for name in names
         }
         self.home = self.rank_of(names[0])
-        self.other = 1 - self.home
+        self.other = (self.home + 1) % num_ranks
         assert {self.rank_of(name) for name in names} == {self.home}
         for name in names[:SEATS]:
             self.deliver(name)  # it has begun
@@ -226,6 +248,66 @@ async def test_where_the_rank_with_room_is_lost_amid_a_move_the_request_goes_bac
     desk.end("abcd")
     assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
     assert len(desk.reasons()) == 4
+
+
+@in_loop
+async def test_a_request_goes_to_the_rank_that_has_a_seat_and_not_to_one_with_fewer_tokens_and_none() -> None:
+    desk = CrowdedDesk(num_ranks=3)
+    full = 3 - desk.home - desk.other  # of small requests
+    desk.requests.note_stats(stats_of(full, running=SEATS))
+    desk.router.admit("there", desk.other, [1] * 300, 1)
+    desk.router.begin("there")
+    desk.requests.note_stats(stats_of(desk.other, running=1))
+    assert desk.router.pick([2]) == full
+    desk.look(num_waiting=2)
+    desk.give_back("c")
+    assert desk.rank_of("c") == desk.other
+    desk.router.retire("there")
+    desk.end("abcd")
+    assert desk.reasons() == [FinishReason.STOP] * 4
+
+
+@in_loop
+async def test_a_deadline_amid_a_move_ends_the_request_once() -> None:
+    desk = CrowdedDesk()
+    desk.deliver("c", finish=FinishReason.DEADLINE)  # the rank had not read that it is wanted back
+    desk.give_back("d")
+    desk.deliver("d", finish=FinishReason.DEADLINE, rank=desk.home)  # cannot be: it has forgotten it
+    desk.deliver("d", finish=FinishReason.DEADLINE)
+    desk.end("ab")
+    assert len(desk.ranks.submitted) == 5
+    assert desk.reasons() == [FinishReason.DEADLINE] * 2 + [FinishReason.STOP] * 2
+
+
+@in_loop
+async def test_a_request_that_is_given_back_while_nobody_serves_and_left_is_ended_once() -> None:
+    desk = CrowdedDesk()
+    desk.requests.leave([desk.home, desk.other])
+    desk.give_back("c")  # was still on its way
+    desk.answers["c"].close()
+    assert desk.requests.num_parked == 3 and desk.ranks.aborted == []
+    desk.requests.enter(desk.home)
+    desk.end("abd")
+    assert desk.reasons() == [FinishReason.ABORT] + [FinishReason.STOP] * 3
+
+
+@in_loop
+async def test_a_rank_that_is_lost_while_it_is_given_what_waited_leaves_it_to_the_next() -> None:
+    desk = CrowdedDesk()
+    desk.requests.leave([desk.home, desk.other])
+    submit = desk.ranks.submit
+
+    def lose_at_the_second(rank: int, request: Request, *, now_s: float) -> None:
+        submit(rank, request, now_s=now_s)
+        if request.request_id == "b" and rank == desk.home:
+            desk.requests.leave([rank])
+
+    desk.ranks.submit = lose_at_the_second  # type: ignore[method-assign]
+    desk.requests.enter(desk.home)
+    assert desk.requests.num_parked == 4
+    desk.requests.enter(desk.other)
+    desk.end("abcd")
+    assert desk.reasons() == [FinishReason.STOP] * 4
 
 
 class Hall:
