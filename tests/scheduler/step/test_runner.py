@@ -1,0 +1,47 @@
+"""What a step waited for is counted by cause, wires left out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dispatch.dispatched import Waits
+from expert_placement.load import WAIT_CAUSES
+from scheduler.step.runner import Runner
+
+BEFORE = Waits(1000, 2000, 300)
+
+
+@pytest.mark.parametrize(
+    ("dispatch_ns", "combine_ns", "wire_ns", "cause", "expected"),
+    [
+        (70, 0, 0, "prefill", {"prefill": 70}),
+        (0, 40, 0, "prefill", {"experts": 40}),  # what combines wait for, whatever dispatches do
+        (70, 40, 20, "contexts", {"contexts": 60, "experts": 30}),  # each has half of the wires
+        (5, 40, 20, "decodes", {"experts": 30}),  # never less than nothing
+        (70, 5, 20, "other", {"other": 60}),
+        (0, 0, 0, "other", {}),
+    ],
+)
+def test_dispatches_wait_for_the_cause_and_combines_for_experts(
+    dispatch_ns: int, combine_ns: int, wire_ns: int, cause: str, expected: dict[str, int]
+) -> None:
+    steps = (dispatch_ns, combine_ns, wire_ns)
+    once, twice = (
+        Waits(*(was + times * more for was, more in zip(BEFORE, steps, strict=True))) for times in (1, 2)
+    )
+    runner = _runner_of(once)
+    runner._note_waits(BEFORE, cause)
+    assert _told(runner) == expected
+    runner.dispatcher = _runner_of(twice).dispatcher
+    runner._note_waits(once, cause)
+    assert _told(runner) == {name: 2 * value for name, value in expected.items()}, "it is a counter"
+
+
+def _runner_of(waits: Waits) -> Runner:
+    parts: Any = SimpleNamespace(waits=waits)
+    return Runner(parts, parts, parts, parts, parts)
+
+
+def _told(runner: Runner) -> dict[str, int]:
+    return {cause: waited for cause, waited in zip(WAIT_CAUSES, runner.waited_ns, strict=True) if waited}
