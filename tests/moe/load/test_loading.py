@@ -45,7 +45,7 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
         assert (loaded.bytes_read, loaded.expert_bytes) == (shared + experts, experts)
         totals = {stage: total for stage, done, total in loaded.reports if done == total}
         biases = experts - totals["experts"]  # read with their matrices, and not counted
-        assert totals["weights"] == shared and 0 <= biases < 0.03 * experts  # 64 values beside each of 64 x 32
+        assert totals["weights"] == shared and 0 <= biases < 0.03 * experts  # of a tiny model 2 %
         assert loaded.reserved_expert_bytes >= loaded.expert_bytes
     assert sum(loaded.expert_bytes for loaded in ranks) == file_bytes(directory, num_experts)[1]
     alone = load(directory)
