@@ -38,6 +38,7 @@ from server.options.flag import (
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
+ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routers`
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un has room for one more, a zero
 QUIET_PATHS = (  # asked every few seconds, by machines and by the dashboard
@@ -442,6 +443,12 @@ class Options:
         LIMITS, "--scheduling-policy", read=one_of(FCFS, PRIORITY), metavar="{fcfs,priority}", default=FCFS,
         help="who begins first of those that wait at a rank: fcfs is who came first; priority is who has the lower number in "
         "the field `priority`, then who came first (docs/scheduling.md)",
+    )  # fmt: skip
+    routing_policy: str = flag(
+        LIMITS, "--routing-policy", read=one_of(*ROUTER_NAMES), metavar="{prefix,fewest,round-robin}", default=ROUTER_NAMES[0],
+        help="which rank a request goes to: prefix is the one that comes to its first token soonest; fewest is the one with the "
+        "fewest outstanding tokens; round-robin is the next one, whatever they do, and nothing is moved; the last two are to "
+        "compare with, and know no sessions (docs/scheduling.md)",
     )  # fmt: skip
     target_itl_ms: float | None = flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",

@@ -48,7 +48,7 @@ from server.front.journal import Journal
 from server.front.membership import Epochs
 from server.front.readiness import why_no_change, why_not_ready
 from server.front.requests import Requests
-from server.front.router import Router
+from server.front.routers import ROUTERS
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
@@ -106,7 +106,7 @@ class HttpService:
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
         self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
-        router = Router(ranks.num_ranks)
+        router = ROUTERS[options.routing_policy](ranks.num_ranks)
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,

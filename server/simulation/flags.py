@@ -11,9 +11,8 @@ from typing import Any
 
 from server.options.flag import OptionsError, add_flags, number, whole
 from server.options.reading import nearest
-from server.options.table import OPTIONS
+from server.options.table import OPTIONS, ROUTER_NAMES
 
-ROUTER_NAMES = ("prefix", "fewest", "round-robin")
 PLACEMENT_NAMES = ("linear", "even", "repair")
 SLO_NAMES = ("ttft", "tpot", "e2e")
 _SERVED = (

@@ -13,6 +13,7 @@ from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from scheduler.policy.limits import SchedulerLimitsError
 from server.clients.connection import Connection, ServiceError, api_key_of
+from server.front.routers import ROUTERS
 from server.options.flag import OptionsError
 from server.process.preflight.model import PreflightError
 from server.simulation.experts import (
@@ -24,7 +25,6 @@ from server.simulation.experts import (
 )
 from server.simulation.figures import Report, Slo
 from server.simulation.flags import Asked
-from server.simulation.routers import ROUTERS
 from server.simulation.service import Service, SimulationError
 from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
 from server.sizing.devices import UnknownDeviceError

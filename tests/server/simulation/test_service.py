@@ -11,12 +11,12 @@ import pytest
 
 from expert_placement.config import EplbConfig
 from scheduler.policy.skipping import SkippingScheduler
+from server.front.routers import ROUTERS
+from server.options.table import ROUTER_NAMES
 from server.simulation.experts import ExpertBalance, ExpertLoads, ExpertModel, generated_loads
 from server.simulation.figures import Report, Slo, causes_of
-from server.simulation.flags import ROUTER_NAMES
 from server.simulation.measured import MeasuredTimes
 from server.simulation.rank import RankLimits
-from server.simulation.routers import ROUTERS
 from server.simulation.service import Service
 from server.sizing.step_times import RankRows, StepCost
 from server.traces import TracedRequest

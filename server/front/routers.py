@@ -1,6 +1,6 @@
-"""Routers to compare: the service's own, and two that know less."""
+"""What `--routing-policy` names: the service's own router, and two to compare it with that know less."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,12 +20,17 @@ class RoundRobin(Router):
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
-        self._num_ranks, self._num_picked = num_ranks, 0
+        self._num_picked = 0
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        """Of ranks that are all there."""
+        """Of ranks that are there. There must be one."""
+        ranks = np.flatnonzero(self._is_available)
         self._num_picked += 1
-        return (self._num_picked - 1) % self._num_ranks
+        return int(ranks[(self._num_picked - 1) % len(ranks)])
+
+    def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
+        """Move nothing."""
+        return {}
 
 
 ROUTERS: dict[str, type[Router]] = {"prefix": Router, "fewest": FewestTokens, "round-robin": RoundRobin}
