@@ -1,0 +1,219 @@
+"""What do the service's router and its moves gain over plain round robin, on recorded traffic?
+
+Two services run side by side, one with `--routing-policy prefix` (and moves of what waits), one with `round-robin` (and none). They
+are sent the same requests turn about, in an open loop; the other sleeps. Lengths, shared prefixes and gaps between arrivals are
+a trace's (Azure's CSV, Mooncake's JSON lines), with lengths and rate scaled to this machine; texts are Python's documentation.
+Load generator and figures are those of `wideep bench`. Waits are the part of all ranks' time in steps, by cause.
+
+Expected bound: where prompts share prefixes (Mooncake), round robin on R ranks finds a conversation's prefix at 1 of R of its turns'
+ranks; where they do not (Azure), routers differ only in how even load is, and on a machine that is not loaded not at all.
+
+Run: `python -m benchmarks.routing TRACE ... [--model demo] [--ranks 2] [--rate 1.5] [--prompt-tokens 150] [--duration 20] [--rounds 2]
+[--slo ttft:2000,tpot:200] [--save]`.
+"""
+
+import argparse
+import asyncio
+import functools
+import itertools
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.serving.service import HOST, BenchServiceError, Service
+from server.clients.bench.figures import figures_of
+from server.clients.bench.load import open_loop
+from server.clients.bench.prompts import Prompts, ServiceTokens, Wanted, passages_of
+from server.clients.bench.stream import STREAMED, Answer, StreamClient
+from server.clients.connection import Connection, ServiceError
+from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
+
+POLICIES = ("prefix", "round-robin")
+MEASURED = 1000  # requests of a trace, by which it is scaled
+MOST_TIMES = 8  # the mean length: longer prompts are cut
+
+Body = tuple[float, dict[str, Any]]  # with the time at which it is sent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit status: 1 if a request failed."""
+    args = _parser().parse_args(arguments)
+    card = environment_card()
+    print_card(card)
+    try:
+        traces = measure(args)
+    except (BenchServiceError, ServiceError, TraceError, OSError) as error:
+        print(f"benchmarks.routing: {error}", file=sys.stderr)
+        return 1
+    options = {**vars(args), "traces": [trace.name for trace in args.traces]}
+    result = {"benchmark": "routing", "environment": card, "options": options, "traces": traces}
+    if args.save:
+        save_result("routing", result)
+    print_tail(result)
+    return int(any(row["num_failed"] for rows in traces.values() for each in rows.values() for row in each))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", allow_abbrev=False)
+    parser.add_argument(
+        "traces", nargs="+", type=Path, metavar="TRACE", help="Azure's CSV or Mooncake's JSON lines"
+    )
+    parser.add_argument("--model", default="demo", help="a directory or 'demo' (default)")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument(
+        "--seats", type=int, default=4, help="--max-num-seqs of a rank (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1.5, help="mean requests per second (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=float, default=150.0, help="their mean (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--duration", type=float, default=20.0, help="seconds of arrivals (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="of each service (default: %(default)s)")
+    parser.add_argument("--slo", type=_slo, default={"ttft": 2000.0, "tpot": 200.0}, metavar="NAME:MS,...")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/routing-<date>-<cpu>.json"
+    )
+    return parser
+
+
+def _slo(text: str) -> dict[str, float]:
+    return {name: float(most_ms) for name, _, most_ms in (part.partition(":") for part in text.split(","))}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Ask both services turn about; return rows by trace and policy."""
+    flags = [f"-dp={args.ranks}", f"--max-num-seqs={args.seats}", "--disable-access-log"]
+    with (
+        tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
+        Service(args.model, [*flags, "--routing-policy", POLICIES[0]], log) as first,
+        Service(args.model, [*flags, "--routing-policy", POLICIES[1]], log) as second,
+        Connection(f"http://{HOST}:{first.port}") as connection,
+    ):
+        services = dict(zip(POLICIES, (first, second), strict=True))
+        model = connection.served_model()
+        tokens = ServiceTokens(connection, model)
+        prompts = Prompts(passages_of(None, tokens, seed=0), tokens, is_chat=False)
+        return {trace.name: _measure_trace(args, trace, services, prompts, model) for trace in args.traces}
+
+
+def _measure_trace(
+    args: argparse.Namespace, trace: Path, services: Mapping[str, Service], prompts: Prompts, model: str
+) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
+    for number in range(args.rounds):
+        prompts.begin_level()  # every round has prompts of its own: caches keep nothing of the one before
+        bodies = bodies_of(args, trace, prompts, model)
+        for policy in POLICIES if number % 2 == 0 else POLICIES[::-1]:
+            row = _ask_all(services[policy], bodies, args.slo)
+            rows[policy].append(row)
+            print(f"{trace.name}, round {number + 1}, {policy}: {_line(row)}", flush=True)
+    return rows
+
+
+def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: str) -> list[Body]:
+    """Make a round's requests, with a trace's lengths and gaps scaled to the wanted means."""
+    sample = list(itertools.islice(read_trace(trace), MEASURED))
+    own_rate = len(sample) / max(sample[-1].arrival_s, 1.0)
+    scale = args.prompt_tokens / statistics.fmean(each.input_tokens for each in sample)
+    requests = read_trace(trace, rate_scale=args.rate / own_rate, duration_s=args.duration)
+    wanted = ((each.arrival_s, _wanted(each, scale, args.prompt_tokens)) for each in requests)
+    return [
+        (
+            at_s,
+            {
+                "model": model,
+                "prompt": prompts.take(each),
+                "max_tokens": each.output_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                **STREAMED,
+            },
+        )
+        for at_s, each in wanted
+    ]
+
+
+def _wanted(request: TracedRequest, scale: float, mean_tokens: float) -> Wanted:
+    most = int(MOST_TIMES * mean_tokens)
+    output, prompt, block = (
+        max(1, round(scale * each)) for each in (request.output_tokens, request.input_tokens, PREFIX_TOKENS)
+    )
+    return Wanted(min(output, most), min(prompt, most), request.hash_ids, block)
+
+
+def _ask_all(service: Service, bodies: Sequence[Body], slo: Mapping[str, float]) -> dict[str, Any]:
+    """Send a round's requests to a service; return its figures."""
+    url = f"http://{HOST}:{service.port}"
+    with Connection(url) as connection:
+        before = _counters(connection)
+        answers = asyncio.run(_replay(url, bodies))
+        gained = _counters(connection)
+    gained.subtract(before)
+    figures = figures_of(answers, slo)
+    step_s = gained.pop("step") or 1.0
+    itl = figures.itl_ms
+    return {
+        **asdict(figures),
+        "itl_p99_over_p50": round(itl.p99 / itl.p50, 2) if itl is not None and itl.p50 else None,
+        "cache_hits": round(figures.cached_tokens / max(1, figures.prompt_tokens), 4),
+        "moved": int(gained.pop("moved")),
+        "wait_shares": {cause: round(seconds / step_s, 4) for cause, seconds in sorted(gained.items())},
+        "failures": dict(Counter(each.failure for each in answers if each.failure)),
+    }
+
+
+async def _replay(url: str, bodies: Sequence[Body]) -> list[Answer]:
+    client, answers = StreamClient(url), list[Answer]()
+    try:
+        await open_loop(functools.partial(_ask, client, answers), bodies)
+    finally:
+        client.close()
+    return answers
+
+
+async def _ask(client: StreamClient, answers: list[Answer], body: dict[str, Any], late_s: float) -> None:
+    answer = await client.ask("/v1/completions", body)
+    answer.late_s = late_s
+    answers.append(answer)
+
+
+def _counters(connection: Connection) -> Counter[str]:
+    """Return seconds in steps ("step") and waited, by cause, over all ranks, and requests moved ("moved")."""
+    names = {"wideep:step_seconds_total": "step", "wideep:moved_requests_total": "moved"}
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(connection.get_bytes("/metrics").decode()):
+        for sample in family.samples:
+            cause = sample.labels.get("cause") if sample.name == "wideep:step_wait_seconds_total" else None
+            if name := cause or names.get(sample.name):
+                found[name] += sample.value  # type: ignore[assignment]  # a Counter of seconds
+    return found
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    times = ", ".join(
+        f"{name.upper()} p50 {row[f'{name}_ms']['p50']:.0f} p99 {row[f'{name}_ms']['p99']:.0f}"
+        for name in ("ttft", "tpot", "itl")
+        if row[f"{name}_ms"] is not None
+    )
+    waits = ", ".join(f"{cause} {share:.1%}" for cause, share in row["wait_shares"].items())
+    return (
+        f"{row['num_requests']} requests, {row['num_failed']} failed; ms {times} (x {row['itl_p99_over_p50']}); "
+        f"goodput {row['goodput_per_s']}/s of {row['requests_per_s']}/s; cache hits {row['cache_hits']:.1%}; "
+        f"{row['moved']} moved; waits {waits}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
