@@ -10,7 +10,8 @@ import pytest
 
 from server.cli import main
 from server.clients.connection import Connection
-from server.simulation.flags import PLACEMENT_NAMES, ROUTER_NAMES, Asked, add_simulate_parser
+from server.options.table import ROUTER_NAMES
+from server.simulation.flags import PLACEMENT_NAMES, Asked, add_simulate_parser
 from server.simulation.subject import CalibrationError, Look, fit, from_service, look_of
 from server.sizing.step_times import RankRows
 from tests.support.models.family_sweep import tiny_config
