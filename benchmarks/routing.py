@@ -197,7 +197,7 @@ def _counters(connection: Connection) -> Counter[str]:
         for sample in family.samples:
             cause = sample.labels.get("cause") if sample.name == "wideep:step_wait_seconds_total" else None
             if name := cause or names.get(sample.name):
-                found[name] += sample.value  # type: ignore[assignment]  # a Counter of seconds
+                found[name] += sample.value  # a Counter of seconds
     return found
 
 
