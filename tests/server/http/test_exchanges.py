@@ -79,7 +79,10 @@ def test_a_session_that_cannot_be_one_is_refused_by_its_name(given: bytes) -> No
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "x-session-id")
     assert f"({len(given)} bytes)" in response.json()["error"]["message"]
-    assert (fine.json(), none.json()) == ("user 17", "")
+    assert (fine.json(), none.json()) == (
+        "/user 17",
+        "",
+    )  # before the stroke is whose it is: nobody needs a key here
 
 
 def test_the_end_is_told_with_route_status_and_time() -> None:

@@ -102,7 +102,8 @@ def test_arrays_keep_type_and_shape() -> None:
     counts = np.arange(12, dtype=np.uint32).reshape(2, 2, 3)
     slots = np.array([[0, -1]], np.int64)
     values = {field.name: 1 for field in dataclasses.fields(LoadReport)} | {"counts": counts}
-    load = LoadReport(**values | {"dispatch_bytes": (1, 2**40), "combine_bytes": ()})  # type: ignore[arg-type]
+    values |= {"dispatch_bytes": (1, 2**40), "combine_bytes": (), "wait_causes_s": (0.5, 0.0)}  # type: ignore[dict-item]
+    load = LoadReport(**values)  # type: ignore[arg-type]
     back, experts = decode(encode(load)), decode(encode(ExpertMap(1, 2, 3, (0, 4), 5, slots)))
     np.testing.assert_array_equal(back.counts, counts, strict=True)
     np.testing.assert_array_equal(experts.slot_expert, slots, strict=True)

@@ -164,7 +164,7 @@ def test_a_killed_supervisor_is_started_again_and_its_sibling_lives(quick_servic
     )  # it says so when it has started
     front = service.facts("front-0")
     assert front["env"]["WIDEEP_FRONT"] == announced
-    assert front["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_ANSWERS"]
+    assert front["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_KEPT"]
     assert service.pid("engine-1") == sibling and not has_ended(sibling, 0)
     os.kill(service.pid("engine-0"), signal.SIGKILL)
     service.facts_after("engine-0", restarts=2)

@@ -129,7 +129,7 @@ def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_annou
             os.kill(victim, signal.SIGKILL)
             wait_until(lambda: service.pid("front-0") != victim, service.output)  # noqa: B023
             assert service.facts("front-0")["env"]["WIDEEP_FRONT"] == announced
-            assert service.facts("front-0")["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_ANSWERS"]
+            assert service.facts("front-0")["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_KEPT"]
             assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
             assert (
                 service.output().count("it is started again (at most 2 times in 10 minutes)") == restart + 1

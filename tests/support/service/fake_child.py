@@ -110,7 +110,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
     signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
-    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS", "WIDEEP_ANSWERS")
+    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS", "WIDEEP_KEPT")
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
     partial.write_text(json.dumps(known))
