@@ -8,7 +8,7 @@ Load generator and figures are those of `wideep bench`. Waits are the part of al
 Expected bound: where prompts share prefixes (Mooncake), round robin on R ranks finds a conversation's prefix at 1 of R of its turns'
 ranks; where they do not (Azure), routers differ only in how even load is, and on a machine that is not loaded not at all.
 
-Run: `python -m benchmarks.routing TRACE ... [--model demo] [--ranks 2] [--rate 1.5] [--prompt-tokens 150] [--duration 20] [--rounds 2]
+Run: `python -m benchmarks.routing TRACE ... [--model demo] [--ranks 2] [--rate 1.5] [--prompt-tokens 150] [--output-tokens 30] [--duration 20] [--rounds 2]
 [--slo ttft:2000,tpot:200] [--save]`.
 """
 
@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-tokens", type=float, default=150.0, help="their mean (default: %(default)s)"
     )
     parser.add_argument(
+        "--output-tokens", type=float, default=30.0, help="their mean, of answers (default: %(default)s)"
+    )
+    parser.add_argument(
         "--duration", type=float, default=20.0, help="seconds of arrivals (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=2, help="of each service (default: %(default)s)")
@@ -127,8 +130,9 @@ def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: st
     sample = list(itertools.islice(read_trace(trace), MEASURED))
     own_rate = len(sample) / max(sample[-1].arrival_s, 1.0)
     scale = args.prompt_tokens / statistics.fmean(each.input_tokens for each in sample)
+    output_scale = args.output_tokens / statistics.fmean(each.output_tokens for each in sample)
     requests = read_trace(trace, rate_scale=args.rate / own_rate, duration_s=args.duration)
-    wanted = ((each.arrival_s, _wanted(each, scale, args.prompt_tokens)) for each in requests)
+    wanted = ((each.arrival_s, _wanted(each, scale, output_scale, args.prompt_tokens)) for each in requests)
     return [
         (
             at_s,
@@ -145,11 +149,10 @@ def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: st
     ]
 
 
-def _wanted(request: TracedRequest, scale: float, mean_tokens: float) -> Wanted:
+def _wanted(request: TracedRequest, scale: float, output_scale: float, mean_tokens: float) -> Wanted:
     most = int(MOST_TIMES * mean_tokens)
-    output, prompt, block = (
-        max(1, round(scale * each)) for each in (request.output_tokens, request.input_tokens, PREFIX_TOKENS)
-    )
+    prompt, block = (max(1, round(scale * each)) for each in (request.input_tokens, PREFIX_TOKENS))
+    output = max(1, round(output_scale * request.output_tokens))
     return Wanted(min(output, most), min(prompt, most), request.hash_ids, block)
 
 
