@@ -37,7 +37,6 @@ from server.clients.connection import Connection, ServiceError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
 POLICIES = ("prefix", "round-robin")
-MEASURED = 1000  # requests of a trace, by which it is scaled
 MOST_TIMES = 8  # the mean length: longer prompts are cut
 
 Body = tuple[float, dict[str, Any]]  # with the time at which it is sent
@@ -127,7 +126,7 @@ def _measure_trace(
 
 def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: str) -> list[Body]:
     """Make a round's requests, with a trace's lengths and gaps scaled to the wanted means."""
-    sample = list(itertools.islice(read_trace(trace), MEASURED))
+    sample = list(itertools.islice(read_trace(trace), max(2, round(args.rate * args.duration))))
     own_rate = len(sample) / max(sample[-1].arrival_s, 1.0)
     scale = args.prompt_tokens / statistics.fmean(each.input_tokens for each in sample)
     output_scale = args.output_tokens / statistics.fmean(each.output_tokens for each in sample)
