@@ -36,7 +36,7 @@ _WARM_UPS, _STEPS = 10, 60
 Run = Callable[[], Any]
 
 
-class Engine(NamedTuple):
+class DraftingRank(NamedTuple):
     """A rank with a layer that drafts, its pages, and how many layers it has."""
 
     built: Assembled
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def open_engine(
     directory: Path, shape: str, num_layers: int | None, batch: int, options: argparse.Namespace
-) -> Engine:
+) -> DraftingRank:
     """Build a shape with so many layers (None: its own) and one that drafts."""
     more = {} if num_layers is None else {"num_hidden_layers": num_layers}
     if num_layers is not None and "layer_types" in SHAPES[shape].sizes:
@@ -99,12 +99,12 @@ def open_engine(
         NoDoorbell(),
     )  # fmt: skip
     blocks = batch * (options.context // BLOCK_TOKENS + 1)
-    return Engine(
+    return DraftingRank(
         built, PagedCache(built.model.skeleton.cache_shapes, blocks, 2 * batch), config.num_hidden_layers
     )
 
 
-def measure(engines: list[Engine], batch: int, context: int) -> dict[str, float]:
+def measure(engines: list[DraftingRank], batch: int, context: int) -> dict[str, float]:
     """Median milliseconds of a step, of one of its layers, of its ends, and of a draft; all take turns."""
     steps = [decode(engine.built, engine.cache, batch, context) for engine in engines]
     draft = drafting(engines[0], batch)
@@ -123,7 +123,7 @@ def measure(engines: list[Engine], batch: int, context: int) -> dict[str, float]
     return {"step": whole, "layer": layer, "ends": ends, "draft": drafted, "ratio": drafted / (layer + ends)}
 
 
-def drafting(engine: Engine, batch: int) -> Run:
+def drafting(engine: DraftingRank, batch: int) -> Run:
     """What drafts behind a step that has just decoded, one row per sequence: at its place, from its hidden state."""
     model, step = engine.built.model, engine.built.model.step
     vocabulary = model.lm_head.shape[0]
@@ -137,7 +137,7 @@ def drafting(engine: Engine, batch: int) -> Run:
     return run
 
 
-def check_bits(engine: Engine, decode_once: Run, draft: Run) -> None:
+def check_bits(engine: DraftingRank, decode_once: Run, draft: Run) -> None:
     """See that drafts run as a program, with the bits of the modules.
 
     Raises:

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes, tree
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import HOST, BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.clients.bench.figures import percentile
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the service, run the campaign, and say what came of it."""
     tokenizer = Tokenizer(str(ensure_demo_model()) if args.model == "demo" else args.model)
-    prompts = Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
+    prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
     bodies = [
         {"prompt": prompt, "max_tokens": args.tokens, "ignore_eos": True, **options}
         for prompt, options in zip(

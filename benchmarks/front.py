@@ -34,7 +34,7 @@ from benchmarks.random_model import ensure_random_model
 from benchmarks.serving.closed_loop import closed_loop, summarise
 from benchmarks.serving.engine_alone import EngineAlone
 from benchmarks.serving.front_alone import FrontAlone
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
@@ -187,9 +187,9 @@ def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[
     return {"concurrency": LOSS_CONCURRENCY, "loss": loss, "rows": rows}
 
 
-def _prompts(directory: Path) -> Prompts:
+def _prompts(directory: Path) -> ExactPrompts:
     tokenizer = Tokenizer(str(directory))
-    return Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), PROMPT_TOKENS)
+    return ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), PROMPT_TOKENS)
 
 
 @contextmanager

@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.random_model import ensure_random_model
 from benchmarks.serving.closed_loop import summarise
-from benchmarks.serving.options import BenchOptions, BenchOptionsError, ServedLayout, parse_options
+from benchmarks.serving.options import BenchOptionsError, ServedLayout, ServingOptions, parse_options
 from benchmarks.serving.processes import ProcessWatch
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Service
 from benchmarks.serving.table import print_level, print_summary, summary_of
 from benchmarks.serving.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest
@@ -50,9 +50,9 @@ class ServeBench:
 
     services: dict[str, Service]  # by the layout's name
     peer: TransformersPeer
-    prompts: Prompts
+    prompts: ExactPrompts
     tokenizer: Tokenizer
-    options: BenchOptions
+    options: ServingOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_model(name: str, options: BenchOptions) -> dict[str, Any]:
+def measure_model(name: str, options: ServingOptions) -> dict[str, Any]:
     """Load a model everywhere, check it, measure every level, and return rows and summaries."""
     directory = ensure_demo_model() if name == "demo" else ensure_random_model()
     print(f"== {name}: loading {', '.join([*map(str, options.layouts), PEER])}", flush=True)
@@ -93,7 +93,7 @@ def measure_model(name: str, options: BenchOptions) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def everything_running(directory: Path, options: BenchOptions) -> Iterator[ServeBench]:
+def everything_running(directory: Path, options: ServingOptions) -> Iterator[ServeBench]:
     """Start the services and the peer, one after the other, and end them."""
     tokenizer = Tokenizer(str(directory))
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def everything_running(directory: Path, options: BenchOptions) -> Iterator[Serve
             log=stack.enter_context(_log()),
         )
         stack.enter_context(peer)
-        prompts = Prompts(
+        prompts = ExactPrompts(
             lambda text: tokenizer.encode(text, add_special_tokens=False), options.prompt_tokens
         )
         yield ServeBench(services=services, peer=peer, prompts=prompts, tokenizer=tokenizer, options=options)
@@ -121,7 +121,7 @@ def _log() -> Any:
     return tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log")
 
 
-def _service_flags(layout: ServedLayout, options: BenchOptions) -> list[str]:
+def _service_flags(layout: ServedLayout, options: ServingOptions) -> list[str]:
     return [
         f"--data-parallel-size={layout.ranks}",
         f"--threads={layout.threads}",

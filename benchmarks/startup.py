@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.closed_loop import summarise
 from benchmarks.serving.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure_start(ranks: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Start once, load it a little, and read what its processes took."""
-    prompts = Prompts(lambda text: tokenizer.encode(text, add_special_tokens=False), LOAD_PROMPT_TOKENS)
+    prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), LOAD_PROMPT_TOKENS)
     flags = [f"--data-parallel-size={ranks}"]
     with tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log, Service("demo", flags, log) as service:
         clients = LOAD_CLIENTS * ranks

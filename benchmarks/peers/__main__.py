@@ -34,7 +34,7 @@ from benchmarks.peers.folder import MissingPeerError
 from benchmarks.random_model import SHAPES, ensure_random_model
 from benchmarks.serving.closed_loop import summarise
 from benchmarks.serving.processes import ProcessWatch
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Server, Service
 from benchmarks.serving.transformers_peer import PeerError, PeerSetting, TransformersPeer
 from dispatch.ports import free_port
@@ -195,7 +195,7 @@ def _options(arguments: Sequence[str] | None) -> PeerOptions:
 def _measure_shape(shape: str, options: PeerOptions) -> dict[str, Any]:
     model = ensure_random_model(shape=shape, dtype=torch.bfloat16)
     encode = Tokenizer(str(model)).encode
-    prompts = Prompts(lambda text: encode(text, add_special_tokens=False), PROMPT_TOKENS)
+    prompts = ExactPrompts(lambda text: encode(text, add_special_tokens=False), PROMPT_TOKENS)
     found = {}
     for name in options.sets:
         print(f"== {shape}, {name}", flush=True)
@@ -229,7 +229,7 @@ def _start(
     return running, missing
 
 
-def _drop_those_that_fail(running: dict[str, Any], missing: dict[str, str], prompts: Prompts) -> None:
+def _drop_those_that_fail(running: dict[str, Any], missing: dict[str, str], prompts: ExactPrompts) -> None:
     """Ask each for an answer: a peer may start with a model that it cannot run."""
     for name, program in list(running.items()):
         try:
@@ -247,7 +247,7 @@ def _log() -> Any:
 
 
 def _measure_level(
-    running: dict[str, Any], prompts: Prompts, concurrency: int, options: PeerOptions
+    running: dict[str, Any], prompts: ExactPrompts, concurrency: int, options: PeerOptions
 ) -> dict[str, Any]:
     lot = prompts.take(concurrency)
     for program in running.values():

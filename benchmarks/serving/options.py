@@ -29,7 +29,7 @@ class ServedLayout(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class ServingOptions:
     """What to measure."""
 
     models: tuple[str, ...]
@@ -53,7 +53,7 @@ class BenchOptions:
         return -(-(self.prompt_tokens + self.output_tokens) // 64) * 64
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> BenchOptions:
+def parse_options(arguments: Sequence[str] | None = None) -> ServingOptions:
     """Parse the command line; what `--quick` changes is a default, and any flag overrides it.
 
     Raises:
@@ -79,7 +79,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> BenchOptions:
     (prompt_tokens,) = _numbers("--prompt-tokens", str(args.prompt_tokens))
     (output_tokens,) = _numbers("--output-tokens", str(args.output_tokens or (16 if quick else 64)))
     (rounds,) = _numbers("--rounds", str(args.rounds or (1 if quick else 3)))
-    return BenchOptions(
+    return ServingOptions(
         models=models,
         levels=tuple(zip(concurrency, requests, strict=True)),
         rounds=rounds,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from server.clients.bench.prompts import Passages, documentation
 
 
-class Prompts:
+class ExactPrompts:
     """Hands out prompts, each once."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], num_tokens: int) -> None:

@@ -45,7 +45,7 @@ class Drafted(NamedTuple):
     hidden_TD: Tensor  # normed, of all rows: what the next draft goes on from; stays until then
 
 
-class Program(Protocol):
+class DraftRunner(Protocol):
     """Runs an MTP layer in its modules' place."""
 
     def draft(self, token_T: Tensor, origin: Origin, pages: Any, logits_R: Tensor) -> Drafted | None:
@@ -78,7 +78,9 @@ class Drafting(nn.Module):
         self._net, self._layers = weakref.ref(net), [list(blocks) for blocks in layers]
         config = decoder.config
         norm = next(part for name, part in reversed([*decoder.named_children()]) if "norm" in name)
-        self.programs: dict[int, Program] = {}  # of layers, by their numbers: a device's faster form of them
+        self.programs: dict[
+            int, DraftRunner
+        ] = {}  # of layers, by their numbers: a device's faster form of them
         self.heads = nn.ModuleList([MtpHead(norm, int(config.hidden_size)) for _ in layers])
         blocks = [block for each in layers for block in each]
         with _extended(config, blocks):

@@ -37,7 +37,7 @@ SWEEP_S = 60.0
 _LOG = logging.getLogger("wideep.front")
 
 
-class Room:
+class LinePlaces:
     """The places for lines of batches. Who waits longest is first."""
 
     def __init__(self, num_places: Callable[[], int], num_requests: Callable[[], int]) -> None:
@@ -86,7 +86,7 @@ class _Outputs(NamedTuple):
 class BatchRuns:
     """The batches that have not ended, each a task."""
 
-    def __init__(self, batches: BatchStore, files: FileStore, room: Room, endpoints: ASGIApp) -> None:
+    def __init__(self, batches: BatchStore, files: FileStore, room: LinePlaces, endpoints: ASGIApp) -> None:
         """Args: endpoints answer the lines; they want no key."""
         self._batches, self._files, self._room = batches, files, room
         self._client = BulkClient(

@@ -66,7 +66,7 @@ def not_here(name: str, text: str) -> Check:
     return Check(name=name, status=Status.NOT_HERE, text=text)
 
 
-class Report:
+class CheckReport:
     """Checks as they come: each is a line at once, or all of them one object at the end."""
 
     def __init__(self, *, as_json: bool) -> None:

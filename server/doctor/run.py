@@ -18,7 +18,7 @@ from server.doctor.interfaces import Taken, gloo_takes, other_interface
 from server.doctor.links import Gathers
 from server.doctor.machine import Machine, check_machine, check_model
 from server.doctor.meeting import Endpoint, Meeting, MeetingError, meet
-from server.doctor.report import Check, Report, failure, not_here, ok
+from server.doctor.report import Check, CheckReport, failure, not_here, ok
 from server.lines import say
 from server.options.reading import said_in
 from server.options.table import Options
@@ -47,7 +47,7 @@ def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | No
     except MeetingError as error:
         say(f"wideep doctor: {error}", error=True)
         return 2
-    report = Report(as_json=args.json)
+    report = CheckReport(as_json=args.json)
     with contextlib.ExitStack() as ending:
         trial = None if endpoint is None else ending.enter_context(DispatchTrial())
         node = _find_node(args, options)
@@ -106,7 +106,7 @@ def _check_between(
     machine: Machine,
     trial: DispatchTrial,
     own: list[Check],
-    report: Report,
+    report: CheckReport,
 ) -> None:
     interfaces = machine.interfaces()
     taken = gloo_takes(machine.environment, interfaces, machine.host, machine.resolve)
@@ -122,7 +122,7 @@ def _check_between(
 
 
 def _check_met(
-    meeting: Meeting, node: _Node, taken: Taken, trial: DispatchTrial, own: list[Check], report: Report
+    meeting: Meeting, node: _Node, taken: Taken, trial: DispatchTrial, own: list[Check], report: CheckReport
 ) -> None:
     facts = _facts(node, own)
     for name, check in check_together(meeting, own, facts, taken):

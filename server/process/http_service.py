@@ -35,7 +35,7 @@ from server.api.tokenize import tokenize_routes
 from server.batches.batch_store import BatchStore
 from server.batches.file_store import FileStore
 from server.batches.routes import batch_routes, file_routes, nobodys, owner_of
-from server.batches.runs import BatchRuns, Room
+from server.batches.runs import BatchRuns, LinePlaces
 from server.errors import draining
 from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
@@ -159,7 +159,7 @@ class HttpService:
         files = FileStore(directory, max_bytes=http.max_files_bytes)
         batches = BatchStore(directory / "batches")
         files.is_read = lambda file_id: batches.reader_of(file_id) is not None
-        room = Room(self._num_places, lambda: self.requests.num_answers)
+        room = LinePlaces(self._num_places, lambda: self.requests.num_answers)
         endpoints = build_app(
             answering,
             version=version,

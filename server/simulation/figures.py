@@ -52,7 +52,7 @@ class Slo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class SimulationReport:
     """What came out. Times of latencies are milliseconds; shares are 0 to 1."""
 
     num_requests: int
@@ -154,7 +154,7 @@ class Figures:
         """Take the end, and the ranks' counters."""
         self._end_s, self._stats = now_s, stats
 
-    def report(self, slo: Slo, *, num_expert_moves: int = 0) -> Report:
+    def report(self, slo: Slo, *, num_expert_moves: int = 0) -> SimulationReport:
         """Say what came out."""
         ttft_ms, tpot_ms, e2e_ms = (
             1e3 * np.frombuffer(each, dtype=np.float64) if each else np.zeros(0)
@@ -168,7 +168,7 @@ class Figures:
         steps, num_good = max(self._num_steps, 1), int(good.sum())
         queried = sum(each.prefix_query_tokens for each in self._stats)
         kv = np.array(self._kv or [(0.0, 0.0)])
-        return Report(
+        return SimulationReport(
             num_requests=self.num_events,
             num_refused=self._num_refused,
             duration_s=self._end_s,

@@ -23,9 +23,9 @@ from server.simulation.experts import (
     generated_loads,
     recorded_loads,
 )
-from server.simulation.figures import Report, Slo
+from server.simulation.figures import SimulationReport, Slo
 from server.simulation.flags import Asked
-from server.simulation.service import Service, SimulationError
+from server.simulation.service import SimulatedService, SimulationError
 from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
 from server.sizing.devices import UnknownDeviceError
 from server.sizing.fit import SizeError
@@ -38,13 +38,13 @@ _REFUSED = (
 )  # fmt: skip
 
 
-class Run(NamedTuple):
+class SimulatedRun(NamedTuple):
     """One router with one placement."""
 
     router: str
     placement: str
     subject: Subject
-    report: Report
+    report: SimulationReport
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulate(asked: Asked) -> list[Run]:
+def simulate(asked: Asked) -> list[SimulatedRun]:
     """Simulate what was asked; says on stderr what each run came to.
 
     Raises:
@@ -85,12 +85,12 @@ def simulate(asked: Asked) -> list[Run]:
             experts = ExpertBalance(
                 placement, subject.experts, loads, subject.num_ranks, subject.config, seed=asked.seed
             )
-            service = Service(
+            service = SimulatedService(
                 subject.num_ranks, subject.limits, ROUTERS[router](subject.num_ranks), subject.times, experts
             )
             trace = read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
             report = service.run(trace).report(slo, num_expert_moves=experts.num_moves)
-            runs.append(Run(router, placement, subject, report))
+            runs.append(SimulatedRun(router, placement, subject, report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
                 f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of processor time",
@@ -133,7 +133,7 @@ def _loads(asked: Asked, subject: Subject) -> ExpertLoads:
     return loads
 
 
-def to_json(runs: list[Run], asked: Asked) -> dict[str, Any]:
+def to_json(runs: list[SimulatedRun], asked: Asked) -> dict[str, Any]:
     """Return JSON values."""
     subject = runs[0].subject
     return {
@@ -156,7 +156,7 @@ def to_json(runs: list[Run], asked: Asked) -> dict[str, Any]:
     }
 
 
-def text(runs: list[Run], asked: Asked) -> str:
+def text(runs: list[SimulatedRun], asked: Asked) -> str:
     """Return a table: a column for every run."""
     subject, slo = runs[0].subject, ", ".join(f"{name} {bound:g} ms" for name, bound in asked.slo_ms.items())
     head = [
@@ -179,7 +179,7 @@ def text(runs: list[Run], asked: Asked) -> str:
     return "\n".join((*head, *rows))
 
 
-def _lines(run: Run, slo: str) -> list[tuple[str, str]]:
+def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
     """What a column says, by its row's name."""
     report = run.report
     lines = [

@@ -83,7 +83,7 @@ class _Announced(NamedTuple):
     open: np.ndarray  # sequences that would run if all who wait had begun
 
 
-class Service:
+class SimulatedService:
     """Ranks, a front's router, and a clock."""
 
     def __init__(

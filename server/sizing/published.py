@@ -14,7 +14,7 @@ from server.sizing.devices import DEVICES
 from server.sizing.estimate import balancedness
 from server.sizing.model_costs import ModelCosts
 from server.sizing.read_model import read_config_values
-from server.sizing.roofline import Engine, Roofline
+from server.sizing.roofline import EngineTraits, Roofline
 from server.sizing.step_times import RankRows
 
 _FP8 = {
@@ -71,13 +71,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 _FP8_ROW, _FP4_ROW = 1 + 4 / 128, 0.5 + 1 / 16  # with their scales
-_DECODE = Engine("low-latency DeepEP", True, True, _FP8_ROW, 2, 2, "choice", "choice")
-_PREFILL = Engine("normal DeepEP", True, True, _FP8_ROW, 2, 2, "node", "node")
+_DECODE = EngineTraits("low-latency DeepEP", True, True, _FP8_ROW, 2, 2, "choice", "choice")
+_PREFILL = EngineTraits("normal DeepEP", True, True, _FP8_ROW, 2, 2, "node", "node")
 _NVL72 = _DECODE._replace(name="DeepEP over NVLink", overlaps=False)
 _NVL72_FP4 = _NVL72._replace(name="DeepEP over NVLink, FP4 rows, FP8 KV", row_bytes=_FP4_ROW, kv_bytes=1)
 _NVL72_PREFILL = _PREFILL._replace(name="normal mode over NVLink", overlaps=False)
 _FP4_PREFILL = _NVL72_PREFILL._replace(name="FP4 rows, FP8 KV", row_bytes=_FP4_ROW, kv_bytes=1)
-_ONE = Engine("vLLM on one device", True, False, 2, 2, 2, "rank", "rank")
+_ONE = EngineTraits("vLLM on one device", True, False, 2, 2, 2, "rank", "rank")
 _GPUSTACK = "https://docs.gpustack.ai/latest/performance-lab/gpt-oss-120b/h100"
 _SGLANG_96 = "https://lmsys.org/blog/2025-05-05-large-scale-ep/"
 _SGLANG_GB200_1 = "https://lmsys.org/blog/2025-06-16-gb200-part-1/"
@@ -92,7 +92,7 @@ class Figure(NamedTuple):
     what: str
     model: str  # of MODELS
     device: str
-    engine: Engine
+    engine: EngineTraits
     num_ranks: int
     slots_per_rank: int
     phase: Literal["decode", "prefill"]

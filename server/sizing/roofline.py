@@ -68,7 +68,7 @@ MEASURED_SHARES = Shares(
 CPU_SHARES = MEASURED_SHARES._replace(memory=0.8, products=0.75, network=0.8)
 
 
-class Engine(NamedTuple):
+class EngineTraits(NamedTuple):
     """What an engine does that changes the time of a step."""
 
     name: str
@@ -83,8 +83,8 @@ class Engine(NamedTuple):
     returns: Sends  # likewise answers
 
 
-WIDEEP = Engine("WideEP", False, False, 2, 2, 2, "rank", "choice")
-WIDEEP_CPU = Engine("WideEP on CPU", False, False, 4, 4, 4, "rank", "choice")
+WIDEEP = EngineTraits("WideEP", False, False, 2, 2, 2, "rank", "choice")
+WIDEEP_CPU = EngineTraits("WideEP on CPU", False, False, 4, 4, 4, "rank", "choice")
 
 
 def shares_of(device: Device) -> Shares:
@@ -120,7 +120,7 @@ class Roofline:
         self,
         costs: ModelCosts,
         device: Device,
-        engine: Engine,
+        engine: EngineTraits,
         *,
         slots_per_rank: int,
         shares: Shares | None = None,

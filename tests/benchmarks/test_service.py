@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop, summarise
 from benchmarks.serving.live_answers import longest_pause_s
-from benchmarks.serving.prompts import Prompts
+from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, stream_completion
 from tests.support.requests.stub_service import OK, chunk, event, stub_service, usage
 
@@ -112,7 +112,7 @@ def test_the_longest_pause_counts_where_it_overlaps_the_time() -> None:
 
 
 def test_prompts_have_the_exact_length_and_distinct_beginnings() -> None:
-    prompts = Prompts(str.split, 128)  # words stand for tokens
+    prompts = ExactPrompts(str.split, 128)  # words stand for tokens
     taken = prompts.take(1000)
     assert {len(prompt) for prompt in taken} == {128}
     assert len({tuple(prompt[:16]) for prompt in taken}) > 990  # the text repeats itself now and then

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from server.batches.batch_store import WINDOW_S, Batch, BatchStore
 from server.batches.file_store import FileStore
 from server.batches.output_lines import BatchOutput
-from server.batches.runs import MAX_ERRORS, MAX_LINES, BatchRuns, Room
+from server.batches.runs import MAX_ERRORS, MAX_LINES, BatchRuns, LinePlaces
 
 URL = "/v1/completions"
 TIMEOUT_S = 30.0
@@ -34,7 +34,7 @@ class Service:
         self.places = places
         self.files = FileStore(directory, max_bytes=1 << 20, **self._clock())
         self.batches = BatchStore(directory / "batches", **self._clock())
-        self.room = Room(lambda: self.places, lambda: self.room.num_taken)
+        self.room = LinePlaces(lambda: self.places, lambda: self.room.num_taken)
         app = Starlette(routes=[Route(URL, self._answer, methods=["POST"])])
         self.runs = BatchRuns(self.batches, self.files, self.room, app)
 
@@ -227,7 +227,7 @@ def test_too_many_lines_and_many_errors_are_told_within_bounds(
 def test_batches_take_turns_for_a_quarter_of_the_places_less_those_of_others() -> None:
     async def take() -> None:
         num_others, num_places = 0, 16
-        room = Room(lambda: num_places, lambda: room.num_taken + num_others)
+        room = LinePlaces(lambda: num_places, lambda: room.num_taken + num_others)
         assert room.limit == 4
         for _ in range(4):
             await room.enter()

@@ -14,10 +14,10 @@ from scheduler.policy.skipping import SkippingScheduler
 from server.front.routers import ROUTERS
 from server.options.table import ROUTER_NAMES
 from server.simulation.experts import ExpertBalance, ExpertLoads, ExpertModel, generated_loads
-from server.simulation.figures import Report, Slo, causes_of
+from server.simulation.figures import SimulationReport, Slo, causes_of
 from server.simulation.measured import MeasuredTimes
 from server.simulation.rank import RankLimits
-from server.simulation.service import Service
+from server.simulation.service import SimulatedService
 from server.sizing.step_times import RankRows, StepCost
 from server.traces import TracedRequest
 
@@ -51,14 +51,16 @@ def _service(
     *,
     placement: str = "linear",
     is_stepwise: bool = False,
-) -> Service:
+) -> SimulatedService:
     model = ExpertModel(num_layers=2, num_experts=16, top_k=2, expert_bytes=1000)
     config = EplbConfig(num_redundant_experts=num_ranks, step_interval=200, window_size=100, min_gain=0.0)
     experts = ExpertBalance(placement, model, _loads(), num_ranks, config)
-    return Service(num_ranks, limits, ROUTERS[router](num_ranks), TIMES, experts, is_stepwise=is_stepwise)
+    return SimulatedService(
+        num_ranks, limits, ROUTERS[router](num_ranks), TIMES, experts, is_stepwise=is_stepwise
+    )
 
 
-def _run(trace: Sequence[TracedRequest], service: Service) -> Report:
+def _run(trace: Sequence[TracedRequest], service: SimulatedService) -> SimulationReport:
     report = service.run(iter(trace)).report(SLO)
     assert service.num_held_blocks == 0, "every block comes back"
     return report
