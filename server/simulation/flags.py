@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from server.clients.bench.flags import objectives
 from server.options.flag import OptionsError, add_flags, number, whole
 from server.options.reading import nearest
 from server.options.table import OPTIONS, ROUTER_NAMES
 
 PLACEMENT_NAMES = ("linear", "even", "repair")
-SLO_NAMES = ("ttft", "tpot", "e2e")
 _SERVED = (
     "data_parallel_size", "dtype", "quantization", "eplb_config", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "target_itl_ms", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching",
@@ -69,7 +69,7 @@ def add_simulate_parser(commands: Any) -> None:
     load.add_argument("--duration", metavar="S", help="seconds of arrivals; a shorter trace is repeated")
     load.add_argument("--hours", metavar="H", help="likewise, in hours (default: the trace once)")
     load.add_argument(
-        "--slo", default="ttft:2000,tpot:50", metavar="NAME:MS,...",
+        "--slo", type=objectives, default="ttft:2000,tpot:50", metavar="NAME:MS,...",
         help="what a good request keeps to; names: ttft, tpot, e2e (default: %(default)s)",
     )  # fmt: skip
     compared = parser.add_argument_group("compare")
@@ -142,7 +142,7 @@ class Asked:
             self.duration_s = _POSITIVE("--duration", args.duration)
         elif args.hours is not None:
             self.duration_s = 3600 * _POSITIVE("--hours", args.hours)
-        self.slo_ms = _read_slo(args.slo)
+        self.slo_ms: dict[str, float] = args.slo
         self.routers = _names("--routers", args.routers, ROUTER_NAMES)
         self.placements = _names("--placements", args.placements, PLACEMENT_NAMES)
         self.expert_load: list[Path] = args.expert_load or []
@@ -161,16 +161,3 @@ def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
                 f"{flag}: {name!r} is none{nearest(name, known)}; there are {', '.join(known)}, and all for all of them"
             )
     return names
-
-
-def _read_slo(text: str) -> dict[str, float]:
-    """Read bounds such as ttft:2000,tpot:50."""
-    bounds = {}
-    for part in text.split(","):
-        name, _, value = part.partition(":")
-        if name.strip() not in SLO_NAMES:
-            raise OptionsError(
-                f"--slo: {part!r} is no bound; it must be {', '.join(SLO_NAMES)} with milliseconds, as in ttft:2000,tpot:50"
-            )
-        bounds[name.strip()] = _POSITIVE(f"--slo {name.strip()}", value)
-    return bounds

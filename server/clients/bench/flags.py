@@ -166,7 +166,7 @@ def _add_result_flags(group: Any) -> None:
     add = group.add_argument
     add(
         "--slo",
-        type=_objectives,
+        type=objectives,
         default={},
         metavar="NAME:MS,...",
         help="count requests within these milliseconds: ttft, tpot, e2e, such as ttft:2000,tpot:50",
@@ -272,7 +272,8 @@ def _check_lengths(args: argparse.Namespace) -> None:
         raise OptionsError("--token-scale is for the lengths of a --trace")
 
 
-def _objectives(text: str) -> dict[str, float]:
+def objectives(text: str) -> dict[str, float]:
+    """Read --slo: milliseconds by name, as in ttft:2000,tpot:50."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, colon, most = part.partition(":")
