@@ -5,6 +5,7 @@ anew, so a wish for none (PYTHONDONTWRITEBYTECODE) is not granted here.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -22,6 +23,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Some tests start processes while others' gRPC threads run here. What gRPC does in a forked child may abort it before it
 # becomes another program (5 of 200, measured); none of our processes forks while it uses gRPC.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Where a shell has put the suite into the background it ignores Ctrl-C, and so would the commands that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("no deadline", deadline=None)  # other load on the machine is not the code's fault
 settings.load_profile("no deadline")

@@ -97,6 +97,7 @@ class _Host(threading.Thread):
         super().__init__(daemon=True)
         self._listener, self._num_nodes = listener, num_nodes
         self._guests: list[_Guest] = []  # that have said who they are, and have not left
+        self._refused: list[dict[str, Any]] = []  # notes of who was, for those who come later
         self._said: dict[str, dict[int, Any]] = {}  # by stage and number
         self._is_full = False
         self._selector = selectors.DefaultSelector()
@@ -143,10 +144,13 @@ class _Host(threading.Thread):
         guest.name, guest.is_head = str(message["name"]), bool(message["is_head"])
         if refusal := self._why_refused(message):
             guest.lines.send({"refused": refusal})
-            self._tell_all({"note": f"{guest.name} came and was refused: {refusal}"})
+            self._refused.append({"note": f"{guest.name} came and was refused: {refusal}"})
+            self._tell_all(self._refused[-1])
             return
         while guest.name in {each.name for each in self._guests}:
             guest.name += "'"
+        for note in self._refused:
+            guest.lines.send(note)
         self._guests.append(guest)
         self._tell_all({"here": [each.name for each in self._guests]})
         if len(self._guests) == self._num_nodes:
