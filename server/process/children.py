@@ -24,6 +24,8 @@ from server.parent_death import die_with_parent
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
 DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
+# To a front: amid its imports it dies of it without a traceback, which SIGINT would print.
+END_NOW_SIGNAL = signal.SIGUSR2
 FRONT_VARIABLE = (
     "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
 )

@@ -8,7 +8,7 @@ A front that replaces one that was killed takes over its ports and its token. Th
 know, and meet anew; what the one before was answering has been cut off with it.
 
 SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
---shutdown-timeout-seconds says. SIGINT, and a second SIGTERM, end it at once.
+--shutdown-timeout-seconds says. SIGINT, a second SIGTERM and its supervisor's END_NOW_SIGNAL end it at once.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import FRONT_VARIABLE, KEPT_VARIABLE
+from server.process.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE
 from server.process.unix_socket import listening_at
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
@@ -154,7 +154,8 @@ class _Ending:
         self.on_hurry: Callable[[], None] = lambda: None  # told each time that somebody cannot wait
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end_gently)
-        loop.add_signal_handler(signal.SIGINT, self.end_now)
+        for number in (signal.SIGINT, END_NOW_SIGNAL):
+            loop.add_signal_handler(number, self.end_now)
 
     def _end_gently(self) -> None:
         if self.begun.is_set():  # a second time: somebody cannot wait

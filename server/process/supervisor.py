@@ -44,6 +44,7 @@ from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import (
     DRAIN_SIGNAL,
+    END_NOW_SIGNAL,
     FRONT_IS_GONE,
     FRONT_VARIABLE,
     KEPT_VARIABLE,
@@ -245,7 +246,7 @@ class Supervisor:
             host,
         )
         front = self._start(
-            "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=signal.SIGINT
+            "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=END_NOW_SIGNAL
         )
         pipe.close_child_end()
         self._front, self._front_host = front, host

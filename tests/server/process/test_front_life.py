@@ -16,6 +16,7 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
+from server.process.children import END_NOW_SIGNAL
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
 
@@ -203,3 +204,15 @@ def test_it_dies_with_its_parent(model_dir: Path) -> None:
         pytest.fail("the front outlived its parent")
     with pytest.raises(httpx.ConnectError):
         httpx.get(url + "/ping")
+
+
+def test_a_front_that_is_stopped_amid_its_imports_says_nothing(model_dir: Path) -> None:
+    python, *front = FRONT
+    command = [python, "-X", "importtime", *front, str(model_dir), "--port", "0", "--ranks", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("server.front.journal" in line for line in process.stderr), "its imports are under way"
+        process.send_signal(END_NOW_SIGNAL)
+        written, told = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -END_NOW_SIGNAL, "its imports were at an end"
+    assert (written, [line for line in told.splitlines() if not line.startswith("import time:")]) == ("", [])

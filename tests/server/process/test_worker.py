@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.process.children import children_of
+from server.process.children import END_NOW_SIGNAL, children_of
 from server.process.engine import SupervisorPipe
 from server.process.supervisor import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
@@ -82,7 +82,7 @@ def test_a_stop_signal_ends_everything_with_status_0_and_the_front_first(
         assert (status, seconds < PROMISED_S) == (0, True), service.output()
         service.wait_for_nobody(within_s=0)
         is_gentle = number == signal.SIGTERM
-        assert ended_by(service, "front-0") == ("SIGTERM" if is_gentle else "SIGINT")
+        assert ended_by(service, "front-0") == ("SIGTERM" if is_gentle else END_NOW_SIGNAL.name)
         assert ("ended with status 0" in service.output()) is is_gentle
 
 
@@ -106,7 +106,7 @@ def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> N
         service.facts("engine-0")
         service.process.send_signal(signal.SIGTERM)
         assert service.end()[0] == 0
-        assert ended_by(service, "front-0") == "SIGINT"
+        assert ended_by(service, "front-0") == END_NOW_SIGNAL.name
 
 
 @pytest.mark.slow

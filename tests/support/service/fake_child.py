@@ -1,7 +1,7 @@
 """Stands in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, no torch, no model.
 
 It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
-reports, and waits for SIGTERM, or SIGINT for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
+reports, and waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
 makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
 as the loss of its front does. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, as the checker of structures
 does; its pid is in front-RANK.child. Engines leave copies as real ones do.
@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from server.parent_death import die_with_parent
+from server.process.children import END_NOW_SIGNAL
 from server.process.loading import LoadingFile, loading_of
 from server.process.spare import leave_spare
 
@@ -107,9 +108,10 @@ def main() -> None:
     args, _ = parser.parse_known_args()
     stubborn = os.environ.get("FAKE_STUBBORN") == "1"
     name = f"{args.role}-{os.environ['RANK']}"
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, END_NOW_SIGNAL if args.role == "front" else signal.SIGINT):
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
-    signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
+    if args.role == "engine":
+        signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
     wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS", "WIDEEP_KEPT")
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
