@@ -43,17 +43,24 @@ class RequestProgress:
         if self._stream.isatty():
             self._bar = tqdm(total=total, desc=title, unit="request", file=self._stream)
 
-    def step(self, *, failed: bool = False) -> None:
-        """Count one more."""
+    def step(self, *, failed: bool = False, note: str = "") -> None:
+        """Count one more.
+
+        Args:
+            note: what to say behind the figures, of those whose requests are not all there is to say.
+        """
         self.num_done += 1
         self.num_failed += failed
         if self._bar is not None:
             if failed:
                 self._bar.set_postfix(failed=self.num_failed, refresh=False)
+            if note:
+                self._bar.set_postfix_str(note, refresh=False)
             self._bar.update()
         elif self._lines and self._now_s() - self._said_s >= LINE_EVERY_S:
             self._said_s = self._now_s()
-            print(f"{self._title}: {self.figures()}", file=self._stream, flush=True)
+            words = f"{self._title}: {self.figures()}" + (f", {note}" if note else "")
+            print(words, file=self._stream, flush=True)
 
     def figures(self) -> str:
         """Say how far it is, in words."""

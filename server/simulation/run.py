@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from expert_placement.files import LoadFileError
@@ -13,6 +14,7 @@ from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from scheduler.policy.limits import SchedulerLimitsError
 from server.clients.connection import Connection, ServiceError, api_key_of
+from server.clients.progress import RequestProgress
 from server.front.routers import ROUTERS
 from server.options.flag import OptionsError
 from server.process.preflight.model import PreflightError
@@ -23,13 +25,13 @@ from server.simulation.experts import (
     generated_loads,
     recorded_loads,
 )
-from server.simulation.figures import SimulationReport, Slo
+from server.simulation.figures import Figures, SimulationReport, Slo
 from server.simulation.flags import Asked
-from server.simulation.service import SimulatedService, SimulationError
+from server.simulation.service import PreemptedError, SimulatedService, SimulationError
 from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
 from server.sizing.devices import UnknownDeviceError
 from server.sizing.fit import SizeError
-from server.traces import TraceError, read_trace
+from server.traces import TracedRequest, TraceError, read_trace
 
 _MOST_WINDOWS = 144  # of generated loads; then from the beginning
 _REFUSED = (
@@ -45,6 +47,14 @@ class SimulatedRun(NamedTuple):
     placement: str
     subject: Subject
     report: SimulationReport
+
+
+class _Extent(NamedTuple):
+    """How much of a trace there is to serve."""
+
+    num_requests: int
+    duration_s: float
+    has_shared_prefixes: bool  # whether it says anything of prefixes
 
 
 def run_simulate(args: argparse.Namespace) -> int:
@@ -69,7 +79,7 @@ def simulate(asked: Asked) -> list[SimulatedRun]:
         ServiceError: a service to calibrate by cannot be reached.
         SimulationError and others: something is wrong with what was asked; the message says what.
     """
-    next(read_trace(asked.trace))  # a file that is none is refused before a model is read
+    extent = _extent(asked)  # a file that is none is refused before a model is read
     slo = Slo(**{f"{name}_ms": bound for name, bound in asked.slo_ms.items()})
     runs = []
     measured: Subject | None = None
@@ -82,14 +92,12 @@ def simulate(asked: Asked) -> list[SimulatedRun]:
         loads = _loads(asked, subject)
         for router in asked.routers:
             begun_s = time.process_time()
-            experts = ExpertBalance(
-                placement, subject.experts, loads, subject.num_ranks, subject.config, seed=asked.seed
-            )
-            service = SimulatedService(
-                subject.num_ranks, subject.limits, ROUTERS[router](subject.num_ranks), subject.times, experts
-            )
-            trace = read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
-            report = service.run(trace).report(slo, num_expert_moves=experts.num_moves)
+            try:
+                report = _serve(asked, subject, loads, router, placement, extent).report(slo)
+            except PreemptedError as error:
+                print(f"{error}: beginning anew, with prefixes remembered", file=sys.stderr)
+                remembering = extent._replace(has_shared_prefixes=True)
+                report = _serve(asked, subject, loads, router, placement, remembering).report(slo)
             runs.append(SimulatedRun(router, placement, subject, report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
@@ -97,6 +105,61 @@ def simulate(asked: Asked) -> list[SimulatedRun]:
                 file=sys.stderr,
             )
     return runs
+
+
+def _extent(asked: Asked) -> _Extent:
+    """Read the trace once, as it will be served.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    num_requests, last_s, has_shared_prefixes = 0, 0.0, False
+    for request in _trace(asked):
+        num_requests, last_s = num_requests + 1, request.arrival_s
+        has_shared_prefixes = has_shared_prefixes or bool(request.hash_ids)
+    return _Extent(num_requests, last_s, has_shared_prefixes)
+
+
+def _trace(asked: Asked) -> Iterator[TracedRequest]:
+    return read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
+
+
+class _Served(NamedTuple):
+    """A run that is over."""
+
+    figures: Figures
+    num_expert_moves: int
+
+    def report(self, slo: Slo) -> SimulationReport:
+        """Say what came out."""
+        return self.figures.report(slo, num_expert_moves=self.num_expert_moves)
+
+
+def _serve(
+    asked: Asked, subject: Subject, loads: ExpertLoads, router: str, placement: str, extent: _Extent
+) -> _Served:
+    """Serve the trace once.
+
+    Raises:
+        PreemptedError: it has to be served with prefixes remembered.
+    """
+    num_ranks = subject.num_ranks
+    experts = ExpertBalance(placement, subject.experts, loads, num_ranks, subject.config, seed=asked.seed)
+    with RequestProgress(extent.num_requests, f"{router}, {placement}", lines=True) as progress:
+
+        def count(now_s: float) -> None:
+            progress.step(note=f"{now_s:,.0f} of {extent.duration_s:,.0f} s simulated")
+
+        service = SimulatedService(
+            num_ranks,
+            subject.limits,
+            ROUTERS[router](num_ranks),
+            subject.times,
+            experts,
+            has_shared_prefixes=extent.has_shared_prefixes,
+            ended=count,
+        )
+        return _Served(service.run(_trace(asked)), experts.num_moves)
 
 
 def _measured(asked: Asked, placement: str) -> Subject:

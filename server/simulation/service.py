@@ -9,7 +9,7 @@ are merged into one with the same decision (any of the flags, the most decodes, 
 nothing is skipped: the slow oracle of the tests. What it leaves out: tokenizing, HTTP, faults, drafts, stop tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,10 @@ LOOK_STEPS = 256  # between looks at how full the ranks' caches are
 
 class SimulationError(ValueError):
     """A simulation that cannot be run; the message says why and what to do."""
+
+
+class PreemptedError(RuntimeError):
+    """A request was preempted where no rank remembers prefixes: in a service it would find what it has computed."""
 
 
 @dataclass(slots=True)
@@ -95,13 +99,24 @@ class SimulatedService:
         experts: ExpertBalance,
         *,
         is_stepwise: bool = False,
+        has_shared_prefixes: bool = True,
+        ended: Callable[[float], None] | None = None,
     ) -> None:
         """Set up an idle service.
+
+        Args:
+            has_shared_prefixes: whether a request may begin as another does. Where none does, ranks need not remember
+                prefixes, which takes most of the memory and half of the time, unless one is preempted: then `run` raises.
+            ended: told the simulated time at every end of a request.
 
         Raises:
             SchedulerLimitsError: a rank's limits contradict each other.
         """
+        self._forgets = limits.enable_prefix_caching and not has_shared_prefixes
+        if self._forgets:
+            limits = limits._replace(enable_prefix_caching=False)
         self._ranks = [SimulatedRank(limits) for _ in range(num_ranks)]
+        self._ended = ended
         self._limits, self._routing, self._times, self._experts = limits, routing, times, experts
         self._is_stepwise = is_stepwise
         self._lockstep = LockStep(
@@ -137,7 +152,11 @@ class SimulatedService:
         self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
     def run(self, trace: Iterator[TracedRequest]) -> Figures:
-        """Serve a trace to its last request and return what was seen."""
+        """Serve a trace to its last request and return what was seen.
+
+        Raises:
+            PreemptedError: a request was preempted, and prefixes are not remembered that a service would remember.
+        """
         coming = _Arrivals(trace)
         while coming.next_s < np.inf or self._open:
             agreement = self._agree()
@@ -145,6 +164,7 @@ class SimulatedService:
                 self._wake(coming)
                 agreement = self._agree()
             self._run_step(agreement, coming)
+        self._check_preemptions()
         self.figures.end(self.now_s, [rank.scheduler.stats for rank in self._ranks])
         return self.figures
 
@@ -152,6 +172,10 @@ class SimulatedService:
     def num_held_blocks(self) -> int:
         """Blocks that requests hold, of all ranks."""
         return sum(rank.pool.num_blocks - rank.pool.num_free for rank in self._ranks)
+
+    def _check_preemptions(self) -> None:
+        if self._forgets and any(rank.scheduler.stats.num_preemptions for rank in self._ranks):
+            raise PreemptedError(f"a request was preempted within {self.now_s:g} s")
 
     def _run_step(self, agreement: Agreement, coming: "_Arrivals") -> None:
         self._take_inbox()
@@ -292,6 +316,7 @@ class SimulatedService:
         if self._step % LOOK_STEPS == 0:
             for number in range(len(self._ranks)):
                 self._catch_up(number)
+            self._check_preemptions()
             self.figures.note_cache([rank.kv_usage for rank in self._ranks])
 
     def _take(self, output: RequestOutput) -> None:
@@ -324,6 +349,8 @@ class SimulatedService:
                 is_served=output.finish_reason is not FinishReason.ERROR,
             )
         )
+        if self._ended is not None:
+            self._ended(self.now_s)
 
     # Coasting
 
