@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from server.simulation.experts import ExpertBalance, ExpertLoads, ExpertModel, g
 from server.simulation.figures import SimulationReport, Slo, causes_of
 from server.simulation.measured import MeasuredTimes
 from server.simulation.rank import RankLimits
-from server.simulation.service import SimulatedService
+from server.simulation.service import PreemptedError, SimulatedService
 from server.sizing.step_times import RankRows, StepCost
 from server.traces import TracedRequest
 
@@ -51,12 +51,21 @@ def _service(
     *,
     placement: str = "linear",
     is_stepwise: bool = False,
+    has_shared_prefixes: bool = True,
+    ended: Callable[[float], None] | None = None,
 ) -> SimulatedService:
     model = ExpertModel(num_layers=2, num_experts=16, top_k=2, expert_bytes=1000)
     config = EplbConfig(num_redundant_experts=num_ranks, step_interval=200, window_size=100, min_gain=0.0)
     experts = ExpertBalance(placement, model, _loads(), num_ranks, config)
     return SimulatedService(
-        num_ranks, limits, ROUTERS[router](num_ranks), TIMES, experts, is_stepwise=is_stepwise
+        num_ranks,
+        limits,
+        ROUTERS[router](num_ranks),
+        TIMES,
+        experts,
+        is_stepwise=is_stepwise,
+        has_shared_prefixes=has_shared_prefixes,
+        ended=ended,
     )
 
 
@@ -87,6 +96,22 @@ def test_fast_forward_equals_step_by_step(router: str, changes: dict[str, int]) 
         fast = _run(trace, _service(2, router, limits))
         slow = _run(trace, _service(2, router, limits, is_stepwise=True))
         assert fast == slow
+
+
+def test_a_trace_without_shared_prefixes_comes_out_the_same_where_none_is_remembered() -> None:
+    limits, ends = LIMITS._replace(num_blocks=2000), list[float]()
+    trace = [request._replace(hash_ids=()) for request in _trace(2, 24, mean_gap_s=0.15)]
+    remembered = _run(trace, _service(2, "prefix", limits))
+    forgotten = _run(trace, _service(2, "prefix", limits, has_shared_prefixes=False, ended=ends.append))
+    assert forgotten == remembered
+    assert len(ends) == 24
+    assert ends == sorted(ends)
+
+
+def test_a_preemption_is_refused_where_prefixes_are_not_remembered() -> None:
+    scarce = LIMITS._replace(num_blocks=130, max_num_seqs=16)
+    with pytest.raises(PreemptedError, match="a request was preempted"):
+        _run(_growing(), _service(2, "prefix", scarce, has_shared_prefixes=False))
 
 
 def test_runs_with_preemptions_hits_and_refusals_are_among_those_compared() -> None:
