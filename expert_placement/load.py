@@ -41,6 +41,7 @@ class RankFigures(NamedTuple):
     wire_s: np.ndarray  # of both waits, at least so much for wires
     experts_s: np.ndarray
     step_s: np.ndarray  # [R] all of the steps
+    between_steps_s: np.ndarray  # from one to the next: headers, planning, delivery; not sleep
     prefill_steps: np.ndarray  # of `steps`, those with parts of prompts on some rank; as are the next two
     prefill_experts_s: np.ndarray
     prefill_step_s: np.ndarray
@@ -56,7 +57,7 @@ def no_figures(num_ranks: int) -> RankFigures:
     """Figures of nothing."""
     flat, square = (num_ranks,), (num_ranks, num_ranks)
     causes = (num_ranks, len(WAIT_CAUSES))
-    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 9, causes, square, square)
+    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 10, causes, square, square)
     return RankFigures(*(np.zeros(shape) for shape in shapes))
 
 

@@ -262,6 +262,7 @@ class Engine:
                 on_step([], self._stats(0))
                 on_sleep()
                 self._relocation.pace.rest()
+                self._runner.rest()
                 progress.is_idle = True
                 self._sleep(lockstep)
                 self._post(lockstep)

@@ -50,6 +50,7 @@ class LoadReport:
     wire_s: float  # of both, at least so much for wires; 0 where that is not known
     experts_s: float  # computing this rank's experts
     step_s: float  # in steps, waits included
+    between_steps_s: float = 0.0  # from one step to the next: headers, planning, delivery; not sleep
     prefill_steps: int = 0  # of num_steps, those with parts of prompts on some rank; others are decode-only
     prefill_experts_s: float = 0.0  # of experts_s, in those
     prefill_step_s: float = 0.0  # of step_s, in those

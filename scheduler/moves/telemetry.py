@@ -67,6 +67,7 @@ class Telemetry:
             wire_s=waits.wire_ns * 1e-9,
             experts_s=self._counts.experts_s,
             step_s=self._runner.busy_ns * 1e-9,
+            between_steps_s=self._runner.between_ns * 1e-9,
             prefill_steps=self._runner.num_prefill_steps,
             prefill_experts_s=self._runner.prefill_experts_s,
             prefill_step_s=self._runner.prefill_busy_ns * 1e-9,

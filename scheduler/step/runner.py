@@ -58,6 +58,8 @@ class Runner:
 
     def _clear_counters(self) -> None:
         self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
+        self.between_ns = 0  # from the end of a step to the next one's begin, sleeps left out
+        self._ended_ns: int | None = None
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_draft_tokens = 0  # of decode
         self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
@@ -104,7 +106,7 @@ class Runner:
         Returns:
             The items' samples, in order, and the logprobs of prompt tokens where they are wanted.
         """
-        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
+        begun_ns, waits = self._begin(), self.dispatcher.waits
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens)
@@ -121,13 +123,28 @@ class Runner:
         self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
         self.num_draft_tokens += sum(len(item.drafts) for item in batch.items)
         self._note_waits(waits, wait_cause)
-        took_ns = perf_counter_ns() - begun_ns
-        self.busy_ns += took_ns
+        took_ns = self._end(begun_ns)
         if has_prefill:
             self.num_prefill_steps += 1
             self.prefill_busy_ns += took_ns
             self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
         return sampled
+
+    def rest(self) -> None:
+        """Take it that what comes next does not follow on what came before: the rank sleeps."""
+        self._ended_ns = None
+
+    def _begin(self) -> int:
+        now_ns = perf_counter_ns()
+        if self._ended_ns is not None:
+            self.between_ns += now_ns - self._ended_ns
+        return now_ns
+
+    def _end(self, begun_ns: int) -> int:
+        self._ended_ns = perf_counter_ns()
+        took_ns = self._ended_ns - begun_ns
+        self.busy_ns += took_ns
+        return took_ns
 
     def _note_waits(self, before: Waits, cause: str) -> None:
         """Add what the step waited for ranks: at dispatches for their attention, at combines for their experts.
@@ -148,10 +165,10 @@ class Runner:
     def make_drafts(self, batch: Batch, depth: int, agreed_tokens: int) -> None:
         """See `DraftPasses.run`."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
-        begun_ns = perf_counter_ns()
+        begun_ns = self._begin()
         self._passes.run(batch, depth, agreed_tokens)
         self.dispatcher.check()
-        self.busy_ns += perf_counter_ns() - begun_ns
+        self._end(begun_ns)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

@@ -26,6 +26,7 @@ class LoadSnapshot(NamedTuple):
     expert_tokens: Mapping[str, np.ndarray]  # by phase: [layers, experts]
     rank_tokens: Mapping[str, np.ndarray]  # by phase: [layers, ranks]
     figures: RankFigures
+    totals: RankFigures  # since the start, of all ranks
     history: list[dict[str, Any]]
     series: dict[str, object]
 
@@ -47,7 +48,12 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
         "phases": {phase: _phase(snapshot, phase) for phase in PHASES},
         "rank_tokens": dict(snapshot.rank_tokens),
         "ranks": [
-            _rank(rank, place, snapshot.hosts.get(rank), figures)
+            {
+                "rank": rank,
+                "host": snapshot.hosts.get(rank),
+                **_figures(figures, place),
+                "since_start": _figures(snapshot.totals, rank),
+            }
             for place, rank in enumerate(snapshot.members)
         ],
         "why": why._asdict(),
@@ -66,11 +72,9 @@ def _phase(snapshot: LoadSnapshot, phase: str) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict[str, Any]:
+def _figures(figures: RankFigures, place: int) -> dict[str, Any]:
     tokens = figures.tokens[place]
     return {
-        "rank": rank,
-        "host": host,
         "steps": int(figures.steps[place]),
         "prefill_steps": int(figures.prefill_steps[place]),
         "tokens": int(tokens.sum()),
@@ -89,5 +93,6 @@ def _rank(rank: int, place: int, host: str | None, figures: RankFigures) -> dict
             for cause, waited_s in zip(WAIT_CAUSES, figures.wait_causes_s[place], strict=True)
         },
         "step_s": round(float(figures.step_s[place]), 6),
+        "between_steps_s": round(float(figures.between_steps_s[place]), 6),
         "prefill_step_s": round(float(figures.prefill_step_s[place]), 6),
     }

@@ -31,7 +31,7 @@ WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown
 _BETWEEN_RANKS = ("dispatch_bytes", "combine_bytes")
 _ADDED = (
-    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "prefill_steps", "prefill_experts_s",
+    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "between_steps_s", "prefill_steps", "prefill_experts_s",
     "prefill_step_s", "draft_tokens", "wait_causes_s", *_BETWEEN_RANKS,
 )  # fmt: skip
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
@@ -212,8 +212,8 @@ class ExpertsLoad:
 
     def snapshot(self) -> LoadSnapshot:
         """Copy what GET /experts/load answers; the experts must be known."""
-        experts, window = self.experts, self.window
-        assert experts is not None and window is not None, "asked before rank 0 attached"
+        experts, window, totals = self.experts, self.window, self.totals
+        assert experts and window and totals is not None, "asked before rank 0 attached"
         return LoadSnapshot(
             model=self.model,
             experts=experts,
@@ -222,6 +222,7 @@ class ExpertsLoad:
             expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
             rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
             figures=window.figures,
+            totals=RankFigures(*(each.copy() for each in totals)),
             history=[dict(entry) for entry in self.history],
             series=self.series.to_json(),
         )

@@ -96,7 +96,13 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             ("dispatch_wait_seconds", "Time in the exchanges of dispatches.", totals.dispatch_wait_s),
             ("combine_wait_seconds", "Time in the exchanges of combines.", totals.combine_wait_s),
             ("experts_seconds", "Time that a rank's experts computed.", totals.experts_s),
+            ("steps", "Steps.", totals.steps),
             ("step_seconds", "Time in steps, waits included.", totals.step_s),
+            (
+                "between_steps_seconds",
+                "Time from one step to the next, sleep left out.",
+                totals.between_steps_s,
+            ),
         ):
             family = CounterMetricFamily(f"wideep:{name}", text, labels=("model_name", "engine"))
             for rank, value in enumerate(values):

@@ -1,7 +1,7 @@
 """How evenly experts' tokens fall on ranks over simulated time, under a placement that may change while it serves.
 
-What experts are asked for comes as windows: of recorded loads, or of a generated one (Zipf's law over experts, in another
-order in every layer, which drifts by a lognormal factor from window to window). A step's tokens are drawn from its window
+What experts are asked for comes as windows: of recorded loads, or of a generated one (lognormal
+over experts, drawn for every layer, which drifts by a lognormal factor from window to window). A step's tokens are drawn from its window
 (multinomial, once for each power of two of tokens), because a batch of few tokens is uneven under the best placement.
 
 Placements change as in a service: every `step_interval` steps the last window is looked at, by `expert_placement.control`
@@ -72,15 +72,15 @@ def generated_loads(
     window_s: float,
     seed: int,
 ) -> ExpertLoads:
-    """Make loads by Zipf's law.
+    """Make lognormal loads.
 
     Args:
-        skew: the exponent; 0: all experts alike.
-        drift: sigma of the lognormal factor from window to window.
+        skew: sigma over a layer's experts; 0: all experts alike. At 0.7 the hottest of 256 is asked for 6 times as often as
+            the mean one, as in DeepSeek-V3 under SGLang (sgl-project/sglang, issue 6017: 5.6 to 8.1 times, sigma 0.56 to 0.86).
+        drift: sigma of the lognormal factor from window to window; there 0.07 to 0.30.
     """
     draw = np.random.default_rng(seed)
-    share = (np.arange(num_experts) + 1.0) ** -skew
-    load = np.stack([draw.permutation(share) for _ in range(num_layers)])
+    load = np.exp(skew * draw.standard_normal((num_layers, num_experts)))
     steps = drift * draw.standard_normal((num_windows, num_layers, num_experts))
     steps[0] = 0.0
     return ExpertLoads(_normed(load * np.exp(np.cumsum(steps, axis=0))), window_s)

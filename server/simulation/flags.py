@@ -89,9 +89,9 @@ def add_simulate_parser(commands: Any) -> None:
     )
     experts.add_argument(
         "--expert-skew",
-        default="0.8",
-        metavar="S",
-        help="else Zipf's exponent; 0: all alike (default: %(default)s)",
+        default="0.7",
+        metavar="SIGMA",
+        help="else drawn, lognormal over experts; 0: all alike (default: %(default)s)",
     )
     experts.add_argument(
         "--expert-drift", default="0.1", metavar="SIGMA",

@@ -1,7 +1,7 @@
 """What is simulated: a model on devices that a roofline speaks for, or a service that runs and is measured.
 
-A running service is watched through /experts/load (steps, their seconds and tokens of the last steps, by rank) and
-/server_info (caches and limits). What steps took is fitted by a plane: a fixed time, and seconds per decode row and per
+A running service is watched through /experts/load (steps, their seconds and tokens since the start, by rank) and
+/server_info (caches and limits). What steps took between two looks is fitted by a plane: a fixed time, and seconds per decode row and per
 token of a prompt. Watch it while it has work to do, at more than one load: from one load the fixed time cannot be told
 from what rows take.
 """
@@ -32,7 +32,7 @@ from server.sizing.step_times import StepTimes
 DEFAULT_RANKS = 8  # of a roofline's service
 BLOCK_TOKENS = 16
 EVERY_S = 1.0  # between looks at a running service
-_LEAST_STEPS = 20  # in a look, for it to say something
+_LEAST_STEPS = 20  # while a service is watched, for them to say something
 
 
 class CalibrationError(ValueError):
@@ -122,12 +122,12 @@ def _redundant(asked: Asked, config: EplbConfig, num_ranks: int, placement: str)
 
 
 class Look(NamedTuple):
-    """What the last steps of a service did, per step of a kind and over ranks."""
+    """What a service did between two moments."""
 
-    decode_rows: float  # per rank and step
-    plain_s: float | None  # a step without prompts; None: too few
-    prompt_s: float | None  # one with prompts
-    prompt_tokens: float  # in one of those, on all ranks together
+    steps: float
+    decode_rows: float  # of all steps, on the rank that had most
+    prompt_tokens: float  # of all steps and ranks: mostly one of them has prompts in a step
+    seconds: float  # in steps and from one to the next
 
 
 def from_service(
@@ -144,10 +144,11 @@ def from_service(
         raise CalibrationError(
             f"{client.url} has no rank that serves; wait until /health answers 200, then ask again"
         )
-    looks = [look_of(load)]
+    looks = []
     for _ in range(max(1, round(asked.calibrate_s / EVERY_S))):
         sleep(EVERY_S)
-        looks.append(look_of(client.get_json("/experts/load")))
+        before, load = load, client.get_json("/experts/load")
+        looks.append(look_of(before, load))
     times = fit(looks)
     served = asked.served
     options = options_from_keywords("demo", served, environment={})
@@ -176,20 +177,19 @@ def from_service(
     )
 
 
-def look_of(load: Mapping[str, Any]) -> Look:
-    """Read an answer of /experts/load."""
-    ranks = load["ranks"]
-    steps, prompt_steps, step_s, prompt_step_s, decodes = (
-        float(np.mean([each[name] for each in ranks])) if ranks else 0.0
-        for name in ("steps", "prefill_steps", "step_s", "prefill_step_s", "decode_tokens")
+def look_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Look:
+    """Read two answers of /experts/load; a rank that is not in both is left out."""
+    first = {rank["rank"]: rank["since_start"] for rank in before["ranks"]}
+    last = {rank["rank"]: rank["since_start"] for rank in after["ranks"]}
+    both = [rank for rank in first if rank in last]
+    if not both:
+        return Look(0.0, 0.0, 0.0, 0.0)
+    steps, decodes, prompts, step_s, between_s = (
+        np.array([last[rank][name] - first[rank][name] for rank in both], dtype=np.float64)
+        for name in ("steps", "decode_tokens", "prefill_tokens", "step_s", "between_steps_s")
     )
-    plain_steps = steps - prompt_steps
-    prompts = float(sum(each["prefill_tokens"] for each in ranks))
     return Look(
-        decodes / max(steps, 1.0),
-        (step_s - prompt_step_s) / plain_steps if plain_steps >= _LEAST_STEPS else None,
-        prompt_step_s / prompt_steps if prompt_steps >= _LEAST_STEPS else None,
-        prompts / max(prompt_steps, 1.0),
+        float(steps.mean()), float(decodes.max()), float(prompts.sum()), float((step_s + between_s).mean())
     )
 
 
@@ -199,17 +199,11 @@ def fit(looks: list[Look]) -> MeasuredTimes:
     Raises:
         CalibrationError: there were too few steps.
     """
-    rows = [(1.0, each.decode_rows, 0.0, each.plain_s) for each in looks if each.plain_s is not None]
-    rows += [
-        (1.0, each.decode_rows, each.prompt_tokens, each.prompt_s)
-        for each in looks
-        if each.prompt_s is not None
-    ]
-    if not rows:
+    if sum(each.steps for each in looks) < _LEAST_STEPS:
         raise CalibrationError(
             f"the service ran fewer than {_LEAST_STEPS} steps while it was watched; let it answer requests meanwhile"
         )
-    table = np.array(rows)
+    table = np.array(looks)
     known = [0, 1, 2]
     while True:
         found = np.linalg.lstsq(table[:, known], table[:, 3], rcond=None)[0]

@@ -32,7 +32,7 @@ class FakeRunner:
     num_tokens = (3, 4)
     num_draft_tokens = 2
     waited_ns = (1_000_000_000, 0, 0, 500_000_000, 0)
-    busy_ns = 4_000_000_000
+    busy_ns, between_ns = 4_000_000_000, 250_000_000
     num_prefill_steps, prefill_busy_ns, prefill_experts_s = 2, 1_000_000_000, 0.125
 
 
@@ -70,6 +70,7 @@ def test_a_report_says_what_was_counted() -> None:
     assert report.wait_causes_s == (1.0, 0.0, 0.0, 0.5, 0.0)
     times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
     assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))
+    assert report.between_steps_s == pytest.approx(0.25)
     of_prefill = report.prefill_steps, report.prefill_experts_s, report.prefill_step_s
     assert of_prefill == pytest.approx((2, 0.125, 1.0))
     assert report.counts[1, 0, 3] == 5, "modulo 2^32"

@@ -1,4 +1,4 @@
-"""What a step waited for is counted by cause, wires left out."""
+"""What a step waited for is counted by cause, wires left out; what lies between two steps is counted, sleep left out."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,18 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
     runner.dispatcher = _runner_of(twice).dispatcher
     runner._note_waits(once, cause)
     assert _told(runner) == {name: 2 * value for name, value in expected.items()}, "it is a counter"
+
+
+def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # begin and end of four
+    monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
+    parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None)
+    runner = Runner(parts, parts, parts, parts, parts, parts)
+    for sleeps in (False, True, False, False):
+        runner.make_drafts(parts, 0, 0)
+        if sleeps:
+            runner.rest()
+    assert (runner.busy_ns, runner.between_ns) == (30 + 13 + 2 + 1, 7 + 1)
 
 
 def _runner_of(waits: Waits) -> Runner:

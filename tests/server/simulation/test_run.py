@@ -108,21 +108,32 @@ def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.Captur
     assert "no service answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
-def _load(
-    decode_rows: float, prompt_tokens: float, *, steps: int = 100, prompt_steps: int = 40
-) -> dict[str, Any]:
-    """What /experts/load says of two ranks whose steps take 10 ms, 2 ms per row and 0.1 ms per token of a prompt."""
-    plain_s = 0.010 + 0.002 * decode_rows
-    prompt_s = prompt_steps * (plain_s + 0.0001 * prompt_tokens)
-    rank = {
-        "steps": steps,
-        "prefill_steps": prompt_steps,
-        "step_s": (steps - prompt_steps) * plain_s + prompt_s,
-        "prefill_step_s": prompt_s,
-        "decode_tokens": decode_rows * steps,
-        "prefill_tokens": prompt_tokens * prompt_steps / 2,
-    }
-    return {"num_layers": 2, "num_experts": 8, "ranks": [rank, rank]}
+class _Ranks:
+    """Two ranks whose steps take 10 ms, 2 ms per row and 0.1 ms per token of a prompt, and 1 ms to the next."""
+
+    def __init__(self) -> None:
+        self.decodes = [0, 0]
+        self.steps = self.prompts = 0
+
+    def load(self, steps: int, decode_rows: int, prompt_tokens: int) -> dict[str, Any]:
+        """What /experts/load says after so many steps more, with so many rows each on the second rank, and so many tokens."""
+        self.steps += steps
+        self.prompts += prompt_tokens
+        self.decodes[0] += steps * decode_rows // 2
+        self.decodes[1] += steps * decode_rows
+        counted = {
+            "steps": self.steps,
+            "step_s": 0.010 * self.steps + 0.002 * self.decodes[1] + 0.0001 * self.prompts,
+            "between_steps_s": 0.001 * self.steps,
+        }
+        ranks = [
+            {
+                "rank": 0,
+                "since_start": {**counted, "decode_tokens": self.decodes[0], "prefill_tokens": self.prompts},
+            },
+            {"rank": 1, "since_start": {**counted, "decode_tokens": self.decodes[1], "prefill_tokens": 0}},
+        ]
+        return {"num_layers": 2, "num_experts": 8, "ranks": ranks}
 
 
 def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
@@ -147,13 +158,16 @@ def _asked(folder: Path, seconds: int) -> Asked:
 
 
 def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> None:
-    loads = [_load(1, 30), _load(4, 200), _load(8, 90)]
+    ranks = _Ranks()
+    loads = [ranks.load(5000, 7, 99), ranks.load(80, 2, 30), ranks.load(60, 4, 2000), ranks.load(50, 8, 900)]
     slept: list[float] = []
-    subject = from_service(_asked(folder, 2), _service(loads), "linear", sleep=slept.append)
+    subject = from_service(_asked(folder, 3), _service(loads), "linear", sleep=slept.append)
     cost = subject.times.step([_rows(100, 3), _rows(0, 5)], 1.0)
-    assert cost.total_s == pytest.approx(0.010 + 3 * 0.002 + 100 * 0.0001)
+    assert cost.total_s == pytest.approx(0.011 + 3 * 0.002 + 100 * 0.0001), (
+        "what came before the watch is left out"
+    )
     assert (subject.num_ranks, subject.limits.num_blocks, subject.limits.max_num_seqs) == (2, 128, 8)
-    assert len(slept) == 2
+    assert len(slept) == 3
 
 
 def _rows(prefill: int, decode: int) -> RankRows:
@@ -161,13 +175,22 @@ def _rows(prefill: int, decode: int) -> RankRows:
 
 
 def test_a_fit_takes_no_time_off_for_work() -> None:
-    looks = [Look(4.0, 0.010, 0.009, 100.0), Look(8.0, 0.011, 0.010, 50.0)]
-    times = fit(looks)
+    times = fit([Look(100, 400, 5000, 0.9), Look(100, 800, 1000, 1.1)])
     assert min(times.step_s, times.decode_row_s, times.prefill_token_s) >= 0
 
 
 def test_a_service_without_work_or_ranks_cannot_be_calibrated_by(folder: Path) -> None:
+    idle = [_Ranks().load(3, 1, 0)] * 2
     with pytest.raises(CalibrationError, match="ran fewer than 20 steps while it was watched"):
-        fit([look_of(_load(1, 0, steps=3, prompt_steps=0))])
+        from_service(_asked(folder, 1), _service([*idle]), "linear", sleep=lambda _: None)
     with pytest.raises(CalibrationError, match="has no rank that serves"):
-        from_service(_asked(folder, 1), _service([_load(1, 1)], max_running=0), "linear")
+        from_service(_asked(folder, 1), _service([*idle], max_running=0), "linear")
+
+
+def test_a_rank_that_comes_or_goes_amid_a_look_is_left_out() -> None:
+    ranks = _Ranks()
+    before, after = ranks.load(10, 2, 0), ranks.load(10, 2, 0)
+    before["ranks"].pop(0)
+    assert look_of(before, after).decode_rows == 20
+    before["ranks"].pop(0)
+    assert look_of(before, after) == Look(0, 0, 0, 0)

@@ -47,6 +47,7 @@ def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadRe
         "wire_s": 0.005 * step,
         "experts_s": 0.03 * step,
         "step_s": 0.1 * step,
+        "between_steps_s": 0.01 * step,
         "wait_causes_s": (0.004 * step, 0.0, 0.001 * step, 0.015 * step, 0.005 * step),
     }
     return LoadReport(**(fields | changes))  # type: ignore[arg-type]
