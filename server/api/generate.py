@@ -7,7 +7,7 @@ far, as SGLang's do. Fields of features that are not served are refused by name.
 
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -55,6 +55,10 @@ _FIELD_OF = {  # of sampling_params -> a completion's
 }
 _STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> structured_outputs' keys
 _HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # they change nothing here
+_Texts = Annotated[
+    list[str], Field(fail_fast=True)
+]  # see `schemas`: an error each for all items would cost gigabytes
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class GenerateRequest(BaseModel):
@@ -62,8 +66,8 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    text: str | _Texts | None = None
+    input_ids: _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)] | None = None
     sampling_params: dict[str, Any] | None = None
     rid: str | None = Field(None, min_length=1, max_length=128)
     stream: bool | None = None

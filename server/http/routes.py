@@ -59,7 +59,7 @@ def _error_responses(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
 STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with stream=true as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
 

@@ -11,6 +11,7 @@ killed and the others go on. Ranks are forked from a server that has imported to
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -192,6 +193,7 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     connection.send_bytes(pickle.dumps(None))
+    gc.freeze()  # what is loaded stays: collections of what tests leave pass it over
     while True:
         try:
             call = connection.recv_bytes()
@@ -201,10 +203,12 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
 
 
 def _end_groups() -> None:
-    """Destroy all groups but the default one: each has a thread of gloo's that wakes a hundred times a second."""
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    """Destroy all groups but the default one: each has threads of gloo's that wake a hundred times a second."""
+    made = [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
+    for group in made:
+        dist.destroy_process_group(group)
+    if made:
+        gc.collect()  # engines hold theirs in cycles, and with them the threads
 
 
 def _answer(call: bytes) -> bytes:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,23 @@ def test_results_come_by_rank(pool: RankPool) -> None:
 
 def test_ranks_share_a_gloo_group(pool: RankPool) -> None:
     assert pool.run(sum_over_ranks) == [3.0, 3.0]
+
+
+def leave_a_group_in_a_cycle() -> int:
+    left: list[object] = [dist.new_group([0, 1], backend="gloo")]
+    left.append(left)
+    return gloo_threads()
+
+
+def gloo_threads() -> int:
+    return sum(task.read_text().startswith("gloo") for task in Path("/proc/self/task").glob("*/comm"))
+
+
+def test_a_test_s_groups_end_with_their_threads(pool: RankPool) -> None:
+    before = pool.run(gloo_threads)
+    assert all(left > were for left, were in zip(pool.run(leave_a_group_in_a_cycle), before, strict=True))
+    pool.end_groups()
+    assert pool.run(gloo_threads) == before
 
 
 def test_an_exception_names_its_rank_and_the_pool_goes_on(pool: RankPool) -> None:

@@ -11,6 +11,13 @@ from tests.conftest import OnDevice
 from tests.support.models.recurrences import KINDS, Rank, check_a_batch, check_cuts, whole
 
 Rows = tuple[torch.Tensor, ...]
+SEEN_ELSEWHERE = (
+    "convolution",
+    "gated delta rule of given lengths",
+)  # their kernels run in other kinds' tests too
+FIRST_KINDS = [
+    pytest.param(each, marks=pytest.mark.slow) if each in SEEN_ELSEWHERE else each for each in KINDS
+]
 
 
 def rank_on(device: str, name: str, *, is_invariant: bool = True) -> Rank:
@@ -115,14 +122,14 @@ def drafts(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("check", [check_a_batch, check_cuts])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FIRST_KINDS)
 def test_sequences_give_what_transformers_gives_and_cuts_change_no_bit(
     name: str, check: Callable[[Rank], None], on_device: OnDevice
 ) -> None:
     on_device(checked, name, check)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", FIRST_KINDS)
 def test_decodes_have_the_bits_of_prompts(name: str, on_device: OnDevice) -> None:
     on_device(decodes_and_padding, name)
 

@@ -159,7 +159,7 @@ def test_what_is_chosen_does_not_depend_on_what_is_beside(on_device: OnDevice) -
     on_device(check_rows_of_their_own)
 
 
-@pytest.mark.parametrize(("has_sinks", "heads"), [(False, 4), (True, 20)])
+@pytest.mark.parametrize(("has_sinks", "heads"), [(False, 4), pytest.param(True, 20, marks=pytest.mark.slow)])
 def test_attention_reads_chosen_tokens_only(has_sinks: bool, heads: int, on_device: OnDevice) -> None:
     on_device(check_attention, has_sinks, heads)
 

@@ -63,7 +63,12 @@ def choose(num_ranks: int, slots_per_rank: int, rows: int) -> Chosen:
 
 @pytest.mark.parametrize(
     ("num_ranks", "slots_per_rank", "rows"),
-    [(1, 8, 50), (2, 4, 50), (4, 4, 50), (2, 6, 690)],  # the last: 2,076 choices, of two chunks
+    [
+        (1, 8, 50),
+        (2, 4, 50),
+        (4, 4, 50),
+        pytest.param(2, 6, 690, marks=pytest.mark.slow),
+    ],  # the last: 2,076 choices, of two chunks
 )
 def test_slots_and_counts_are_the_cpus(
     num_ranks: int, slots_per_rank: int, rows: int, interpreter: RankPool

@@ -50,6 +50,7 @@ def kept_by_address(directory: Path, text: list[int]) -> tuple[np.ndarray, np.nd
     return first, model.draft(0, rows_of(0, text[1:]))[0]
 
 
+@pytest.mark.slow
 def test_every_step_leaves_hidden_values_at_the_same_place(interpreter: RankPool, tmp_path: Path) -> None:
     write_mtp_checkpoint("deepseek_v3", tmp_path)
     first, again = interpreter.run(kept_by_address, tmp_path, TEXTS[1], timeout_s=400.0)[0]

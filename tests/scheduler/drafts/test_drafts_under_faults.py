@@ -109,7 +109,7 @@ DOOMS: dict[str, tuple[str, Doom]] = {
     "between two passes": ("shm", Doom(function=f"{PASSES}._run_newest", calls=15)),
     "once the drafts are made": ("shm", Doom(function="scheduler.drafts.drafter.MadeDrafts.put", calls=14)),
 }
-FIRST = ("between the step and the drafts", "amid the first pass")
+FIRST = ("amid the first pass",)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,8 @@ def test_a_rank_lost_while_own_layers_draft_changes_no_bit(
     lose_and_regain(foreseen, MTP, doom, None, plain_foreseen, all2all_backend=backend)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_next", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_oss", "deepseek_v32"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v32"])
 def test_a_rank_lost_between_draft_and_verification_changes_no_bit(family: str, tmp_path: Path) -> None:
     """Of a recurrent model too, whose states go back to the last token that was right."""
     write_checkpoint(family, tmp_path)

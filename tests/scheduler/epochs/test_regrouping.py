@@ -239,6 +239,7 @@ def test_requests_may_be_aborted_and_ranks_asked_to_stop_while_no_epoch_serves(c
         assert crew.left[0].threads == []
 
 
+@pytest.mark.slow
 def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go_on(checkpoint: Path) -> None:
     """No collective's time-out is waited for: ranks say where they are, and one of them that it waits for another."""
     settings: dict[str, Any] = {"timeout_s": 500.0, "heartbeat_timeout_s": 0.4}
@@ -253,6 +254,7 @@ def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go
         crew.replay(1, to=0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_not_waited_for_once_it_is_left_out(checkpoint: Path) -> None:
     """Neither a collective's time-out nor its process' end is waited for: the order says that it is given up."""
     with serving(checkpoint, 3, requests(0, 6), all2all_backend="shm", timeout_s=60.0) as crew:

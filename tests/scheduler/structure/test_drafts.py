@@ -317,7 +317,7 @@ def test_damaged_drafts_change_no_structured_answer(
     assert num_right > 50
 
 
-@pytest.mark.parametrize("config", [MTP, SUFFIX])
+@pytest.mark.parametrize("config", [pytest.param(MTP, marks=pytest.mark.slow), SUFFIX])
 def test_structured_answers_on_two_ranks(foreseen: Path, plain: Tokens, config: str, pool_of: PoolOf) -> None:
     parts = pool_of(2).run(served_with, foreseen, config, None if config == MTP else plain)
     assert {key: value for part, _ in parts for key, value in part.items()} == plain

@@ -43,6 +43,7 @@ def key_file(path: Path, key: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_cluster_key_is_refused(tmp_path: Path) -> None:
     model, port = write_tiny_model(tmp_path / "tiny"), free_port()
     for rank in range(2):
