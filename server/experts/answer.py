@@ -51,6 +51,8 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
             {
                 "rank": rank,
                 "host": snapshot.hosts.get(rank),
+                "dispatch_bytes": figures.dispatch_bytes[place].astype(np.int64),
+                "combine_bytes": figures.combine_bytes[place].astype(np.int64),
                 **_figures(figures, place),
                 "since_start": _figures(snapshot.totals, rank),
             }
@@ -81,8 +83,6 @@ def _figures(figures: RankFigures, place: int) -> dict[str, Any]:
         "prefill_tokens": int(tokens[0]),
         "decode_tokens": int(tokens[1]),
         "draft_tokens": int(figures.draft_tokens[place]),  # of decode_tokens
-        "dispatch_bytes": figures.dispatch_bytes[place].astype(np.int64),
-        "combine_bytes": figures.combine_bytes[place].astype(np.int64),
         "dispatch_wait_s": round(float(figures.dispatch_wait_s[place]), 6),
         "combine_wait_s": round(float(figures.combine_wait_s[place]), 6),
         "wire_s": round(float(figures.wire_s[place]), 6),
