@@ -14,7 +14,7 @@ from dispatch.ports import free_port
 from server.cli import build_parser
 from server.options.reading import options_from
 from server.process import serve
-from server.process.children import DRAIN_SIGNAL
+from server.process.children import DRAIN_SIGNAL, SUPERVISOR_STATE_VARIABLE
 from server.process.greeting import Capacity, greeting, reachable_host
 from server.process.serve import is_healthy
 from tests.support.models.fake_checkpoint import write_checkpoint
@@ -147,11 +147,19 @@ def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
     )
 
 
+def state_of(supervisor: int) -> Path:
+    """Where a supervisor writes what it knows, once it serves."""
+    told = Path(f"/proc/{supervisor}/environ").read_text().split("\0")
+    (path,) = (each.partition("=")[2] for each in told if each.startswith(f"{SUPERVISOR_STATE_VARIABLE}="))
+    return Path(path)
+
+
 def test_a_killed_supervisor_is_started_again_and_its_sibling_lives(quick_service: Service) -> None:
     service = quick_service
     first, sibling = service.facts("front-0"), service.pid("engine-1")
     announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
     victim, engine = service.pid("worker-0"), service.pid("engine-0")
+    wait_until(state_of(victim).exists, service.output)  # what it knows, for the one that replaces it
     os.kill(victim, signal.SIGKILL)
     service.wait_for_output("rank 0 serves again")
     assert not any(Path(f"/proc/{pid}").exists() for pid in (victim, engine, first["pid"])), (
