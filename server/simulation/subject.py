@@ -144,6 +144,7 @@ def from_service(
         raise CalibrationError(
             f"{client.url} has no rank that serves; wait until /health answers 200, then ask again"
         )
+    num_served = len(load["ranks"])  # /server_info adds up those that serve now
     looks = []
     for _ in range(max(1, round(asked.calibrate_s / EVERY_S))):
         sleep(EVERY_S)
@@ -152,8 +153,7 @@ def from_service(
     times = fit(looks)
     served = asked.served
     options = options_from_keywords("demo", served, environment={})
-    num_served = int(info["dp_size"])
-    num_ranks = options.data_parallel_size or num_served
+    num_ranks = options.data_parallel_size or int(info["dp_size"])
     batched = options.max_num_batched_tokens or DEFAULT_LIMITS["cpu"][1]
     seqs = options.max_num_seqs or int(info["max_running_requests"]) // num_served
     longest = options.max_model_len or int(info["context_length"])
