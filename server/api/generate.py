@@ -55,9 +55,8 @@ _FIELD_OF = {  # of sampling_params -> a completion's
 }
 _STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> structured_outputs' keys
 _HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # they change nothing here
-_Texts = Annotated[
-    list[str], Field(fail_fast=True)
-]  # see `schemas`: an error each for all items would cost gigabytes
+# Lists are fail_fast, as those of `schemas` are.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 

@@ -31,8 +31,8 @@ WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are shown
 _BETWEEN_RANKS = ("dispatch_bytes", "combine_bytes")
 _ADDED = (
-    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "between_steps_s", "prefill_steps", "prefill_experts_s",
-    "prefill_step_s", "draft_tokens", "wait_causes_s", *_BETWEEN_RANKS,
+    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "between_steps_s", "prefill_steps",
+    "prefill_experts_s", "prefill_step_s", "draft_tokens", "wait_causes_s", *_BETWEEN_RANKS,
 )  # fmt: skip
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
 DECISIONS = ("nothing", "shares", "repair")

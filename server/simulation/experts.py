@@ -1,8 +1,8 @@
 """How evenly experts' tokens fall on ranks over simulated time, under a placement that may change while it serves.
 
-What experts are asked for comes as windows: of recorded loads, or of a generated one (lognormal
-over experts, drawn for every layer, which drifts by a lognormal factor from window to window). A step's tokens are drawn from its window
-(multinomial, once for each power of two of tokens), because a batch of few tokens is uneven under the best placement.
+What experts are asked for comes as windows: of recorded loads, or of a generated one (lognormal over
+experts, drawn for every layer, which drifts by a lognormal factor from window to window). A step's tokens are drawn from
+its window (multinomial, once for each power of two of tokens), because a batch of few tokens is uneven under the best placement.
 
 Placements change as in a service: every `step_interval` steps the last window is looked at, by `expert_placement.control`
 ("repair"), or planned from nothing with even shares as DeepSeek's EPLB does ("even"); moves take their time, and switch at

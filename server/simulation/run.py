@@ -25,7 +25,7 @@ from server.simulation.experts import (
     generated_loads,
     recorded_loads,
 )
-from server.simulation.figures import Figures, SimulationReport, Slo
+from server.simulation.figures import SimulationReport, Slo
 from server.simulation.flags import Asked
 from server.simulation.service import PreemptedError, SimulatedService, SimulationError
 from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
@@ -93,11 +93,11 @@ def simulate(asked: Asked) -> list[SimulatedRun]:
         for router in asked.routers:
             begun_s = time.process_time()
             try:
-                report = _serve(asked, subject, loads, router, placement, extent).report(slo)
+                report = _serve(asked, subject, loads, router, placement, extent, slo)
             except PreemptedError as error:
                 print(f"{error}: beginning anew, with prefixes remembered", file=sys.stderr)
                 remembering = extent._replace(has_shared_prefixes=True)
-                report = _serve(asked, subject, loads, router, placement, remembering).report(slo)
+                report = _serve(asked, subject, loads, router, placement, remembering, slo)
             runs.append(SimulatedRun(router, placement, subject, report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
@@ -124,21 +124,10 @@ def _trace(asked: Asked) -> Iterator[TracedRequest]:
     return read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
 
 
-class _Served(NamedTuple):
-    """A run that is over."""
-
-    figures: Figures
-    num_expert_moves: int
-
-    def report(self, slo: Slo) -> SimulationReport:
-        """Say what came out."""
-        return self.figures.report(slo, num_expert_moves=self.num_expert_moves)
-
-
 def _serve(
-    asked: Asked, subject: Subject, loads: ExpertLoads, router: str, placement: str, extent: _Extent
-) -> _Served:
-    """Serve the trace once.
+    asked: Asked, subject: Subject, loads: ExpertLoads, router: str, placement: str, extent: _Extent, slo: Slo
+) -> SimulationReport:
+    """Serve the trace once and say what came out.
 
     Raises:
         PreemptedError: it has to be served with prefixes remembered.
@@ -159,7 +148,7 @@ def _serve(
             has_shared_prefixes=extent.has_shared_prefixes,
             ended=count,
         )
-        return _Served(service.run(_trace(asked)), experts.num_moves)
+        return service.run(_trace(asked)).report(slo, num_expert_moves=experts.num_moves)
 
 
 def _measured(asked: Asked, placement: str) -> Subject:
@@ -177,13 +166,13 @@ def _loads(asked: Asked, subject: Subject) -> ExpertLoads:
         SimulationError: it is of another model.
     """
     if not asked.expert_load:
-        hours = math.ceil((asked.duration_s or 3600.0) / asked.load_window_s)
+        num_windows = math.ceil((asked.duration_s or 3600.0) / asked.load_window_s)
         return generated_loads(
             min(GENERATED_LAYERS, subject.experts.num_layers),
             subject.experts.num_experts,
             skew=asked.expert_skew,
             drift=asked.expert_drift,
-            num_windows=min(_MOST_WINDOWS, hours + 1),
+            num_windows=min(_MOST_WINDOWS, num_windows + 1),
             window_s=asked.load_window_s,
             seed=asked.seed,
         )

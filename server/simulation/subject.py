@@ -1,8 +1,8 @@
 """What is simulated: a model on devices that a roofline speaks for, or a service that runs and is measured.
 
 A running service is watched through /experts/load (steps, their seconds and tokens since the start, by rank) and
-/server_info (caches and limits). What steps took between two looks is fitted by a plane: a fixed time, and seconds per decode row and per
-token of a prompt. Watch it while it has work to do, at more than one load: from one load the fixed time cannot be told
+/server_info (caches and limits). What steps took between two looks is fitted by a plane: a fixed time, and seconds per
+decode row and per token of a prompt. Watch it while it has work to do, at more than one load: from one load the fixed time cannot be told
 from what rows take.
 """
 
