@@ -141,6 +141,7 @@ class ExpertBalance:
             layers, experts, num_ranks, eplb=self._config, hosts=self._hosts, file=None
         )
         self.num_moves = 0
+        self.last_reason = ""  # of "repair": what was decided last, with its numbers
         self._expert_bytes = (
             model.expert_bytes * max(1, model.num_layers) // layers
         )  # a layer stands for several
@@ -184,8 +185,9 @@ class ExpertBalance:
     def _decide(self, now_s: float) -> None:
         situation = self._situation(self._loads.windows[self._loads.at(now_s)])
         if self._policy == "repair":
-            proposal = decide(situation, self._config).proposal
-            target = None if proposal is None else proposal.target
+            decision = decide(situation, self._config)
+            self.last_reason = decision.reason
+            target = None if decision.proposal is None else decision.proposal.target
         else:
             rules = Rules(cluster=Cluster(num_ranks=self._num_ranks), even=True)
             load = situation.forecast.loads(self.placement)[0]

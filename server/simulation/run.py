@@ -148,7 +148,10 @@ def _serve(
             has_shared_prefixes=extent.has_shared_prefixes,
             ended=count,
         )
-        return service.run(_trace(asked)).report(slo, num_expert_moves=experts.num_moves)
+        figures = service.run(_trace(asked))
+    if experts.last_reason:
+        print(f"{router}, {placement}: decided last about experts: {experts.last_reason}", file=sys.stderr)
+    return figures.report(slo, num_expert_moves=experts.num_moves)
 
 
 def _measured(asked: Asked, placement: str) -> Subject:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,11 @@ def test_routers_and_placements_are_compared_side_by_side(
     ]
     assert all(run["num_requests"] == 30 and run["num_refused"] == 0 for run in found["runs"])
     assert all(0 < run["good_share"] <= 1 for run in found["runs"])
-    assert main(words) == 0
-    table = capsys.readouterr().out
+    decides_often = json.dumps({"step_interval": 20, "window_size": 10})
+    assert main([*words, "--eplb-config", decides_often]) == 0
+    table, said = capsys.readouterr()
     assert "simulated, not measured" in table
+    assert re.search(r"prefix, repair: decided last about experts: .* \d+ moves", said), said
     line = next(line for line in table.splitlines() if line.startswith("router"))
     assert line.split()[1:] == list(ROUTER_NAMES) * len(PLACEMENT_NAMES)
 
