@@ -32,7 +32,7 @@ from benchmarks.serving.service import HOST, BenchServiceError, Service
 from server.clients.bench.figures import figures_of
 from server.clients.bench.load import open_loop
 from server.clients.bench.prompts import Prompts, ServiceTokens, Wanted, passages_of
-from server.clients.bench.stream import STREAMED, Answer, StreamClient
+from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
@@ -176,8 +176,8 @@ def _ask_all(service: Service, bodies: Sequence[Body], slo: Mapping[str, float])
     }
 
 
-async def _replay(url: str, bodies: Sequence[Body]) -> list[Answer]:
-    client, answers = StreamClient(url), list[Answer]()
+async def _replay(url: str, bodies: Sequence[Body]) -> list[StreamedAnswer]:
+    client, answers = StreamClient(url), list[StreamedAnswer]()
     try:
         await open_loop(functools.partial(_ask, client, answers), bodies)
     finally:
@@ -185,7 +185,9 @@ async def _replay(url: str, bodies: Sequence[Body]) -> list[Answer]:
     return answers
 
 
-async def _ask(client: StreamClient, answers: list[Answer], body: dict[str, Any], late_s: float) -> None:
+async def _ask(
+    client: StreamClient, answers: list[StreamedAnswer], body: dict[str, Any], late_s: float
+) -> None:
     answer = await client.ask("/v1/completions", body)
     answer.late_s = late_s
     answers.append(answer)

@@ -39,7 +39,7 @@ class SimulationSetting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class PlacementFigures:
     """Fullest rank over mean rank, over layers and windows; none where there was no window with any load."""
 
     known_mean: float | None  # for the window that a placement was made for
@@ -49,13 +49,13 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyResult(Figures):
+class PolicyResult(PlacementFigures):
     """What a policy did with a trace."""
 
     policy: str
     ranks: int
     slots: int  # of a layer, all ranks together
-    phases: dict[str, Figures]  # by phase, where the trace tells
+    phases: dict[str, PlacementFigures]  # by phase, where the trace tells
     moved: float  # part of the slots filled at an update; 0 for a trace with one window
     away: float  # part of the load served off the experts' home nodes
     plan_ms: float  # per update, all layers
@@ -132,7 +132,7 @@ class _Judge:
                 judged.append(imbalance(placement, self._load[at]))
 
     def figures(self) -> dict[str, float | None]:
-        """The fields of `Figures`."""
+        """The fields of `PlacementFigures`."""
         values: dict[str, float | None] = {}
         for name, judged in (("known", self._known), ("next", self._later)):
             values[f"{name}_mean"] = float(np.mean(judged)) if judged else None
@@ -176,7 +176,7 @@ def simulate(
         policy=policy,
         ranks=current.num_ranks,
         slots=current.slot_expert.shape[1],
-        phases={name: Figures(**each.figures()) for name, each in by_phase.items()},
+        phases={name: PlacementFigures(**each.figures()) for name, each in by_phase.items()},
         **judge.figures(),
         moved=float(np.mean(moved)) if moved else 0.0,
         away=_away(current, load[-1], setting),

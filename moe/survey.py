@@ -19,7 +19,7 @@ from moe.model import Skeleton
 from moe.text_part import is_wrapped
 
 
-class Status(StrEnum):
+class SupportStatus(StrEnum):
     """What a type's checkpoints are."""
 
     SERVED = "served"
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     """What a start would say."""
 
     model_type: str
-    status: Status
+    status: SupportStatus
     why: str  # of a refusal: one sentence; "" otherwise
 
 
@@ -101,8 +101,8 @@ def _verdict(model_type: str, config: PreTrainedConfig) -> Verdict:
             Skeleton(Path(directory))
         except StrictDataclassError as error:
             return Verdict(
-                model_type, Status.REFUSED, f"transformers does not take such a configuration: {error}"
+                model_type, SupportStatus.REFUSED, f"transformers does not take such a configuration: {error}"
             )
         except UnsupportedModelError as error:
-            return Verdict(model_type, Status.REFUSED, str(error))
-    return Verdict(model_type, Status.TEXT_PART if is_wrapped(config) else Status.SERVED, "")
+            return Verdict(model_type, SupportStatus.REFUSED, str(error))
+    return Verdict(model_type, SupportStatus.TEXT_PART if is_wrapped(config) else SupportStatus.SERVED, "")

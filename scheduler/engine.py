@@ -32,7 +32,7 @@ from scheduler.policy.request import (
     RequestOutput,
     Withdraw,
 )
-from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.policy.scheduler import Scheduler, StepBatch
 from scheduler.policy.sequence import SequenceStatus
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.prefill_pace import PrefillPace
@@ -47,7 +47,7 @@ Arrival = Request | Structured | RequestOutput | str | Withdraw | ForgetPrefixes
 class _Planned(NamedTuple):
     """A step until it is committed."""
 
-    batch: Batch
+    batch: StepBatch
     outputs: list[RequestOutput]  # of what arrived and what ended before it
 
 
@@ -288,14 +288,14 @@ class Engine:
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
 
-    def _make_drafts(self, batch: Batch, agreement: Agreement) -> None:
+    def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
         begun_s = time.perf_counter()
         self._runner.make_drafts(batch, agreement.draft_depth, agreement.agreed_tokens)
         if self._drafter is not None and not agreement.has_prefill:
             passes = max(agreement.draft_depth, 1)
             self._drafter.costs.note_passes(passes, time.perf_counter() - begun_s)
 
-    def _note_step(self, batch: Batch, seconds: float, *, has_prefill: bool) -> None:
+    def _note_step(self, batch: StepBatch, seconds: float, *, has_prefill: bool) -> None:
         """Learn what steps cost; nothing where others' prompts took the time."""
         num_prefill = batch.num_prefill_tokens
         num_decodes = batch.num_tokens - num_prefill
@@ -398,7 +398,7 @@ class Engine:
         return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats)
 
 
-def _begun(batch: Batch) -> list[RequestOutput]:
+def _begun(batch: StepBatch) -> list[RequestOutput]:
     """Tell of a prompt that is half done, which yields nothing yet, that its request has begun."""
     return [
         RequestOutput(request_id=item.sequence.request.request_id, token_ids=[])

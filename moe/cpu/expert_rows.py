@@ -15,7 +15,7 @@ from moe.cpu.local_experts import clock_row
 from moe.cpu.products import gather_row
 
 
-class Asked(NamedTuple):
+class RoutedRows(NamedTuple):
     """What experts are asked, by address but for the rows."""
 
     x_ND: Tensor  # float32, as many as may come
@@ -45,7 +45,7 @@ class ExpertsClock:
 
 
 def expert_rows(
-    layer: PackedExpertLayer, asked: Asked, activations: Activations, clock: ExpertsClock
+    layer: PackedExpertLayer, asked: RoutedRows, activations: Activations, clock: ExpertsClock
 ) -> tuple[Rows, Tensor]:
     """Rows that let every slot's expert answer its pairs, and where the answers will be: [P, D] float32."""
     up, down, pairs = layer.up, layer.down, asked.num_pairs

@@ -28,7 +28,7 @@ from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.activations import Activations, Rows
-from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
+from moe.cpu.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
 from moe.cpu.local_experts import ANSWERS, OUT, add_row, share_row, sort_row
@@ -446,7 +446,7 @@ class LayerProgram:
         row_of, pair_of = (
             activations.room(name, 1, torch.int64, rows=pairs).data_ptr() for name in ("row_of", "pair_of")
         )
-        asked = Asked(x_TD, facts, row_of, offsets, pairs)
+        asked = RoutedRows(x_TD, facts, row_of, offsets, pairs)
         products, answers_PD = expert_rows(layer, asked, activations, self._clock)
         rows = [
             sort_row(

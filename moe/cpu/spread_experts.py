@@ -27,7 +27,7 @@ from kvcache.step import Step
 from moe import load_counts
 from moe.backend import ExpertLayer
 from moe.cpu.activations import Activations, Rows
-from moe.cpu.expert_rows import Asked, ExpertsClock, expert_rows
+from moe.cpu.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.cpu.experts import PackedExpertLayer
 from moe.load_counts import LayerCounts, count
 
@@ -115,7 +115,7 @@ class SpreadExperts:
         self._slots_TK = activations.room("slots", K, torch.int64)
         self.sums_TD = activations.room("summed", D)
         facts = step.facts.data_ptr() + 8
-        asked = Asked(received, exchange.num_rows, row_of, exchange.slot_offsets.data_ptr(), most * K)
+        asked = RoutedRows(received, exchange.num_rows, row_of, exchange.slot_offsets.data_ptr(), most * K)
         products, self._answers_PD = expert_rows(layer, asked, activations, clock)
         send, receive, answer, add = pass_rows(
             exchange.block, x=chosen.x_TD.data_ptr(), slots=self._slots_TK.data_ptr(), num_tokens=facts,

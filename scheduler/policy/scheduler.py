@@ -47,7 +47,7 @@ class Scheduled(NamedTuple):
         return self.start + self.num_tokens
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """One step's work: decodes first, then prefills, the most urgent first."""
 
     items: list[Scheduled]
@@ -138,7 +138,7 @@ class Scheduler:
             num_drafts=drafter.num_drafts if drafter else 0,
         )
         self._roster = Roster()
-        self._in_flight: deque[Batch] = deque()
+        self._in_flight: deque[StepBatch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
         self._refused: list[RequestOutput] = []  # ends found by `add`, handed out by `expire` or `commit`
 
@@ -257,7 +257,7 @@ class Scheduler:
 
     def schedule(
         self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
-    ) -> Batch:
+    ) -> StepBatch:
         """Plan the next step. A batch with items must be committed, in order; an empty one may be dropped.
 
         Args:
@@ -277,7 +277,7 @@ class Scheduler:
         most: int,
         prefill_budget: int | None,
         now_s: float,
-    ) -> Batch:
+    ) -> StepBatch:
         """Plan what is left of a step's room behind its decodes."""
         budget = most - num_decode_tokens
         if prefill_budget is not None:
@@ -286,14 +286,14 @@ class Scheduler:
         prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
         num_tokens = sum(item.num_tokens for item in items) + num_prefill_tokens
-        batch = Batch(items + prefills, num_tokens, num_prefill_tokens)
+        batch = StepBatch(items + prefills, num_tokens, num_prefill_tokens)
         if batch.items:
             self._in_flight.append(batch)
         return batch
 
     def commit(
         self,
-        batch: Batch,
+        batch: StepBatch,
         token_ids: list[int],
         logprobs: list[Logprobs | None],
         prompt_logprobs: dict[str, list[Logprobs]] | None = None,

@@ -7,7 +7,7 @@ flight) is never skipped. A service does not skip. Rejected: a second, simpler p
 """
 
 from scheduler.policy.request import Logprobs, RequestOutput
-from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.policy.scheduler import Scheduler, StepBatch
 from scheduler.policy.sequence import Sequence
 
 
@@ -16,7 +16,7 @@ class SkippingScheduler(Scheduler):
 
     def schedule_rest(
         self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
-    ) -> tuple[Batch, list[Sequence]]:
+    ) -> tuple[StepBatch, list[Sequence]]:
         """As `schedule` with nothing in flight, but what only decodes and does not end takes its newest token again at once.
 
         What comes of it is the same as if those had sampled it, but for the numbers of blocks.

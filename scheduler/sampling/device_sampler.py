@@ -28,7 +28,7 @@ from torch import Tensor
 
 from scheduler.policy.request import Logprobs, Request, SamplingParams
 from scheduler.policy.sequence import Sequence, TokenContext
-from scheduler.sampling.plan import MOST_ROWS, Asked, SamplingPlan, make_plan, send
+from scheduler.sampling.plan import MOST_ROWS, LogprobQuery, SamplingPlan, make_plan, send
 from scheduler.sampling.sampler import Sampled, make_logprobs, sample
 
 _WEIGHT_UNITS = 2.0**40  # of the top's weight; what is lighter than one is never drawn
@@ -85,7 +85,7 @@ class DeviceSampler:
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         """Say how likely each row found the token that follows it; see `Sampler`."""
-        asked = [Asked(row, row, num_top) for row in range(len(next_ids))]
+        asked = [LogprobQuery(row, row, num_top) for row in range(len(next_ids))]
         token_C = send({"token": np.array(next_ids, np.int64)}, self._device)["token"]
         found = _read([measure(logits_CV.contiguous(), asked, token_C).flatten()])
         return read_measured(found, asked, next_ids, logits_CV.shape[1], with_rank=True)
@@ -178,7 +178,7 @@ def _draw(logits_RV: Tensor, plan: SamplingPlan, of_draw: slice, id_R: Tensor, *
     id_R.index_copy_(0, row_D, chosen_D)
 
 
-def measure(logits_KV: Tensor, asked: Rows[Asked], token_T: Tensor) -> Tensor:
+def measure(logits_KV: Tensor, asked: Rows[LogprobQuery], token_T: Tensor) -> Tensor:
     """Find out what `Logprobs` are made of; nothing waits for the device.
 
     The likeliest are found by whole numbers that order as (logit, lower id first) does and are all different, so that
@@ -226,7 +226,7 @@ def measure(logits_KV: Tensor, asked: Rows[Asked], token_T: Tensor) -> Tensor:
 
 def read_measured(
     found: np.ndarray,
-    asked: Rows[Asked],
+    asked: Rows[LogprobQuery],
     token_ids: Rows[int],
     vocabulary: int,
     *,
@@ -251,16 +251,16 @@ def read_measured(
     return made
 
 
-def measured_size(asked: Rows[Asked], vocabulary: int) -> int:
+def measured_size(asked: Rows[LogprobQuery], vocabulary: int) -> int:
     """How many numbers `measure` returns."""
     return len(asked) * (_OTHERS + 2 * _width(asked, vocabulary))
 
 
-def _num_top(asked: Rows[Asked], vocabulary: int) -> int:
+def _num_top(asked: Rows[LogprobQuery], vocabulary: int) -> int:
     return min(max((each.num_top for each in asked if not each.ids), default=0), vocabulary)
 
 
-def _width(asked: Rows[Asked], vocabulary: int) -> int:
+def _width(asked: Rows[LogprobQuery], vocabulary: int) -> int:
     return max(_num_top(asked, vocabulary), *(len(each.ids) for each in asked), 0)
 
 

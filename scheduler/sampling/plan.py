@@ -30,7 +30,7 @@ class Draw(NamedTuple):
     is_filtered: bool  # top-k, min-p or top-p may leave some tokens out
 
 
-class Asked(NamedTuple):
+class LogprobQuery(NamedTuple):
     """What is asked about one row."""
 
     place: int  # of the logits
@@ -57,7 +57,7 @@ class SamplingPlan:
     bias_E: Tensor  # float32, added first
     penalty_E: Tensor  # float32, of repetition; 1: none
     subtracted_E: Tensor  # float32, frequency and presence, last
-    asked: tuple[Asked, ...]
+    asked: tuple[LogprobQuery, ...]
     kept_row_K: Tensor  # int64, rows that are needed as the model left them
     kept_rows: tuple[int, ...]  # the same on the host; empty: no logit is changed before a token is chosen
 
@@ -99,7 +99,8 @@ def make_plan(contexts: Rows[TokenContext], vocabulary: int, device: torch.devic
         masked_rows=tuple(masks),
         kept_rows=kept_rows,
         asked=tuple(
-            Asked(place_of[row], row, each.num_logprobs or 0, each.logprob_token_ids) for row, each in asked
+            LogprobQuery(place_of[row], row, each.num_logprobs or 0, each.logprob_token_ids)
+            for row, each in asked
         ),
     )
 

@@ -19,7 +19,7 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
 from scheduler.drafts.drafter import Drafter, MadeDrafts
-from scheduler.policy.scheduler import Batch
+from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import DraftedContext, Sequence, SequenceStatus, TokenContext
 from scheduler.sampling.sampler import Sampler
 
@@ -62,7 +62,7 @@ class DraftPasses:
         self._drafter, self._made = drafter, made
 
     @torch.inference_mode()
-    def run(self, batch: Batch, depth: int, agreed_tokens: int) -> None:
+    def run(self, batch: StepBatch, depth: int, agreed_tokens: int) -> None:
         """Draft behind a step that has just been committed; collective, and what is written to the cache is the layers' own.
 
         Args:
@@ -145,7 +145,7 @@ class DraftPasses:
             line.take(token_id)
 
 
-def _lines_of(batch: Batch) -> list[_Line]:
+def _lines_of(batch: StepBatch) -> list[_Line]:
     """The rows of sequences that go on, as far as they are theirs."""
     lines, row = [], 0
     for item in batch.items:

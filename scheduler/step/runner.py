@@ -13,7 +13,7 @@ from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy.request import Logprobs
-from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.policy.scheduler import Scheduled, StepBatch
 from scheduler.policy.sequence import DraftedContext, TokenContext
 from scheduler.sampling.sampler import Sampled, Sampler
 from scheduler.step.draft_passes import DraftPasses
@@ -89,7 +89,7 @@ class Runner:
     @torch.inference_mode()
     def run(
         self,
-        batch: Batch,
+        batch: StepBatch,
         agreed_tokens: int = 0,
         *,
         has_prefill: bool = False,
@@ -162,7 +162,7 @@ class Runner:
         """Whether `make_drafts` is to be called behind every step, on all ranks."""
         return self._passes is not None
 
-    def make_drafts(self, batch: Batch, depth: int, agreed_tokens: int) -> None:
+    def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int) -> None:
         """See `DraftPasses.run`."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
         begun_ns = self._begin()
@@ -197,7 +197,7 @@ class _Scored(NamedTuple):
     num_top: int
 
 
-def _scored(batch: Batch) -> list[_Scored]:
+def _scored(batch: StepBatch) -> list[_Scored]:
     scored, row = [], 0
     for sequence, start, length, *_ in batch.items:
         positions = sequence.unscored(start, start + length)
@@ -212,7 +212,7 @@ def _scored(batch: Batch) -> list[_Scored]:
     return scored
 
 
-def fill_step(step: Step, batch: Batch, agreed_tokens: int) -> Inputs:
+def fill_step(step: Step, batch: StepBatch, agreed_tokens: int) -> Inputs:
     """Put a batch into a step; the rows whose logits are wanted are those that are sampled from.
 
     Args:

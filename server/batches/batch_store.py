@@ -22,7 +22,7 @@ MAX_BATCHES = 10_000
 _LOG = logging.getLogger("wideep.front")
 
 
-class Status(StrEnum):
+class BatchStatus(StrEnum):
     """Where a batch is, in OpenAI's words."""
 
     VALIDATING = "validating"
@@ -35,7 +35,7 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-ENDED = (Status.FAILED, Status.COMPLETED, Status.EXPIRED, Status.CANCELLED)
+ENDED = (BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Batch:
     created_at: int  # seconds since 1970
     metadata: dict[str, str] | None
     answers_lifetime_s: int
-    status: Status = Status.VALIDATING
+    status: BatchStatus = BatchStatus.VALIDATING
     times: dict[str, int] = field(default_factory=dict)  # status -> when it began
-    outcome: Status | None = None  # the status that it will end with, once that is known
+    outcome: BatchStatus | None = None  # the status that it will end with, once that is known
     errors: list[dict[str, Any]] = field(default_factory=list)  # why it failed
     num_lines: int = 0
     num_good: int = 0
@@ -83,7 +83,11 @@ class Batch:
             "error_file_id": self.error_file_id if self.has_ended else None,
             "created_at": self.created_at,
             "expires_at": self.expires_at,
-            **{f"{each}_at": self.times.get(each) for each in Status if each is not Status.VALIDATING},
+            **{
+                f"{each}_at": self.times.get(each)
+                for each in BatchStatus
+                if each is not BatchStatus.VALIDATING
+            },
             "request_counts": {
                 "total": self.num_lines,
                 "completed": self.num_good,
@@ -174,7 +178,7 @@ class BatchStore:
         """Return a batch that has not ended and reads this file."""
         return next((each for each in self.open_batches if each.input_file_id == file_id), None)
 
-    def enter(self, batch: Batch, status: Status) -> None:
+    def enter(self, batch: Batch, status: BatchStatus) -> None:
         """Note a batch's new status. Where that cannot be written, a front that is started again repeats what led to it."""
         batch.status = status
         batch.times.setdefault(status, int(self._clock()))
@@ -207,5 +211,8 @@ class BatchStore:
 
 def _batch_of(about: dict[str, Any]) -> Batch:
     outcome = about["outcome"]
-    about |= {"status": Status(about["status"]), "outcome": None if outcome is None else Status(outcome)}
+    about |= {
+        "status": BatchStatus(about["status"]),
+        "outcome": None if outcome is None else BatchStatus(outcome),
+    }
     return Batch(**about)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 from starlette.types import ASGIApp
 
-from server.batches.batch_store import Batch, BatchStore, Status
+from server.batches.batch_store import Batch, BatchStatus, BatchStore
 from server.batches.bulk_client import BulkClient, Reply, ServiceLostError
 from server.batches.file_store import FileStore, is_full, new_id
 from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
@@ -96,7 +96,7 @@ class BatchRuns:
             transport=httpx.ASGITransport(endpoints, raise_app_exceptions=False),
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._work: dict[str, asyncio.Task[Status]] = {}  # what `cancel` ends
+        self._work: dict[str, asyncio.Task[BatchStatus]] = {}  # what `cancel` ends
 
     async def serve(self) -> None:
         """Go on with what an earlier front has left, and remove what is too old, until cancelled."""
@@ -124,11 +124,11 @@ class BatchRuns:
         Raises:
             ApiError: 400, it has ended, or is about to.
         """
-        if batch.status is Status.CANCELLING:
+        if batch.status is BatchStatus.CANCELLING:
             return
         if batch.outcome is not None or batch.has_ended:
             raise bad_request(f"Cannot cancel a batch with status {str(batch.status)!r}.", "batch_id")
-        self._batches.enter(batch, Status.CANCELLING)
+        self._batches.enter(batch, BatchStatus.CANCELLING)
         if work := self._work.get(batch.id):
             work.cancel()
 
@@ -142,9 +142,9 @@ class BatchRuns:
             try:
                 batch.outcome = await work
             except asyncio.CancelledError:
-                if batch.status is not Status.CANCELLING:  # the service ends
+                if batch.status is not BatchStatus.CANCELLING:  # the service ends
                     raise
-                batch.outcome = Status.CANCELLED
+                batch.outcome = BatchStatus.CANCELLED
         while not batch.has_ended:
             try:
                 await self._finish(batch)
@@ -152,34 +152,34 @@ class BatchRuns:
                 _LOG.error("%s cannot end: %s; it is tried again in %g s", batch.id, error, SWEEP_S)
                 await asyncio.sleep(SWEEP_S)
 
-    async def _answer_within_window(self, batch: Batch) -> Status:
+    async def _answer_within_window(self, batch: Batch) -> BatchStatus:
         """Check and answer a batch; returns what it ends with."""
-        if batch.status is Status.CANCELLING:
-            return Status.CANCELLED
+        if batch.status is BatchStatus.CANCELLING:
+            return BatchStatus.CANCELLED
         try:
             try:
                 async with asyncio.timeout(max(0.0, batch.expires_at - self._files.now_s)):
-                    if batch.status is Status.VALIDATING and not await self._check(batch):
-                        return Status.FAILED
+                    if batch.status is BatchStatus.VALIDATING and not await self._check(batch):
+                        return BatchStatus.FAILED
                     await self._answer_all(batch)
             except TimeoutError:
                 await asyncio.to_thread(self._give_up_lines, batch)
-                return Status.EXPIRED
+                return BatchStatus.EXPIRED
         except BatchFileError as error:
             batch.errors = [_unwritten(error)]
-            return Status.FAILED
+            return BatchStatus.FAILED
         except Exception as error:  # noqa: BLE001 - nobody else would end what its client polls
             _LOG.exception("%s broke off", batch.id)
             batch.errors = [_error("server_error", f"The batch broke off: {type(error).__name__}.")]
-            return Status.FAILED
-        return Status.COMPLETED
+            return BatchStatus.FAILED
+        return BatchStatus.COMPLETED
 
     async def _check(self, batch: Batch) -> bool:
         """Say whether a batch may run; note the errors if not."""
         checked = await asyncio.to_thread(_check, self._files.path_of(batch.input_file_id), batch.endpoint)
         batch.num_lines, batch.errors = checked.num_lines, checked.errors
         if not batch.errors:
-            self._batches.enter(batch, Status.IN_PROGRESS)
+            self._batches.enter(batch, BatchStatus.IN_PROGRESS)
         return not batch.errors
 
     async def _answer_all(self, batch: Batch) -> None:
@@ -241,8 +241,8 @@ class BatchRuns:
             batch.output_file_id = new_id("file-")
         if batch.error_file_id is None and await asyncio.to_thread(_has_lines, rest_path):
             batch.error_file_id = new_id("file-")
-        if batch.outcome in (Status.COMPLETED, Status.EXPIRED):
-            self._batches.enter(batch, Status.FINALIZING)
+        if batch.outcome in (BatchStatus.COMPLETED, BatchStatus.EXPIRED):
+            self._batches.enter(batch, BatchStatus.FINALIZING)
         for path, file_id, kind in (
             (good_path, batch.output_file_id, "output"),
             (rest_path, batch.error_file_id, "error"),

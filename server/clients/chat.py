@@ -28,7 +28,7 @@ _QUOTES = '"""'
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # ECMA-48: faint, and as before
 
 
-class Piece(NamedTuple):
+class ChatPiece(NamedTuple):
     """Some of an answer."""
 
     text: str
@@ -101,7 +101,7 @@ class ChatClient:
         """Forget the conversation, but for what the system is."""
         self.messages = [*self._opening]
 
-    def ask(self, question: str) -> Generator[Piece, None, None]:
+    def ask(self, question: str) -> Generator[ChatPiece, None, None]:
         """Yield the answer as it comes, and remember question and answer; `speed` is set at its end.
 
         What came before an interruption is remembered too; a question without any answer is not.
@@ -124,7 +124,7 @@ class ChatClient:
             else:
                 self.messages.pop()
 
-    def _stream(self) -> Generator[Piece, None, None]:
+    def _stream(self) -> Generator[ChatPiece, None, None]:
         wanted = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.model, "messages": self.messages, **wanted, **self._extra}
         begun_s, first_s = self._clock(), None
@@ -232,13 +232,13 @@ def _dim(text: str) -> str:
     return f"{_DIM}{text}{_PLAIN}" if sys.stdout.isatty() else text
 
 
-def _pieces(chunk: dict[str, Any]) -> Iterator[Piece]:
+def _pieces(chunk: dict[str, Any]) -> Iterator[ChatPiece]:
     """Yield a chunk's text, reasoning first."""
     if "error" in chunk:
         raise ServiceError(chunk["error"].get("message", "the answer failed"))
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
-            yield Piece(reasoning, is_reasoning=True)
+            yield ChatPiece(reasoning, is_reasoning=True)
         if text := delta.get("content"):
-            yield Piece(text)
+            yield ChatPiece(text)

@@ -7,7 +7,7 @@ from collections import Counter
 import transformers
 from transformers.utils import logging
 
-from moe.survey import Status, moe_types, survey
+from moe.survey import SupportStatus, moe_types, survey
 
 
 def run_models(args: argparse.Namespace) -> int:
@@ -26,11 +26,11 @@ def run_models(args: argparse.Namespace) -> int:
         )
         return 2
     wanted = args.types or known
-    width, counts = max(map(len, wanted)), Counter[Status]()
+    width, counts = max(map(len, wanted)), Counter[SupportStatus]()
     for verdict in survey(wanted):
         counts[verdict.status] += 1
         print(f"{verdict.model_type:{width}}  {verdict.status:9}  {verdict.why}".rstrip(), flush=True)
     if not args.types:
-        told = ", ".join(f"{counts[status]} {status}" for status in Status)
+        told = ", ".join(f"{counts[status]} {status}" for status in SupportStatus)
         print(f"\ntransformers {transformers.__version__}, {len(wanted)} types with experts: {told}")
-    return int(bool(args.types) and counts[Status.REFUSED] > 0)
+    return int(bool(args.types) and counts[SupportStatus.REFUSED] > 0)

@@ -18,7 +18,7 @@ from server.doctor.equal import compare
 from server.doctor.interfaces import Taken
 from server.doctor.links import STAGE_S, Gathers, listening, measure, reach
 from server.doctor.meeting import SAY_AFTER_S
-from server.doctor.report import Check, Status, as_json, failure, from_json, not_here, ok
+from server.doctor.report import Check, CheckStatus, as_json, failure, from_json, not_here, ok
 from server.lines import say
 from server.process.preflight.model import field_of, largest, num_experts, read_config
 from server.roots import WIDEEP_COMMAND
@@ -88,7 +88,7 @@ def check_ways(meeting: Gathers, taken: Taken, trial: DispatchTrial, sizes: Mapp
     with listening(taken) as port:
         reached = reach(meeting, taken, port)
         yield from reached
-        if any(check.status is Status.FAILURE for check in reached):
+        if any(check.status is CheckStatus.FAILURE for check in reached):
             yield not_here("link", "not measured, because nodes do not reach each other")
             yield not_here("dispatch", "not tried, because nodes do not reach each other")
             return

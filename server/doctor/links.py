@@ -44,7 +44,7 @@ class Gathers(Protocol):
     def gather(self, stage: str, value: Any, timeout_s: float) -> list[Any]: ...
 
 
-class Figures(NamedTuple):
+class LinkFigures(NamedTuple):
     """One pair's."""
 
     latency_ms: float  # a round trip of a small message, median
@@ -203,15 +203,15 @@ def measure(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
                 own[str(other)] = _measured(*places[other])
         gathers.gather(f"round {number}", None, STAGE_S + _MEASURE_S)
     found = gathers.gather("figures", own, STAGE_S)
-    figures: dict[tuple[int, int], Figures | str] = {
-        (one, int(other)): each if isinstance(each, str) else Figures(*each)
+    figures: dict[tuple[int, int], LinkFigures | str] = {
+        (one, int(other)): each if isinstance(each, str) else LinkFigures(*each)
         for one, its in enumerate(found)
         for other, each in its.items()
     }
     return judge(gathers.names, figures)
 
 
-def _measured(address: str, port: int) -> Figures | str:
+def _measured(address: str, port: int) -> LinkFigures | str:
     """Measure towards a node; a text: why it failed."""
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
@@ -219,7 +219,7 @@ def _measured(address: str, port: int) -> Figures | str:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             trips = sorted(_ping_s(connection) for _ in range(_NUM_PINGS))
             there, back = (_gbit(connection, asked) for asked in (_SEND, _RECEIVE))
-            return Figures(
+            return LinkFigures(
                 statistics.median(trips) * 1e3, trips[int(_NUM_PINGS * 0.99)] * 1e3, there, back, _skew_s(connection)
             )  # fmt: skip
     except OSError as error:
@@ -264,9 +264,9 @@ def _stream_s(connection: socket.socket, asked: bytes, chunks: int) -> float:
     return time.perf_counter() - begun_s
 
 
-def judge(names: Sequence[str], figures: dict[tuple[int, int], Figures | str]) -> list[Check]:
+def judge(names: Sequence[str], figures: dict[tuple[int, int], LinkFigures | str]) -> list[Check]:
     """Say of every pair how it is, and of clocks that are off."""
-    whole = [each for each in figures.values() if isinstance(each, Figures)]
+    whole = [each for each in figures.values() if isinstance(each, LinkFigures)]
     typical = statistics.median([min(each.there_gbit, each.back_gbit) for each in whole]) if whole else 0.0
     checks = []
     for (one, other), each in sorted(figures.items()):
@@ -286,7 +286,7 @@ def judge(names: Sequence[str], figures: dict[tuple[int, int], Figures | str]) -
     return checks
 
 
-def _judge_link(pair: str, each: Figures, typical_gbit: float) -> Check:
+def _judge_link(pair: str, each: LinkFigures, typical_gbit: float) -> Check:
     text = (
         f"{pair}: {each.there_gbit:.1f} and {each.back_gbit:.1f} Gbit/s, round trip {each.latency_ms:.2f} ms "
         f"(99 % within {each.latency_p99_ms:.2f})"

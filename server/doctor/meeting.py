@@ -53,7 +53,7 @@ class Endpoint(NamedTuple):
             MeetingError: it is none.
         """
         host, _, port = text.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
             raise MeetingError(f"--rdzv-endpoint is {text!r}; give HOST:PORT, such as 10.0.0.1:29400")
         return cls(host.strip("[]"), int(port))
 

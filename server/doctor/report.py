@@ -16,7 +16,7 @@ from server.lines import say
 _NAME_WIDTH = 15  # of the longest check's name
 
 
-class Status(enum.StrEnum):
+class CheckStatus(enum.StrEnum):
     """How a check ended; the last that occurs is the report's."""
 
     NOT_HERE = "not here"
@@ -30,7 +30,7 @@ class Check:
     """One check's result."""
 
     name: str
-    status: Status
+    status: CheckStatus
     text: str
     remedy: str = ""  # what to do, where something is wrong
     figures: Mapping[str, float] = field(default_factory=dict)  # what was measured, with units in the names
@@ -38,7 +38,7 @@ class Check:
     @property
     def is_wrong(self) -> bool:
         """Whether somebody has to do something."""
-        return self.status in (Status.WARNING, Status.FAILURE)
+        return self.status in (CheckStatus.WARNING, CheckStatus.FAILURE)
 
     @property
     def sentence(self) -> str:
@@ -48,22 +48,22 @@ class Check:
 
 def ok(name: str, text: str, **figures: float) -> Check:
     """What is as it should be."""
-    return Check(name=name, status=Status.OK, text=text, figures=figures)
+    return Check(name=name, status=CheckStatus.OK, text=text, figures=figures)
 
 
 def warning(name: str, text: str, remedy: str, **figures: float) -> Check:
     """What costs time or safety."""
-    return Check(name=name, status=Status.WARNING, text=text, remedy=remedy, figures=figures)
+    return Check(name=name, status=CheckStatus.WARNING, text=text, remedy=remedy, figures=figures)
 
 
 def failure(name: str, text: str, remedy: str = "") -> Check:
     """What the service cannot run with."""
-    return Check(name=name, status=Status.FAILURE, text=text, remedy=remedy)
+    return Check(name=name, status=CheckStatus.FAILURE, text=text, remedy=remedy)
 
 
 def not_here(name: str, text: str) -> Check:
     """What this machine does not have."""
-    return Check(name=name, status=Status.NOT_HERE, text=text)
+    return Check(name=name, status=CheckStatus.NOT_HERE, text=text)
 
 
 class CheckReport:
@@ -87,16 +87,19 @@ class CheckReport:
     def end(self, seconds: float) -> int:
         """Show the whole, and return the exit status: 1 with a failure, else 0."""
         counts = Counter(check.status for _, check in self._checks)
-        worst = [status for status in Status if counts[status]][-1]
+        worst = [status for status in CheckStatus if counts[status]][-1]
         if self._as_json:
             say(json.dumps(self._object(worst, seconds), indent=1))
         else:
-            told = [f"{counts[Status.OK]} ok", count(counts[Status.WARNING], "warning")]
-            told += [count(counts[Status.FAILURE], "failure"), f"{counts[Status.NOT_HERE]} not here"]
+            told = [f"{counts[CheckStatus.OK]} ok", count(counts[CheckStatus.WARNING], "warning")]
+            told += [
+                count(counts[CheckStatus.FAILURE], "failure"),
+                f"{counts[CheckStatus.NOT_HERE]} not here",
+            ]
             say(f"\n{', '.join(told)} ({seconds:.1f} s)")
-        return int(worst is Status.FAILURE)
+        return int(worst is CheckStatus.FAILURE)
 
-    def _object(self, worst: Status, seconds: float) -> dict[str, object]:
+    def _object(self, worst: CheckStatus, seconds: float) -> dict[str, object]:
         checks = [
             {"check": check.name, "node": node, **dataclasses.asdict(check), "status": check.status.lower()}
             for node, check in self._checks
@@ -119,7 +122,7 @@ def as_json(checks: Iterable[Check]) -> list[dict[str, object]]:
 
 def from_json(values: Iterable[Mapping[str, object]]) -> list[Check]:
     """Read what `as_json` wrote."""
-    return [Check(**{**each, "status": Status(str(each["status"]))}) for each in values]  # type: ignore[arg-type]
+    return [Check(**{**each, "status": CheckStatus(str(each["status"]))}) for each in values]  # type: ignore[arg-type]
 
 
 def count(number: int, noun: str) -> str:

@@ -1,15 +1,17 @@
-"""Gives each request to a rank: the one with the least work to do before the request's first token. What still waits may go
-elsewhere when ranks drift apart.
+"""Gives each request to a rank: the one with the least work to do before the request's first token.
 
 That work is the rank's outstanding tokens plus the part of the prompt it does not hold already, so with equal load
-the longest known prefix decides, and a long prefix is worth a short queue. A pure value machine: no IO, no clock,
-tested alone. Requests of one session go where its last one went, while that rank serves and has not much more to do than
-the others: then its prefix is there even where a new turn rewrites the old ones. The idea of weighing cached prefix against load in tokens is Mooncake's (arXiv 2407.00079) and
-Preble's (arXiv 2407.00023). Nobody knows beforehand how long answers get, so queues drift apart; a rank that comes back has none at all. A request that has
-not begun costs nothing to move, and is moved where it would begin at once (Llumnix, arXiv 2406.03243, moves running ones with
-their cache as well).
-Rejected: strict least-loaded with affinity only on ties, which under load never reuses
-a conversation's prefix; consistent hashing, which ignores load.
+the longest known prefix decides, and a long prefix is worth a short queue. The idea of weighing cached prefix against
+load in tokens is Mooncake's (arXiv 2407.00079) and Preble's (arXiv 2407.00023). Requests of one session go where its last
+one went, while that rank serves and has not much more to do than the others: then its prefix is there even where a new
+turn rewrites the old ones.
+
+Nobody knows beforehand how long answers get, so queues drift apart; a rank that comes back has none at all. A request
+that has not begun costs nothing to move, and is moved where it would begin at once (Llumnix, arXiv 2406.03243, moves
+running ones with their cache as well).
+
+A pure value machine: no IO, no clock, tested alone. Rejected: strict least-loaded with affinity only on ties, which under
+load never reuses a conversation's prefix; consistent hashing, which ignores load.
 """
 
 from collections import OrderedDict

@@ -130,7 +130,7 @@ def _socket_path(name: str, given: Any) -> str:
 
 def _endpoint(name: str, given: Any) -> str:
     host, _, port = text(name, given).rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise OptionsError(
             f"{name} is {given!r}; give HOST:PORT, the service's --rdzv-endpoint, such as 10.0.0.1:29400"
         )

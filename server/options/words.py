@@ -24,7 +24,7 @@ def spelled(words: Sequence[str]) -> list[str]:
             base, dot, keys = name.partition(".")
             name = base.replace("_", "-") + dot + keys
         base, _, keys = name.partition(".")
-        if name[:2] == "-O" and name[2:].isdigit():
+        if name[:2] == "-O" and name[2:].isdecimal():
             found += ["--optimization-level", name[2:]]
         elif keys and name.startswith("-") and base in known_words():
             if base not in objects:

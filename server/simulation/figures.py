@@ -84,7 +84,7 @@ class SimulationReport:
         return asdict(self)
 
 
-class Figures:
+class SimulationFigures:
     """Told what happens; makes a report at the end."""
 
     def __init__(self, num_ranks: int) -> None:

@@ -107,7 +107,7 @@ def add_simulate_parser(commands: Any) -> None:
     add_flags(parser, SERVED_OPTIONS, {})
 
 
-class Asked:
+class SimulateOptions:
     """The command line, read.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import RequestOutput
-from scheduler.policy.scheduler import Batch
+from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.skipping import SkippingScheduler
 from scheduler.step.lockstep import Agreement
@@ -64,7 +64,7 @@ class SimulatedRank:
         self.pace = PrefillPace(limits.target_itl_s, is_limited=limits.is_paced)
         self.done_step = 0  # the last one whose outcome the scheduler has
         self.taken: list[Sequence] = []  # of the planned step, what has its token already
-        self._batch: Batch | None = None
+        self._batch: StepBatch | None = None
 
     @property
     def kv_usage(self) -> float:

@@ -26,7 +26,7 @@ from server.simulation.experts import (
     recorded_loads,
 )
 from server.simulation.figures import SimulationReport, Slo
-from server.simulation.flags import Asked
+from server.simulation.flags import SimulateOptions
 from server.simulation.service import PreemptedError, SimulatedService, SimulationError
 from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
 from server.sizing.devices import UnknownDeviceError
@@ -60,7 +60,7 @@ class _Extent(NamedTuple):
 def run_simulate(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status: 2 where something is wrong with what was asked, 1 with the service."""
     try:
-        asked = Asked(args)
+        asked = SimulateOptions(args)
         runs = simulate(asked)
     except ServiceError as error:
         print(f"wideep simulate: {error}", file=sys.stderr)
@@ -72,7 +72,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def simulate(asked: Asked) -> list[SimulatedRun]:
+def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
     """Simulate what was asked; says on stderr what each run came to.
 
     Raises:
@@ -107,7 +107,7 @@ def simulate(asked: Asked) -> list[SimulatedRun]:
     return runs
 
 
-def _extent(asked: Asked) -> _Extent:
+def _extent(asked: SimulateOptions) -> _Extent:
     """Read the trace once, as it will be served.
 
     Raises:
@@ -120,12 +120,18 @@ def _extent(asked: Asked) -> _Extent:
     return _Extent(num_requests, last_s, has_shared_prefixes)
 
 
-def _trace(asked: Asked) -> Iterator[TracedRequest]:
+def _trace(asked: SimulateOptions) -> Iterator[TracedRequest]:
     return read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
 
 
 def _serve(
-    asked: Asked, subject: Subject, loads: ExpertLoads, router: str, placement: str, extent: _Extent, slo: Slo
+    asked: SimulateOptions,
+    subject: Subject,
+    loads: ExpertLoads,
+    router: str,
+    placement: str,
+    extent: _Extent,
+    slo: Slo,
 ) -> SimulationReport:
     """Serve the trace once and say what came out.
 
@@ -154,14 +160,14 @@ def _serve(
     return figures.report(slo, num_expert_moves=experts.num_moves)
 
 
-def _measured(asked: Asked, placement: str) -> Subject:
+def _measured(asked: SimulateOptions, placement: str) -> Subject:
     assert asked.calibrate is not None, "the command line has checked it"
     with Connection(asked.calibrate, api_key_of(os.environ)) as client:
         print(f"watching {client.url} for {asked.calibrate_s:g} s", file=sys.stderr)
         return from_service(asked, client, placement)
 
 
-def _loads(asked: Asked, subject: Subject) -> ExpertLoads:
+def _loads(asked: SimulateOptions, subject: Subject) -> ExpertLoads:
     """What experts are asked for.
 
     Raises:
@@ -188,7 +194,7 @@ def _loads(asked: Asked, subject: Subject) -> ExpertLoads:
     return loads
 
 
-def to_json(runs: list[SimulatedRun], asked: Asked) -> dict[str, Any]:
+def to_json(runs: list[SimulatedRun], asked: SimulateOptions) -> dict[str, Any]:
     """Return JSON values."""
     subject = runs[0].subject
     return {
@@ -211,7 +217,7 @@ def to_json(runs: list[SimulatedRun], asked: Asked) -> dict[str, Any]:
     }
 
 
-def text(runs: list[SimulatedRun], asked: Asked) -> str:
+def text(runs: list[SimulatedRun], asked: SimulateOptions) -> str:
     """Return a table: a column for every run."""
     subject, slo = runs[0].subject, ", ".join(f"{name} {bound:g} ms" for name, bound in asked.slo_ms.items())
     head = [

@@ -21,7 +21,7 @@ from scheduler.policy.request import FinishReason, Request, RequestOutput, Sampl
 from scheduler.step.lockstep import Agreement, Decision, LockStep
 from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
 from server.simulation.experts import ExpertBalance
-from server.simulation.figures import Figures, Outcome
+from server.simulation.figures import Outcome, SimulationFigures
 from server.simulation.rank import (
     NEVER,
     NO_ROWS,
@@ -126,7 +126,7 @@ class SimulatedService:
             mode=DispatchMode.AUTO,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
-        self.figures = Figures(num_ranks)
+        self.figures = SimulationFigures(num_ranks)
         self.now_s = 0.0
         self._step = 0  # the one that runs, or ran last
         self._open: dict[str, _Open] = {}
@@ -151,7 +151,7 @@ class SimulatedService:
         self._settled: set[int] = set()  # ranks of which more or less may run than they announced
         self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
-    def run(self, trace: Iterator[TracedRequest]) -> Figures:
+    def run(self, trace: Iterator[TracedRequest]) -> SimulationFigures:
         """Serve a trace to its last request and return what was seen.
 
         Raises:

@@ -20,7 +20,7 @@ from server.options.table import Options
 from server.process.preflight.device import DEFAULT_LIMITS
 from server.process.preflight.memory import float_bytes
 from server.simulation.experts import ExpertModel
-from server.simulation.flags import Asked
+from server.simulation.flags import SimulateOptions
 from server.simulation.measured import MeasuredTimes
 from server.simulation.rank import RankLimits
 from server.sizing.devices import device_named
@@ -52,7 +52,7 @@ class Subject:
     source: str  # of the step times, in words
 
 
-def from_roofline(asked: Asked, placement: str) -> Subject:
+def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
     """Read a model and a device.
 
     Args:
@@ -113,7 +113,7 @@ def _limited(options: Options) -> Options:
     )
 
 
-def _redundant(asked: Asked, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
+def _redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
     """Redundant experts of a placement: none of `linear`, else what was given, else a slot more on every rank."""
     if placement == "linear":
         return replace(config, num_redundant_experts=0)
@@ -131,7 +131,7 @@ class Look(NamedTuple):
 
 
 def from_service(
-    asked: Asked, client: Connection, placement: str, *, sleep: Callable[[float], None] = time.sleep
+    asked: SimulateOptions, client: Connection, placement: str, *, sleep: Callable[[float], None] = time.sleep
 ) -> Subject:
     """Watch a running service for a while.
 

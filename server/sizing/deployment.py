@@ -16,7 +16,7 @@ from server.process.preflight.device import DEFAULT_LIMITS
 from server.sizing.devices import Device
 from server.sizing.estimate import Estimate, Workload, balancedness, estimate
 from server.sizing.fit import RankMemory, SizeError, rank_memory, replica_tokens
-from server.sizing.flags import Asked
+from server.sizing.flags import SizeOptions
 from server.sizing.read_model import ReadModel
 from server.sizing.roofline import WIDEEP, WIDEEP_CPU, Roofline
 
@@ -34,7 +34,7 @@ class Deployment:
     balance: float
     expected: Estimate
 
-    def misses(self, asked: Asked) -> str | None:
+    def misses(self, asked: SizeOptions) -> str | None:
         """Which target it misses; None: it keeps all."""
         if asked.tpot_s is not None and self.expected.tpot_s > asked.tpot_s:
             return "time per token"
@@ -102,7 +102,7 @@ class Sized(NamedTuple):
 class Sizing:
     """Judges numbers of ranks of one model on one device."""
 
-    def __init__(self, model: ReadModel, device: Device, options: Options, asked: Asked) -> None:
+    def __init__(self, model: ReadModel, device: Device, options: Options, asked: SizeOptions) -> None:
         """Take what was asked.
 
         Raises:

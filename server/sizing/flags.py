@@ -81,7 +81,7 @@ def served_keywords(args: argparse.Namespace) -> Mapping[str, Any]:
     return {name: vars(args)[name] for name in _SERVED if name in vars(args)}
 
 
-class Asked(NamedTuple):
+class SizeOptions(NamedTuple):
     """What else it says, read.
 
     Attributes:
@@ -96,7 +96,7 @@ class Asked(NamedTuple):
     ttft_s: float | None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "Asked":
+    def of(cls, args: argparse.Namespace) -> "SizeOptions":
         """Read it.
 
         Raises:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from server.sizing.deployment import Deployment, Replicas, Sized
 from server.sizing.devices import Device
 from server.sizing.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
-from server.sizing.flags import Asked
+from server.sizing.flags import SizeOptions
 from server.sizing.published import Compared, median_error
 from server.sizing.roofline import shares_of
 
 _GIB = 1 << 30
 
 
-def size_text(sized: Sized, asked: Asked) -> str:
+def size_text(sized: Sized, asked: SizeOptions) -> str:
     """Return all that is told of one deployment."""
     chosen = sized.chosen
     parts = [
@@ -110,7 +110,7 @@ def _memory(sized: Sized) -> str:
     return "\n".join(lines)
 
 
-def _load(chosen: Deployment, asked: Asked) -> str:
+def _load(chosen: Deployment, asked: SizeOptions) -> str:
     work, expected, step = chosen.work, chosen.expected, chosen.expected.step
     fits = " (all that there is room for)" if asked.users is None else ""
     ranks, ms = chosen.num_ranks, 1000
@@ -130,7 +130,7 @@ def _load(chosen: Deployment, asked: Asked) -> str:
     )
 
 
-def _targets(sized: Sized, asked: Asked) -> str:
+def _targets(sized: Sized, asked: SizeOptions) -> str:
     if asked.tpot_s is None and asked.ttft_s is None:
         return ""
     wanted = [

@@ -14,7 +14,7 @@ from server.process.preflight.model import PreflightError
 from server.sizing.deployment import Sized, Sizing
 from server.sizing.devices import UnknownDeviceError, device_named
 from server.sizing.fit import SizeError
-from server.sizing.flags import Asked, served_keywords
+from server.sizing.flags import SizeOptions, served_keywords
 from server.sizing.published import FIGURES, compare, costs_of
 from server.sizing.read_model import read_model
 from server.sizing.report import published_text, size_text
@@ -27,7 +27,7 @@ _ERRORS = (
 def run_size(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status: 2 where it cannot be said, 1 where the ranks asked for miss the targets."""
     try:
-        asked = Asked.of(args)
+        asked = SizeOptions.of(args)
         if args.published:
             compared = [compare(figure, costs_of(figure.model)) for figure in FIGURES]
             print(
@@ -42,7 +42,7 @@ def run_size(args: argparse.Namespace) -> int:
     return int(sized.chosen.misses(asked) is not None)
 
 
-def size(args: argparse.Namespace, asked: Asked) -> Sized:
+def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
     """Read the model and the device, and judge.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from moe.survey import Status, moe_types, survey
+from moe.survey import SupportStatus, moe_types, survey
 from tests.support.models.families import FAMILIES, RECURRENT_FAMILIES, SPARSE_FAMILIES, WRAPPED_FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
@@ -18,20 +18,21 @@ NOT_TYPES = {"mistral3", "minimax_m3_vl"}
 @pytest.mark.parametrize(
     ("model_type", "status", "said"),
     [
-        ("qwen3_moe", Status.SERVED, ""),
-        ("qwen3_vl_moe", Status.TEXT_PART, ""),
-        ("deepseek_v4", Status.REFUSED, "asks its cache for"),
-        ("switch_transformers", Status.REFUSED, "encoder-decoder"),
-        ("zaya", Status.REFUSED, "no kernel"),
+        ("qwen3_moe", SupportStatus.SERVED, ""),
+        ("qwen3_vl_moe", SupportStatus.TEXT_PART, ""),
+        ("deepseek_v4", SupportStatus.REFUSED, "asks its cache for"),
+        ("switch_transformers", SupportStatus.REFUSED, "encoder-decoder"),
+        ("zaya", SupportStatus.REFUSED, "no kernel"),
     ],
 )
-def test_a_type_is_judged_with_a_reason(model_type: str, status: Status, said: str) -> None:
+def test_a_type_is_judged_with_a_reason(model_type: str, status: SupportStatus, said: str) -> None:
     (found,) = survey([model_type])
     assert found.status is status
     assert said in found.why
-    assert bool(found.why) == (status is Status.REFUSED)
+    assert bool(found.why) == (status is SupportStatus.REFUSED)
 
 
+@pytest.mark.slow
 def test_types_with_experts_are_found_and_others_are_not() -> None:
     known = moe_types()
     assert {"mixtral", "deepseek_v3", "gemma4", "llama4", "lfm2_moe", "switch_transformers"} <= {*known}
@@ -46,18 +47,18 @@ def test_the_list_in_the_docs_is_true_and_every_type_that_is_tested_is_served() 
         r"^Served \(|^Served as|^\| refused", section, flags=re.MULTILINE
     )
     listed = {
-        Status.SERVED: names_in(served),
-        Status.TEXT_PART: names_in(text_parts),
-        Status.REFUSED: {
+        SupportStatus.SERVED: names_in(served),
+        SupportStatus.TEXT_PART: names_in(text_parts),
+        SupportStatus.REFUSED: {
             name for row in refused.splitlines()[2:] if "|" in row for name in names_in(row.split("|")[1])
         },
     }
-    found: dict[Status, set[str]] = {status: set() for status in Status}
+    found: dict[SupportStatus, set[str]] = {status: set() for status in SupportStatus}
     for verdict in survey(moe_types()):
         found[verdict.status].add(verdict.model_type)
     assert listed == found
     tested = {*FAMILIES, *RECURRENT_FAMILIES, *SPARSE_FAMILIES, *WRAPPED_FAMILIES} - NOT_TYPES
-    assert tested <= found[Status.SERVED] | found[Status.TEXT_PART]
+    assert tested <= found[SupportStatus.SERVED] | found[SupportStatus.TEXT_PART]
 
 
 def names_in(text: str) -> set[str]:

@@ -180,7 +180,9 @@ def test_dispatch_modes_change_no_bit(
 
 
 @one_family_first
-@pytest.mark.parametrize(("world_size", "slots"), [(1, 12), (2, 6), (4, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "slots"), [(1, 12), (2, 6), pytest.param(4, 4, marks=pytest.mark.slow)]
+)
 def test_copies_shares_and_empty_slots_change_no_bit(
     served_alone: tuple[Path, Answers], world_size: int, slots: int, pool_of: PoolOf, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_bad_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "wideep serve: --port is 70000; it must be 0 to 65535\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_command_works_ends_it_without_a_traceback() -> None:
     command = [*WIDEEP_COMMAND, "models"]  # which loads torch and transformers, and then looks at every type
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as models:

@@ -22,7 +22,7 @@ from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.request import SamplingParams
-from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.policy.scheduler import Scheduled, StepBatch
 from scheduler.step.runner import fill_step
 
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
@@ -104,7 +104,7 @@ def step_bytes(assembled: Assembled, touched: int, batch: int, context: int) -> 
     )
 
 
-def decodes(batch: int, context: int, vocab: int) -> Batch:
+def decodes(batch: int, context: int, vocab: int) -> StepBatch:
     """Sequences that are about to run their last token of `context`, on blocks of their own."""
     blocks = -(-context // BLOCK_TOKENS)
     ids = torch.randint(0, vocab, (batch, context), generator=torch.Generator().manual_seed(0)).tolist()
@@ -117,7 +117,7 @@ def decodes(batch: int, context: int, vocab: int) -> Batch:
         )
         for at, row in enumerate(ids)
     ]  # fmt: skip
-    return Batch(items, batch, 0)
+    return StepBatch(items, batch, 0)
 
 
 def fill_cache(bench: Bench, assembled: Assembled) -> None:
@@ -127,7 +127,7 @@ def fill_cache(bench: Bench, assembled: Assembled) -> None:
         pages.normal_(generator=generator)
 
 
-def forward_of(assembled: Assembled, work: Batch) -> Callable[[Any], Tensor]:
+def forward_of(assembled: Assembled, work: StepBatch) -> Callable[[Any], Tensor]:
     """Return what runs a batch's forward with a given function, its step filled and copied once."""
     runner = assembled.runner
     inputs = fill_step(runner.step, work, 0)

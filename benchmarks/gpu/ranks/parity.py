@@ -28,7 +28,7 @@ from benchmarks.gpu.results import Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import assemble
 from scheduler.policy.request import SamplingParams
-from scheduler.policy.scheduler import Batch, Scheduled
+from scheduler.policy.scheduler import Scheduled, StepBatch
 
 _CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
@@ -103,7 +103,7 @@ def our_logprobs(
     found: list[float] = []
     for start in (0, _CHUNK // 2):
         item = Scheduled(sequence, start, _CHUNK // 2, False)
-        sampled = runner.run(Batch([item], _CHUNK // 2, _CHUNK // 2), has_prefill=True)
+        sampled = runner.run(StepBatch([item], _CHUNK // 2, _CHUNK // 2), has_prefill=True)
         (part,) = (sampled.prompt_logprobs or {}).values()
         sequence.prompt_logprobs += part
         found += [entry.logprob for entry in part]
@@ -112,7 +112,7 @@ def our_logprobs(
             max_tokens=1, temperature=0.0, num_logprobs=1, logprob_token_ids=(ids[start + 1],)
         )
         item = Scheduled(sequence_of(ids[: start + 1], blocks, wanted), start, 1, True)
-        (entry,) = runner.run(Batch([item], 1, 0)).logprobs
+        (entry,) = runner.run(StepBatch([item], 1, 0)).logprobs
         assert entry is not None, "asked for"
         found.append(entry.top_logprobs[entry.top_ids.index(ids[start + 1])])
     return torch.tensor(found)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from server.clients.bench.stream import Answer
+from server.clients.bench.stream import StreamedAnswer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class LevelFigures:
     """What one load came to. Tokens and times are of answers that ended well."""
 
     num_requests: int  # that were answered, well or not
@@ -45,7 +45,9 @@ class Figures:
     late_p99_ms: float  # how much later than due a request was sent: the load generator's own lag
 
 
-def figures_of(answers: Sequence[Answer], objectives: Mapping[str, float] | None = None) -> Figures:
+def figures_of(
+    answers: Sequence[StreamedAnswer], objectives: Mapping[str, float] | None = None
+) -> LevelFigures:
     """Reduce the answers of one load.
 
     Args:
@@ -60,7 +62,7 @@ def figures_of(answers: Sequence[Answer], objectives: Mapping[str, float] | None
         sum(each.output_tokens for each in good),
     )
     num_chunks = sum(len(each.arrivals_s) for each in good)
-    return Figures(
+    return LevelFigures(
         num_requests=len(answers),
         num_failed=len(answers) - len(good),
         duration_s=round(duration_s, 3),
@@ -82,22 +84,22 @@ def figures_of(answers: Sequence[Answer], objectives: Mapping[str, float] | None
     )
 
 
-def ttft_s(answer: Answer) -> float:
+def ttft_s(answer: StreamedAnswer) -> float:
     """Time to the first token."""
     return answer.first_s - answer.start_s
 
 
-def e2e_s(answer: Answer) -> float:
+def e2e_s(answer: StreamedAnswer) -> float:
     """Time to the end."""
     return answer.end_s - answer.start_s
 
 
-def tpot_s(answer: Answer) -> float:
+def tpot_s(answer: StreamedAnswer) -> float:
     """Time per output token after the first; 0 where there is no second."""
     return (answer.end_s - answer.first_s) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
 
 
-def gaps_s(answer: Answer) -> Iterator[float]:
+def gaps_s(answer: StreamedAnswer) -> Iterator[float]:
     """Yield the times between tokens: a chunk's tokens share the time since the chunk before.
 
     Where the service does not say how many tokens a chunk has, an answer's chunks have equally many.
@@ -113,7 +115,7 @@ def gaps_s(answer: Answer) -> Iterator[float]:
         yield (time_s - before_s) / per_chunk
 
 
-def _meets(answer: Answer, objectives: Mapping[str, float]) -> bool:
+def _meets(answer: StreamedAnswer, objectives: Mapping[str, float]) -> bool:
     seen = {"ttft": ttft_s(answer), "tpot": tpot_s(answer), "e2e": e2e_s(answer)}
     return all(1e3 * seen[name] <= most_ms for name, most_ms in objectives.items())
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from server.clients.bench.figures import Figures, Spread, e2e_s, ttft_s
+from server.clients.bench.figures import LevelFigures, Spread, e2e_s, ttft_s
 from server.clients.bench.flags import Load
-from server.clients.bench.stream import Answer
+from server.clients.bench.stream import StreamedAnswer
 from server.options.flag import OptionsError
 
 _TIMES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"))
@@ -30,8 +30,8 @@ class LevelResult:
 
     load: Load
     value: float
-    figures: Figures
-    answers: Sequence[Answer]
+    figures: LevelFigures
+    answers: Sequence[StreamedAnswer]
     is_whole: bool  # False: it was stopped
 
     @property
@@ -74,7 +74,7 @@ def _cells(spread: Spread | None) -> list[str]:
     return [f"{getattr(spread, part):,.1f}" for part in _PARTS]
 
 
-def _details(figures: Figures) -> Iterator[str]:
+def _details(figures: LevelFigures) -> Iterator[str]:
     """Yield what a level's answers were like."""
     num_good = max(1, figures.num_requests - figures.num_failed)
     yield f"prompts of {figures.prompt_tokens / num_good:,.0f} tokens, answers of {figures.output_tokens / num_good:,.0f} (means)"
@@ -130,7 +130,7 @@ def json_of(head: dict[str, Any], results: Sequence[LevelResult]) -> str:
     return json.dumps({**head, "levels": levels}, indent=1)
 
 
-def _request_row(answer: Answer, begun_s: float) -> dict[str, Any]:
+def _request_row(answer: StreamedAnswer, begun_s: float) -> dict[str, Any]:
     times = {"start_s": answer.start_s - begun_s, "ttft_s": ttft_s(answer), "e2e_s": e2e_s(answer)}
     counts = {name: getattr(answer, name) for name in ("prompt_tokens", "output_tokens", "cached_tokens")}
     failure = {"failure": answer.failure} if answer.failure else {}

@@ -46,7 +46,7 @@ from server.clients.bench.report import (
     summary_lines,
     write_plot,
 )
-from server.clients.bench.stream import STREAMED, Answer, StreamClient
+from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
 from server.options.flag import OptionsError
@@ -194,7 +194,7 @@ def _sweep(bench: _Bench, api_key: str | None) -> list[LevelResult]:
 
 def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
     """Measure one level."""
-    answers: list[Answer] = []
+    answers: list[StreamedAnswer] = []
     is_whole = False
     with suppress(KeyboardInterrupt):
         asyncio.run(_run_level(bench, value, api_key, answers))
@@ -204,7 +204,7 @@ def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
     return LevelResult(load=load, value=value, figures=figures, answers=answers, is_whole=is_whole)
 
 
-async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: list[Answer]) -> None:
+async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: list[StreamedAnswer]) -> None:
     """Warm up, then put a level's load on the service; answers are added as they end."""
     # SIGTERM becomes Ctrl-C, which asyncio turns into an end in order: open requests hang up and free their places.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
@@ -229,7 +229,7 @@ async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: 
 async def _ask(
     bench: _Bench,
     client: StreamClient,
-    answers: list[Answer],
+    answers: list[StreamedAnswer],
     progress: RequestProgress,
     asked: dict[str, Any] | Wanted,
     late_s: float = 0.0,

@@ -30,7 +30,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(kw_only=True, slots=True)
-class Answer:
+class StreamedAnswer:
     """One request and what came of it. It grows while it is read."""
 
     start_s: float  # when it was sent, or when a connection for it was asked for
@@ -74,12 +74,12 @@ class StreamClient:
         )
         self._idle: list[_Connection] = []
 
-    async def ask(self, path: str, body: Mapping[str, Any]) -> Answer:
+    async def ask(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
         """Post a body and read the stream that answers it; what goes wrong is in the answer."""
         content = json.dumps(body).encode()
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(content)}\r\n\r\n"
         request = head.encode() + content
-        answer = Answer(start_s=self._clock())
+        answer = StreamedAnswer(start_s=self._clock())
         try:
             while True:
                 connection, is_new = await self._connection()
@@ -131,7 +131,7 @@ class _Connection(asyncio.Protocol):
         self._now_s = 0.0
         self._has_begun, self._status = False, 0
 
-    async def read(self, request: bytes, answer: Answer) -> bool:
+    async def read(self, request: bytes, answer: StreamedAnswer) -> bool:
         """Send a request and read its answer; return False where the service had closed the connection before."""
         self._reading, self._has_begun, self._status = _Reading(answer), False, 0
         self._ended = asyncio.get_running_loop().create_future()
@@ -201,7 +201,7 @@ class _Connection(asyncio.Protocol):
 class _Reading:
     """The events of one answer, as their bytes come."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: StreamedAnswer) -> None:
         self.has_end = False
         self._answer = answer
         self._rest = b""

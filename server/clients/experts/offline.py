@@ -22,7 +22,7 @@ from expert_placement.files import (
 from expert_placement.nodes import Cluster, Rules, group_homes, present_homes
 from expert_placement.placement import imbalance
 from expert_placement.plan import Plan, plan, repair
-from expert_placement.simulate import Figures, PolicyResult, SimulationSetting, simulate
+from expert_placement.simulate import PlacementFigures, PolicyResult, SimulationSetting, simulate
 
 
 def run_experts(args: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _row(outcome: PolicyResult) -> str:
     )
 
 
-def _figures(figures: Figures) -> str:
+def _figures(figures: PlacementFigures) -> str:
     values = (figures.known_mean, figures.known_worst, figures.next_mean, figures.next_worst)
     return "".join(f" {value:8.4f}" if value is not None else f" {'-':>8}" for value in values)
 

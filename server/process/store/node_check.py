@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from server.doctor.equal import compare, facts_to_compare
 from server.doctor.interfaces import find_interfaces, gloo_takes
 from server.doctor.links import listening, reach
-from server.doctor.report import Check, Status
+from server.doctor.report import Check, CheckStatus
 from server.lines import say
 from server.link.seal import SAME_KEY
 from server.process.store.rendezvous import Place
@@ -121,8 +121,8 @@ def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, h
 def _refuse(checks: list[Check], *, tells: bool) -> None:
     """Say warnings on one node, and raise for failures."""
     for check in checks:
-        if tells and check.status is Status.WARNING:
+        if tells and check.status is CheckStatus.WARNING:
             say(f"wideep: {check.sentence}", error=True, level="warning")
-    failed = [check.sentence for check in checks if check.status is Status.FAILURE]
+    failed = [check.sentence for check in checks if check.status is CheckStatus.FAILURE]
     if failed:
         raise NodesDifferError("; ".join(failed))

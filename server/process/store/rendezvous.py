@@ -75,7 +75,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name)
     if text is None:
         raise PlaceError(_missing(name))
-    if not text.isdigit():
+    if not text.isdecimal():
         raise PlaceError(f"{name} is {text!r}; torchrun sets it to a number")
     return int(text)
 
@@ -204,7 +204,7 @@ def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) 
     if backend != "c10d" or not text:
         return None
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or not host:  # a bare host, a bare [IPv6] address
+    if not port.isdecimal() or not host:  # a bare host, a bare [IPv6] address
         return Endpoint(text.strip("[]"), _C10D_PORT)
     return Endpoint(host.strip("[]"), int(port))
 

@@ -148,7 +148,10 @@ def check_attention(device: str, has_sinks: bool, heads: int) -> None:
             torch.testing.assert_close(out[0, row].cpu().double(), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("count", "values"), [(1, 0), (7, 0), (7, 6), (32, 6), (300, 0)])
+@pytest.mark.parametrize(
+    ("count", "values"),
+    [(7, 6), (300, 0), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 0), (7, 0), (32, 6)))],
+)
 def test_the_best_of_a_row_s_own_tokens_are_chosen_and_of_equals_the_first(
     count: int, values: int, on_device: OnDevice
 ) -> None:

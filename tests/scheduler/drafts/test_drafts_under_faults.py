@@ -109,7 +109,6 @@ DOOMS: dict[str, tuple[str, Doom]] = {
     "between two passes": ("shm", Doom(function=f"{PASSES}._run_newest", calls=15)),
     "once the drafts are made": ("shm", Doom(function="scheduler.drafts.drafter.MadeDrafts.put", calls=14)),
 }
-FIRST = ("amid the first pass",)
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +116,8 @@ def plain_foreseen(foreseen: Path) -> Answers:
     return plain(foreseen, requests(12))
 
 
-@pytest.mark.parametrize(
-    "when", [*FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in DOOMS if each not in FIRST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("when", DOOMS)
 def test_a_rank_lost_while_own_layers_draft_changes_no_bit(
     foreseen: Path, plain_foreseen: Answers, when: str
 ) -> None:

@@ -12,7 +12,7 @@ from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
 from scheduler.drafts.pays import StepCosts
 from scheduler.policy.config import DispatchMode
-from scheduler.policy.scheduler import Batch
+from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.sampling.sampler import Sampled
@@ -146,7 +146,7 @@ def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answer
         always_draft(alone, [0, 0], built)
         run = built.runner.run
 
-        def wrong(batch: Batch, agreed_tokens: int = 0, **how: Any) -> Sampled:
+        def wrong(batch: StepBatch, agreed_tokens: int = 0, **how: Any) -> Sampled:
             nonlocal num_wrong
             sampled = run(batch, agreed_tokens, **how)
             row = 0

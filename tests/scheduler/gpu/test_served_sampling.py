@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from scheduler.policy.request import Logprobs, Structure, TokenBias
-from scheduler.policy.scheduler import Batch
+from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary
@@ -93,7 +93,7 @@ def answers(directory: Path) -> Found:
     built.runner._sampler = both = TwoSamplers(built.runner._sampler, guard.reads)
     run: Callable[..., Sampled] = built.runner.run
 
-    def counted(batch: Batch, agreed_tokens: int = 0, **options: Any) -> Sampled:
+    def counted(batch: StepBatch, agreed_tokens: int = 0, **options: Any) -> Sampled:
         guard.reads.clear()
         with guard:
             sampled = run(batch, agreed_tokens, **options)

@@ -18,7 +18,7 @@ from scheduler.sampling.device_sampler import (
     measured_size,
     read_measured,
 )
-from scheduler.sampling.plan import Asked, make_plan
+from scheduler.sampling.plan import LogprobQuery, make_plan
 from scheduler.sampling.sampler import RowLogprobs, Sampled, prompt_logprobs, sample
 from tests.scheduler.sampling.test_sampler import logits
 from tests.scheduler.sampling.test_sampler import sequence as plain_sequence
@@ -241,7 +241,7 @@ def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("scheduler.sampling.device_sampler.MOST_ROWS", 2)  # so that rows come in parts
     rows, order = odd_logits(), [4, 1, 0, 3, 2]
     kinds: list[tuple[int, tuple[int, ...]]] = [(9, ()), (40, ()), (2, ()), (20, (3, 2, 499)), (0, ())]
-    asked = [Asked(place, place, *kinds[place]) for place in order]
+    asked = [LogprobQuery(place, place, *kinds[place]) for place in order]
     found = measure(rows, asked, torch.tensor(TOKENS)).flatten().numpy()
     assert len(found) == measured_size(asked, VOCABULARY)
     told = read_measured(found, asked, TOKENS, VOCABULARY, with_rank=with_rank)
@@ -257,7 +257,7 @@ def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPa
 
 
 def test_more_than_the_vocabulary_is_all_of_it() -> None:
-    rows, asked = torch.tensor([[0.5, 2.0, 0.5]]), [Asked(0, 0, 20)]
+    rows, asked = torch.tensor([[0.5, 2.0, 0.5]]), [LogprobQuery(0, 0, 20)]
     found = measure(rows, asked, torch.tensor([2])).flatten().numpy()
     ours = read_measured(found, asked, [2], 3)[0]
     assert close(ours, RowLogprobs(rows[0].numpy()).of(2, 20)) and ours.top_ids == [1, 0, 2]

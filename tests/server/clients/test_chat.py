@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from server.cli import build_parser
-from server.clients.chat import ChatClient, Piece, Speed, run_chat
+from server.clients.chat import ChatClient, ChatPiece, Speed, run_chat
 from server.clients.connection import ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
@@ -133,7 +133,7 @@ def test_reasoning_is_told_from_the_answer_and_not_remembered() -> None:
     ticks = iter(range(100))
     client = ChatClient("http://x", http=spoken(chunks), clock=lambda: float(next(ticks)))
     client.open()
-    assert list(client.ask("?")) == [Piece("Hm.", is_reasoning=True), Piece("Yes.")]
+    assert list(client.ask("?")) == [ChatPiece("Hm.", is_reasoning=True), ChatPiece("Yes.")]
     assert client.messages[-1] == {"role": "assistant", "content": "Yes."}
     assert client.speed == Speed(num_tokens=5, first_s=1.0, rest_s=1.0)
     assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, the first after 1.00 s)"

@@ -7,7 +7,7 @@ import pytest
 
 from server.doctor import equal
 from server.doctor.equal import compare, facts_to_compare, file_digests, source_digest
-from server.doctor.report import Check, Status
+from server.doctor.report import Check, CheckStatus
 from server.process.preflight.model import PreflightError
 from tests.support.models.fake_checkpoint import write_checkpoint, write_safetensors
 
@@ -37,7 +37,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 def test_equal_nodes_are_green() -> None:
     found = by_name(compare(NODES, [facts(), facts(), facts()]))
-    assert {check.status for check in found.values()} == {Status.OK}
+    assert {check.status for check in found.values()} == {CheckStatus.OK}
     assert found["checkpoints"].text == "equal on all 3 nodes: 2 files, by size, header and samples"
 
 
@@ -47,36 +47,41 @@ def test_equal_nodes_are_green() -> None:
         (
             facts(versions={"torch": "2.11.0"}),
             "versions",
-            Status.FAILURE,
+            CheckStatus.FAILURE,
             "the nodes differ: torch is 2.13.0 on a and 1 more, 2.11.0 on c: install the same versions",
         ),
         (
             facts(versions={"wideep": "0.1.0 (source 77)"}),
             "versions",
-            Status.FAILURE,
+            CheckStatus.FAILURE,
             "0.1.0 (source 77) on c",
         ),
         (
             facts(versions={"numpy": "2.2.0"}),
             "versions",
-            Status.WARNING,
+            CheckStatus.WARNING,
             "numpy is 2.3.0 on a and 1 more, 2.2",
         ),
-        (facts(versions={"numpy": ""}), "versions", Status.WARNING, "not installed on c"),
+        (facts(versions={"numpy": ""}), "versions", CheckStatus.WARNING, "not installed on c"),
         (
             facts(files={"config.json": "aa", "model.safetensors": "cc"}),
             "checkpoints",
-            Status.FAILURE,
+            CheckStatus.FAILURE,
             "model.safetensors differ; model.safetensors is bb on a and 1 more, cc on c: copy the model",
         ),
-        (facts(files={"config.json": "aa"}), "checkpoints", Status.FAILURE, "missing on c"),
-        (facts(files=None), "checkpoints", Status.FAILURE, "config.json and 1 more differ"),
-        (facts(key="0123456789ab"), "cluster key", Status.FAILURE, "none on a and 1 more, key 0123... on c"),
-        (facts(processor="Xeon"), "processors", Status.WARNING, "EPYC on a and 1 more, Xeon on c"),
+        (facts(files={"config.json": "aa"}), "checkpoints", CheckStatus.FAILURE, "missing on c"),
+        (facts(files=None), "checkpoints", CheckStatus.FAILURE, "config.json and 1 more differ"),
+        (
+            facts(key="0123456789ab"),
+            "cluster key",
+            CheckStatus.FAILURE,
+            "none on a and 1 more, key 0123... on c",
+        ),
+        (facts(processor="Xeon"), "processors", CheckStatus.WARNING, "EPYC on a and 1 more, Xeon on c"),
     ],
 )
 def test_what_differs_is_named_with_its_node(
-    other: dict[str, Any], name: str, status: Status, says: str
+    other: dict[str, Any], name: str, status: CheckStatus, says: str
 ) -> None:
     check = by_name(compare(NODES, [facts(), facts(), other]))[name]
     assert check.status is status and says in check.sentence, check.sentence

@@ -14,7 +14,7 @@ from server.doctor.interfaces import (
     find_interfaces,
     gloo_takes,
 )
-from server.doctor.report import Status
+from server.doctor.report import CheckStatus
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
 ETH0 = Interface("eth0", ("10.0.0.7",))
@@ -59,7 +59,7 @@ def test_gloo_takes_what_it_is_told_else_the_host_names_address(
 def test_an_interface_that_cannot_be_taken_is_a_failure(name: str, says: str) -> None:
     taken = gloo_takes({"GLOO_SOCKET_IFNAME": name}, ALL, "node", lambda _host: "")
     check = check_gloo(taken, ALL, has_other_nodes=False)
-    assert check.status is Status.FAILURE
+    assert check.status is CheckStatus.FAILURE
     assert (
         says in check.sentence and "interfaces with an address are lo, docker0, eth0, ib0" in check.sentence
     )
@@ -67,9 +67,9 @@ def test_an_interface_that_cannot_be_taken_is_a_failure(name: str, says: str) ->
 
 def test_loopback_is_good_for_one_node_and_a_failure_with_others() -> None:
     taken = gloo_takes({}, ALL, "node", lambda _host: "127.0.1.1")
-    assert check_gloo(taken, ALL, has_other_nodes=False).status is Status.OK
+    assert check_gloo(taken, ALL, has_other_nodes=False).status is CheckStatus.OK
     check = check_gloo(taken, ALL, has_other_nodes=True)
-    assert check.status is Status.FAILURE
+    assert check.status is CheckStatus.FAILURE
     assert check.sentence == (
         "gloo takes lo (127.0.1.1), because the host name node resolves to it; other nodes cannot reach it: "
         "set GLOO_SOCKET_IFNAME=eth0 (10.0.0.7) on this node"
@@ -80,30 +80,35 @@ def test_loopback_is_good_for_one_node_and_a_failure_with_others() -> None:
 @pytest.mark.parametrize(
     ("said", "interfaces", "status", "text"),
     [
-        ("", ALL, Status.OK, "NCCL takes ib0 (10.9.0.7), because its name begins with ib"),
+        ("", ALL, CheckStatus.OK, "NCCL takes ib0 (10.9.0.7), because its name begins with ib"),
         (
             "",
             [LO, DOCKER, ETH0],
-            Status.OK,
+            CheckStatus.OK,
             "NCCL takes eth0 (10.0.0.7), because it is neither docker nor lo",
         ),
-        ("", [LO, DOCKER], Status.WARNING, "because there is none but docker, a bridge of containers"),
-        ("", [LO], Status.FAILURE, "because there is none but lo; other nodes cannot reach it"),
-        ("eth", ALL, Status.OK, "NCCL takes eth0 (10.0.0.7), because NCCL_SOCKET_IFNAME is eth"),
-        ("=eth", ALL, Status.FAILURE, "NCCL finds no interface with an address (NCCL_SOCKET_IFNAME is =eth"),
-        ("^ib,docker,lo", ALL, Status.OK, "NCCL takes eth0 (10.0.0.7)"),
-        ("=ib0,eth0", ALL, Status.OK, "NCCL takes eth0 (10.0.0.7), ib0 (10.9.0.7)"),
+        ("", [LO, DOCKER], CheckStatus.WARNING, "because there is none but docker, a bridge of containers"),
+        ("", [LO], CheckStatus.FAILURE, "because there is none but lo; other nodes cannot reach it"),
+        ("eth", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7), because NCCL_SOCKET_IFNAME is eth"),
+        (
+            "=eth",
+            ALL,
+            CheckStatus.FAILURE,
+            "NCCL finds no interface with an address (NCCL_SOCKET_IFNAME is =eth",
+        ),
+        ("^ib,docker,lo", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7)"),
+        ("=ib0,eth0", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7), ib0 (10.9.0.7)"),
     ],
 )
 def test_nccl_takes_what_is_selected_else_ib_else_others(
-    said: str, interfaces: list[Interface], status: Status, text: str
+    said: str, interfaces: list[Interface], status: CheckStatus, text: str
 ) -> None:
     check = check_nccl({"NCCL_SOCKET_IFNAME": said}, interfaces, has_gpus=True, has_other_nodes=True)
     assert check.status is status and text in check.text, check.text
 
 
 def test_without_gpus_nccl_is_not_here() -> None:
-    assert check_nccl({}, ALL, has_gpus=False, has_other_nodes=True).status is Status.NOT_HERE
+    assert check_nccl({}, ALL, has_gpus=False, has_other_nodes=True).status is CheckStatus.NOT_HERE
 
 
 TAKES = """

@@ -11,11 +11,11 @@ import pytest
 from server.doctor import links
 from server.doctor.equal import Identity
 from server.doctor.interfaces import Taken
-from server.doctor.links import Figures, judge, listening, measure, reach, rounds_of_pairs
-from server.doctor.report import Check, Status
+from server.doctor.links import LinkFigures, judge, listening, measure, reach, rounds_of_pairs
+from server.doctor.report import Check, CheckStatus
 
 LO = Taken("lo", "127.0.0.1", "a test says so")
-GOOD = Figures(0.1, 0.2, 20.0, 22.0, 0.001)
+GOOD = LinkFigures(0.1, 0.2, 20.0, 22.0, 0.001)
 TIMEOUT_S = 60.0
 
 
@@ -74,11 +74,11 @@ def test_nodes_reach_and_measure_each_other_and_all_say_the_same(monkeypatch: py
 
     found = all_nodes(["a", "b", "c"], check)
     assert found[0] == found[1] == found[2]
-    assert found[0][0].status is Status.OK and "a on lo, b on lo, c on lo" in found[0][0].text
+    assert found[0][0].status is CheckStatus.OK and "a on lo, b on lo, c on lo" in found[0][0].text
     measured = [check for check in found[0] if check.name == "link"]
     assert [check.text.partition(":")[0] for check in measured] == ["a and b", "a and c", "b and c"]
     assert all(check.figures["there_gbit"] > 0 and check.figures["latency_ms"] > 0 for check in measured)
-    assert found[0][-1].name == "clocks" and found[0][-1].status is Status.OK
+    assert found[0][-1].name == "clocks" and found[0][-1].status is CheckStatus.OK
 
 
 def test_a_closed_port_is_named_by_both_ends() -> None:
@@ -89,7 +89,7 @@ def test_a_closed_port_is_named_by_both_ends() -> None:
     found = all_nodes(["a", "b"], check)
     assert found[0] == found[1]
     assert [(check.status, check.text) for check in found[0]] == [
-        (Status.FAILURE, "a does not reach b on lo: nothing listens at 127.0.0.1 port 1")
+        (CheckStatus.FAILURE, "a does not reach b on lo: nothing listens at 127.0.0.1 port 1")
     ]
 
 
@@ -123,22 +123,30 @@ def test_a_wrong_interface_is_named_by_both_ends(
 @pytest.mark.parametrize(
     ("figures", "status", "says"),
     [
-        (GOOD, Status.OK, "a and b: 20.0 and 22.0 Gbit/s, round trip 0.10 ms (99 % within 0.20)"),
-        (GOOD._replace(back_gbit=0.4), Status.WARNING, "which is slow: see docs/nodes.md"),
-        (GOOD._replace(latency_ms=3.0), Status.WARNING, "which is slow"),
-        (GOOD._replace(there_gbit=8.0), Status.WARNING, "half of all pairs have 20.0: look at the cable"),
-        ("TimeoutError: timed out", Status.FAILURE, "a and b could not measure: TimeoutError: timed out"),
+        (GOOD, CheckStatus.OK, "a and b: 20.0 and 22.0 Gbit/s, round trip 0.10 ms (99 % within 0.20)"),
+        (GOOD._replace(back_gbit=0.4), CheckStatus.WARNING, "which is slow: see docs/nodes.md"),
+        (GOOD._replace(latency_ms=3.0), CheckStatus.WARNING, "which is slow"),
+        (
+            GOOD._replace(there_gbit=8.0),
+            CheckStatus.WARNING,
+            "half of all pairs have 20.0: look at the cable",
+        ),
+        (
+            "TimeoutError: timed out",
+            CheckStatus.FAILURE,
+            "a and b could not measure: TimeoutError: timed out",
+        ),
     ],
 )
-def test_a_slow_or_a_broken_link_is_named(figures: Figures | str, status: Status, says: str) -> None:
+def test_a_slow_or_a_broken_link_is_named(figures: LinkFigures | str, status: CheckStatus, says: str) -> None:
     checks = judge(["a", "b", "c"], {(0, 1): figures, (0, 2): GOOD, (1, 2): GOOD})
     assert checks[0].status is status and says in checks[0].sentence, checks[0].sentence
-    assert [check.status for check in checks[1:]] == [Status.OK] * 3
+    assert [check.status for check in checks[1:]] == [CheckStatus.OK] * 3
 
 
 def test_a_clock_that_is_off_is_a_warning_with_its_node() -> None:
     checks = judge(["a", "b"], {(0, 1): GOOD._replace(skew_s=-7.25)})
-    assert checks[1].status is Status.WARNING
+    assert checks[1].status is CheckStatus.WARNING
     assert checks[1].sentence.startswith(
         "the clock of b is -7.2 s off that of a: let both follow a time server"
     )

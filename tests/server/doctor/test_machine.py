@@ -10,7 +10,7 @@ import pytest
 from server.doctor import machine as doctor
 from server.doctor.interfaces import Interface
 from server.doctor.machine import Machine
-from server.doctor.report import Check, Status
+from server.doctor.report import Check, CheckStatus
 from server.options.reading import options_from_keywords
 from server.options.table import Options
 from server.process.preflight.device import Device, Gpu, GpuFacts
@@ -84,7 +84,7 @@ def by_name(checks: Iterable[Check]) -> dict[str, Check]:
 def test_a_healthy_machine_is_green_and_what_it_lacks_is_not_here(machine: Machine) -> None:
     found = by_name(doctor.check_machine(machine, CPU, options(), num_ranks=2, has_other_nodes=True))
     assert not [check for check in found.values() if check.is_wrong]
-    absent = {name for name, check in found.items() if check.status is Status.NOT_HERE}
+    absent = {name for name, check in found.items() if check.status is CheckStatus.NOT_HERE}
     assert absent == {"driver", "GPUs", "GPU links", "NCCL", "NVSHMEM", "RDMA", "NCCL interface"}
     assert found["processor"].text.endswith("cores, 0.0 GiB of memory free")
     assert found["huge pages"].text == "transparent: madvise; 7 reserved (none are needed)"
@@ -113,33 +113,35 @@ def test_a_driver_whose_gpus_cannot_be_used_is_a_warning(machine: Machine, tmp_p
         doctor.check_gpus(machine, replace(CPU, reason="torch 2.13.0+cpu was built without CUDA"))
     )
     assert found["driver"].text == "NVIDIA 580.65.06"
-    assert found["GPUs"].status is Status.WARNING and "built without CUDA" in found["GPUs"].text
+    assert found["GPUs"].status is CheckStatus.WARNING and "built without CUDA" in found["GPUs"].text
 
 
 def test_gpus_that_do_not_reach_each_other_are_named(machine: Machine) -> None:
     apart = replace(GPUS, facts=replace(FACTS, apart=((0, 2), (1, 2)), nccl=""))
     found = by_name(doctor.check_gpus(machine, apart))
-    assert found["GPU links"].status is Status.WARNING and "(0 and 2, 1 and 2)" in found["GPU links"].text
-    assert found["NCCL"].status is Status.FAILURE
+    assert (
+        found["GPU links"].status is CheckStatus.WARNING and "(0 and 2, 1 and 2)" in found["GPU links"].text
+    )
+    assert found["NCCL"].status is CheckStatus.FAILURE
 
 
-WRONG: list[tuple[str, Callable[[Machine, Path], Check], Status, str]] = [
+WRONG: list[tuple[str, Callable[[Machine, Path], Check], CheckStatus, str]] = [
     (
         "few files",
         lambda m, _: doctor.check_open_files(replace(m, limit_of=lambda _: 256), options(), 2),
-        Status.WARNING,
+        CheckStatus.WARNING,
         "at most 256 may be open; 128 requests at once need about 416: ulimit -n 512",
     ),
     (
         "small /dev/shm",
         lambda m, _: doctor.check_shared_memory(replace(m, shared_bytes=lambda _: 64 << 20), num_gpus=8),
-        Status.WARNING,
+        CheckStatus.WARNING,
         "NCCL between 8 GPUs may need more: docker run --shm-size=8g",
     ),
     (
         "no /dev/shm",
         lambda m, root: doctor.check_shared_memory(replace(m, dev=root / "no"), num_gpus=0),
-        Status.WARNING,
+        CheckStatus.WARNING,
         "is missing: mount a tmpfs there",
     ),
     (
@@ -148,43 +150,43 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], Status, str]] = [
             write(root, {"proc/sys/net/ipv4/ip_local_port_range": "60000 60100"}),
             doctor.check_ports(m),
         )[1],
-        Status.WARNING,
+        CheckStatus.WARNING,
         "from 60000 to 60100, which are few",
     ),
     (
         "RDMA port down",
         lambda m, root: (add_rdma(root, state="1: DOWN"), doctor.check_rdma(m))[1],
-        Status.WARNING,
+        CheckStatus.WARNING,
         "mlx5_0 port 1 is DOWN: check cables",
     ),
     (
         "RDMA without its devices",
         lambda m, root: (add_rdma(root, has_devices=False), doctor.check_rdma(m))[1],
-        Status.WARNING,
+        CheckStatus.WARNING,
         "infiniband is missing: give the container its devices",
     ),
     (
         "RDMA may not lock",
         lambda m, root: (add_rdma(root), doctor.check_locked_memory(m))[1],
-        Status.WARNING,
+        CheckStatus.WARNING,
         "at most 8,192 KiB, and RDMA pins what it sends: ulimit -l unlimited",
     ),
     (
         "old processor",
         lambda m, root: (write(root, {"proc/cpuinfo": "flags : sse2\n"}), doctor.check_processor(m))[1],
-        Status.WARNING,
+        CheckStatus.WARNING,
         "this processor has no AVX2 and no FMA",
     ),
     (
         "a package is missing",
         lambda _m, _: doctor.check_packages(["torch", "no-such-package"]),
-        Status.FAILURE,
+        CheckStatus.FAILURE,
         "not installed: no-such-package",
     ),
     (
         "HTTP elsewhere",
         lambda _m, _: doctor.check_http(options(host="198.51.100.1", port=8000)),
-        Status.FAILURE,
+        CheckStatus.FAILURE,
         "which is no address of this machine",
     ),
 ]
@@ -194,7 +196,7 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], Status, str]] = [
     ("make", "status", "says"), [each[1:] for each in WRONG], ids=[each[0] for each in WRONG]
 )
 def test_each_thing_that_is_wrong_is_said_with_what_to_do(
-    make: Callable[[Machine, Path], Check], status: Status, says: str, machine: Machine, tmp_path: Path
+    make: Callable[[Machine, Path], Check], status: CheckStatus, says: str, machine: Machine, tmp_path: Path
 ) -> None:
     check = make(machine, tmp_path)
     assert (check.status, says in check.sentence) == (status, True), check.sentence
@@ -203,9 +205,9 @@ def test_each_thing_that_is_wrong_is_said_with_what_to_do(
 def test_rdma_that_works_is_told_by_port_and_rate(machine: Machine, tmp_path: Path) -> None:
     add_rdma(tmp_path)
     check = doctor.check_rdma(machine)
-    assert (check.status, check.text) == (Status.OK, "mlx5_0 port 1 InfiniBand 400 Gb/sec (4X NDR)")
+    assert (check.status, check.text) == (CheckStatus.OK, "mlx5_0 port 1 InfiniBand 400 Gb/sec (4X NDR)")
     unlimited = replace(machine, limit_of=lambda _which: resource.RLIM_INFINITY)
-    assert doctor.check_locked_memory(unlimited).status is Status.OK
+    assert doctor.check_locked_memory(unlimited).status is CheckStatus.OK
 
 
 def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
@@ -213,7 +215,7 @@ def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
 ) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: {"transformers": "6.0.1"}.get(name, "99.0"))
     check = doctor.check_packages(["torch", "transformers", "numpy"])
-    assert check.status is Status.FAILURE and check.text == "transformers is 6.0.1, needed is <6,>=5.17"
+    assert check.status is CheckStatus.FAILURE and check.text == "transformers is 6.0.1, needed is <6,>=5.17"
 
 
 def test_a_start_says_only_what_is_wrong(machine: Machine) -> None:
@@ -235,6 +237,6 @@ def test_a_models_files_and_its_memory_at_n_ranks_are_checked(
     assert files.text == "mixtral, 1 weight file of 0.0 GiB, whole"
     assert memory.text.startswith("a rank of 4 keeps 0.0 GiB of weights; ")
     monkeypatch.setattr("server.process.preflight.checks.available_bytes", lambda: 1 << 20)
-    assert of()[1].status is Status.FAILURE and "2 ranks on this node would take about" in of()[1].text
+    assert of()[1].status is CheckStatus.FAILURE and "2 ranks on this node would take about" in of()[1].text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
-    assert [check.status for check in of()] == [Status.FAILURE]
+    assert [check.status for check in of()] == [CheckStatus.FAILURE]

@@ -215,6 +215,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--cluster-key-file=/no/such/file"], "--cluster-key-file '/no/such/file' cannot be read"),
         (["--join=head"], "--join is 'head'; give HOST:PORT"),
         (["--join=head:0"], "--join is 'head:0'; give HOST:PORT"),
+        (["--join=head:\u00b2"], "--join is 'head:\u00b2'; give HOST:PORT"),
         (["--uds=" + "s" * 108], "; give a path of at most 107 bytes, folders included"),
         (["--ssl-keyfile=x"], "--ssl-keyfile needs a certificate"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),

@@ -12,7 +12,7 @@ import pytest
 from server.cli import main
 from server.clients.connection import Connection
 from server.options.table import ROUTER_NAMES
-from server.simulation.flags import PLACEMENT_NAMES, Asked, add_simulate_parser
+from server.simulation.flags import PLACEMENT_NAMES, SimulateOptions, add_simulate_parser
 from server.simulation.subject import CalibrationError, Look, fit, from_service, look_of
 from server.sizing.step_times import RankRows
 from tests.support.models.family_sweep import tiny_config
@@ -153,11 +153,11 @@ def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
     return Connection("http://service", http=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
-def _asked(folder: Path, seconds: int) -> Asked:
+def _asked(folder: Path, seconds: int) -> SimulateOptions:
     commands = argparse.ArgumentParser()
     add_simulate_parser(commands.add_subparsers())
     words = ["simulate", str(folder / "trace.csv"), "--calibrate", "http://service"]
-    return Asked(commands.parse_args([*words, "--calibrate-seconds", str(seconds)]))
+    return SimulateOptions(commands.parse_args([*words, "--calibrate-seconds", str(seconds)]))
 
 
 def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import Request, SamplingParams
-from scheduler.policy.scheduler import Batch, Scheduler
+from scheduler.policy.scheduler import Scheduler, StepBatch
 from tests.support.models.fake_model import VOCABULARY, FakeRank
 
 BLOCK_TOKENS = 4
@@ -63,5 +63,5 @@ def step(rank: FakeRank, prefill_budget: int | None = None) -> list[tuple[str, i
     return shape_of(batch)
 
 
-def shape_of(batch: Batch) -> list[tuple[str, int, int, bool]]:
+def shape_of(batch: StepBatch) -> list[tuple[str, int, int, bool]]:
     return [(i.sequence.request.request_id, i.start, i.num_tokens, i.samples) for i in batch.items]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvcache.blocks import BlockPool
 from kvcache.states import NO_STATE, StatePool
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
-from scheduler.policy.scheduler import Batch, Scheduled, Scheduler
+from scheduler.policy.scheduler import Scheduled, Scheduler, StepBatch
 from scheduler.policy.sequence import Sequence, SequenceStatus
 
 VOCABULARY = 7
@@ -44,7 +44,7 @@ def serve_alone(request: Request, max_model_len: int) -> tuple[list[int], Finish
 class Launched:
     """A batch on the fake device, with the block tables as they were copied there."""
 
-    batch: Batch
+    batch: StepBatch
     tables: list[list[int]]
 
     def written_blocks(self, item_index: int, block_tokens: int) -> set[int]:
@@ -80,7 +80,7 @@ class FakeRank:
             assert all(one.finish_reason is None for one in earlier), "something was delivered after the end"
             earlier.append(output)
 
-    def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> Batch:
+    def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> StepBatch:
         promised = self.scheduler.next_step.num_decodes
         batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
         assert batch.num_tokens - batch.num_prefill_tokens <= promised, "ranks have agreed on fewer tokens"
@@ -160,7 +160,7 @@ class FakeRank:
         drafted = [piece.length for piece in item.pieces[-1 - len(item.drafts) :]]
         assert not item.drafts or not item.pieces or drafted == [1] * (1 + len(item.drafts))
 
-    def _check_budgets(self, batch: Batch, prefill_budget: int | None) -> None:
+    def _check_budgets(self, batch: StepBatch, prefill_budget: int | None) -> None:
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens
         assert prefill_budget is None or batch.num_prefill_tokens <= prefill_budget
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)

@@ -3,11 +3,11 @@
 import pytest
 
 from server.clients.bench.figures import Spread, figures_of, gaps_s, percentile
-from server.clients.bench.stream import Answer
+from server.clients.bench.stream import StreamedAnswer
 
 
-def answer(start_s: float, arrivals_s: list[float], output_tokens: int, **more: object) -> Answer:
-    return Answer(
+def answer(start_s: float, arrivals_s: list[float], output_tokens: int, **more: object) -> StreamedAnswer:
+    return StreamedAnswer(
         start_s=start_s, arrivals_s=arrivals_s, end_s=arrivals_s[-1], output_tokens=output_tokens, **more
     )
 
@@ -42,8 +42,8 @@ def test_failures_count_in_nothing_but_their_number() -> None:
     assert figures.ttft_ms is not None and figures.ttft_ms.p99 == 500.0
 
 
-@pytest.mark.parametrize("answers", [[], [Answer(start_s=1.0, end_s=2.0, failure="gone")]])
-def test_nothing_good_has_no_times(answers: list[Answer]) -> None:
+@pytest.mark.parametrize("answers", [[], [StreamedAnswer(start_s=1.0, end_s=2.0, failure="gone")]])
+def test_nothing_good_has_no_times(answers: list[StreamedAnswer]) -> None:
     figures = figures_of(answers, {"ttft": 1.0})
     assert figures.num_failed == len(answers)
     assert figures.requests_per_s == figures.output_tokens_per_s == figures.goodput_per_s == 0.0

@@ -16,7 +16,7 @@ from server.clients.bench.figures import figures_of
 from server.clients.bench.flags import BenchOptions, Load, bench_options_from
 from server.clients.bench.report import LevelResult, level_lines, summary_lines
 from server.clients.bench.run import run_bench
-from server.clients.bench.stream import Answer
+from server.clients.bench.stream import StreamedAnswer
 from server.roots import WIDEEP_COMMAND
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
@@ -293,8 +293,10 @@ def test_defaults_follow_from_what_is_given(tmp_path: Path) -> None:
 
 def test_the_table_says_what_was_late_stopped_and_drafted() -> None:
     answers = [
-        Answer(start_s=0.0, arrivals_s=[1.0, 2.0], end_s=2.0, output_tokens=6, prompt_tokens=8, late_s=0.5),
-        Answer(start_s=0.0, end_s=1.0, failure="gone"),
+        StreamedAnswer(
+            start_s=0.0, arrivals_s=[1.0, 2.0], end_s=2.0, output_tokens=6, prompt_tokens=8, late_s=0.5
+        ),
+        StreamedAnswer(start_s=0.0, end_s=1.0, failure="gone"),
     ]
     figures = figures_of(answers, {"ttft": 500.0})
     result = LevelResult(load=Load.RATE, value=2.0, figures=figures, answers=answers, is_whole=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.clients.bench.stream import Answer, StreamClient
+from server.clients.bench.stream import StreamClient, StreamedAnswer
 from tests.support.requests.stub_service import (
     DONE,
     END,
@@ -27,10 +27,10 @@ LAST = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
 WHOLE = OK + chunk(said("x")) + chunk(event(LAST) + event({"choices": [], "usage": usage(5, 1)}) + DONE) + END
 
 
-def ask(answer: Sequence[Piece], **body: Any) -> Answer:
+def ask(answer: Sequence[Piece], **body: Any) -> StreamedAnswer:
     """Ask once, with a clock that the service moves; it begins at 100 s."""
 
-    async def run() -> Answer:
+    async def run() -> StreamedAnswer:
         clock = SteppedClock()
         async with stub_service([answer], clock=clock) as service, asyncio.timeout(TIMEOUT_S):
             client = StreamClient(service.url, clock=clock)
@@ -44,10 +44,10 @@ def ask(answer: Sequence[Piece], **body: Any) -> Answer:
 
 def ask_all(
     answers: Sequence[bytes], count: int, *, key: str | None = None, **how: Any
-) -> tuple[list[Answer], Any]:
+) -> tuple[list[StreamedAnswer], Any]:
     """Ask one after the other; returns the answers and the service."""
 
-    async def run() -> tuple[list[Answer], Any]:
+    async def run() -> tuple[list[StreamedAnswer], Any]:
         async with stub_service(answers, **how) as service, asyncio.timeout(TIMEOUT_S):
             client = StreamClient(service.url + "/base", key)
             try:
@@ -174,7 +174,7 @@ def test_a_stream_without_a_length_ends_with_its_connection() -> None:
 
 
 def test_a_service_on_a_socket_is_asked(tmp_path: Path) -> None:
-    async def run() -> Answer:
+    async def run() -> StreamedAnswer:
         async with stub_service([WHOLE], socket=tmp_path / "s") as service, asyncio.timeout(TIMEOUT_S):
             client = StreamClient(service.url)
             try:
@@ -186,7 +186,7 @@ def test_a_service_on_a_socket_is_asked(tmp_path: Path) -> None:
 
 
 def test_nobody_listens_is_a_failure_of_the_answer() -> None:
-    async def run() -> Answer:
+    async def run() -> StreamedAnswer:
         return await StreamClient("http://127.0.0.1:1").ask(CHAT, {})
 
     assert "no connection" in asyncio.run(run()).failure
