@@ -303,10 +303,10 @@ class _Front:
         placement.skip_versions(served.version)
 
     def lost(self, rank: int, reason: str) -> None:
-        """A rank is gone: an end that has begun goes on, else others go on with its requests."""
+        """A rank is gone: others go on with its requests. Where these have ended, so does the service, as it was to."""
         self._metrics.note_lost(rank)
         if self._is_closing or self._ending.now.is_set():
-            self._fail(f"rank {rank} is lost: {reason}")
+            _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
         else:
             self._leader.lose(rank, reason)
 

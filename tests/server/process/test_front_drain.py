@@ -1,6 +1,8 @@
 """SIGTERM lets open requests end: /health first, no new ones, every answer whole, status 0; impatience is granted."""
 
+import contextlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -113,3 +115,34 @@ def test_a_rank_that_is_lost_meanwhile_is_a_failure(start: Start, threads: Threa
     front.ranks[0].link.close("out of memory")
     assert "rank 0 is lost" in never.result(TIMEOUT_S).json()["error"]["message"]
     assert front.wait() == (1, "wideep front: rank 0 is lost: out of memory\n")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_once_all_requests_have_ended_is_no_failure(start: Start) -> None:
+    """While a client still reads its answer, which is larger than what sockets hold."""
+    front = start("--disable-access-log")
+    front.script("d-long", front.encode("x" * 400))
+    body = b'{"model":"m","prompt":"d-long","stream":true,"max_tokens":400,"n":100}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((host, int(port)))
+        slow.sendall(head.encode() + body)
+        front.ranks[0].wait_for(lambda rank: len(rank.requests) == 100)
+        front.process.send_signal(signal.SIGTERM)
+        wait_until_closed(host, int(port))
+        front.ranks[0].kill()
+        answer = b"".join(iter(lambda: slow.recv(1 << 20), b""))
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert front.wait() == (0, "wideep front: rank 0 is lost while the service ends: its connection closed\n")
+
+
+def wait_until_closed(host: str, port: int) -> None:
+    """Wait until nobody is let in any more."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    with contextlib.suppress(ConnectionRefusedError):
+        while time.monotonic() < deadline_s:
+            socket.create_connection((host, port), timeout=TIMEOUT_S).close()
+            threading.Event().wait(0.01)
+        raise AssertionError("it goes on listening")
