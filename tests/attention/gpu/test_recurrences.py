@@ -134,7 +134,7 @@ def test_decodes_have_the_bits_of_prompts(name: str, on_device: OnDevice) -> Non
     on_device(decodes_and_padding, name)
 
 
-@pytest.mark.slow  # `alike_keys` runs their kernels among the fast tests
+@pytest.mark.slow  # `alike_keys` runs the gated delta rule's kernel for chunks among the fast tests
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_in_chunks_give_what_transformers_gives(name: str, on_device: OnDevice) -> None:
     on_device(chunks, name)
