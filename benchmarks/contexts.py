@@ -20,8 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.models.random_model import ensure_random_model
 from benchmarks.profile import NoDoorbell, decode
-from benchmarks.random_model import ensure_random_model
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig

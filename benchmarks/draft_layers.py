@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.models.random_model import SHAPES, config_of
 from benchmarks.profile import NoDoorbell, decode
-from benchmarks.random_model import SHAPES, config_of
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from moe.mtp.layers import drafting_of
 from scheduler.assembly import Assembled, assemble

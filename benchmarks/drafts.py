@@ -3,7 +3,7 @@
 Two services run side by side, one of them with drafts, and are asked the same, turn about, one client at a time;
 the other sleeps. Answers must be equal. A task asks for a text again with a small change (code edits, from HumanEval's prompts) or for
 its contents (MT-Bench's turns); ratios are told apart by how many of a request's drafts were accepted. The models' own
-layers are those of `benchmarks.foreseeing`, right in about four of five drafts, behind prompts of random tokens and drawn with a seed: in a deep model
+layers are those of `benchmarks.models.foreseeing`, right in about four of five drafts, behind prompts of random tokens and drawn with a seed: in a deep model
 of whose steps the layer is a small part, and in one whose output projection is most of what a step or a draft reads.
 
 Expected bound: a step of 1 + d rows costs what the rows' experts weigh in bytes; with acceptance p it gives (1 - p^(d+1)) / (1 - p) tokens.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.foreseeing import ensure_foreseeing_model
+from benchmarks.models.foreseeing import ensure_foreseeing_model
 from benchmarks.serving.service import HOST, Service
 
 Tasks = list[str] | list[list[int]]

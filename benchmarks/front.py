@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.random_model import ensure_random_model
-from benchmarks.serving.closed_loop import closed_loop, summarise
+from benchmarks.models.random_model import ensure_random_model
+from benchmarks.serving.closed_loop import ExactPrompts, closed_loop, summarise
 from benchmarks.serving.engine_alone import EngineAlone
 from benchmarks.serving.front_alone import FrontAlone
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.card import environment_card, print_card, print_tail
-from benchmarks.random_model import ensure_random_model
+from benchmarks.models.random_model import ensure_random_model
 from dispatch.mode import fitting_capacity
 from dispatch.ports import free_port
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.random_model import ensure_random_model
-from benchmarks.serving.closed_loop import summarise
+from benchmarks.models.random_model import ensure_random_model
+from benchmarks.serving.closed_loop import ExactPrompts, summarise
 from benchmarks.serving.options import BenchOptionsError, ServedLayout, ServingOptions, parse_options
 from benchmarks.serving.processes import ProcessWatch
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Service
 from benchmarks.serving.table import print_level, print_summary, summary_of
 from benchmarks.serving.transformers_peer import PeerError, PeerSetting, TransformersPeer, fastest

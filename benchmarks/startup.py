@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.serving.closed_loop import summarise
+from benchmarks.serving.closed_loop import ExactPrompts, summarise
 from benchmarks.serving.processes import ProcessWatch, command_of, peak_rss_bytes, pss_bytes, tree
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer

@@ -29,12 +29,11 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.models.random_model import SHAPES, ensure_random_model
 from benchmarks.peers import llama_cpp, vllm
 from benchmarks.peers.folder import MissingPeerError
-from benchmarks.random_model import SHAPES, ensure_random_model
-from benchmarks.serving.closed_loop import summarise
+from benchmarks.serving.closed_loop import ExactPrompts, summarise
 from benchmarks.serving.processes import ProcessWatch
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Server, Service
 from benchmarks.serving.transformers_peer import PeerError, PeerSetting, TransformersPeer
 from dispatch.ports import free_port

@@ -1,4 +1,4 @@
-"""A closed loop: so many clients, each of which sends its next request when its last one has been answered.
+"""A closed loop: so many clients, each of which sends its next request when its last one has been answered; and its prompts.
 
 The loop knows neither HTTP nor models: it drives anything that completes a prompt and says when tokens came. The
 same code runs in the client of our service and inside the process of a peer, so that both are timed alike. A closed
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from server.batches.bulk_client import for_each
 from server.clients.bench.figures import percentile
+from server.clients.bench.prompts import Passages, documentation
 
 
 class RequestTiming(NamedTuple):
@@ -67,3 +68,21 @@ def summarise(timings: Sequence[RequestTiming]) -> Latency:
         itl_p50_ms=round(percentile(gaps_s, 50) * 1e3, 1),
         itl_p99_ms=round(percentile(gaps_s, 99) * 1e3, 1),
     )
+
+
+class ExactPrompts:
+    """English prompts of an exact number of tokens, no two of which begin alike, so that no prefix cache helps; each once."""
+
+    def __init__(self, encode: Callable[[str], Sequence[int]], num_tokens: int) -> None:
+        """Tokenize the text once.
+
+        Args:
+            encode: text to token ids.
+            num_tokens: of each prompt.
+        """
+        self._passages = Passages(encode(documentation()))
+        self._num_tokens = num_tokens
+
+    def take(self, count: int) -> list[list[int]]:
+        """Return the next prompts."""
+        return [self._passages.take(self._num_tokens) for _ in range(count)]

@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from benchmarks.serving.closed_loop import RequestTiming, closed_loop, summarise
+from benchmarks.serving.closed_loop import ExactPrompts, RequestTiming, closed_loop, summarise
 from benchmarks.serving.live_answers import longest_pause_s
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, stream_completion
 from tests.support.requests.stub_service import OK, chunk, event, stub_service, usage
 

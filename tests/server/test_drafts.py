@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from tests.support.models.mtp import write_mtp_checkpoint
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model

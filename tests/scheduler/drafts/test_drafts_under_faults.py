@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from scheduler.moves.reports import MoveState
 from scheduler.policy.request import FinishReason, Request
 from scheduler.policy.speculative import parse_speculative_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
 from scheduler.drafts.pays import StepCosts

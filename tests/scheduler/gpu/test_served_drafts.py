@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from scheduler.policy.request import Request, TokenBias
 from scheduler.policy.speculative import parse_speculative_config
 from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SUFFIX, always_draft

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from scheduler.policy.speculative import parse_speculative_config
 from tests.scheduler.drafts.test_served_drafts import MTP, always_draft, drafter_of
 from tests.support.engines.serving import build, request, serve

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from llguidance import LLParserLimits
 
-from benchmarks.foreseeing import foresee
+from benchmarks.models.foreseeing import foresee
 from scheduler.policy.request import FinishReason, Request, Structure
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config

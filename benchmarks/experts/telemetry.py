@@ -9,7 +9,7 @@ Expected bound: a pass over T x K ids a layer (about a nanosecond each) plus the
 
 Also the front's part: one report of 58 layers x 256 experts on 32 ranks, decoded and taken into window and recorder.
 
-Run: `python -m benchmarks.telemetry [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--rounds 30] [--save]`;
+Run: `python -m benchmarks.experts.telemetry [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--rounds 30] [--save]`;
 DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.models.random_model import ensure_random_model
 from benchmarks.profile import NoDoorbell, decode
-from benchmarks.random_model import ensure_random_model
 from dispatch.exchange import ExchangeClock
 from kvcache.paged_cache import PagedCache
 from moe.load_counts import LoadCounts
@@ -139,7 +139,7 @@ def front_part() -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a table and one JSON line; return the exit status: 1 if the goal is missed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.telemetry", description="What counting load costs."
+        prog="python -m benchmarks.experts.telemetry", description="What counting load costs."
     )
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--batch", default="1,16,32")

@@ -1,28 +1,14 @@
-"""Is any answer lost or changed when engines are killed, hang or come back under load, and how long do streams pause?
+"""The clients of one service, and what they see of the faults that happen to it.
 
-`wideep serve` on several ranks, with so many requests always open: greedy, seeded, with penalties, logprobs, several
-choices or a form, streamed and whole. Faults come one after the other, of the kinds below, in turn or (`--random`)
-drawn with a seed. Who is cut off by a front's end asks again with its Idempotency-Key. Each answer is compared with
-the one that the same request got before the first fault. After the last fault the service must stand where it began:
-no request runs, no block is taken, no descriptor is left.
-
-Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
-groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
-tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start.
-
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--open 10] [--random N] [--seed S] [--save]`; MODEL is a
-directory or `demo` (default). It ends with 1 when an answer was lost or changed, or something was left behind.
+Each answer is compared with the one that the same request got before the first fault.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 import uuid
 from collections import defaultdict
@@ -31,98 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes, tree
-from benchmarks.serving.prompts import ExactPrompts
 from benchmarks.serving.service import HOST, BenchServiceError, Service
-from moe.demo_model import ensure_demo_model
 from server.clients.bench.figures import percentile
-from server.front.tokenizer import Tokenizer
+
+Fault = Callable[["Campaign"], Awaitable[int]]  # strikes; returns how many members it takes away
 
 RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine
-PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
 _POLL_S = 0.02
 _SEMAPHORE = "sem.mp-"  # of multiprocessing, which the service does not use, and tests beside it do
-_OWN_MOVE = "kill amid an own move"
-_EAGER = (  # decides often, and moves slowly
-    "--enable-eplb",
-    '--eplb-config={"num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, '
-    '"max_bytes_per_step": 65536}',
-)
-_KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
-    {"temperature": 0},
-    {"temperature": 1.0, "seed": 7},
-    {"temperature": 0.8, "seed": 8, "presence_penalty": 0.7, "repetition_penalty": 1.2, "top_p": 0.9},
-    {"temperature": 0, "logprobs": 2},
-    {"temperature": 1.0, "seed": 9, "n": 2},
-    {"temperature": 1.0, "seed": 10, "structured_outputs": {"regex": "[a-z ]{400}"}},
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign; return the exit status."""
-    args = _parser().parse_args(arguments)
-    card = environment_card()
-    print_card(card)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
-    try:
-        result = measure(args)
-    except (BenchServiceError, OSError) as error:
-        print(f"benchmarks.faults: {error}", file=sys.stderr)
-        return 1
-    result = {"benchmark": "faults", "environment": card, **result}
-    _print_summary(result)
-    if args.save:
-        save_result("faults", result)
-    print_tail(result)
-    return 1 if result["lost"] or result["changed"] or result["left_behind"] else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", allow_abbrev=False)
-    parser.add_argument("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
-    parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--open", type=int, default=10, help="requests always open (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer (default: %(default)s)")
-    parser.add_argument("--random", type=int, metavar="N", help="draw N faults; default: each kind once")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--kinds", help=f"some kinds only, with commas between: {', '.join(FAULTS)}")
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
-    )
-    return parser
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the service, run the campaign, and say what came of it."""
-    tokenizer = Tokenizer(str(ensure_demo_model()) if args.model == "demo" else args.model)
-    prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
-    bodies = [
-        {"prompt": prompt, "max_tokens": args.tokens, "ignore_eos": True, **options}
-        for prompt, options in zip(
-            prompts.take(2 * len(_KINDS_OF_REQUESTS)), [*_KINDS_OF_REQUESTS, *_KINDS_OF_REQUESTS], strict=True
-        )
-    ]
-    drawn = random.Random(args.seed)
-    names = args.kinds.split(",") if args.kinds else list(FAULTS)
-    kinds = drawn.choices(names, k=args.random) if args.random else names
-    flags = [
-        f"--data-parallel-size={args.ranks}",
-        f"--max-rank-restarts={3 * len(kinds) + 3}",
-        "--disable-access-log",
-        *(_EAGER if _OWN_MOVE in kinds else ()),
-    ]
-    with (
-        tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
-        Service(args.model, flags, log) as service,
-    ):
-        campaign = Campaign(service, bodies, num_ranks=args.ranks, num_open=args.open, drawn=drawn)
-        try:
-            return asyncio.run(campaign.run(kinds))
-        except BenchServiceError as error:
-            said = Path(log.name).read_text(errors="replace").splitlines()
-            raise BenchServiceError("\n".join([str(error), "The service said last:", *said[-30:]])) from error
 
 
 @dataclass(kw_only=True)
@@ -161,8 +65,8 @@ class Campaign:
         self._is_over = False
         self._struck_s: float | None = None  # when the present fault sent its first signal
 
-    async def run(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """Do one fault after the other under load; return figures."""
+    async def run(self, faults: Sequence[tuple[str, Fault]]) -> dict[str, Any]:
+        """Let faults, with their names, strike one after the other under load; return figures."""
         for body in self.bodies:
             self._expected.append(
                 await LiveAnswer(port=self.service.port, body=body, is_streamed=False).read()
@@ -170,8 +74,8 @@ class Campaign:
         await self.apply_plan()  # the first one loads the planner, whose memory stays
         before = await self._footprint()
         clients = [asyncio.create_task(self._client(number)) for number in range(self.num_open)]
-        for number, kind in enumerate(kinds, start=1):
-            outcome = await self._suffer(kind, clients)
+        for number, (kind, fault) in enumerate(faults, start=1):
+            outcome = await self._suffer(kind, fault, clients)
             self.outcomes.append(outcome)
             print(f"   {number:3} {_line(outcome)}", flush=True)
         self._is_over = True
@@ -191,7 +95,7 @@ class Campaign:
             "left_behind": _left_behind(before, after),
         }
 
-    async def _suffer(self, kind: str, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:
+    async def _suffer(self, kind: str, fault: Fault, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:
         """Let a fault happen at some moment under load and wait until all ranks serve together."""
         await self._wait_until_whole(0)
         await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
@@ -199,7 +103,7 @@ class Campaign:
         open_at_fault = list(self._open.values())
         begun_s, self._struck_s = time.perf_counter(), None
         seen = asyncio.create_task(self._wait_until_missed(losses))
-        num_lost = await FAULTS[kind](self)
+        num_lost = await fault(self)
         begun_s = self._struck_s or begun_s  # what waits for its moment counts from its first signal
         detected_s = await seen if num_lost and not self.front_is_away else None
         whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
@@ -388,101 +292,6 @@ class Campaign:
             writer.close()
 
 
-async def _kill(campaign: Campaign, count: int) -> int:
-    ranks = campaign.some_ranks(count)
-    campaign.send(signal.SIGKILL, *ranks)
-    return len(ranks)
-
-
-async def _kill_amid_move(campaign: Campaign) -> int:
-    apply = asyncio.create_task(campaign.apply_plan())
-    await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
-    num_lost = await _kill(campaign, 1)
-    await apply
-    return num_lost
-
-
-async def _kill_amid_own_move(campaign: Campaign) -> int:
-    """Kill an engine while experts move because the service decided so (`--enable-eplb`)."""
-    await campaign.wait_for_own_move()
-    return await _kill(campaign, 1)
-
-
-async def _kill_while_starting(campaign: Campaign) -> int:
-    """Kill an engine, and again while it loads."""
-    [rank] = campaign.some_ranks(1)
-    old_pid = campaign.engines()[rank]
-    campaign.send(signal.SIGKILL, rank)
-    await campaign.wait_for_new_engine(rank, old_pid)
-    await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
-    campaign.send(signal.SIGKILL, rank)
-    return 1  # the second one may not have joined
-
-
-async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
-    first, second = campaign.some_ranks(2)
-    old_pid = campaign.engines()[first]
-    campaign.send(signal.SIGKILL, first)
-    await campaign.wait_for_new_engine(first, old_pid)
-    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins, or just after
-    campaign.send(signal.SIGKILL, second)
-    return 2
-
-
-async def _hang(campaign: Campaign) -> int:
-    """Stop an engine for good: it is to be given up, killed and started again."""
-    campaign.send(signal.SIGSTOP, *campaign.some_ranks(1))
-    return 1
-
-
-async def _pause(campaign: Campaign) -> int:
-    """Stop an engine shortly: nothing is to be lost, not even the rank."""
-    ranks = campaign.some_ranks(1)
-    campaign.send(signal.SIGSTOP, *ranks)
-    await asyncio.sleep(PAUSE_S)
-    campaign.send(signal.SIGCONT, *ranks)
-    return 0
-
-
-async def _kill_front(campaign: Campaign) -> int:
-    campaign.front_is_away = True
-    os.kill(campaign.front(), signal.SIGKILL)
-    return 0
-
-
-async def _kill_supervisor(campaign: Campaign) -> int:
-    """Kill a supervisor, and with it its engine; the first one's takes the front along."""
-    [rank] = campaign.some_ranks(1)
-    campaign.front_is_away = rank == 0
-    engine = Path(f"/proc/{campaign.engines()[rank]}/stat").read_text()
-    front = campaign.front()
-    os.kill(int(engine.rpartition(")")[2].split()[1]), signal.SIGKILL)  # state, parent
-    if rank == 0:
-        await campaign.wait_for_end(front)
-    return 1
-
-
-async def _clients_leave(campaign: Campaign) -> int:
-    await campaign.leave(campaign.num_open)
-    return 0
-
-
-FAULTS: dict[str, Callable[[Campaign], Awaitable[int]]] = {  # each returns how many members it takes away
-    "kill one": lambda campaign: _kill(campaign, 1),
-    "kill two": lambda campaign: _kill(campaign, 2),
-    "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
-    "kill amid a move": _kill_amid_move,
-    _OWN_MOVE: _kill_amid_own_move,
-    "kill while starting": _kill_while_starting,
-    "kill another while one is away": _kill_another_while_one_is_away,
-    "hang": _hang,
-    "pause": _pause,
-    "kill the front": _kill_front,
-    "kill a supervisor": _kill_supervisor,
-    "clients leave": _clients_leave,
-}
-
-
 def _summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
     """Return p50 and p99 of each time, by kind."""
     by_kind = defaultdict(list)
@@ -515,39 +324,7 @@ def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str,
     }
 
 
-def _print_summary(result: dict[str, Any]) -> None:
-    print(
-        f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
-        f"changed; {result['refused']} times a new request was told to come again, {result['asked_again']} times one that was "
-        "cut off asked again with its key"
-    )
-    for kind, times in result["kinds"].items():
-        told = ", ".join(
-            f"{what} p50 {spread['p50']:.2f}, p99 {spread['p99']:.2f}"
-            for what, spread in (
-                ("seen after", times["detected_s"]),
-                ("streams pause", times["pauses_s"]),
-                ("whole after", times["whole_s"]),
-            )
-            if spread
-        )
-        print(f"{kind:>32} ({times['faults']}), seconds: {told}")
-    told = ", ".join(
-        f"{name} {first:g} -> {result['after'][name]:g}" for name, first in result["before"].items()
-    )
-    print(f"   before the first fault and after the last: {told}")
-    for problem in result["problems"]:
-        print(f"   WRONG: {problem}")
-    for name, (first, last) in result["left_behind"].items():
-        print(f"   LEFT BEHIND: {name} {first:g} -> {last:g}")
-    print(flush=True)
-
-
 def _line(outcome: FaultOutcome) -> str:
     seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
     pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
     return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

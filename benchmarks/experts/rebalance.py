@@ -9,7 +9,7 @@ Expected bound: a second thread of each rank copies, hashes and tries out expert
 kernel copies what it sends; on idle cores that costs nothing, on a machine with as many busy threads as cores it is
 taken from the steps.
 
-Run: `python -m benchmarks.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 900] [--moves 6] [--bytes-per-step N]
+Run: `python -m benchmarks.experts.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 900] [--moves 6] [--bytes-per-step N]
 [--save]`; DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.random_model import ensure_random_model
+from benchmarks.models.random_model import ensure_random_model
 from dispatch.ports import free_port
 from expert_placement.config import EplbConfig
 from expert_placement.moves import align

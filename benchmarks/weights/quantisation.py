@@ -4,7 +4,7 @@ Every prompt runs once through the model as it is and once as each quantised for
 rank, and the next-token distributions of all positions are compared: the mean and the 99th percentile of KL(as it is ||
 quantised) in nats, and the share of positions whose likeliest token is the same. A model against itself is 0 and 1.
 
-Run: `python -m benchmarks.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
+Run: `python -m benchmarks.weights.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
 A line of a file is an object with `prompt`, or `turns`, of which the first is taken.
 """
 
@@ -79,7 +79,7 @@ def compare(directory: Path, form: str, sequences: list[list[int]]) -> dict[str,
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per form and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantisation", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.weights.quantisation", description=__doc__.split("\n")[0]
     )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")

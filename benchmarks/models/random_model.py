@@ -5,7 +5,7 @@ time of a step: 43 M active parameters per decoded token of the first. Weights a
 their size through the layers, routers are decided and logits have a clear maximum: with a usual initialisation (0.02) the
 softmax is nearly flat, greedy tokens hang on the last bits, and no two programs agree. Random text says nothing, the time it takes does.
 
-Run `python -m benchmarks.random_model` to make the first and print its path.
+Run `python -m benchmarks.models.random_model` to make the first and print its path.
 """
 
 import json

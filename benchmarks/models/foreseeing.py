@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.random_model import ensure_random_model
+from benchmarks.models.random_model import ensure_random_model
 
 _ADDS = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")  # ends of what layers add
 _NORMS = ("norm.weight", "layernorm.weight")
@@ -47,7 +47,7 @@ def ensure_foreseeing_model(shape: str, share: float) -> Path:
     """Return a checkpoint's folder in the cache, with one MTP layer, making it where it is not there.
 
     Args:
-        shape: of `benchmarks.random_model`, DeepSeek-V3's or like it.
+        shape: of `benchmarks.models.random_model`, DeepSeek-V3's or like it.
         share: see `foresee`.
     """
     source = ensure_random_model(shape=shape, dtype=torch.bfloat16)

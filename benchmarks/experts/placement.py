@@ -6,7 +6,7 @@ descriptions in tests/support and run on the same loads in the same process. Bou
 take any share; `bound` in the table where slots are so few that the hottest expert decides, and after a drift, where
 no shares of the slots that were planned before it can do better.
 
-Run: `python -m benchmarks.placement [--loads FILE...] [--quick] [--save]`, with recorded loads as `wideep experts
+Run: `python -m benchmarks.experts.placement [--loads FILE...] [--quick] [--save]`, with recorded loads as `wideep experts
 simulate` reads them (names of one phase share the part before the first underscore); without, generated loads only.
 A goal that is missed is printed as such and the exit status stays 0.
 

@@ -5,7 +5,7 @@ every node. With DeepSeek-V3's routing (256 experts in 8 groups, the best 4 grou
 the best 8 experts in these) a token reaches at most 4 nodes where every node holds one group or more, but up to 8
 ranks. Answers come back once per choice either way, so combine saves nothing.
 
-    python -m benchmarks.hierarchical [--shapes 2x2 4x2 8x2] [--tokens 128] [--hidden 512] [--save]
+    python -m benchmarks.experts.hierarchical [--shapes 2x2 4x2 8x2] [--tokens 128] [--hidden 512] [--save]
 
 Counted bytes: every rank counts what it hands to a wire for ranks of other nodes, headers included; results of
 flat and node-limited exchanges are compared bit for bit first. Rows are bfloat16. All ranks run on this host. The

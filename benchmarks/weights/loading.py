@@ -6,7 +6,7 @@ the configuration, checking headers, reading and packing weights, reserving the 
 
 Expected bound: reading and packing pass every byte a few times, some 1 GB/s a thread; loading uses one.
 
-Run: `python -m benchmarks.loading [--gigabytes 2] [--repeats 3] [--save]`.
+Run: `python -m benchmarks.weights.loading [--gigabytes 2] [--repeats 3] [--save]`.
 """
 
 import argparse
@@ -47,7 +47,7 @@ EXPERT = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj":
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights.loading", allow_abbrev=False)
     parser.add_argument(
         "--gigabytes", type=float, default=2.0, help="of each checkpoint (default: %(default)s)"
     )

@@ -5,7 +5,7 @@ one rank. Expected: at batch 1 memory is the bound, so a byte a weight takes hal
 quarter, unless decoding is; at batch 32 products are, and decoding adds to them. Every format is checked against its
 dequantised weights, bit for bit, before time is taken; formats run turn about.
 
-Run: `python -m benchmarks.quantised_experts [--experts 64] [--hidden 2048] [--inner 768] [--top-k 8] [--runs 30] [--save]`.
+Run: `python -m benchmarks.weights.quantised_experts [--experts 64] [--hidden 2048] [--inner 768] [--top-k 8] [--runs 30] [--save]`.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def check(name: str, up_NK: Tensor, down_NK: Tensor, team: Team) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per format and batch and one JSON line; return 1 if a limit does not hold."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quantised_experts", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks.weights.quantised_experts", description=__doc__.split("\n")[0]
     )
     for name, default in (
         ("experts", 64),

@@ -1,0 +1,1 @@
+"""The placement of experts: its quality, and what moving and counting cost."""

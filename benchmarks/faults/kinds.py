@@ -1,0 +1,107 @@
+"""The kinds of faults that a campaign lets happen."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.faults.campaign import Campaign, Fault
+
+PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
+OWN_MOVE = "kill amid an own move"
+
+
+async def _kill(campaign: Campaign, count: int) -> int:
+    ranks = campaign.some_ranks(count)
+    campaign.send(signal.SIGKILL, *ranks)
+    return len(ranks)
+
+
+async def _kill_amid_move(campaign: Campaign) -> int:
+    apply = asyncio.create_task(campaign.apply_plan())
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
+    num_lost = await _kill(campaign, 1)
+    await apply
+    return num_lost
+
+
+async def _kill_amid_own_move(campaign: Campaign) -> int:
+    """Kill an engine while experts move because the service decided so (`--enable-eplb`)."""
+    await campaign.wait_for_own_move()
+    return await _kill(campaign, 1)
+
+
+async def _kill_while_starting(campaign: Campaign) -> int:
+    """Kill an engine, and again while it loads."""
+    [rank] = campaign.some_ranks(1)
+    old_pid = campaign.engines()[rank]
+    campaign.send(signal.SIGKILL, rank)
+    await campaign.wait_for_new_engine(rank, old_pid)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
+    campaign.send(signal.SIGKILL, rank)
+    return 1  # the second one may not have joined
+
+
+async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
+    first, second = campaign.some_ranks(2)
+    old_pid = campaign.engines()[first]
+    campaign.send(signal.SIGKILL, first)
+    await campaign.wait_for_new_engine(first, old_pid)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins, or just after
+    campaign.send(signal.SIGKILL, second)
+    return 2
+
+
+async def _hang(campaign: Campaign) -> int:
+    """Stop an engine for good: it is to be given up, killed and started again."""
+    campaign.send(signal.SIGSTOP, *campaign.some_ranks(1))
+    return 1
+
+
+async def _pause(campaign: Campaign) -> int:
+    """Stop an engine shortly: nothing is to be lost, not even the rank."""
+    ranks = campaign.some_ranks(1)
+    campaign.send(signal.SIGSTOP, *ranks)
+    await asyncio.sleep(PAUSE_S)
+    campaign.send(signal.SIGCONT, *ranks)
+    return 0
+
+
+async def _kill_front(campaign: Campaign) -> int:
+    campaign.front_is_away = True
+    os.kill(campaign.front(), signal.SIGKILL)
+    return 0
+
+
+async def _kill_supervisor(campaign: Campaign) -> int:
+    """Kill a supervisor, and with it its engine; the first one's takes the front along."""
+    [rank] = campaign.some_ranks(1)
+    campaign.front_is_away = rank == 0
+    engine = Path(f"/proc/{campaign.engines()[rank]}/stat").read_text()
+    front = campaign.front()
+    os.kill(int(engine.rpartition(")")[2].split()[1]), signal.SIGKILL)  # state, parent
+    if rank == 0:
+        await campaign.wait_for_end(front)
+    return 1
+
+
+async def _clients_leave(campaign: Campaign) -> int:
+    await campaign.leave(campaign.num_open)
+    return 0
+
+
+FAULTS: Mapping[str, Fault] = {
+    "kill one": lambda campaign: _kill(campaign, 1),
+    "kill two": lambda campaign: _kill(campaign, 2),
+    "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
+    "kill amid a move": _kill_amid_move,
+    OWN_MOVE: _kill_amid_own_move,
+    "kill while starting": _kill_while_starting,
+    "kill another while one is away": _kill_another_while_one_is_away,
+    "hang": _hang,
+    "pause": _pause,
+    "kill the front": _kill_front,
+    "kill a supervisor": _kill_supervisor,
+    "clients leave": _clients_leave,
+}

@@ -1,0 +1,1 @@
+"""Checkpoints that benchmarks make for themselves."""

@@ -1,0 +1,1 @@
+"""Checkpoints as files: how fast they load, and what quantising costs."""
