@@ -30,8 +30,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.service import HOST, BenchServiceError, Service
 from server.clients.bench.figures import figures_of
+from server.clients.bench.flags import objectives, positive, whole
 from server.clients.bench.load import open_loop
-from server.clients.bench.prompts import Prompts, ServiceTokens, Wanted, passages_of
+from server.clients.bench.prompts import Prompts, RequestLengths, ServiceTokenizer, passages_of
 from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
@@ -66,32 +67,30 @@ def _parser() -> argparse.ArgumentParser:
         "traces", nargs="+", type=Path, metavar="TRACE", help="Azure's CSV or Mooncake's JSON lines"
     )
     parser.add_argument("--model", default="demo", help="a directory or 'demo' (default)")
-    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--ranks", type=whole, default=2, help="default: %(default)s")
     parser.add_argument(
-        "--seats", type=int, default=4, help="--max-num-seqs of a rank (default: %(default)s)"
+        "--seats", type=whole, default=4, help="--max-num-seqs of a rank (default: %(default)s)"
     )
     parser.add_argument(
-        "--rate", type=float, default=1.5, help="mean requests per second (default: %(default)s)"
+        "--rate", type=positive, default=1.5, help="mean requests per second (default: %(default)s)"
     )
     parser.add_argument(
-        "--prompt-tokens", type=float, default=150.0, help="their mean (default: %(default)s)"
+        "--prompt-tokens", type=positive, default=150.0, help="their mean (default: %(default)s)"
     )
     parser.add_argument(
-        "--output-tokens", type=float, default=30.0, help="their mean, of answers (default: %(default)s)"
+        "--output-tokens", type=positive, default=30.0, help="their mean, of answers (default: %(default)s)"
     )
     parser.add_argument(
-        "--duration", type=float, default=20.0, help="seconds of arrivals (default: %(default)s)"
+        "--duration", type=positive, default=20.0, help="seconds of arrivals (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of each service (default: %(default)s)")
-    parser.add_argument("--slo", type=_slo, default={"ttft": 2000.0, "tpot": 200.0}, metavar="NAME:MS,...")
+    parser.add_argument("--rounds", type=whole, default=2, help="of each service (default: %(default)s)")
+    parser.add_argument(
+        "--slo", type=objectives, default={"ttft": 2000.0, "tpot": 200.0}, metavar="NAME:MS,..."
+    )
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/routing-<date>-<cpu>.json"
     )
     return parser
-
-
-def _slo(text: str) -> dict[str, float]:
-    return {name: float(most_ms) for name, _, most_ms in (part.partition(":") for part in text.split(","))}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -105,8 +104,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ):
         services = dict(zip(POLICIES, (first, second), strict=True))
         model = connection.served_model()
-        tokens = ServiceTokens(connection, model)
-        prompts = Prompts(passages_of(None, tokens, seed=0), tokens, is_chat=False)
+        tokenizer = ServiceTokenizer(connection, model)
+        passages = passages_of(None, tokenizer, seed=0)
+        for service in services.values():
+            service.tokens(passages.take(64), 8)  # a warm-up
+        prompts = Prompts(passages, tokenizer, is_chat=False)
         return {trace.name: _measure_trace(args, trace, services, prompts, model) for trace in args.traces}
 
 
@@ -131,28 +133,28 @@ def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: st
     scale = args.prompt_tokens / statistics.fmean(each.input_tokens for each in sample)
     output_scale = args.output_tokens / statistics.fmean(each.output_tokens for each in sample)
     requests = read_trace(trace, rate_scale=args.rate / own_rate, duration_s=args.duration)
-    wanted = ((each.arrival_s, _wanted(each, scale, output_scale, args.prompt_tokens)) for each in requests)
+    timed = ((each.arrival_s, _lengths(each, scale, output_scale, args.prompt_tokens)) for each in requests)
     return [
         (
             at_s,
             {
                 "model": model,
-                "prompt": prompts.take(each),
-                "max_tokens": each.output_tokens,
+                "prompt": prompts.take(lengths),
+                "max_tokens": lengths.output_tokens,
                 "ignore_eos": True,
                 "temperature": 0,
                 **STREAMED,
             },
         )
-        for at_s, each in wanted
+        for at_s, lengths in timed
     ]
 
 
-def _wanted(request: TracedRequest, scale: float, output_scale: float, mean_tokens: float) -> Wanted:
+def _lengths(request: TracedRequest, scale: float, output_scale: float, mean_tokens: float) -> RequestLengths:
     most = int(MOST_TIMES * mean_tokens)
-    prompt, block = (max(1, round(scale * each)) for each in (request.input_tokens, PREFIX_TOKENS))
+    prompt = max(1, round(scale * request.input_tokens))
     output = max(1, round(output_scale * request.output_tokens))
-    return Wanted(min(output, most), min(prompt, most), request.hash_ids, block)
+    return RequestLengths(min(output, most), min(prompt, most), request.hash_ids, scale * PREFIX_TOKENS)
 
 
 def _ask_all(service: Service, bodies: Sequence[Body], slo: Mapping[str, float]) -> dict[str, Any]:
@@ -186,10 +188,10 @@ async def _replay(url: str, bodies: Sequence[Body]) -> list[StreamedAnswer]:
 
 
 async def _ask(
-    client: StreamClient, answers: list[StreamedAnswer], body: dict[str, Any], late_s: float
+    client: StreamClient, answers: list[StreamedAnswer], body: dict[str, Any], due_s: float
 ) -> None:
     answer = await client.ask("/v1/completions", body)
-    answer.late_s = late_s
+    answer.late_s = max(0.0, answer.start_s - due_s)
     answers.append(answer)
 
 

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, TextIO
 PREFIX_TOKENS = 512  # of a prompt, that one hash id stands for (Mooncake)
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
+_MOST_TOKENS = 100_000_000  # of a prompt or an answer: none is as long
+_MOST_MS = 1e18  # of a timestamp: no infinity
 _SEEN_CHARS = 40  # of a wrong value, quoted
 
 
@@ -33,8 +35,8 @@ class TracedRequest(NamedTuple):
     """A request of a trace."""
 
     arrival_s: float  # after the first one of the trace
-    input_tokens: int  # at least 1
-    output_tokens: int  # at least 1
+    input_tokens: int  # 1 to 10^8
+    output_tokens: int  # 1 to 10^8
     hash_ids: tuple[
         int, ...
     ]  # one per PREFIX_TOKENS of the prompt, the last may be of fewer; empty: not told
@@ -83,7 +85,7 @@ def read_trace(
 def _parse(path: Path) -> Iterator[TracedRequest]:
     """Yield the requests as the file has them, the first at 0 s."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             yield from _of_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read as a trace: {error}") from error
@@ -125,13 +127,19 @@ def _of_json(line: str) -> TracedRequest:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error.msg} at column {error.colno})") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise ValueError(f"it cannot be read ({error})") from error
     missing = (
         [key for key in _MOONCAKE_KEYS if key not in value] if isinstance(value, dict) else _MOONCAKE_KEYS
     )
     if missing:
         raise ValueError(f"{', '.join(missing)} is missing; a line of a Mooncake trace is an object with it")
     milliseconds = value["timestamp"]
-    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or milliseconds < 0:
+    if (
+        isinstance(milliseconds, bool)
+        or not isinstance(milliseconds, int | float)
+        or not 0 <= milliseconds <= _MOST_MS
+    ):
         raise ValueError(f"timestamp is {_shown(milliseconds)}; it must be milliseconds, 0 or more")
     input_tokens = _whole("input_length", value["input_length"])
     ids = value.get("hash_ids", [])
@@ -150,7 +158,7 @@ class _AzureColumns:
     """Reads lines of Azure's, in the header's order of columns."""
 
     def __init__(self, header: str) -> None:
-        names = [name.strip().lstrip("\ufeff") for name in header.split(",")]
+        names = [name.strip() for name in next(csv.reader([header]))]
         missing = [name for name in _AZURE_COLUMNS if name not in names]
         if missing:
             raise ValueError(
@@ -185,8 +193,9 @@ class _AzureColumns:
 def _whole(name: str, value: Any) -> int:
     """Read a count of tokens."""
     text = str(value)
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number of at least 1")
+    is_short = text.isascii() and text.isdecimal() and len(text) <= len(str(_MOST_TOKENS))
+    if isinstance(value, bool) or not is_short or not 1 <= int(text) <= _MOST_TOKENS:
+        raise ValueError(f"{name} is {_shown(value)}; it must be a whole number of 1 to {_MOST_TOKENS}")
     return int(text)
 
 

@@ -98,15 +98,15 @@ class Server:
         """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop.
 
         Raises:
-            BenchServiceError: the service has ended, or refused or failed a request.
+            BenchServiceError: the service has ended (quotes its log), or refused or failed a request.
         """
         complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens, **self._fields)
         try:
             return asyncio.run(closed_loop(complete, prompts, concurrency))
-        except OSError as error:
-            raise BenchServiceError(
-                f"the service broke a connection ({error}); it said:\n{self._said()}"
-            ) from error
+        except BenchServiceError as error:
+            if self.process.poll() is None:
+                raise
+            raise BenchServiceError(f"{error}; the service has ended and said:\n{self._said()}") from error
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the greedy tokens after a prompt."""

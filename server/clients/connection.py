@@ -42,6 +42,9 @@ class Connection:
             url: the service's, with or without /v1; or unix:PATH, where it serves on a socket (--uds).
             answer_timeout_s: None where an answer may wait in the service's queue.
             http: replaces the connection, for tests.
+
+        Raises:
+            ServiceError: the key is none.
         """
         self.url = url if "://" in url or url.startswith(SOCKET) else f"http://{url}"
         self.url = self._root = self.url.rstrip("/").removesuffix("/v1")
@@ -49,6 +52,8 @@ class Connection:
         if url.startswith(SOCKET):
             path = os.path.expanduser(url.removeprefix(SOCKET))
             self.url, self._root, transport = url, "http://localhost", httpx.HTTPTransport(uds=path)
+        if api_key and not api_key.isascii():
+            raise ServiceError("the API key has characters that no header can carry")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
         self._http = http or httpx.Client(headers=headers, timeout=timeout, transport=transport)
@@ -114,8 +119,10 @@ class Connection:
         try:
             yield
         except httpx.ConnectError as error:
-            raise ServiceError(f"no service answers at {self.url}. Start one with: wideep serve") from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ServiceError(
+                f"no service answers at {self.url} ({error}). Start one with: wideep serve"
+            ) from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
             text = f"{self.url} is not a URL of a service ({error}); try http://127.0.0.1:8000"
             raise ServiceError(text) from error
         except httpx.HTTPError as error:

@@ -5,7 +5,6 @@ Each level ends when the one above does, however that ended. Serve adopts what a
 that nothing is left when serve has ended. Rejected: torchrun as the launcher, which ends all workers when one is killed.
 """
 
-import contextlib
 import http.client
 import json
 import math
@@ -15,13 +14,13 @@ import signal
 import ssl
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from dispatch.ports import free_port
 from server.doctor.machine import problems_at_start, say_problems
+from server.interrupts import terminate_as_interrupt
 from server.lines import SCREEN_VARIABLE, say
 from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
@@ -89,16 +88,6 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
         finally:
             stop_children([agent], grace_s=AGENT_GRACE_S)
             kill_orphans(spared=spared, grace_s=ORPHAN_GRACE_S)
-
-
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end what runs inside, such as the making of a model, as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _prepare(options: Options) -> Options:

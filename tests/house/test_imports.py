@@ -50,6 +50,7 @@ ORDER = (
     (
         "server.api.parsers",
         "server.errors",
+        "server.interrupts",
         "server.lines",
         "server.parent_death",
         "server.roots",

@@ -37,6 +37,12 @@ def test_both_formats_give_times_from_the_first_request_on(tmp_path: Path) -> No
     ]
 
 
+def test_a_mark_of_byte_order_and_quoted_columns_are_read(tmp_path: Path) -> None:
+    for text in (AZURE, MOONCAKE, AZURE.replace("TIMESTAMP,ContextTokens", '"TIMESTAMP","ContextTokens"')):
+        plain = list(read_trace(_file(tmp_path, text)))
+        assert list(read_trace(_file(tmp_path, "\ufeff" + text))) == plain and len(plain) == 3
+
+
 def test_a_scaled_trace_is_repeated_with_other_prefixes_until_its_duration(tmp_path: Path) -> None:
     requests = list(read_trace(_file(tmp_path, MOONCAKE), rate_scale=2.0, duration_s=3.0))
     # A lap lasts 1 s for its requests and 0.5 s for the gap to the next.
@@ -52,7 +58,7 @@ def test_a_duration_cuts_a_longer_trace(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("a,b\n1,2\n", r"line 1: it is 'a,b'; a trace begins with TIMESTAMP"),
-        (AZURE.replace("3180", "many"), r"line 3: ContextTokens is 'many'; it must be a whole number of at"),
+        (AZURE.replace("3180", "many"), r"line 3: ContextTokens is 'many'; it must be a whole number of 1"),
         (AZURE.replace("3180,8", "3180"), r"line 3: it has 2 columns; the header has 3"),
         (AZURE.replace("18:17:04.", "yesterday"), r"line 3: TIMESTAMP is .*; it must be a time such as"),
         (AZURE.replace("18:17:07.", "18:17:01."), r"line 5: it came 3 s before the line above; sort"),
@@ -61,6 +67,17 @@ def test_a_duration_cuts_a_longer_trace(tmp_path: Path) -> None:
         (MOONCAKE.replace("[0]", '"0"'), r"line 2: hash_ids is '0'; it must be a list"),
         (MOONCAKE.replace('"output_length": 6, ', ""), r"line 2: output_length is missing"),
         (MOONCAKE.replace("3000,", "true,", 1), r"line 2: timestamp is True; it must be milliseconds"),
+        (MOONCAKE.replace("3000,", "NaN,", 1), r"line 2: timestamp is nan; it must be milliseconds"),
+        (MOONCAKE.replace("3000,", "1e999,", 1), r"line 2: timestamp is inf; it must be milliseconds"),
+        (
+            MOONCAKE.replace("3000,", "9" * 400 + ",", 1),
+            r"line 2: timestamp is 9+...; it must be milliseconds",
+        ),
+        (MOONCAKE.replace("3000,", "9" * 5000 + ",", 1), r"line 2: it cannot be read"),
+        (
+            MOONCAKE.replace("512,", "512000000000,"),
+            r"line 2: input_length is 512000000000; .* 1 to 100000000",
+        ),
         (MOONCAKE.replace("[0]}", "[0]"), r"line 2: it is not JSON"),
         (MOONCAKE + "[]\n", r"line 4: timestamp, input_length, output_length is missing"),
         ("\n\n", r"has no requests"),

@@ -6,10 +6,8 @@ full for a minute) is not written: it ends the run, and the same command goes on
 """
 
 import argparse
-import asyncio
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -19,10 +17,10 @@ from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_
 from server.batches.output_lines import BatchOutput, answer_entry, refusal_entry
 from server.clients.connection import api_key_of
 from server.clients.progress import RequestProgress
+from server.interrupts import run_interruptibly, terminate_as_interrupt
 from server.options.reading import said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
-from server.process.serve import terminate_as_interrupt
 
 URL_CONCURRENCY = 64  # with a service whose size we do not know
 
@@ -93,15 +91,12 @@ def _answer(
 
 def _run(input_file: Path, output: BatchOutput, client: BulkClient, num_open: int) -> None:
     with RequestProgress(num_open, "wideep run-batch", lines=True) as progress:
-        asyncio.run(_answer_all(input_file, output, client, progress))
+        run_interruptibly(_answer_all(input_file, output, client, progress))
 
 
 async def _answer_all(
     input_file: Path, output: BatchOutput, client: BulkClient, progress: RequestProgress
 ) -> None:
-    # SIGTERM becomes Ctrl-C, which asyncio turns into an end in order: open requests hang up and free their places.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
-
     async def answer(line: BatchLine | BadLine) -> None:
         if isinstance(line, BadLine):
             entry = refusal_entry(line)

@@ -8,7 +8,7 @@ Knows no HTTP.
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import repeat
 
 from server.clients.bench.stream import StreamedAnswer
 
@@ -95,8 +95,9 @@ def e2e_s(answer: StreamedAnswer) -> float:
 
 
 def tpot_s(answer: StreamedAnswer) -> float:
-    """Time per output token after the first; 0 where there is no second."""
-    return (answer.end_s - answer.first_s) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
+    """Time per output token after the first; 0 where there is no second. Where all tokens are hidden, the first one's counts."""
+    begun_s = answer.first_s if answer.arrivals_s else answer.start_s
+    return (answer.end_s - begun_s) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
 
 
 def gaps_s(answer: StreamedAnswer) -> Iterator[float]:
@@ -104,15 +105,17 @@ def gaps_s(answer: StreamedAnswer) -> Iterator[float]:
 
     Where the service does not say how many tokens a chunk has, an answer's chunks have equally many.
     """
-    times = answer.arrivals_s
-    if len(answer.counts) == len(times):
-        for (before_s, before), (time_s, count) in pairwise(zip(times, answer.counts, strict=True)):
-            for _ in range(count - before):
-                yield (time_s - before_s) / (count - before)
+    times, counts = answer.arrivals_s, answer.counts
+    if not times:
         return
-    per_chunk = max(1.0, answer.output_tokens / len(times))
-    for before_s, time_s in pairwise(times):
-        yield (time_s - before_s) / per_chunk
+    if len(counts) != len(times):
+        per_chunk = max(1.0, answer.output_tokens / len(times))
+        counts = [round(number * per_chunk) for number in range(1, 1 + len(times))]
+    before_s, before = times[0], counts[0]
+    for time_s, count in zip(times[1:], counts[1:], strict=True):
+        if count > before:  # else a part of a token: its time is the next one's too
+            yield from repeat((time_s - before_s) / (count - before), count - before)
+            before_s, before = time_s, count
 
 
 def _meets(answer: StreamedAnswer, objectives: Mapping[str, float]) -> bool:

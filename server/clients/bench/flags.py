@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,16 @@ DEFAULT_TOKENS = {"prompt": 128, "output": 64}
 OPEN_DURATION_S = 60.0  # at a rate, where nothing else ends it
 REQUESTS_PER_CLIENT, LEAST_REQUESTS = 4, 10  # of a closed loop, likewise
 _MOST_CLIENTS = 1 << 14
+_OWN_FIELDS = (
+    "model",
+    "messages",
+    "prompt",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "n",
+)
 _EXAMPLES = """\
 examples:
   wideep bench http://127.0.0.1:8000                            1, 4 and 16 clients
@@ -117,11 +128,11 @@ def _add_load_flags(group: Any) -> None:
         metavar="X,X",
         help="times a trace's own rate: 2 is twice as many requests per second (default: 1)",
     )
-    add("--num-requests", type=_whole, metavar="N", help="requests of each level")
-    add("--duration", type=_positive, metavar="S", help="seconds of each level in which requests are sent")
+    add("--num-requests", type=whole, metavar="N", help="requests of each level")
+    add("--duration", type=positive, metavar="S", help="seconds of each level in which requests are sent")
     add(
         "--warmup",
-        type=_whole_or_none,
+        type=whole_or_none,
         default=0,
         metavar="N",
         help="requests before each level that do not count (default: 0)",
@@ -136,13 +147,11 @@ def _add_request_flags(group: Any) -> None:
         metavar="FILE",
         help="JSON lines or a text (default: Python's documentation); sent whole, unless a length is given",
     )
-    add(
-        "--prompt-tokens", type=_whole, metavar="N", help="length of prompts (default: 128 without --prompts)"
-    )
-    add("--output-tokens", type=_whole, metavar="N", help="most tokens of an answer (default: 64)")
+    add("--prompt-tokens", type=whole, metavar="N", help="length of prompts (default: 128 without --prompts)")
+    add("--output-tokens", type=whole, metavar="N", help="most tokens of an answer (default: 64)")
     add(
         "--token-scale",
-        type=_positive,
+        type=positive,
         metavar="X",
         help="times the lengths of a trace, for a small machine (default: 1)",
     )
@@ -159,7 +168,7 @@ def _add_request_flags(group: Any) -> None:
         metavar="JSON",
         help="fields of every request, such as '{\"temperature\": 0}'",
     )
-    add("--seed", type=_whole_or_none, default=0, metavar="N", help="of arrivals and prompts (default: 0)")
+    add("--seed", type=whole_or_none, default=0, metavar="N", help="of arrivals and prompts (default: 0)")
 
 
 def _add_result_flags(group: Any) -> None:
@@ -190,12 +199,14 @@ def bench_options_from(args: argparse.Namespace) -> BenchOptions:
     """
     load, levels = _levels(args)
     _check_lengths(args)
-    for flag, path in (("--trace", args.trace), ("--prompts", args.prompts)):
-        if path is not None and not path.is_file():
-            raise OptionsError(f"{flag} {path} is no file")
-    if args.json is not None and "://" in args.json:
+    _check_prompts_in_time(args, load)
+    _check_files(args)
+    if "@" in args.url.rpartition("://")[2].partition("/")[0]:
+        raise OptionsError("a name or a password in the URL is not sent; give the key with --api-key")
+    if own := [name for name in args.extra_body if name in _OWN_FIELDS]:
         raise OptionsError(
-            f"--json {args.json} would be a file; the URL comes first: wideep bench URL --json"
+            f"--extra-body has {', '.join(own)}, which is set by other flags (--model, --output-tokens, --count-chunks); "
+            "a request is one streamed choice"
         )
     duration_s = args.duration
     if load is Load.RATE and duration_s is None and args.num_requests is None:
@@ -240,8 +251,8 @@ def _levels(args: argparse.Namespace) -> tuple[Load, tuple[float, ...]]:
     if args.rate is not None:
         return Load.RATE, _numbers("--rate", args.rate)
     if args.trace is not None and args.concurrency is None:
-        return Load.TRACE, _numbers("--trace-scale", args.trace_scale or "1")
-    clients = _numbers("--concurrency", args.concurrency or DEFAULT_LEVELS)
+        return Load.TRACE, _numbers("--trace-scale", "1" if args.trace_scale is None else args.trace_scale)
+    clients = _numbers("--concurrency", DEFAULT_LEVELS if args.concurrency is None else args.concurrency)
     for each in clients:
         if each != int(each) or each > _MOST_CLIENTS:
             raise OptionsError(f"--concurrency has {each:g}; clients are whole numbers, 1 to {_MOST_CLIENTS}")
@@ -270,6 +281,35 @@ def _check_lengths(args: argparse.Namespace) -> None:
                 )
     elif args.token_scale is not None:
         raise OptionsError("--token-scale is for the lengths of a --trace")
+    elif args.tokenizer is not None and args.prompts is not None and args.prompt_tokens is None:
+        raise OptionsError(
+            "--tokenizer cuts prompts; those of --prompts are sent whole without --prompt-tokens"
+        )
+
+
+def _check_prompts_in_time(args: argparse.Namespace, load: Load) -> None:
+    """Refuse a load whose prompts the service would have to make while it is measured."""
+    is_open_ended = load is Load.CONCURRENCY and args.duration is not None and args.num_requests is None
+    is_whole = args.prompts is not None and args.prompt_tokens is None and args.trace is None
+    if is_open_ended and args.endpoint == "chat" and args.tokenizer is None and not is_whole:
+        raise OptionsError(
+            "--duration alone does not say how many prompts to make before the load, and to cut one for a chat the service "
+            "would be asked while it is measured; give --num-requests as well, --tokenizer DIRECTORY, or --endpoint completions"
+        )
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be read, or written after all."""
+    for flag, path in (("--trace", args.trace), ("--prompts", args.prompts)):
+        if path is not None and not path.is_file():
+            raise OptionsError(f"{flag} {path} is no file")
+    if args.json is not None and ("://" in args.json or re.fullmatch(r"[\w.-]+:\d+", args.json)):
+        raise OptionsError(
+            f"--json {args.json} would be a file; the URL comes first: wideep bench URL --json"
+        )
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path not in (None, STDOUT) and not Path(path).absolute().parent.is_dir():
+            raise OptionsError(f"{flag} {path} is in a folder that is not there")
 
 
 def objectives(text: str) -> dict[str, float]:
@@ -277,6 +317,8 @@ def objectives(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for part in text.split(","):
         name, colon, most = part.partition(":")
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
         if name not in OBJECTIVES:
             raise argparse.ArgumentTypeError(
                 f"{name!r} is no objective; there are {', '.join(OBJECTIVES)}, such as ttft:2000"
@@ -302,19 +344,22 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """Read a whole number above 0."""
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number above 0")
     return int(text)
 
 
-def _whole_or_none(text: str) -> int:
+def whole_or_none(text: str) -> int:
+    """Read a whole number, 0 or more."""
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Read a number above 0."""
     try:
         value = float(text)
     except ValueError:

@@ -47,7 +47,7 @@ async def open_loop(
     """Begin each job at its time, whatever became of the others, and wait for all.
 
     Args:
-        work: is told how late it begins, in seconds.
+        work: is told when it was due, by the clock.
         jobs: with their times after the begin, in order.
     """
     begun_s = clock()
@@ -55,7 +55,7 @@ async def open_loop(
         for due_s, job in jobs:
             if (wait_s := begun_s + due_s - clock()) > 0:
                 await sleep(wait_s)
-            group.create_task(work(job, max(0.0, clock() - begun_s - due_s)))
+            group.create_task(work(job, begun_s + due_s))
 
 
 def poisson_times(rate: float, seed: int) -> Iterator[float]:

@@ -6,11 +6,12 @@ hit by accident; what a trace says is shared (its hash ids) is shared. The token
 (WideEP, vLLM) or the checkpoint's tokenizer count them.
 """
 
+import contextlib
 import json
 import math
 import pydoc_data.topics
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import cycle
 from pathlib import Path
@@ -22,10 +23,11 @@ from server.options.flag import OptionsError
 MOST_CHARS = 8 << 20  # of a file, that passages are cut from
 _PIECE_CHARS = 1 << 17  # that /tokenize is given at once
 _GOLDEN = 0.6180339887498949  # so large a stride keeps passages apart for as long as there is room (Weyl's sequence)
+_REMEDY = "name its tokenizer with --tokenizer DIRECTORY, or send whole prompts: --prompts FILE"
 _JSON_KEYS = ("prompt", "text", "question", "turns", "messages", "conversations")
 
 
-class Tokens(Protocol):
+class PromptTokenizer(Protocol):
     """The model's tokenizer, wherever it is."""
 
     def encode(self, text: str) -> list[int]:
@@ -42,15 +44,13 @@ class Tokens(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
-    """What one request is to be."""
+class RequestLengths(NamedTuple):
+    """How long a request's prompt and answer are to be."""
 
     output_tokens: int
     prompt_tokens: int | None = None  # None: a whole prompt of the file's
-    hash_ids: tuple[
-        int, ...
-    ] = ()  # one per PREFIX_TOKENS (scaled) of the prompt: the same id is the same text
-    block_tokens: int = 0
+    hash_ids: tuple[int, ...] = ()  # one for each `block_tokens` of the prompt: the same id is the same text
+    block_tokens: float = 0.0  # with a part where a trace is scaled
 
 
 class Passages:
@@ -77,7 +77,7 @@ class Prompts:
     """The prompts of a whole run; its levels share nothing, or a level would find its prompts in the cache."""
 
     def __init__(
-        self, source: Passages | Sequence[str], tokens: Tokens | None = None, *, is_chat: bool = True
+        self, source: Passages | Sequence[str], tokens: PromptTokenizer | None = None, *, is_chat: bool = True
     ) -> None:
         """Take passages, or whole prompts, which come again when all were taken.
 
@@ -90,16 +90,11 @@ class Prompts:
         self._tokens, self._is_chat = tokens, is_chat
         self._shared: dict[int, list[int]] = {}
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether to make one asks the service."""
-        return self._is_chat and isinstance(self._tokens, ServiceTokens)
-
     def begin_level(self) -> None:
         """Forget what the hash ids stood for."""
         self._shared.clear()
 
-    def take(self, wanted: Wanted) -> str | list[int]:
+    def take(self, lengths: RequestLengths) -> str | list[int]:
         """Return the next prompt: a text, or a completion's token ids.
 
         Raises:
@@ -107,25 +102,25 @@ class Prompts:
         """
         if self._passages is None:
             return next(self._whole)
-        assert self._tokens is not None and wanted.prompt_tokens is not None, "passages are cut by tokens"
+        assert self._tokens is not None and lengths.prompt_tokens is not None, "passages are cut by tokens"
         if not self._is_chat:
-            return self._cut(wanted, wanted.prompt_tokens)
-        num_tokens = max(1, wanted.prompt_tokens - self._tokens.num_chat_tokens)
-        return self._tokens.decode(self._cut(wanted, num_tokens))
+            return self._cut(lengths, lengths.prompt_tokens)
+        num_tokens = max(1, lengths.prompt_tokens - self._tokens.num_chat_tokens)
+        return self._tokens.decode(self._cut(lengths, num_tokens))
 
-    def _cut(self, wanted: Wanted, num_tokens: int) -> list[int]:
+    def _cut(self, lengths: RequestLengths, num_tokens: int) -> list[int]:
         assert self._passages is not None
-        if not wanted.hash_ids:
+        if not lengths.hash_ids:
             return self._passages.take(num_tokens)
         passage: list[int] = []
-        for hash_id in wanted.hash_ids:
+        for place, hash_id in enumerate(lengths.hash_ids, start=1):
             if hash_id not in self._shared:
-                self._shared[hash_id] = self._passages.take(wanted.block_tokens)
-            passage += self._shared[hash_id]
-        return passage[:num_tokens]
+                self._shared[hash_id] = self._passages.take(math.ceil(lengths.block_tokens))
+            passage += self._shared[hash_id][: round(place * lengths.block_tokens) - len(passage)]
+        return passage[:num_tokens] or self._passages.take(num_tokens)
 
 
-def passages_of(path: Path | None, tokens: Tokens, *, seed: int) -> Passages:
+def passages_of(path: Path | None, tokens: PromptTokenizer, *, seed: int) -> Passages:
     """Tokenize a file's text, or Python's documentation, to cut passages from it.
 
     Raises:
@@ -155,7 +150,7 @@ def read_prompts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise OptionsError(f"--prompts {path} cannot be read: {error}") from error
     if path.suffix in (".jsonl", ".json"):
-        prompts = list(_json_prompts(path, text))
+        prompts = list(_json_prompts(path, _json_values(path, text)))
     else:
         prompts = [each.strip() for each in text.replace("\r\n", "\n").split("\n\n") if each.strip()]
     if not prompts:
@@ -163,17 +158,30 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def _json_prompts(path: Path, text: str) -> Iterator[str]:
-    for number, line in enumerate(text.splitlines(), start=1):
+def _json_values(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a list (.json), or of each line, with their places in words."""
+    whole = None
+    with contextlib.suppress(ValueError):  # many files with lines are called .json
+        whole = json.loads(text) if path.suffix == ".json" else None
+    if whole is not None:
+        values = whole if isinstance(whole, list) else [whole]
+        yield from ((f"element {number}", each) for number, each in enumerate(values, start=1))
+        return
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: strings may hold U+2028
         if not line.strip():
             continue
         try:
-            prompt = _prompt_of(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise OptionsError(f"--prompts {path}, line {number}: it is not JSON ({error.msg})") from error
+            yield f"line {number}", json.loads(line)
+        except ValueError as error:  # also of a number with thousands of digits
+            raise OptionsError(f"--prompts {path}, line {number}: it is not JSON ({error})") from error
+
+
+def _json_prompts(path: Path, values: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    for place, value in values:
+        prompt = _prompt_of(value)
         if not prompt:
             raise OptionsError(
-                f"--prompts {path}, line {number}: it has no text; a line is a string or an object with one of "
+                f"--prompts {path}, {place}: it has no text; it must be a string or an object with one of "
                 f"{', '.join(_JSON_KEYS)}"
             )
         yield prompt
@@ -191,49 +199,50 @@ def _prompt_of(value: Any) -> str:
     return ""
 
 
-class ServiceTokens:
+class ServiceTokenizer:
     """The tokenizer behind a service's /tokenize and /detokenize."""
 
     def __init__(self, service: Connection, model: str) -> None:
         self._service, self._model = service, model
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokens`.
+        """See `PromptTokenizer`.
 
         Raises:
             ServiceError: the service does not tokenize; says what to do.
         """
         body = {"prompt": text, "add_special_tokens": False}
         token_ids: list[int] = self._ask("/tokenize", body, "tokens", list)
+        if text and not token_ids:  # llama.cpp reads another field and finds none
+            raise ServiceError(f"{self._service.url}/tokenize does not answer as vLLM's does; {_REMEDY}")
         return token_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """See `Tokens`. Raises as `encode`."""
+        """See `PromptTokenizer`. Raises as `encode`."""
         return str(self._ask("/detokenize", {"tokens": token_ids}, "prompt", str))
 
     @cached_property
     def num_chat_tokens(self) -> int:
-        """See `Tokens`. Raises as `encode`."""
+        """See `PromptTokenizer`. Raises as `encode`."""
         chat = {"messages": [{"role": "user", "content": "x"}]}
         return len(self._ask("/tokenize", chat, "tokens", list)) - len(self.encode("x"))
 
     def _ask(self, path: str, body: dict[str, Any], name: str, kind: type) -> Any:
-        remedy = "name its tokenizer with --tokenizer DIRECTORY, or send whole prompts: --prompts FILE"
         try:
             answer = self._service.post(path, {"model": self._model, **body}).json()
             value = answer[name]
         except ServiceError as error:
-            raise ServiceError(f"cannot count tokens with {path} ({error}); {remedy}") from error
+            raise ServiceError(f"cannot count tokens with {path} ({error}); {_REMEDY}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ServiceError(
-                f"{self._service.url}{path} does not answer as vLLM's does; {remedy}"
+                f"{self._service.url}{path} does not answer as vLLM's does; {_REMEDY}"
             ) from error
         if not isinstance(value, kind):
-            raise ServiceError(f"{self._service.url}{path} does not answer as vLLM's does; {remedy}")
+            raise ServiceError(f"{self._service.url}{path} does not answer as vLLM's does; {_REMEDY}")
         return value
 
 
-class CheckpointTokens:
+class CheckpointTokenizer:
     """A checkpoint's tokenizer, in this process."""
 
     def __init__(self, directory: str) -> None:
@@ -251,16 +260,16 @@ class CheckpointTokens:
             raise OptionsError(f"--tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokens`."""
+        """See `PromptTokenizer`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
-        """See `Tokens`."""
+        """See `PromptTokenizer`."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
     def num_chat_tokens(self) -> int:
-        """See `Tokens`; 0 where the checkpoint has no template: the service has one of its own."""
+        """See `PromptTokenizer`; 0 where the checkpoint has no template: the service has one of its own."""
         if not self._tokenizer.has_chat_template:
             return 0
         chat = self._tokenizer.render_chat([{"role": "user", "content": "x"}])

@@ -48,6 +48,9 @@ class LevelResult:
 def level_lines(result: LevelResult) -> Iterator[str]:
     """Yield a level's lines."""
     figures = result.figures
+    if result.is_whole and not result.answers:
+        yield f"{result.name}: no request came in its time; give a longer --duration"
+        return
     stopped = "" if result.is_whole else ", stopped"
     yield (
         f"{result.name}: {figures.num_requests} requests in {figures.duration_s:.1f} s{stopped}; "
@@ -83,8 +86,8 @@ def _details(figures: LevelFigures) -> Iterator[str]:
     if figures.tokens_per_chunk > 1.05:
         yield f"{figures.tokens_per_chunk:.2f} tokens per chunk"
     if figures.goodput_per_s is not None:
-        share = figures.goodput_per_s / figures.requests_per_s if figures.requests_per_s else 0.0
-        yield f"goodput {figures.goodput_per_s:.2f} requests/s ({share:.0%})"
+        share = figures.goodput_per_s * figures.duration_s / max(1, figures.num_requests)
+        yield f"goodput {figures.goodput_per_s:.2f} requests/s ({share:.0%} of all)"
 
 
 def summary_lines(results: Sequence[LevelResult]) -> Iterator[str]:
@@ -123,22 +126,33 @@ def json_of(head: dict[str, Any], results: Sequence[LevelResult]) -> str:
             "is_whole": each.is_whole,
             **asdict(each.figures),
             "failures": dict(each.failures),
-            "requests": [_request_row(answer, each.answers[0].start_s) for answer in each.answers],
+            "requests": _request_rows(each.answers),
         }
         for each in results
     ]
     return json.dumps({**head, "levels": levels}, indent=1)
 
 
+def _request_rows(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
+    """Return a row for each request, in the order in which they were sent."""
+    sent = sorted(answers, key=lambda each: each.start_s)
+    return [_request_row(answer, sent[0].start_s) for answer in sent]
+
+
 def _request_row(answer: StreamedAnswer, begun_s: float) -> dict[str, Any]:
-    times = {"start_s": answer.start_s - begun_s, "ttft_s": ttft_s(answer), "e2e_s": e2e_s(answer)}
+    times = {
+        "start_s": answer.start_s - begun_s,
+        "late_s": answer.late_s,
+        "ttft_s": ttft_s(answer),
+        "e2e_s": e2e_s(answer),
+    }
     counts = {name: getattr(answer, name) for name in ("prompt_tokens", "output_tokens", "cached_tokens")}
     failure = {"failure": answer.failure} if answer.failure else {}
     return {**{name: round(value, 6) for name, value in times.items()}, **counts, **failure}
 
 
 def check_plot(path: Path) -> None:
-    """Tell before the load whether a picture can be written.
+    """Tell before the load whether a picture can be drawn.
 
     Raises:
         OptionsError: matplotlib is absent, or the name says no format.

@@ -1,8 +1,8 @@
 """`wideep bench`: put a load on a service, level by level, and say what it came to.
 
-An ordinary client of the endpoint, of any service with OpenAI's chats or completions. Prompts are made before a level begins,
-so that making them takes nothing from the service while it is measured. Ctrl-C ends the level; what was answered by then
-counts.
+An ordinary client of the endpoint, of any service with OpenAI's chats or completions. The service is asked for nothing else while
+it is measured: prompts are made before a level begins, or in this process where only time ends a closed loop. Ctrl-C ends the
+level; what was answered by then counts.
 """
 
 import argparse
@@ -11,9 +11,9 @@ import functools
 import importlib.metadata
 import itertools
 import os
-import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ from server.clients.bench.flags import (
 )
 from server.clients.bench.load import closed_loop, open_loop, poisson_times
 from server.clients.bench.prompts import (
-    CheckpointTokens,
+    CheckpointTokenizer,
     Prompts,
-    ServiceTokens,
-    Tokens,
-    Wanted,
+    PromptTokenizer,
+    RequestLengths,
+    ServiceTokenizer,
     passages_of,
     read_prompts,
 )
@@ -49,12 +49,13 @@ from server.clients.bench.report import (
 from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
+from server.interrupts import run_interruptibly, terminate_as_interrupt
 from server.options.flag import OptionsError
-from server.process.serve import terminate_as_interrupt
-from server.traces import PREFIX_TOKENS, TraceError, read_trace
+from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
 _PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}  # by whether it is a chat
 _WARMUP_CLIENTS = 4  # where the load has no number of clients
+_FOREVER_S = 1e12
 STOPPED = 130  # the exit status of what Ctrl-C ended
 
 
@@ -72,7 +73,8 @@ def run_bench(args: argparse.Namespace, *, environment: Mapping[str, str] = os.e
         api_key = api_key_of(environment, options.api_keys)
         with terminate_as_interrupt(), Connection(options.url, api_key) as service:
             bench = _prepare(options, service)
-            return _finish(bench, _sweep(bench, api_key))
+            results, failure = _sweep(bench, api_key)
+            return _finish(bench, results, failure)
     except (OptionsError, TraceError) as error:
         _say(str(error))
         return 2
@@ -98,15 +100,15 @@ class _Bench:
         """What is measured, in a line."""
         return f"{self.model} at {self.url}{_PATHS[self.options.is_chat]}"
 
-    def body(self, wanted: Wanted) -> dict[str, Any]:
+    def body(self, lengths: RequestLengths) -> dict[str, Any]:
         """Make a request's body, with a prompt that no other has."""
-        options, prompt = self.options, self.prompts.take(wanted)
+        options, prompt = self.options, self.prompts.take(lengths)
         asked = {"messages": [{"role": "user", "content": prompt}]} if options.is_chat else {"prompt": prompt}
         counting = {"include_usage": True, "continuous_usage_stats": True}
         return {
             "model": self.model,
             **asked,
-            "max_tokens": wanted.output_tokens,
+            "max_tokens": lengths.output_tokens,
             **STREAMED,
             **({"stream_options": counting} if options.counts_chunks else {}),
             **({"ignore_eos": True} if options.ignore_eos else {}),
@@ -118,21 +120,25 @@ def _prepare(options: BenchOptions, service: Connection) -> _Bench:
     """Find the model, and the text that prompts are made of; whatever is wrong is said here."""
     for level in options.levels:
         _jobs(options, level)  # a broken trace is told of before the service is asked
+    if options.trace is not None:
+        deque(read_trace(options.trace), maxlen=0)  # lines that no level may come to, too
     model = service.served_model(options.model)
     if not options.is_cut:
         assert options.prompts is not None, "without a length prompts come from a file"
         return _Bench(
             options=options, url=service.url, model=model, prompts=Prompts(read_prompts(options.prompts))
         )
-    tokens: Tokens = (
-        ServiceTokens(service, model) if options.tokenizer is None else CheckpointTokens(options.tokenizer)
+    tokenizer: PromptTokenizer = (
+        ServiceTokenizer(service, model)
+        if options.tokenizer is None
+        else CheckpointTokenizer(options.tokenizer)
     )
-    passages = passages_of(options.prompts, tokens, seed=options.seed)
-    prompts = Prompts(passages, tokens, is_chat=options.is_chat)
+    passages = passages_of(options.prompts, tokenizer, seed=options.seed)
+    prompts = Prompts(passages, tokenizer, is_chat=options.is_chat)
     return _Bench(options=options, url=service.url, model=model, prompts=prompts)
 
 
-def _jobs(options: BenchOptions, level: float) -> list[tuple[float, Wanted]]:
+def _jobs(options: BenchOptions, level: float) -> list[tuple[float, RequestLengths]]:
     """Return a level's requests with their times; a closed loop that only its duration ends has none yet.
 
     Raises:
@@ -146,50 +152,61 @@ def _jobs(options: BenchOptions, level: float) -> list[tuple[float, Wanted]]:
     return list(itertools.islice(_timed(options, level), most))
 
 
-def _timed(options: BenchOptions, level: float) -> Iterator[tuple[float, Wanted]]:
+def _timed(options: BenchOptions, level: float) -> Iterator[tuple[float, RequestLengths]]:
     """Yield a level's requests, with the times at which an open loop sends them."""
     if options.load is Load.TRACE:
         assert options.trace is not None
-        for each in read_trace(options.trace, rate_scale=level, duration_s=options.duration_s):
-            yield each.arrival_s, _traced(options, each.input_tokens, each.output_tokens, each.hash_ids)
+        is_once = options.duration_s is None and options.num_requests is None
+        duration_s = None if is_once else options.duration_s or _FOREVER_S
+        for each in read_trace(options.trace, rate_scale=level, duration_s=duration_s):
+            yield each.arrival_s, _traced(options, each)
         return
     times = poisson_times(level, options.seed) if options.load is Load.RATE else itertools.repeat(0.0)
-    for at_s, wanted in zip(times, _wanted(options), strict=False):
+    for at_s, lengths in zip(times, _lengths(options), strict=False):
         if options.load is Load.RATE and options.duration_s is not None and at_s >= options.duration_s:
             return
-        yield at_s, wanted
+        yield at_s, lengths
 
 
-def _wanted(options: BenchOptions) -> Iterator[Wanted]:
-    """Yield lengths: a trace's, once, or the same without end."""
+def _lengths(options: BenchOptions) -> Iterator[RequestLengths]:
+    """Yield a trace's lengths, from its beginning again when it has ended, or the same ones; without end."""
     if options.trace is None:
-        yield from itertools.repeat(Wanted(options.output_tokens, options.prompt_tokens))
+        yield from itertools.repeat(RequestLengths(options.output_tokens, options.prompt_tokens))
     else:
-        for each in read_trace(options.trace):
-            yield _traced(options, each.input_tokens, each.output_tokens, each.hash_ids)
+        for each in read_trace(options.trace, duration_s=_FOREVER_S):
+            yield _traced(options, each)
 
 
-def _traced(
-    options: BenchOptions, input_tokens: int, output_tokens: int, hash_ids: tuple[int, ...]
-) -> Wanted:
-    scaled = [
-        max(1, round(each * options.token_scale)) for each in (output_tokens, input_tokens, PREFIX_TOKENS)
-    ]
-    return Wanted(scaled[0], scaled[1], hash_ids, scaled[2])
+def _traced(options: BenchOptions, request: TracedRequest) -> RequestLengths:
+    scale = options.token_scale
+    prompt, output = (max(1, round(each * scale)) for each in (request.input_tokens, request.output_tokens))
+    return RequestLengths(output, prompt, request.hash_ids, PREFIX_TOKENS * scale)
 
 
-def _sweep(bench: _Bench, api_key: str | None) -> list[LevelResult]:
-    """Measure the levels, and print each as it ends; one that was stopped, or of which nothing was answered, is the last."""
+def _sweep(bench: _Bench, api_key: str | None) -> tuple[list[LevelResult], str]:
+    """Measure the levels, and print each as it ends; one that was stopped, or of which nothing was answered, is the last.
+
+    Returns:
+        The levels, and why the next one could not be measured; empty: there is none.
+
+    Raises:
+        ServiceError, TraceError: not even the first could be.
+    """
     results: list[LevelResult] = []
     _print(bench.options, f"wideep bench: {bench.title}")
     for value in bench.options.levels:
-        result = _measure(bench, value, api_key)
+        try:
+            result = _measure(bench, value, api_key)
+        except (ServiceError, TraceError) as error:
+            if not results:
+                raise
+            return results, f"{bench.options.load} {value:g} was not measured: {error}"
         results.append(result)
         for line in level_lines(result):
             _print(bench.options, line)
-        if not result.is_whole or result.figures.num_failed == result.figures.num_requests:
+        if not result.is_whole or 0 < result.figures.num_requests == result.figures.num_failed:
             break
-    return results
+    return results, ""
 
 
 def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
@@ -197,7 +214,7 @@ def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
     answers: list[StreamedAnswer] = []
     is_whole = False
     with suppress(KeyboardInterrupt):
-        asyncio.run(_run_level(bench, value, api_key, answers))
+        run_interruptibly(_run_level(bench, value, api_key, answers))
         is_whole = True
     figures = figures_of(answers, bench.options.objectives)
     load = bench.options.load
@@ -206,22 +223,22 @@ def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
 
 async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: list[StreamedAnswer]) -> None:
     """Warm up, then put a level's load on the service; answers are added as they end."""
-    # SIGTERM becomes Ctrl-C, which asyncio turns into an end in order: open requests hang up and free their places.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, signal.raise_signal, signal.SIGINT)
     options, client = bench.options, StreamClient(bench.url, api_key)
     try:
         if options.num_warmup:
             await _warm_up(bench, value, client)
         bench.prompts.begin_level()
-        jobs = _jobs(options, value)
-        bodies = [(at_s, bench.body(wanted)) for at_s, wanted in jobs]
+        bodies = []
+        for at_s, lengths in _jobs(options, value):
+            bodies.append((at_s, bench.body(lengths)))
+            await asyncio.sleep(0)  # hears Ctrl-C
         with RequestProgress(len(bodies) or None, f"{options.load} {value:g}", lines=True) as progress:
             ask = functools.partial(_ask, bench, client, answers, progress)
             if options.load is not Load.CONCURRENCY:
                 await open_loop(ask, bodies)
                 return
             closed = functools.partial(closed_loop, concurrency=int(value), duration_s=options.duration_s)
-            await closed(ask, (body for _, body in bodies) if bodies else _wanted(options))
+            await closed(ask, (body for _, body in bodies) if bodies else map(bench.body, _lengths(options)))
     finally:
         client.close()
 
@@ -231,14 +248,12 @@ async def _ask(
     client: StreamClient,
     answers: list[StreamedAnswer],
     progress: RequestProgress,
-    asked: dict[str, Any] | Wanted,
-    late_s: float = 0.0,
+    body: dict[str, Any],
+    due_s: float | None = None,
 ) -> None:
     """Send one request and keep its answer."""
-    if isinstance(asked, Wanted):  # its prompt is made now: nobody knew how many there would be
-        asked = await asyncio.to_thread(bench.body, asked) if bench.prompts.is_slow else bench.body(asked)
-    answer = await client.ask(_PATHS[bench.options.is_chat], asked)
-    answer.late_s = late_s
+    answer = await client.ask(_PATHS[bench.options.is_chat], body)
+    answer.late_s = 0.0 if due_s is None else max(0.0, answer.start_s - due_s)
     answers.append(answer)
     progress.step(failed=bool(answer.failure))
 
@@ -257,14 +272,14 @@ async def _warm_up(bench: _Bench, value: float, client: StreamClient) -> None:
         failures.append((await client.ask(_PATHS[options.is_chat], body)).failure)
 
     bench.prompts.begin_level()
-    bodies = [bench.body(wanted) for wanted in itertools.islice(_wanted(options), options.num_warmup)]
+    bodies = [bench.body(lengths) for lengths in itertools.islice(_lengths(options), options.num_warmup)]
     await closed_loop(ask, bodies, concurrency=clients)
     if all(failures):
         raise ServiceError(f"the warm-up failed: {failures[0]}")
 
 
-def _finish(bench: _Bench, results: list[LevelResult]) -> int:
-    """Write what was measured; returns the exit status."""
+def _finish(bench: _Bench, results: list[LevelResult], failure: str) -> int:
+    """Write what was measured, say why the rest was not; returns the exit status."""
     options = bench.options
     measured = [each for each in results if each.answers]
     if len(measured) > 1:
@@ -279,7 +294,9 @@ def _finish(bench: _Bench, results: list[LevelResult]) -> int:
     if not results[-1].is_whole:
         _say("stopped; what is shown was measured before")
         return STOPPED
-    return int(any(each.figures.num_failed for each in results))
+    if failure:
+        _say(failure)
+    return int(bool(failure) or any(each.figures.num_failed for each in results))
 
 
 def _write_json(bench: _Bench, results: list[LevelResult]) -> None:
@@ -293,6 +310,10 @@ def _write_json(bench: _Bench, results: list[LevelResult]) -> None:
         "endpoint": _PATHS[options.is_chat],
         "trace": options.trace and str(options.trace),
         "token_scale": options.token_scale,
+        "num_requests": options.num_requests,
+        "duration_s": options.duration_s,
+        "tokenizer": options.tokenizer,
+        "counts_chunks": options.counts_chunks,
         "prompts": options.prompts and str(options.prompts),
         "prompt_tokens": options.prompt_tokens,
         "output_tokens": None if options.trace else options.output_tokens,

@@ -203,6 +203,7 @@ class _Reading:
 
     def __init__(self, answer: StreamedAnswer) -> None:
         self.has_end = False
+        self._has_finished = False  # a choice said why it ended
         self._answer = answer
         self._rest = b""
         self._kept = b""  # of what is no event
@@ -221,27 +222,31 @@ class _Reading:
         if text == b"[DONE]":
             self.has_end = True
             return
-        answer = self._answer
         try:
             event, _ = _DECODER.raw_decode(text.decode())  # half of what json.loads takes
-            if "error" in event:
-                answer.failure = _words_of(event)
+            if event.get("error"):
+                self._answer.failure = _words_of(event)
             usage = event.get("usage")
-            choices = event.get("choices") or ()
-            for choice in choices:
-                if _has_text(choice):
-                    answer.arrivals_s.append(now_s)
-                    if usage:
-                        answer.counts.append(usage["completion_tokens"])
-                    answer.end_s = now_s
-                elif choice.get("finish_reason"):
-                    answer.end_s = now_s
+            for choice in event.get("choices") or ():
+                self._take_choice(choice, usage, now_s)
         except (ValueError, LookupError, TypeError, AttributeError):
-            answer.failure = (
+            self._answer.failure = (
                 f"an event that is no chunk of an answer: {text[:_QUOTED_CHARS].decode(errors='replace')}"
             )
             return
         self._usage = usage or self._usage
+
+    def _take_choice(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None, now_s: float) -> None:
+        answer = self._answer
+        has_text = _has_text(choice)
+        if has_text:
+            answer.arrivals_s.append(now_s)
+            if usage:
+                answer.counts.append(usage["completion_tokens"])
+        has_reason = bool(choice.get("finish_reason"))
+        self._has_finished |= has_reason
+        if has_text or has_reason:
+            answer.end_s = now_s
 
     def finish(self, status: int, failure: str, now_s: float) -> None:
         """Say what came of it.
@@ -260,6 +265,8 @@ class _Reading:
         elif not answer.failure and not answer.arrivals_s and self._usage is None:
             body = (self._kept + self._rest)[:_KEPT_BYTES]
             answer.failure = f"the answer is no stream with tokens: {_quoted(body) or 'it is empty'}"
+        elif not answer.failure and not (self.has_end or self._has_finished):
+            answer.failure = "the stream ended before its answer did"
         answer.output_tokens = len(answer.arrivals_s)
         if self._usage is not None:
             self._count(self._usage)
@@ -272,7 +279,7 @@ class _Reading:
             details = usage.get("prompt_tokens_details") or {}
             answer.cached_tokens = int(details.get("cached_tokens") or 0)
             answer.has_usage = True
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             answer.failure = answer.failure or f"its usage is not OpenAI's: {usage!r}"[:_QUOTED_CHARS]
 
 

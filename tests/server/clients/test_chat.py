@@ -62,7 +62,10 @@ def test_a_conversation_streams_and_is_remembered_until_reset(
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("http://127.0.0.1:1", "no service answers at http://127.0.0.1:1. Start one with: wideep serve"),
+        (
+            "http://127.0.0.1:1",
+            "no service answers at http://127.0.0.1:1 ([Errno 111] Connection refused). Start one with: wideep serve",
+        ),
         ("ftp://x", "is not a URL"),
     ],
 )

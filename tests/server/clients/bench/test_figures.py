@@ -54,7 +54,11 @@ def test_chunks_of_several_tokens_share_their_time_among_these() -> None:
     counted = answer(0.0, [1.0, 1.3, 1.4], 6, counts=[2, 5, 6])
     assert list(gaps_s(counted)) == pytest.approx([0.1, 0.1, 0.1, 0.1])
     uncounted = answer(0.0, [1.0, 1.3, 1.6], 9)
-    assert list(gaps_s(uncounted)) == pytest.approx([0.1, 0.1])
+    assert list(gaps_s(uncounted)) == pytest.approx([0.1] * 6)
+    uneven = answer(0.0, [1.0, 1.2, 1.4], 5)
+    assert sum(gaps_s(uneven)) == pytest.approx(0.4) and len(list(gaps_s(uneven))) == 3
+    parted = answer(0.0, [1.0, 1.3, 1.4], 3, counts=[2, 2, 3])  # a token's text in two chunks
+    assert list(gaps_s(parted)) == pytest.approx([0.4])
     single = answer(0.0, [1.0, 1.3], 2)
     assert list(gaps_s(single)) == pytest.approx([0.3])
 
@@ -63,6 +67,13 @@ def test_time_per_token_is_by_usage_and_not_by_chunks() -> None:
     drafted = figures_of([answer(0.0, [1.0, 1.4, 1.8], 9)])
     assert drafted.tpot_ms is not None and drafted.tpot_ms.mean == 100.0
     assert drafted.tokens_per_chunk == 3.0
+
+
+def test_where_all_tokens_are_hidden_all_the_time_is_theirs() -> None:
+    hidden = StreamedAnswer(start_s=1.0, end_s=2.0, output_tokens=11)
+    figures = figures_of([hidden], {"tpot": 99.0})
+    assert figures.tpot_ms is not None and figures.tpot_ms.mean == 100.0
+    assert figures.goodput_per_s == 0.0 and figures.itl_ms is None
 
 
 def test_one_token_has_no_time_per_token() -> None:

@@ -67,25 +67,25 @@ def test_an_open_loop_begins_at_the_times_whatever_is_unanswered() -> None:
     time, begun = Time(), []
     released = asyncio.Event()
 
-    async def work(job: str, late_s: float) -> None:
-        begun.append((job, time.now_s - 50.0, late_s))
+    async def work(job: str, due_s: float) -> None:
+        begun.append((job, time.now_s - 50.0, due_s - 50.0))
         if job == "c":
             released.set()
         await released.wait()  # the first two are open when the third begins
 
     jobs = [(0.5, "a"), (0.5, "b"), (2.25, "c")]
     asyncio.run(open_loop(work, jobs, clock=time.clock, sleep=time.sleep))
-    assert begun == [("a", 0.5, 0.0), ("b", 0.5, 0.0), ("c", 2.25, 0.0)]
+    assert begun == [("a", 0.5, 0.5), ("b", 0.5, 0.5), ("c", 2.25, 2.25)]
 
 
-def test_what_is_sent_late_says_by_how_much() -> None:
+def test_what_begins_late_is_told_when_it_was_due() -> None:
     time, late = Time(), []
 
     async def oversleep(seconds: float) -> None:
         await time.sleep(seconds + 0.25)
 
-    async def work(_job: str, late_s: float) -> None:
-        late.append(late_s)
+    async def work(_job: str, due_s: float) -> None:
+        late.append(time.now_s - due_s)
 
     asyncio.run(open_loop(work, [(1.0, "a"), (1.0, "b"), (3.0, "c")], clock=time.clock, sleep=oversleep))
     assert late == [0.25, 0.25, 0.25]

@@ -7,11 +7,11 @@ import httpx
 import pytest
 
 from server.clients.bench.prompts import (
-    CheckpointTokens,
+    CheckpointTokenizer,
     Passages,
     Prompts,
-    ServiceTokens,
-    Wanted,
+    RequestLengths,
+    ServiceTokenizer,
     passages_of,
     read_prompts,
 )
@@ -62,19 +62,32 @@ def test_a_seed_chooses_the_passages() -> None:
 
 def test_the_same_hash_ids_are_the_same_tokens_within_a_level() -> None:
     prompts = Prompts(Passages(range(100_000)), Words(), is_chat=False)
-    first = prompts.take(Wanted(8, 1200, (7, 8, 9), 512))
-    second = prompts.take(Wanted(8, 1100, (7, 8, 10), 512))
+    first = prompts.take(RequestLengths(8, 1200, (7, 8, 9), 512))
+    second = prompts.take(RequestLengths(8, 1100, (7, 8, 10), 512))
     assert len(first) == 1200 and len(second) == 1100
     assert first[:1024] == second[:1024] and first[1024] != second[1024]
     prompts.begin_level()
-    assert prompts.take(Wanted(8, 1200, (7, 8, 9), 512))[0] != first[0]
+    assert prompts.take(RequestLengths(8, 1200, (7, 8, 9), 512))[0] != first[0]
+
+
+@pytest.mark.parametrize("scale", [0.0325, 0.05, 0.02, 0.1, 0.001])
+def test_scaled_prompts_have_their_length_and_part_where_their_hash_ids_part(scale: float) -> None:
+    prompts = Prompts(Passages(range(1_000_000)), Words(), is_chat=False)
+    num_tokens, blocks = max(1, round(60 * 512 * scale)), tuple(range(60))
+    first, second = (
+        prompts.take(RequestLengths(8, num_tokens, (*blocks[:30], *ids), 512 * scale))
+        for ids in (range(100, 130), range(200, 230))
+    )
+    assert len(first) == len(second) == num_tokens
+    shared = round(30 * 512 * scale)
+    assert first[:shared] == second[:shared] and first[shared:] != second[shared:]
 
 
 def test_a_chat_s_text_leaves_room_for_the_template() -> None:
     words = Words()
     prompts = Prompts(passages_of(None, words, seed=0), words, is_chat=True)
-    assert len(str(prompts.take(Wanted(8, 20))).split()) == 17
-    assert len(str(prompts.take(Wanted(8, 2))).split()) == 1, "at least a token"
+    assert len(str(prompts.take(RequestLengths(8, 20))).split()) == 17
+    assert len(str(prompts.take(RequestLengths(8, 2))).split()) == 1, "at least a token"
 
 
 LINES = [
@@ -91,7 +104,9 @@ def test_lines_of_published_sets_are_read(tmp_path: Path, line: object, prompt: 
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps(line) + "\n\n")
     prompts = Prompts(read_prompts(path))
-    assert [prompts.take(Wanted(1)), prompts.take(Wanted(1))] == [prompt, prompt], "they come again"
+    assert [prompts.take(RequestLengths(1)), prompts.take(RequestLengths(1))] == [prompt, prompt], (
+        "they come again"
+    )
 
 
 def test_paragraphs_of_a_text_are_prompts(tmp_path: Path) -> None:
@@ -107,9 +122,11 @@ def test_paragraphs_of_a_text_are_prompts(tmp_path: Path) -> None:
         (
             "p.jsonl",
             '{"answer": "a"}\n',
-            "p.jsonl, line 1: it has no text; a line is a string or an object with one of",
+            "p.jsonl, line 1: it has no text; it must be a string or an object with one of",
         ),
         ("p.jsonl", "\n", "p.jsonl has no prompts"),
+        ("p.jsonl", "1" * 5000, "p.jsonl, line 1: it is not JSON"),
+        ("p.json", '["a", 3]', "p.json, element 2: it has no text"),
         ("p.txt", " \n", "p.txt has no prompts"),
     ],
 )
@@ -121,17 +138,39 @@ def test_a_file_that_is_no_good_is_named_with_the_line(
         read_prompts(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    "text", ['[{"prompt": "a"}, "b"]', '[\n {"prompt": "a"},\n "b"\n]', '{"prompt": "a"}\n"b"\n']
+)
+def test_a_json_file_is_a_list_or_lines(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    assert read_prompts(tmp_path / "p.json") == ["a", "b"]
+
+
+def test_a_line_may_hold_what_unicode_calls_a_line_s_end(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('"a\u2028b"\n', encoding="utf-8")
+    assert read_prompts(tmp_path / "p.jsonl") == ["a\u2028b"]
+
+
+def test_a_service_that_counts_no_tokens_is_a_sentence_that_says_what_to_do() -> None:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"tokens": []}))  # llama.cpp's
+    service = Connection("http://x", http=httpx.Client(transport=transport))
+    with pytest.raises(
+        ServiceError, match=r"/tokenize does not answer as vLLM's does; .*--tokenizer DIRECTORY"
+    ):
+        passages_of(None, ServiceTokenizer(service, "m"), seed=3)
+
+
 def test_a_service_without_tokenize_is_a_sentence_that_says_what_to_do() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "Not Found"}))
     service = Connection("http://x", http=httpx.Client(transport=transport))
     with pytest.raises(
         ServiceError, match=r"cannot count tokens with /tokenize .*404.*--tokenizer DIRECTORY"
     ):
-        passages_of(None, ServiceTokens(service, "m"), seed=0)
+        passages_of(None, ServiceTokenizer(service, "m"), seed=0)
 
 
 def test_a_checkpoint_s_tokenizer_counts_as_the_service_does(tmp_path: Path) -> None:
-    tokens = CheckpointTokens(str(write_tokenizer(tmp_path)))
+    tokens = CheckpointTokenizer(str(write_tokenizer(tmp_path)))
     token_ids = tokens.encode("hello there")
     assert tokens.decode(token_ids) == "hello there"
     assert tokens.num_chat_tokens > 3, "the template's own"
@@ -139,4 +178,4 @@ def test_a_checkpoint_s_tokenizer_counts_as_the_service_does(tmp_path: Path) -> 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match="--tokenizer: cannot load a tokenizer from"):
-        CheckpointTokens(str(tmp_path))
+        CheckpointTokenizer(str(tmp_path))

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from server.cli import build_parser, main
+from server.clients.bench import run
 from server.clients.bench.figures import figures_of
 from server.clients.bench.flags import BenchOptions, Load, bench_options_from
-from server.clients.bench.report import LevelResult, level_lines, summary_lines
+from server.clients.bench.report import LevelResult, json_of, level_lines, summary_lines
 from server.clients.bench.run import run_bench
 from server.clients.bench.stream import StreamedAnswer
+from server.clients.connection import ServiceError
 from server.roots import WIDEEP_COMMAND
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
@@ -142,6 +144,48 @@ def test_a_trace_is_replayed_with_its_lengths_and_shared_prefixes(
     assert {request.params.max_tokens for rank in front.ranks for request in rank.requests} == {1}
 
 
+def test_a_trace_begins_again_where_more_requests_are_wanted(front: FrontProcess, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = ["--trace", trace_in(tmp_path, MOONCAKE), "--token-scale", "0.125", "--endpoint", "completions"]
+    words += [*prompts_in(tmp_path, *TEXTS), "--num-requests", "7", "--json", str(out)]
+    for load in ([], ["--concurrency", "2"], ["--rate", "100"]):
+        assert bench(front.url, *words, *load) == 0
+        [level] = json.loads(out.read_text())["levels"]
+        assert level["num_requests"] == 7
+
+
+def test_a_level_without_an_arrival_is_said_and_the_next_one_is_measured(
+    front: FrontProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*prompts_in(tmp_path, "load-rare"), "--duration", "0.2", "--rate", "0.001,50"]
+    assert bench(front.url, *words) == 0
+    said = capsys.readouterr().out
+    assert "rate 0.001: no request came in its time" in said and "rate 50: " in said
+
+
+def test_what_was_measured_is_written_though_the_next_level_cannot_be(
+    front: FrontProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def warm_up(_bench: object, value: float, _client: object) -> None:
+        if value > 1:
+            raise ServiceError("the warm-up failed: gone")
+
+    monkeypatch.setattr(run, "_warm_up", warm_up)
+    out = tmp_path / "out.json"
+    words = [
+        *prompts_in(tmp_path, "load-gone"),
+        "--concurrency",
+        "1,2,4",
+        "--num-requests",
+        "2",
+        "--warmup",
+        "1",
+    ]
+    assert bench(front.url, *words, "--json", str(out)) == 1
+    assert [level["concurrency"] for level in json.loads(out.read_text())["levels"]] == [1]
+    assert "concurrency 2 was not measured: the warm-up failed: gone" in capsys.readouterr().err
+
+
 def test_a_rate_ends_with_its_duration_and_a_closed_loop_too(front: FrontProcess, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     words = [*prompts_in(tmp_path, "load-while"), "--duration", "0.4", "--json", str(out)]
@@ -212,7 +256,7 @@ BROKEN_TRACE = (
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["http://127.0.0.1:1"], 1, "no service answers at http://127.0.0.1:1."),
+        (["http://127.0.0.1:1"], 1, "no service answers at http://127.0.0.1:1 ("),
         (["ftp://x"], 1, "is not a URL of a service"),
         (["FRONT", "--model", "gpt-7"], 1, "--model is 'gpt-7'; FRONT serves tiny, org/tiny-alias"),
         (["FRONT", "--trace", "TRACE"], 2, "TRACE, line 2: output_length is missing"),
@@ -233,6 +277,29 @@ BROKEN_TRACE = (
         (["--warmup", "-1"], 2, "'-1' must be a whole number, 0 or more"),
         (["--extra-body", "[1]"], 2, "'[1]' must be an object"),
         (["--extra-body", "{"], 2, "'{' is not JSON"),
+        (
+            ["--extra-body", '{"max_tokens": 5}'],
+            2,
+            "--extra-body has max_tokens, which is set by other flags",
+        ),
+        (["--concurrency", ""], 2, "--concurrency is ''; give numbers above 0"),
+        (["--slo", "ttft:1,ttft:2"], 2, "ttft is given twice"),
+        (["--concurrency", "2", "--duration", "5"], 2, "--duration alone does not say how many prompts"),
+        (
+            ["--prompts", "TRACE", "--tokenizer", "x"],
+            2,
+            "--tokenizer cuts prompts; those of --prompts are sent",
+        ),
+        (["http://me:secret@127.0.0.1:1"], 2, "a name or a password in the URL is not sent"),
+        (["http://a..b:8000"], 1, "is not a URL of a service"),
+        (
+            ["FRONT", "--trace", "TRACE", "--concurrency", "1", "--num-requests", "1"],
+            2,
+            "TRACE, line 2: output",
+        ),
+        (["--json", "nowhere/out.json"], 2, "--json nowhere/out.json is in a folder that is not there"),
+        (["--plot", "nowhere/out.png"], 2, "--plot nowhere/out.png is in a folder that is not there"),
+        (["--json", "localhost:9000"], 2, "the URL comes first: wideep bench URL --json"),
         (["--json", "http://127.0.0.1:1"], 2, "the URL comes first: wideep bench URL --json"),
         (["--plot", "x.bmp"], 2, "--plot x.bmp has no format that is known; end it in .png, .svg or .pdf"),
     ],
@@ -305,10 +372,12 @@ def test_the_table_says_what_was_late_stopped_and_drafted() -> None:
         "rate 2: 2 requests in 2.0 s, stopped; 0.50 requests/s, 3.0 output tokens/s, 7.0 total tokens/s"
         in said
     )
-    assert "3.00 tokens per chunk" in said and "goodput 0.00 requests/s (0%)" in said
+    assert "3.00 tokens per chunk" in said and "goodput 0.00 requests/s (0% of all)" in said
     assert "ms late (p99): this machine is too busy for this load" in said
     assert "1 of 2 requests failed:\n    1 x gone" in said
     assert "TPOT" in said and "200.0" in said  # 1 s for 5 tokens
+    rows = json.loads(json_of({}, [result]))["levels"][0]["requests"]
+    assert [(row["start_s"], row["late_s"]) for row in rows] == [(0.0, 0.5), (0.0, 0.0)]
     table = list(summary_lines([result]))
     assert len(table) == 2 and table[1].split()[:3] == ["2", "0.50", "3.0"]
 

@@ -24,6 +24,7 @@ from tests.support.requests.stub_service import (
 CHAT = "/v1/chat/completions"
 TIMEOUT_S = 30.0
 LAST = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+LISTED = {"prompt_tokens_details": [1]}
 WHOLE = OK + chunk(said("x")) + chunk(event(LAST) + event({"choices": [], "usage": usage(5, 1)}) + DONE) + END
 
 
@@ -158,6 +159,18 @@ FAILURES = {
         OK + chunk(said("x") + event({"choices": [], "usage": {"tokens": 3}}) + DONE) + END,
         "its usage is not OpenAI's: {'tokens': 3}",
     ),
+    "a usage without an end": (
+        OK + chunk(said("x") + event({"choices": [], "usage": usage(3, float("inf"))}) + DONE) + END,
+        "its usage is not OpenAI's: {'prompt_tokens': 3, 'completion_tokens': inf",
+    ),
+    "details that are a list": (
+        OK + chunk(said("x") + event({"choices": [], "usage": {**usage(3, 1), **LISTED}}) + DONE) + END,
+        "its usage is not OpenAI's",
+    ),
+    "a stream without its answer's end": (
+        OK + chunk(said("x")) + END,
+        "the stream ended before its answer did",
+    ),
 }
 
 
@@ -165,6 +178,12 @@ FAILURES = {
 def test_what_goes_wrong_is_said_in_the_answer(sent: bytes, words: str) -> None:
     [answer], _ = ask_all([sent], 1, closes_after=lambda _: True)
     assert words in answer.failure
+
+
+def test_an_error_that_is_null_is_none() -> None:
+    sent = OK + chunk(said("x") + event({"choices": [], "error": None}) + DONE) + END
+    [answer], _ = ask_all([sent], 1)
+    assert answer.failure == ""
 
 
 def test_a_stream_without_a_length_ends_with_its_connection() -> None:
