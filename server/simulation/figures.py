@@ -6,6 +6,7 @@ cost. This is done for one step in CAUSE_EVERY.
 """
 
 import math
+import statistics
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -44,12 +45,6 @@ class Slo:
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
-    def describe(self) -> str:
-        """Write it as it is given."""
-        return ",".join(
-            f"{name.removesuffix('_ms')}:{value:g}" for name, value in asdict(self).items() if value
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
@@ -74,7 +69,7 @@ class SimulationReport:
     waiting_share: float  # of all ranks' time in steps
     waits_by_cause: dict[str, float]  # shares of the steps' time
     balancedness: dict[str, float]  # mean over max of ranks, weighted by what there was
-    kv_usage: dict[str, float]  # mean and most
+    kv_usage: dict[str, float]  # mean and most; empty: the run ended before the first look
     num_preemptions: int
     prefix_hit_rate: float  # of prompt tokens
     num_expert_moves: int = 0
@@ -128,7 +123,7 @@ class SimulationFigures:
     def note_gaps(self, seconds: float, count: int) -> None:
         """Take so many tokens that came so long after the ones before."""
         if count:
-            self._gaps[int(math.log(max(seconds, 1e-9)) * _GAP_BINS)] += count
+            self._gaps[math.floor(math.log(max(seconds, 1e-9)) * _GAP_BINS)] += count
             self._gap_total_ns += round(seconds * 1e9) * count
 
     def note_cache(self, usage: Sequence[float]) -> None:
@@ -167,7 +162,6 @@ class SimulationFigures:
         seconds, total_s = max(self._end_s, 1e-9), max(self._parts[0], 1e-9)
         steps, num_good = max(self._num_steps, 1), int(good.sum())
         queried = sum(each.prefix_query_tokens for each in self._stats)
-        kv = np.array(self._kv or [(0.0, 0.0)])
         return SimulationReport(
             num_requests=self.num_events,
             num_refused=self._num_refused,
@@ -207,11 +201,17 @@ class SimulationFigures:
                     )
                 ),
             },
-            kv_usage={"mean": float(kv[:, 0].mean()), "most": float(kv[:, 1].max())},
+            kv_usage=self._kv_usage(),
             num_preemptions=sum(each.num_preemptions for each in self._stats),
             prefix_hit_rate=sum(each.prefix_hit_tokens for each in self._stats) / max(1, queried),
             num_expert_moves=num_expert_moves,
         )
+
+    def _kv_usage(self) -> dict[str, float]:
+        if not self._kv:
+            return {}
+        means, most = zip(*self._kv, strict=True)
+        return {"mean": statistics.fmean(means), "most": max(most)}
 
     def _gap_summary(self) -> dict[str, float]:
         """Like `_summary`, of bins."""

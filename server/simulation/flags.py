@@ -5,7 +5,9 @@ their names, aliases and checks here too.
 """
 
 import argparse
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ _SERVED = (
     "data_parallel_size", "dtype", "quantization", "eplb_config", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "target_itl_ms", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching",
 )  # fmt: skip
+_OF_A_ROOFLINE = ("dtype", "quantization", "kv_cache_memory", "gpu_memory_utilization")
 SERVED_OPTIONS = tuple(option for option in OPTIONS if option.keyword in _SERVED)
 _EXAMPLE = """\
 examples:
@@ -34,8 +37,9 @@ placements of experts:
   even         redundant experts, planned anew at every decision, copies share evenly (as DeepSeek's EPLB)
   repair       what the service does: other shares, then few moves, where they pay
 """
-_POSITIVE = number(lambda given: given > 0, "above 0")
-_NOT_NEGATIVE = number(lambda given: given >= 0, "0 or more")
+_POSITIVE = number(lambda given: 0 < given < math.inf, "above 0")
+_SECONDS = number(lambda given: 1 <= given <= 1e6, "1 to 1000000")
+_SIGMA = number(lambda given: 0 <= given <= 10, "0 to 10")
 _SEED = whole(0)
 
 
@@ -107,6 +111,7 @@ def add_simulate_parser(commands: Any) -> None:
     add_flags(parser, SERVED_OPTIONS, {})
 
 
+@dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
     """The command line, read.
 
@@ -116,40 +121,84 @@ class SimulateOptions:
         slo_ms: bounds by name.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Read.
+    trace: Path
+    model: Path | None  # either this, or `calibrate`
+    calibrate: str | None
+    device: str
+    served: Mapping[str, Any]
+    calibrate_s: float
+    rate_scale: float
+    duration_s: float | None
+    slo_ms: Mapping[str, float]
+    routers: tuple[str, ...]
+    placements: tuple[str, ...]
+    expert_load: tuple[Path, ...]
+    expert_skew: float
+    expert_drift: float
+    load_window_s: float
+    seed: int
+
+    @property
+    def says_redundancy(self) -> bool:
+        """Whether --eplb-config has num_redundant_experts."""
+        return '"num_redundant_experts"' in str(self.served.get("eplb_config", ""))
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "SimulateOptions":
+        """Read it.
 
         Raises:
             OptionsError: naming the flag, the value seen and the values allowed.
         """
-        self.trace: Path = args.trace
-        self.model: Path | None = args.model
-        self.calibrate: str | None = args.calibrate
-        if (self.model is None) == (self.calibrate is None):
+        served = {name: vars(args)[name] for name in _SERVED if name in vars(args)}
+        _check_times(args, served)
+        return cls(
+            trace=args.trace,
+            model=args.model,
+            calibrate=args.calibrate,
+            device=args.device or "h100",
+            served=served,
+            calibrate_s=_SECONDS("--calibrate-seconds", args.calibrate_seconds),
+            rate_scale=_POSITIVE("--rate-scale", args.rate_scale),
+            duration_s=_duration_s(args),
+            slo_ms=args.slo,
+            routers=_names("--routers", args.routers, ROUTER_NAMES),
+            placements=_names("--placements", args.placements, PLACEMENT_NAMES),
+            expert_load=tuple(args.expert_load or ()),
+            expert_skew=_SIGMA("--expert-skew", args.expert_skew),
+            expert_drift=_SIGMA("--expert-drift", args.expert_drift),
+            load_window_s=_SECONDS("--load-window", args.load_window),
+            seed=_SEED("--seed", args.seed),
+        )
+
+
+def _check_times(args: argparse.Namespace, served: Mapping[str, Any]) -> None:
+    """Refuse what says nothing of where step times come from, or twice."""
+    if (args.model is None) == (args.calibrate is None):
+        raise OptionsError(
+            "give --model, for step times from a roofline, or --calibrate, from a running service"
+        )
+    if args.calibrate is None:
+        return
+    if args.device is not None:
+        raise OptionsError("--device says what a roofline is of; with --calibrate leave it out")
+    for option in SERVED_OPTIONS:
+        if option.keyword in _OF_A_ROOFLINE and option.keyword in served:
             raise OptionsError(
-                "give --model, for step times from a roofline, or --calibrate, from a running service"
+                f"{option.flag.names[0]} is for a roofline; with --calibrate the running service says it: leave it out"
             )
-        if self.calibrate is not None and args.device is not None:
-            raise OptionsError("--device says what a roofline is of; with --calibrate leave it out")
-        self.device: str = args.device or "h100"
-        self.served: Mapping[str, Any] = {name: vars(args)[name] for name in _SERVED if name in vars(args)}
-        self.calibrate_s: float = _POSITIVE("--calibrate-seconds", args.calibrate_seconds)
-        self.rate_scale: float = _POSITIVE("--rate-scale", args.rate_scale)
-        if args.duration is not None and args.hours is not None:
-            raise OptionsError("--duration and --hours say the same; give one of them")
-        self.duration_s: float | None = None
-        if args.duration is not None:
-            self.duration_s = _POSITIVE("--duration", args.duration)
-        elif args.hours is not None:
-            self.duration_s = 3600 * _POSITIVE("--hours", args.hours)
-        self.slo_ms: dict[str, float] = args.slo
-        self.routers = _names("--routers", args.routers, ROUTER_NAMES)
-        self.placements = _names("--placements", args.placements, PLACEMENT_NAMES)
-        self.expert_load: list[Path] = args.expert_load or []
-        self.expert_skew: float = _NOT_NEGATIVE("--expert-skew", args.expert_skew)
-        self.expert_drift: float = _NOT_NEGATIVE("--expert-drift", args.expert_drift)
-        self.load_window_s: float = _POSITIVE("--load-window", args.load_window)
-        self.seed: int = _SEED("--seed", args.seed)
+
+
+def _duration_s(args: argparse.Namespace) -> float | None:
+    if args.duration is not None and args.hours is not None:
+        raise OptionsError("--duration and --hours say the same; give one of them")
+    if args.duration is None and args.hours is None:
+        return None
+    return float(
+        3600 * _POSITIVE("--hours", args.hours)
+        if args.duration is None
+        else _POSITIVE("--duration", args.duration)
+    )
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from expert_placement.files import LoadFileError
@@ -27,8 +28,8 @@ from server.simulation.experts import (
 )
 from server.simulation.figures import SimulationReport, Slo
 from server.simulation.flags import SimulateOptions
-from server.simulation.service import PreemptedError, SimulatedService, SimulationError
-from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service
+from server.simulation.service import LOOK_STEPS, PreemptedError, SimulatedService, SimulationError
+from server.simulation.subject import CalibrationError, Subject, from_roofline, from_service, redundant
 from server.sizing.devices import UnknownDeviceError
 from server.sizing.fit import SizeError
 from server.traces import TracedRequest, TraceError, read_trace
@@ -60,7 +61,7 @@ class _Extent(NamedTuple):
 def run_simulate(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status: 2 where something is wrong with what was asked, 1 with the service."""
     try:
-        asked = SimulateOptions(args)
+        asked = SimulateOptions.of(args)
         runs = simulate(asked)
     except ServiceError as error:
         print(f"wideep simulate: {error}", file=sys.stderr)
@@ -87,8 +88,9 @@ def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
         if asked.calibrate is None:
             subject = from_roofline(asked, placement)
         else:
-            measured = measured or _measured(asked, placement)
-            subject = measured
+            measured = measured or _measured(asked)
+            config = redundant(asked, measured.config, measured.num_ranks, placement)
+            subject = replace(measured, config=config)
         loads = _loads(asked, subject)
         for router in asked.routers:
             begun_s = time.process_time()
@@ -160,11 +162,11 @@ def _serve(
     return figures.report(slo, num_expert_moves=experts.num_moves)
 
 
-def _measured(asked: SimulateOptions, placement: str) -> Subject:
+def _measured(asked: SimulateOptions) -> Subject:
     assert asked.calibrate is not None, "the command line has checked it"
     with Connection(asked.calibrate, api_key_of(os.environ)) as client:
         print(f"watching {client.url} for {asked.calibrate_s:g} s", file=sys.stderr)
-        return from_service(asked, client, placement)
+        return from_service(asked, client)
 
 
 def _loads(asked: SimulateOptions, subject: Subject) -> ExpertLoads:
@@ -275,10 +277,15 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
         (f"mean / fullest rank: {name.replace('_', ' ')}", f"{even:.3f}")
         for name, even in report.balancedness.items()
     ]
+    kv = (
+        f"{report.kv_usage['mean']:.1%} / {report.kv_usage['most']:.1%}"
+        if report.kv_usage
+        else f"not looked at before step {LOOK_STEPS}"
+    )
     return [
         *lines,
         ("experts moved", f"{report.num_expert_moves:,}"),
-        ("KV blocks in use, mean / most", f"{report.kv_usage['mean']:.1%} / {report.kv_usage['most']:.1%}"),
+        ("KV blocks in use, mean / most", kv),
         ("preemptions", f"{report.num_preemptions:,}"),
         ("prompt tokens found cached", f"{report.prefix_hit_rate:.1%}"),
     ]

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from expert_placement.config import EplbConfig
+from kvcache.paged_cache import BLOCK_TOKENS
 from server.clients.connection import Connection
-from server.options.reading import options_from_keywords
+from server.options.reading import check_limits, options_from_keywords
 from server.options.table import Options
 from server.process.preflight.device import DEFAULT_LIMITS
 from server.process.preflight.memory import float_bytes
@@ -30,7 +31,6 @@ from server.sizing.roofline import WIDEEP, WIDEEP_CPU, Roofline
 from server.sizing.step_times import StepTimes
 
 DEFAULT_RANKS = 8  # of a roofline's service
-BLOCK_TOKENS = 16
 EVERY_S = 1.0  # between looks at a running service
 _LEAST_STEPS = 20  # while a service is watched, for them to say something
 
@@ -66,9 +66,14 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
     options = options_from_keywords(str(asked.model), asked.served, environment={})
     options = _limited(replace(options, device="cpu" if device.is_cpu else "cuda"))
     num_ranks = options.data_parallel_size or DEFAULT_RANKS
-    config = _redundant(asked, options.eplb_config, num_ranks, placement)
+    config = redundant(asked, options.eplb_config, num_ranks, placement)
     options = replace(options, eplb_config=config)
-    model = read_model(asked.model, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
+    model = read_model(
+        asked.model,
+        float_bytes=float_bytes(options),
+        max_model_len=options.max_model_len,
+        quantization=options.quantization,
+    )
     memory = rank_memory(model, device, options, num_ranks)
     expert_layers = [layers.each for layers in model.costs.layers if layers.each.num_experts]
     assert options.max_num_seqs and options.max_num_batched_tokens, "limits are filled in"
@@ -103,22 +108,26 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
 
 
 def _limited(options: Options) -> Options:
-    """Fill limits in as a start does."""
+    """Fill limits in as a start does.
+
+    Raises:
+        OptionsError: a limit that was said does not go with the other's default.
+    """
     seqs, batched = DEFAULT_LIMITS[options.device]
-    seqs = options.max_num_seqs or min(seqs, options.max_num_batched_tokens or seqs)
-    return replace(
+    filled = replace(
         options,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or max(batched, seqs),
+        max_num_seqs=options.max_num_seqs or seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or batched,
     )
+    check_limits(filled.max_num_seqs, filled.max_num_batched_tokens)
+    return filled
 
 
-def _redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
-    """Redundant experts of a placement: none of `linear`, else what was given, else a slot more on every rank."""
+def redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
+    """Give a placement its redundant experts: `linear` none, others what was given, else a slot more on every rank."""
     if placement == "linear":
         return replace(config, num_redundant_experts=0)
-    is_given = "eplb_config" in asked.served and config.num_redundant_experts
-    return config if is_given else replace(config, num_redundant_experts=num_ranks)
+    return config if asked.says_redundancy else replace(config, num_redundant_experts=num_ranks)
 
 
 class Look(NamedTuple):
@@ -131,9 +140,9 @@ class Look(NamedTuple):
 
 
 def from_service(
-    asked: SimulateOptions, client: Connection, placement: str, *, sleep: Callable[[float], None] = time.sleep
+    asked: SimulateOptions, client: Connection, *, sleep: Callable[[float], None] = time.sleep
 ) -> Subject:
-    """Watch a running service for a while.
+    """Watch a running service for a while; experts are as --eplb-config says.
 
     Raises:
         ServiceError: there is none.
@@ -172,7 +181,7 @@ def from_service(
         ),
         times=times,
         experts=ExpertModel(int(load["num_layers"]), int(load["num_experts"]), 1, 1 << 20),
-        config=_redundant(asked, options.eplb_config, num_ranks, placement),
+        config=options.eplb_config,
         source=times.describe(),
     )
 

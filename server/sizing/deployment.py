@@ -5,7 +5,7 @@ Each is judged by the memory that a start would count (`fit`), by the roofline's
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -121,8 +121,15 @@ class Sizing:
         """Judge one; where --max-num-batched-tokens is not given, with the size of steps that serves best.
 
         Raises:
-            SizeError: it does not fit.
+            SizeError: it does not fit, or nodes would have different numbers of ranks.
         """
+        num_nodes = math.ceil(num_ranks / self._device.node_ranks)
+        if num_ranks % num_nodes:
+            fewer, more = num_nodes * (num_ranks // num_nodes), num_nodes * math.ceil(num_ranks / num_nodes)
+            raise SizeError(
+                f"{num_ranks} ranks on {num_nodes} nodes of {self._device.node_ranks} are not equally many on each; give {fewer} "
+                f"or {more}"
+            )
         tried = [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
         kept = [each for each in tried if each.misses(self._asked) is None]
         return max(kept or tried, key=lambda each: each.expected.output_per_rank)
@@ -159,18 +166,21 @@ class Sizing:
 
     def smallest(self) -> Deployment:
         """The fewest ranks that fit."""
-        problem: SizeError | None = None
-        for num_ranks in self._candidates():
+        problems: list[SizeError] = []
+
+        def fitting(num_ranks: int) -> Deployment | None:
             try:
                 return self.deployment(num_ranks)
             except SizeError as error:
-                problem = error
-        raise SizeError(f"it does not fit on {_MOST_RANKS} ranks of {self._device.name} either: {problem}")
+                problems.append(error)
+                return None
 
-    def least_or_none(self) -> Deployment | None:
-        """The fewest ranks that keep the targets; None: no number does."""
-        found = (each for each in self._that_fit() if each.misses(self._asked) is None)
-        return next(found, None)
+        found = self._fewest(fitting)
+        if found is None:
+            raise SizeError(
+                f"it does not fit on {_MOST_RANKS} ranks of {self._device.name} either: {problems[-1]}"
+            )
+        return found
 
     def least(self) -> Deployment:
         """The fewest ranks that keep the targets.
@@ -178,20 +188,47 @@ class Sizing:
         Raises:
             SizeError: no number does; it says which part of a step forbids it.
         """
-        tried = []
-        for each in self._that_fit():
-            if each.misses(self._asked) is None:
-                return each
-            tried.append(each)
-        if not tried:
-            self.smallest()  # says why nothing fits
-        raise SizeError(self._why_not(tried))
+        tried: list[Deployment] = []
+
+        def keeping(num_ranks: int) -> Deployment | None:
+            try:
+                tried.append(self.deployment(num_ranks))
+            except SizeError:
+                return None
+            return tried[-1] if tried[-1].misses(self._asked) is None else None
+
+        found = self._fewest(keeping)
+        if found is None:
+            if not tried:
+                self.smallest()  # says why nothing fits
+            raise SizeError(self._why_not(tried))
+        return found
+
+    def _fewest(self, judge: Callable[[int], Deployment | None]) -> Deployment | None:
+        """The fewest ranks that pass: steps of a power of two or half as much more, then all that the last one left out.
+
+        Beyond a node these are whole nodes. Numbers below one that does not pass are taken not to pass either.
+        """
+        node, before = self._device.node_ranks, 0
+        for num_ranks in self._coarse_candidates():
+            found = judge(num_ranks)
+            if found is not None:
+                between = (
+                    range(before + 1, num_ranks)
+                    if num_ranks <= node
+                    else range(before + node, num_ranks, node)
+                )
+                return next(filter(None, map(judge, between)), found)
+            before = num_ranks
+        return None
 
     def replicas(self, chosen: Deployment) -> Iterator[Replicas]:
-        """Judge copies of the model on the same devices, each cut by tensor parallelism; those that fit."""
+        """Judge copies of the model on the same devices, each cut by tensor parallelism, heads evenly; those that fit."""
         num_ranks, costs = chosen.num_ranks, self._model.costs
-        for ways in (2**power for power in range(num_ranks.bit_length())):
-            room = 0 if num_ranks % ways else self._replica_room(ways, chosen)
+        for ways in range(1, num_ranks + 1):
+            if num_ranks % ways or self._model.heads % ways:
+                continue
+            room = self._replica_room(ways, chosen)
             if room < 1:
                 continue
             copies = num_ranks // ways
@@ -212,22 +249,15 @@ class Sizing:
             yield Replicas(ways, copies, each)
 
     def _replica_room(self, ways: int, chosen: Deployment) -> int:
-        tokens = replica_tokens(self._model, self._device, ways)
+        local_ranks = min(chosen.num_ranks, self._device.node_ranks)
+        tokens = replica_tokens(self._model, self._device, chosen.options, ways, local_ranks=local_ranks)
         assert chosen.options.max_num_seqs, "limits are filled in"
         return min(tokens // chosen.work.context_tokens, chosen.options.max_num_seqs * ways)
 
-    def _that_fit(self) -> Iterator[Deployment]:
-        for num_ranks in self._candidates():
-            try:
-                yield self.deployment(num_ranks)
-            except SizeError:
-                continue
-
-    def _candidates(self) -> Iterator[int]:
-        """Powers of two in a node, then whole nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    def _coarse_candidates(self) -> Iterator[int]:
+        """Powers of two in a node, then nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
         node = self._device.node_ranks
-        within = [2**power for power in range(node.bit_length()) if 2**power < node]
-        yield from within
+        yield from (2**power for power in range(node.bit_length()) if 2**power < node)
         for power in range((_MOST_RANKS // node).bit_length()):
             yield node << power
             if power and 3 * node << (power - 1) <= _MOST_RANKS:

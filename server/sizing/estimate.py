@@ -104,11 +104,14 @@ def estimate(
     any_share = -math.expm1(-chunks)
     mixed = steps.with_chunks(min(busy_ranks, max(1, round(chunks / max(any_share, 1e-9)))), chunk)
     step = _blend(steps.with_chunks(0, 0), mixed, any_share)
-    busy = prefill / max(1.0, max_batched_tokens - decodes)  # of the room for prompts
-    queue = 1 + busy / (
-        2 * max(1 - busy, 0.02)
-    )  # a queue with one server and equal jobs (Pollaczek and Khinchine)
-    ttft_s = math.ceil(work.input_tokens / chunk) * mixed.total_s * queue + step.total_s / 2
+    prompt_s = math.ceil(work.input_tokens / chunk) * mixed.total_s
+    if decodes < running:  # prompts fill the steps: all who do not decode wait (Little's law)
+        ttft_s = max(prompt_s, work.output_tokens * step.total_s * (running / decodes - 1))
+    else:
+        busy = prefill / max(1.0, max_batched_tokens - decodes)  # of the room for prompts
+        # A queue with one server and equal jobs (Pollaczek and Khinchine).
+        ttft_s = prompt_s * (1 + busy / (2 * max(1 - busy, 0.02)))
+    ttft_s += step.total_s / 2
     share = busy_ranks / num_ranks
     return Estimate(
         running_per_rank=running,

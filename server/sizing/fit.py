@@ -124,14 +124,19 @@ def _cache_size(model: ReadModel, device: Device, options: Options, kv_bytes: in
     )
 
 
-def replica_tokens(model: ReadModel, device: Device, ways: int) -> int:
+def replica_tokens(model: ReadModel, device: Device, options: Options, ways: int, *, local_ranks: int) -> int:
     """Tokens of KV cache of one replica cut over `ways` devices by tensor parallelism; 0 where it does not fit.
 
     Every device holds its part of all weights, and of the KV heads as far as they can be cut; latents whole.
+
+    Args:
+        local_ranks: among which a CPU's memory is shared out.
     """
     cut = model.costs.cut(ways)
-    free = int(device.memory_bytes * GPU_SHARE) if not device.is_cpu else device.memory_bytes
+    share = options.gpu_memory_utilization or GPU_SHARE
+    free = device.memory_bytes // local_ranks if device.is_cpu else int(device.memory_bytes * share)
     left = free - cut.shared_bytes - cut.all_experts_bytes - (0 if device.is_cpu else WORKSPACE_BYTES)
+    left = min(left, options.kv_cache_bytes or left)
     number_bytes = 4 if device.is_cpu else 2
     per_token = sum(
         count * (each.cached_numbers + each.index_numbers) * number_bytes for count, each in cut.layers

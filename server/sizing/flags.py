@@ -5,6 +5,7 @@ their names, aliases and checks here too.
 """
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ examples:
   wideep size ./model --device this
   wideep size --published
 """
-_POSITIVE = number(lambda given: given > 0, "above 0")
+_POSITIVE = number(lambda given: 0 < given < math.inf, "above 0")
 _USERS = whole(1)
 _LENGTH = tokens(1)
 

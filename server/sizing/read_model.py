@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kvcache.paged_cache import LayerShape
-from moe.families import leaves
+from moe.families import UnsupportedModelError, leaves
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from scheduler.policy.config import model_length
@@ -29,6 +29,7 @@ from server.process.preflight.model import (
     PreflightError,
     check_is_moe,
     check_quantisation,
+    experts_per_token,
     field_of,
     largest,
     read_config,
@@ -37,7 +38,7 @@ from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
 _SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
-_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
+_PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as a start counts them
 _PLAIN_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
 
 
@@ -107,8 +108,12 @@ def read_model(
         beside = path.with_name(MODELOPT_FILE)
         if beside.is_file():
             shutil.copy(beside, folder)
-        check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
-        return _read(Path(folder), float_bytes, max_model_len, str(path))
+        try:
+            check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
+            return _read(Path(folder), float_bytes, max_model_len, str(path))
+        except (PreflightError, UnsupportedModelError) as error:
+            named = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(path))
+            raise type(error)(named) from error
 
 
 def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) -> ReadModel:
@@ -123,7 +128,12 @@ def _read(
 ) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
-    skeleton = Skeleton(directory)
+    try:
+        skeleton = Skeleton(directory)
+    except (ArithmeticError, AttributeError, TypeError) as error:  # numbers that make no model
+        raise PreflightError(
+            f"transformers can build no model of {name} ({type(error).__name__}: {error})"
+        ) from error
     plain_bytes = float_bytes or _plain_bytes(config)
     costs = _costs(skeleton, config, plain_bytes)
     has_files = any(directory.glob("*.safetensors"))
@@ -181,7 +191,7 @@ class _Storage:
         self._found, self._plain_bytes = quantisation, plain_bytes
         given = field_of(dict(config), "quantization_config") or {}
         self._left_out = [str(each) for name in _PLAIN_FIELDS for each in given.get(name) or ()]
-        self.plain_kind = "bfloat16" if plain_bytes == 2 else "float32"
+        self.plain_kind = _PLAIN_KINDS[plain_bytes]
 
     def format_of(self, module: str, *, is_expert: bool) -> WeightFormat | None:
         """How a weight is quantised; None: it is not."""
@@ -238,7 +248,7 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
     storage = _Storage(skeleton.quantisation, config, plain_bytes)
     layers = list(getattr(model.get_decoder().base_model, "layers", ()))
     names = {id(module): name for name, module in model.named_modules()}
-    heads, top_k = _Heads.of(config), _top_k(config)
+    heads, top_k = _Heads.of(config), experts_per_token(dict(config)) or 1
     counted: dict[LayerCosts, int] = {}
     own_kind = expert_kind = storage.plain_kind
     in_layers = 0
@@ -270,10 +280,6 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
         head_bytes=storage.num_bytes(head, None),
         shared_bytes=in_layers + outside,
     )
-
-
-def _top_k(config: Mapping[str, Any]) -> int:
-    return max((largest(field_of(dict(config), name)) for name in _TOP_K_FIELDS), default=0) or 1
 
 
 def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:

@@ -3,7 +3,9 @@
 import json
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 
+from expert_placement.config import EplbConfig
 from server.sizing.deployment import Deployment, Replicas, Sized
 from server.sizing.devices import Device
 from server.sizing.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
@@ -170,7 +172,10 @@ def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str
         lines.append(row(name, running, each.expected))
     if not replicas:
         return "\n".join(
-            [*lines, "  yes: no replica of the whole model fits, however it is cut over these devices"]
+            [
+                *lines,
+                "  yes: no replica of the whole model fits, into however many equal parts these devices cut it",
+            ]
         )
     best = max(replicas, key=lambda each: each.expected.output_per_rank)
     ratio = ours.output_per_rank / best.expected.output_per_rank
@@ -191,11 +196,13 @@ def _command(sized: Sized) -> str:
     ]  # fmt: skip
     if options.enable_eplb:
         flags.append("--enable-eplb")
-    if redundant := options.eplb_config.num_redundant_experts:
-        flags += ["--eplb-config", json.dumps({"num_redundant_experts": redundant})]
+    usual = asdict(EplbConfig())
+    if given := {name: value for name, value in asdict(options.eplb_config).items() if value != usual[name]}:
+        flags += ["--eplb-config", json.dumps(given)]
     for name, value in (
         ("--dtype", None if options.dtype == "auto" else options.dtype),
         ("--quantization", options.quantization),
+        ("--mamba-cache-mode", options.mamba_cache_mode),
         ("--kv-cache-memory", options.kv_cache_bytes),
         ("--gpu-memory-utilization", options.gpu_memory_utilization),
     ):

@@ -1,6 +1,7 @@
 """Run `wideep size`: what fits, what steps take, how many ranks a target needs, and whether expert parallelism pays."""
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import replace
@@ -62,6 +63,7 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
     wanted = options.data_parallel_size
     least = None
     if has_target:
-        least = sizing.least() if wanted is None else sizing.least_or_none()
+        with contextlib.nullcontext() if wanted is None else contextlib.suppress(SizeError):
+            least = sizing.least()
     chosen = sizing.deployment(wanted) if wanted is not None else least or sizing.smallest()
     return Sized(model, device, chosen, least, tuple(sizing.replicas(chosen)))

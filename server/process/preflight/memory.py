@@ -195,7 +195,7 @@ def _element_bits(dtype: str, float_bytes: float | None) -> float:
 
 def float_bytes(options: Options) -> float | None:
     """What one weight takes in memory, about where they are quantised on load; None: as `weight_bytes` takes it."""
-    if options.quantization is not None:
+    if options.quantization in _QUANTISED_BYTES:  # others name what the checkpoint has
         return _QUANTISED_BYTES[options.quantization]
     return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]
 

@@ -97,6 +97,7 @@ def _download(name: str, revision: str | None, download_dir: str | None, what: s
 
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
@@ -132,8 +133,11 @@ def check_is_moe(config: dict[str, Any], directory: Path) -> None:
 
 def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | None) -> None:
     """Check that the weights are kept in a way that is served, and as `asked`: quantised on load, or in a format."""
+    given = field_of(config, "quantization_config")
+    if not isinstance(given, dict | None):
+        raise PreflightError(f"{directory}: quantization_config is {given!r}; it must be an object")
     try:
-        configured = find_configuration(directory, field_of(config, "quantization_config"))
+        configured = find_configuration(directory, given)
         found = read_quantisation(configured)
     except UnservedQuantisationError as error:
         raise PreflightError(f"{directory} cannot be served: {error}") from error
@@ -161,6 +165,11 @@ def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
 def num_experts(config: dict[str, Any]) -> int:
     """Return the routed experts per layer that a config names, 0 where it names none."""
     return max((largest(field_of(config, name)) for name in EXPERT_COUNT_FIELDS), default=0)
+
+
+def experts_per_token(config: dict[str, Any]) -> int:
+    """Return the routed experts of a token that a config names, 0 where it names none."""
+    return max((largest(field_of(config, name)) for name in _TOP_K_FIELDS), default=0)
 
 
 def field_of(config: dict[str, Any], name: str) -> Any:

@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from expert_placement.config import EplbConfig
 from server.cli import main
 from server.clients.connection import Connection
 from server.options.table import ROUTER_NAMES
 from server.simulation.flags import PLACEMENT_NAMES, SimulateOptions, add_simulate_parser
-from server.simulation.subject import CalibrationError, Look, fit, from_service, look_of
+from server.simulation.subject import CalibrationError, Look, fit, from_service, look_of, redundant
 from server.sizing.step_times import RankRows
 from tests.support.models.family_sweep import tiny_config
 
@@ -79,6 +80,13 @@ def test_routers_and_placements_are_compared_side_by_side(
             "give --model, for step times from a roofline, or --calibrate",
         ),
         (["--device", "abacus"], "--device is 'abacus'; known are"),
+        (
+            ["--max-num-batched-tokens", "100"],
+            "--max-num-batched-tokens is 100; it must be at least --max-num-seqs",
+        ),
+        (["--quantization", "fp8"], "--quantization is fp8; the weights of"),
+        (["--expert-skew", "1000"], "--expert-skew is 1000.0; it must be 0 to 10"),
+        (["--load-window", "1e-320"], "--load-window is 1e-320; it must be 1 to 1000000"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(
@@ -103,7 +111,7 @@ def test_a_broken_line_of_a_trace_is_named_by_its_number(
     broken.write_text(TRACE.replace(",25,", ",-25,"))
     assert main(["simulate", str(broken), *_words(folder)[2:], "--kv-cache-memory", "64M"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number of at least 1" in error
+    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number of 1 to 100000000" in error
 
 
 def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,18 +161,22 @@ def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
     return Connection("http://service", http=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
-def _asked(folder: Path, seconds: int) -> SimulateOptions:
+def _parsed(folder: Path, *more: str) -> SimulateOptions:
     commands = argparse.ArgumentParser()
     add_simulate_parser(commands.add_subparsers())
     words = ["simulate", str(folder / "trace.csv"), "--calibrate", "http://service"]
-    return SimulateOptions(commands.parse_args([*words, "--calibrate-seconds", str(seconds)]))
+    return SimulateOptions.of(commands.parse_args([*words, *more]))
+
+
+def _asked(folder: Path, seconds: int) -> SimulateOptions:
+    return _parsed(folder, "--calibrate-seconds", str(seconds))
 
 
 def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> None:
     ranks = _Ranks()
     loads = [ranks.load(5000, 7, 99), ranks.load(80, 2, 30), ranks.load(60, 4, 2000), ranks.load(50, 8, 900)]
     slept: list[float] = []
-    subject = from_service(_asked(folder, 3), _service(loads), "linear", sleep=slept.append)
+    subject = from_service(_asked(folder, 3), _service(loads), sleep=slept.append)
     cost = subject.times.step([_rows(100, 3), _rows(0, 5)], 1.0)
     assert cost.total_s == pytest.approx(0.011 + 3 * 0.002 + 100 * 0.0001), (
         "what came before the watch is left out"
@@ -177,6 +189,32 @@ def _rows(prefill: int, decode: int) -> RankRows:
     return RankRows(prefill, decode, 0)
 
 
+def test_what_a_running_service_says_itself_is_not_taken_from_flags(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["simulate", str(folder / "trace.csv"), "--calibrate", "http://service", "--dtype", "bfloat16"]
+    assert main(words) == 2
+    assert "--dtype is for a roofline; with --calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("placement", "config", "redundancy"),
+    [
+        ("linear", {}, 0),
+        ("repair", {}, 4),
+        ("repair", {"num_redundant_experts": 0}, 0),
+        ("even", {"num_redundant_experts": 8}, 8),
+    ],
+)
+def test_every_placement_has_its_own_redundant_experts(
+    folder: Path, placement: str, config: dict[str, int], redundancy: int
+) -> None:
+    given = ["--eplb-config", json.dumps(config)] if config else []
+    asked = _parsed(folder, *given)
+    found = redundant(asked, EplbConfig(**config), 4, placement)
+    assert found.num_redundant_experts == redundancy
+
+
 def test_a_fit_takes_no_time_off_for_work() -> None:
     times = fit([Look(100, 400, 5000, 0.9), Look(100, 800, 1000, 1.1)])
     assert min(times.step_s, times.decode_row_s, times.prefill_token_s) >= 0
@@ -185,9 +223,9 @@ def test_a_fit_takes_no_time_off_for_work() -> None:
 def test_a_service_without_work_or_ranks_cannot_be_calibrated_by(folder: Path) -> None:
     idle = [_Ranks().load(3, 1, 0)] * 2
     with pytest.raises(CalibrationError, match="ran fewer than 20 steps while it was watched"):
-        from_service(_asked(folder, 1), _service([*idle]), "linear", sleep=lambda _: None)
+        from_service(_asked(folder, 1), _service([*idle]), sleep=lambda _: None)
     with pytest.raises(CalibrationError, match="has no rank that serves"):
-        from_service(_asked(folder, 1), _service([*idle], max_running=0), "linear")
+        from_service(_asked(folder, 1), _service([*idle], max_running=0))
 
 
 def test_a_rank_that_comes_or_goes_amid_a_look_is_left_out() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from server.sizing.estimate import Workload, balancedness, estimate
+from server.sizing.estimate import Estimate, Workload, balancedness, estimate
 from server.sizing.step_times import RankRows, StepCost
 
 
@@ -16,7 +16,7 @@ class FlatTimes:
         return StepCost(own, own, 0.0, 0.0, 0.0, (0.0,) * len(ranks))
 
 
-def _estimated(work: Workload, *, num_ranks: int = 1, max_running: int = 64, batched: int = 8192):  # type: ignore[no-untyped-def]
+def _estimated(work: Workload, *, num_ranks: int = 1, max_running: int = 64, batched: int = 8192) -> Estimate:
     return estimate(
         FlatTimes(),
         work,
@@ -47,6 +47,14 @@ def test_fewer_users_than_ranks_leave_ranks_idle() -> None:
 def test_prompts_fill_no_step_beyond_its_limit() -> None:
     found = _estimated(Workload(64, 10_000, 10), batched=1000)
     assert found.prefill_per_step + found.output_per_rank * found.tpot_s <= 1000 * 1.001
+
+
+@pytest.mark.parametrize("users", [200, 800, 3000])
+def test_where_prompts_fill_the_steps_all_who_do_not_decode_wait_for_them(users: int) -> None:
+    work = Workload(users, 2000, 20)
+    found = _estimated(work, max_running=4096)
+    answers_per_s = found.output_per_rank / work.output_tokens
+    assert users / answers_per_s == pytest.approx(found.ttft_s + work.output_tokens * found.tpot_s, rel=0.05)
 
 
 def test_a_long_prompt_takes_several_steps() -> None:

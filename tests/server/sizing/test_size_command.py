@@ -1,6 +1,7 @@
 """`wideep size` from the command line: what it prints, and that bad input is one sentence."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,37 @@ def test_json_has_the_same_figures(gpt_oss: Path, capsys: pytest.CaptureFixture[
 def test_the_fewest_ranks_for_a_target_are_found(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
     slow = json.loads(_said(capsys, *words, "--tpot-ms", "100"))
-    fast = json.loads(_said(capsys, *words, "--tpot-ms", "2.5"))
-    assert slow["ranks_for_target"] < fast["ranks_for_target"]
-    assert fast["expected"]["tpot_s"] <= 0.0025
+    fast = json.loads(_said(capsys, *words, "--tpot-ms", "2.7"))
+    assert slow["ranks_for_target"] < fast["ranks_for_target"] == 7, "also between powers of two"
+    assert fast["expected"]["tpot_s"] <= 0.0027
+    one_less = json.loads(_said(capsys, *words, "--tpot-ms", "2.7", "-dp", "6", status=1))
+    assert one_less["expected"]["tpot_s"] > 0.0027 and one_less["ranks_for_target"] == 7
+
+
+def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"num_redundant_experts": 4, "step_interval": 100}
+    words = ["--device", "h100", "-dp", "12", "--mamba-cache-mode", "none", "--quantization", "mxfp4"]
+    said = _said(capsys, str(gpt_oss), *words, "--eplb-config", json.dumps(given))
+    assert "torchrun --nnodes 2 --nproc-per-node 6" in said
+    line = next(line for line in said.splitlines() if "wideep worker" in line)
+    words = shlex.split(line)
+    assert words[words.index("--mamba-cache-mode") + 1] == "none"
+    assert words[words.index("--quantization") + 1] == "mxfp4"
+    assert json.loads(words[words.index("--eplb-config") + 1]) == given | {"num_redundant_experts": 4}
+
+
+def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--users", "512", "--context", "4096", "--json")
+    twelve = json.loads(_said(capsys, *words, "--device", "h100", "-dp", "12"))
+    assert [each["ways"] for each in twelve["replicas"]] == [1, 2, 4], "64 heads are cut evenly"
+    kept_small = (*words, "--device", "h100", "-dp", "12", "--kv-cache-memory", "40M")
+    few = json.loads(_said(capsys, *kept_small))
+    assert (
+        few["replicas"][0]["expected"]["running_per_rank"]
+        < twelve["replicas"][0]["expected"]["running_per_rank"]
+    )
 
 
 def test_given_ranks_that_miss_a_target_are_status_1(
@@ -78,6 +107,9 @@ def test_given_ranks_that_miss_a_target_are_status_1(
         (["--device", "l40s", "-dp", "1", "--gpu-memory-utilization", "0.1"], "leaves nothing for the KV cache; use more ranks"),
         (["--device", "h100", "--input", "200k"], "a sequence has 131072 at most"),
         (["--device", "h100", "--context", "200k"], "--max-model-len is 200000; this model has 131072 positions"),
+        (["--device", "h100", "-dp", "9"], "9 ranks on 2 nodes of 8 are not equally many on each; give 8 or 10"),
+        (["--device", "h100", "--tpot-ms", "inf"], "--tpot-ms is inf; it must be above 0"),
+        (["--device", "h100", "--quantization", "fp8"], "are quantised as mxfp4"),
         (["--device", "h100", "--quantization", "int4"], "are quantised already (mxfp4)"),
     ],
 )  # fmt: skip
@@ -94,15 +126,22 @@ def test_what_cannot_be_had_is_one_sentence(
         (None, "does not exist; give a model's directory, or its config.json"),
         (_DENSE, "is not a Mixture-of-Experts model"),
         ({"model_type": "no_such", "num_experts": 4}, "transformers cannot use"),
+        (
+            {**MODELS["gpt-oss-120b"], "quantization_config": "fp8"},
+            "quantization_config is 'fp8'; it must be",
+        ),
+        ({**MODELS["gpt-oss-120b"], "num_attention_heads": 0}, "transformers can build no model of"),
+        ("{oh", "config.json is not valid JSON"),
     ],
 )
 def test_what_is_no_model_is_one_sentence(
-    tmp_path: Path, config: dict[str, Any] | None, says: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, config: dict[str, Any] | str | None, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config.json"
     if config is not None:
-        path.write_text(json.dumps(config))
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
     said = _said(capsys, str(path), "--device", "h100", status=2)
+    assert "wideep_size_" not in said, "the file is named as it was given"
     assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
 
 
