@@ -10,6 +10,7 @@ every node but node 0 first asks whether the service answers. Whatever starts it
 only the one line. `health` has status 0 while the service answers /health with 200. See docs/deploy.md for the variables.
 """
 
+import http.client
 import os
 import shlex
 import socket
@@ -95,7 +96,7 @@ def answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=4, context=ssl._create_unverified_context()):
             return True
-    except OSError:  # URLError and HTTPError are
+    except (OSError, http.client.HTTPException):  # URLError and HTTPError are OSErrors
         return False
 
 
@@ -120,11 +121,17 @@ def cluster_key(environment: Mapping[str, str]) -> list[str]:
     secret = environment.get("CLUSTER_KEY_SECRET")
     if not secret:
         return []
+    try:
+        key = Path(secret).read_bytes()
+    except OSError as error:
+        raise SystemExit(
+            f"wideep-node: CLUSTER_KEY_SECRET is {secret!r}, which cannot be read: {error.strerror}"
+        ) from error
     copy = Path.home() / ".wideep-cluster.key"
     copy.unlink(missing_ok=True)
     descriptor = os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(Path(secret).read_bytes())
+        file.write(key)
     return ["--cluster-key-file", str(copy)]
 
 
@@ -139,7 +146,7 @@ def needed(environment: Mapping[str, str], name: str) -> str:
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Read a variable that is a number."""
     text = environment.get(name) or ("" if default is None else str(default))
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise SystemExit(f"wideep-node: {name} is {text!r}; it must be a number")
     return int(text)
 

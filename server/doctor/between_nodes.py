@@ -20,14 +20,13 @@ from server.doctor.links import STAGE_S, Gathers, listening, measure, reach
 from server.doctor.meeting import SAY_AFTER_S
 from server.doctor.report import Check, CheckStatus, as_json, failure, from_json, not_here, ok
 from server.lines import say
-from server.process.preflight.model import field_of, largest, num_experts, read_config
+from server.process.preflight.model import experts_per_token, field_of, largest, num_experts, read_config
 from server.roots import WIDEEP_COMMAND
 
 TRIAL_COMMAND = (*WIDEEP_COMMAND, "dispatch-trial")
 _READY_S = 180.0  # for torch's first import from a cold disk, beside other nodes' or processes'
 _TRIAL_S = 240.0  # for all sizes together; the first time, kernels are compiled
 _TRIAL_TIMEOUT_S = 200.0  # of one exchange, in which the other may still compile
-_TOP_K_FIELDS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _DEEPSEEK_V3 = {"hidden": 7168, "top_k": 8, "experts": 256}  # its config.json
 _DECODE_TOKENS = 64
 
@@ -43,7 +42,7 @@ class DispatchTrial:
 
     def ask(self, order: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
         """Give an order (None: the first answer comes unasked), and return the answer, or {"error": why}."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None, "they are pipes"
         if order is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -69,12 +68,12 @@ class DispatchTrial:
 
 
 def check_together(
-    meeting: Gathers, own: Sequence[Check], facts: Mapping[str, Any], taken: Taken
+    meeting: Gathers, own: Sequence[Check], facts: Mapping[str, Any]
 ) -> Iterator[tuple[str, Check]]:
     """Hand round what each node found alone, and compare; yields checks with the node that they are about.
 
     Args:
-        own: this node's checks. facts: of `equal.facts_to_compare`. taken: what gloo takes here.
+        own: this node's checks. facts: of `equal.facts_to_compare`.
     """
     found = meeting.gather("checks", as_json(own), STAGE_S)
     for number, checks in enumerate(found):
@@ -160,7 +159,7 @@ def sizes_of(directory: Path | None) -> dict[str, int]:
     if directory is None:
         return _DEEPSEEK_V3
     config = read_config(directory)
-    top_k = max((largest(field_of(config, name)) for name in _TOP_K_FIELDS), default=0)
+    top_k = experts_per_token(config)
     experts = max(1, num_experts(config))
     hidden = largest(field_of(config, "hidden_size")) or _DEEPSEEK_V3["hidden"]
     return {"hidden": hidden, "top_k": min(experts, top_k or _DEEPSEEK_V3["top_k"]), "experts": experts}

@@ -61,6 +61,12 @@ def check_doctor_arguments(args: argparse.Namespace) -> None:
         raise OptionsError(f"--nnodes is {args.nnodes}; it must be 1 to {_MOST_NODES}")
     if args.nproc_per_node is not None and args.nproc_per_node < 1:
         raise OptionsError(f"--nproc-per-node is {args.nproc_per_node}; it must be at least 1")
+    ranks = vars(args).get("data_parallel_size")
+    if None not in (args.nproc_per_node, ranks) and str(ranks) != str(args.nproc_per_node):
+        raise OptionsError(
+            f"--nproc-per-node is {args.nproc_per_node} and --data-parallel-size {ranks}; both are the ranks of a node, as "
+            "torchrun starts them: leave one out"
+        )
     if not 0 < args.wait_seconds <= 86_400:
         raise OptionsError(
             f"--wait-seconds is {args.wait_seconds:g}; it must be above 0 and at most 86400 (a day)"

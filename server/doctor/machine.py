@@ -53,36 +53,47 @@ class Machine:
 
 
 def check_machine(
-    machine: Machine, device: Device, options: Options, *, num_ranks: int, has_other_nodes: bool
+    machine: Machine, device: Device, options: Options, *, num_ranks: int, num_nodes: int, has_front: bool
 ) -> Iterator[Check]:
     """Check this node, but for the model.
 
     Args:
         num_ranks: of this node.
-        has_other_nodes: whether the service is to span more than this one.
+        num_nodes: that the service is to span.
+        has_front: whether this node will listen for HTTP and hold the clients' connections.
     """
     yield ok("Python", f"{platform.python_version()}, Linux {platform.release()}")
     yield check_packages(_NEEDED)
     yield check_processor(machine)
     yield from check_gpus(machine, device)
     yield check_rdma(machine)
-    yield from check_network(machine, has_gpus=device.name == "cuda", has_other_nodes=has_other_nodes)
+    yield from check_network(machine, has_gpus=device.name == "cuda", has_other_nodes=num_nodes > 1)
     yield check_shared_memory(machine, num_gpus=len(device.facts.devices))
     yield check_huge_pages(machine)
-    yield check_open_files(machine, options, num_ranks)
+    yield check_open_files(machine, options, num_ranks * num_nodes if has_front else num_ranks)
     yield check_locked_memory(machine)
     yield check_ports(machine)
-    yield check_http(options)
+    yield check_http(options) if has_front else not_here("HTTP", "the node of the endpoint listens")
 
 
 def problems_at_start(
-    options: Options, *, num_ranks: int, has_other_nodes: bool, machine: Machine | None = None
+    options: Options,
+    *,
+    num_ranks: int,
+    has_other_nodes: bool,
+    num_served_ranks: int | None = None,
+    machine: Machine | None = None,
 ) -> list[Check]:
-    """Return what is wrong with this node for a service that starts now, and that its start does not refuse itself."""
+    """Return what is wrong with this node for a service that starts now, and that its start does not refuse itself.
+
+    Args:
+        num_ranks: of this node.
+        num_served_ranks: whose requests this node's front holds; None: this node's.
+    """
     machine = machine or Machine()
     on_gpus = options.device == "cuda"
     checks = [
-        check_open_files(machine, options, num_ranks),
+        check_open_files(machine, options, num_served_ranks or num_ranks),
         check_shared_memory(machine, num_gpus=num_ranks if on_gpus else 0),
     ]
     if has_other_nodes:

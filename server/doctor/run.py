@@ -51,8 +51,9 @@ def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | No
     with contextlib.ExitStack() as ending:
         trial = None if endpoint is None else ending.enter_context(DispatchTrial())
         node = _find_node(args, options)
-        own = list(node.checks)
-        for check in _check_alone(args, node, machine):
+        own: list[Check] = []
+        has_front = endpoint is None or bool(machine.resolve(endpoint.host))
+        for check in _check_alone(args, node, machine, has_front=has_front):
             own.append(check)
             report.add([check])
         if endpoint is not None and trial is not None:
@@ -83,10 +84,17 @@ def _find_node(args: argparse.Namespace, options: Options) -> _Node:
     return _Node(replace(options, data_parallel_size=num_ranks), device, num_ranks, directory, tuple(checks))
 
 
-def _check_alone(args: argparse.Namespace, node: _Node, machine: Machine) -> Iterator[Check]:
+def _check_alone(
+    args: argparse.Namespace, node: _Node, machine: Machine, *, has_front: bool
+) -> Iterator[Check]:
     yield from node.checks
     yield from check_machine(
-        machine, node.device, node.options, num_ranks=node.num_ranks, has_other_nodes=args.nnodes > 1
+        machine,
+        node.device,
+        node.options,
+        num_ranks=node.num_ranks,
+        num_nodes=args.nnodes,
+        has_front=has_front,
     )
     if node.directory is not None:
         yield from check_model(
@@ -125,7 +133,7 @@ def _check_met(
     meeting: Meeting, node: _Node, taken: Taken, trial: DispatchTrial, own: list[Check], report: CheckReport
 ) -> None:
     facts = _facts(node, own)
-    for name, check in check_together(meeting, own, facts, taken):
+    for name, check in check_together(meeting, own, facts):
         report.add([check], node=name)
     sizes = _agreed_sizes(meeting, node)
     tokens = tokens_of(node.options.max_num_batched_tokens)

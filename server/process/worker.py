@@ -113,7 +113,12 @@ def _prepare(
         say(f"wideep: computing on {device.in_words}")
         spans_nodes = place.world_size > place.local_world_size and not _is_this_machine(store_host)
         say_problems(
-            problems_at_start(options, num_ranks=place.local_world_size, has_other_nodes=spans_nodes)
+            problems_at_start(
+                options,
+                num_ranks=place.local_world_size,
+                has_other_nodes=spans_nodes,
+                num_served_ranks=place.world_size if has_front else None,
+            )
         )
         if note := note_on_redundancy(options, place.world_size):
             say(f"wideep: {note}")

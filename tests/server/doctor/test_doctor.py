@@ -62,6 +62,7 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
         (["--nnodes", "0"], "--nnodes is 0; it must be 1 to 4096"),
         (["--rdzv-endpoint", "h:1"], "--rdzv-endpoint is where several nodes meet: give --nnodes too, their number"),
         (["--nproc-per-node", "0"], "--nproc-per-node is 0; it must be at least 1"),
+        (["-dp", "4", "--nproc-per-node", "3"], "--nproc-per-node is 3 and --data-parallel-size 4; both are the ranks of a node, as torchrun starts them: leave one out"),
         (["--wait-seconds", "0"], "--wait-seconds is 0; it must be above 0 and at most 86400 (a day)"),
         (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; give HOST:PORT, such as 10.0.0.1:29400"),
         (["--port", "70000"], "--port is 70000; it must be 0 to 65535"),

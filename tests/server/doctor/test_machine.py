@@ -82,12 +82,27 @@ def by_name(checks: Iterable[Check]) -> dict[str, Check]:
 
 
 def test_a_healthy_machine_is_green_and_what_it_lacks_is_not_here(machine: Machine) -> None:
-    found = by_name(doctor.check_machine(machine, CPU, options(), num_ranks=2, has_other_nodes=True))
+    found = by_name(doctor.check_machine(machine, CPU, options(), num_ranks=2, num_nodes=2, has_front=True))
     assert not [check for check in found.values() if check.is_wrong]
     absent = {name for name, check in found.items() if check.status is CheckStatus.NOT_HERE}
     assert absent == {"driver", "GPUs", "GPU links", "NCCL", "NVSHMEM", "RDMA", "NCCL interface"}
     assert found["processor"].text.endswith("cores, 0.0 GiB of memory free")
     assert found["huge pages"].text == "transparent: madvise; 7 reserved (none are needed)"
+
+
+def test_the_node_that_listens_holds_all_ranks_requests_and_the_others_need_no_port(machine: Machine) -> None:
+    elsewhere = options(host="10.9.9.9")  # no address of this machine
+    of_all, own = (
+        by_name(
+            doctor.check_machine(machine, CPU, elsewhere, num_ranks=2, num_nodes=256, has_front=has_front)
+        )
+        for has_front in (True, False)
+    )
+    assert of_all["HTTP"].status is CheckStatus.FAILURE
+    assert (
+        of_all["open files"].status is CheckStatus.WARNING and "32,768 requests" in of_all["open files"].text
+    )
+    assert own["HTTP"].status is CheckStatus.NOT_HERE and not own["open files"].is_wrong
 
 
 def test_gpus_their_driver_links_and_libraries_are_told(machine: Machine, tmp_path: Path) -> None:
