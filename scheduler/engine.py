@@ -290,7 +290,9 @@ class Engine:
 
     def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
         begun_s = time.perf_counter()
-        self._runner.make_drafts(batch, agreement.draft_depth, agreement.agreed_tokens)
+        self._runner.make_drafts(
+            batch, agreement.draft_depth, agreement.agreed_tokens, wait_cause=agreement.wait_cause
+        )
         if self._drafter is not None and not agreement.has_prefill:
             passes = max(agreement.draft_depth, 1)
             self._drafter.costs.note_passes(passes, time.perf_counter() - begun_s)

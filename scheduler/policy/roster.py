@@ -1,7 +1,7 @@
 """The roster: the sequences that a rank serves, who of them runs, and in which order the others wait.
 
-Lower priorities begin first, as vLLM's do. Of equal ones, those that were preempted go before those that have never run:
-their clients are in the middle of an answer. Then the key that was served least, and of one key who came first. The highest
+Lower priorities begin first, as vLLM's do. Of equal ones, those that were preempted, or that a lost rank had begun, go before
+those that have never run: their clients are in the middle of an answer. Then the key that was served least, and of one key who came first. The highest
 priority that runs is preempted first, of equal ones the latest to begin. Who waits takes no place from who runs, whatever
 their priorities: preemption is for want of blocks only.
 
@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 
+from scheduler.policy.request import Request
 from scheduler.policy.sequence import Sequence, SequenceStatus
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token in what a key was served
@@ -34,7 +35,7 @@ class WaitingQueue:
         self._resumed: list[Sequence] = []  # have run before; by priority, then arrival
         self._fresh: dict[str, list[Sequence]] = {}  # by key that has any; likewise
         self._queue_of: dict[Sequence, list[Sequence]] = {}
-        self._last_key = ""  # that had no more waiting
+        self._last_key = ""  # of which one waits no more
 
     def __len__(self) -> int:
         return len(self._queue_of)
@@ -60,17 +61,23 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait in its place."""
-        queue = self._resumed if sequence.num_admissions else self._queue_for(sequence.request.key_id)
+        has_begun = sequence.num_admissions or sequence.request.replayed_ids  # there: of a rank that was lost
+        queue = self._resumed if has_begun else self._queue_for(sequence.request)
         self._queue_of[sequence] = queue
         insort(queue, sequence, key=lambda each: (each.request.priority, each.number))
 
-    def _queue_for(self, key_id: str) -> list[Sequence]:
-        """Return a key's queue; where it had none, it has no credit from before."""
-        if key_id not in self._fresh:
-            others = [self.served[each] for each in self._fresh or (self._last_key,)]
-            self.served[key_id] = max(self.served[key_id], min(others))
-            self._fresh[key_id] = []
-        return self._fresh[key_id]
+    def _queue_for(self, request: Request) -> list[Sequence]:
+        """Return a key's queue; where nothing as urgent waits in it, it has no credit from before over those that wait."""
+        key_id = request.key_id
+
+        def waits_for(queue: list[Sequence]) -> bool:
+            return bool(queue) and queue[0].request.priority <= request.priority
+
+        if not waits_for(self._fresh.get(key_id, [])):
+            others = [self.served[each] for each, queue in self._fresh.items() if waits_for(queue)]
+            least = min(others) if others else self.served[self._last_key]
+            self.served[key_id] = max(self.served[key_id], least)
+        return self._fresh.setdefault(key_id, [])
 
     def remove(self, sequence: Sequence) -> None:
         """Let one wait no more."""
@@ -78,7 +85,7 @@ class WaitingQueue:
         key_id = sequence.request.key_id
         if not self._fresh.get(key_id, True):
             del self._fresh[key_id]
-            self._last_key = key_id
+        self._last_key = key_id
 
 
 class Roster:
@@ -99,11 +106,11 @@ class Roster:
         """Return the sequence of a request; None where it is unknown or has ended."""
         return self._by_id.get(request_id)
 
-    def num_prefill(self, most: int) -> int:
+    def num_prefill(self, most: int, *, with_waiting: bool) -> int:
         """Count tokens of prompts that are yet to run, of the one that does first, until there are `most`."""
         last = self.running[-1] if self.running else None
         count = last.num_prefill_tokens - last.num_planned if last and last.is_prefilling else 0
-        for sequence in self.waiting:
+        for sequence in self.waiting if with_waiting else ():
             if count >= most:
                 break
             count += len(sequence.token_ids)

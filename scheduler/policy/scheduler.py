@@ -59,8 +59,8 @@ class NextStep(NamedTuple):
     """What the step after the batches planned so far will hold, as far as is known."""
 
     num_decodes: int  # tokens of these, drafts included, at most
-    has_prefill: bool  # something waits, or is in the middle of its prompt
-    num_prefill: int  # tokens of these prompts, cached ones included; at most a step's
+    has_prefill: bool  # a prompt goes on, or one that waits finds a seat and blocks
+    num_prefill: int  # tokens of such prompts, cached ones included; at most a step's
 
 
 class DraftsTokens(Protocol):
@@ -150,14 +150,24 @@ class Scheduler:
     @property
     def next_step(self) -> NextStep:
         """Look ahead. Requests that are added, end or are preempted from now on may change prefill, but can only
-        lower the number of decodes."""
-        running, waiting = self._roster.running, self._roster.waiting
+        lower the number of decodes. One that begins though nobody could know it takes what room the step has left."""
+        running, begins = self._roster.running, self._head_begins
         is_mid_prompt = bool(running) and running[-1].is_prefilling
-        num_prefill = self._roster.num_prefill(self._max_num_batched_tokens)
+        num_prefill = self._roster.num_prefill(self._max_num_batched_tokens, with_waiting=begins)
         num_decodes = len(running) + sum(self._draft_limits(running))
-        return NextStep(
-            min(num_decodes, self._max_num_batched_tokens), bool(waiting) or is_mid_prompt, num_prefill
-        )
+        return NextStep(min(num_decodes, self._max_num_batched_tokens), begins or is_mid_prompt, num_prefill)
+
+    @property
+    def _head_begins(self) -> bool:
+        """Whether somebody who waits can begin in the next step, as far as is known."""
+        running, waiting = self._roster.running, self._roster.waiting
+        if not waiting:
+            return False
+        if any(sequence.ends_within(sequence.num_pending, self._max_model_len) for sequence in running):
+            return True
+        if len(running) >= self._max_num_seqs:
+            return False
+        return self._tables.has_states or not self._tables.lacks_blocks(waiting.head, len(running))
 
     @property
     def num_context(self) -> int:

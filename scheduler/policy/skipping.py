@@ -61,8 +61,12 @@ class SkippingScheduler(Scheduler):
             is_head_stuck = waiting.is_order_fixed and self._tables.lacks_blocks(waiting.head, len(running))
             if not is_head_stuck:
                 return 0
-        most = min(sequence.num_left(self._max_model_len) for sequence in running)
-        return self._tables.num_plannable_steps(running, most)
+        return self._tables.num_plannable_steps(running, self.num_steps_to_end)
+
+    @property
+    def num_steps_to_end(self) -> int:
+        """After how many tokens of each the first of those that run ends; there is one."""
+        return min(sequence.num_left(self._max_model_len) for sequence in self._roster.running)
 
     def skip(self, num_steps: int) -> list[RequestOutput]:
         """Do what `schedule` and `commit` do in so many steps, each of which samples every sequence's newest token again.

@@ -162,13 +162,14 @@ class Runner:
         """Whether `make_drafts` is to be called behind every step, on all ranks."""
         return self._passes is not None
 
-    def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int) -> None:
-        """See `DraftPasses.run`."""
+    def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int, *, wait_cause: str) -> None:
+        """See `DraftPasses.run`; wait_cause is the step's."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
-        begun_ns = self._begin()
+        begun_ns, waits = self._begin(), self.dispatcher.waits
         self._passes.run(batch, depth, agreed_tokens)
         self.dispatcher.check()
         self._end(begun_ns)
+        self._note_waits(waits, wait_cause)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""

@@ -14,6 +14,7 @@ from scheduler.policy.request import FinishReason, Structure
 from server.api.answer_json import usage_of
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
 from server.api.parsers.reader import decode_json
+from server.api.parsers.registry import Markup
 from server.api.prompts import encode, render_chat, template_messages
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
@@ -179,7 +180,7 @@ class ChatTurn:
         structure = await _structure(body, model, tools)
         prompt = await render_chat(body, model, tools)
         if structure is not None:
-            bound = model.markup.bound(prompt)
+            bound = _markup_of(model, body).bound(prompt)
             prompt, structure = prompt + bound.prompt, replace(structure, after=bound.after)
         prompt_ids = await encode(
             prompt, model, add_special_tokens=bool(body.add_special_tokens), param="messages"
@@ -267,12 +268,16 @@ class ChatTurn:
         return len(self.model.tokenizer.encode(text, add_special_tokens=False))
 
     def _text_parser(self) -> TextParser:
-        markup = self.model.markup
+        markup = _markup_of(self.model, self.body)
         if self.tools.is_bound:
             return markup.bound_parser(self.prompt, self.tools.bound_parser())
         if self.body.separate_reasoning is False:
             markup = markup.without_reasoning()
         return markup.parser(self.prompt, self.tools.types() if self._finds_calls else None)
+
+
+def _markup_of(model: ServedModel, body: ChatRequest) -> Markup:
+    return replace(model.markup, continues=bool(body.continue_final_message))
 
 
 async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> Structure | None:

@@ -59,7 +59,8 @@ async def answer_completion(
         model,
         prompts,
         request_id=request_id,
-        max_tokens=_max_tokens(body, prompts, model),
+        max_tokens=_max_tokens(body),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=body.logprobs,
         logprobs_field="logprobs",
         prompt_field="prompt",
@@ -75,17 +76,12 @@ async def answer_completion(
     return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(is_long))
 
 
-def _max_tokens(body: CompletionRequest, prompts: Sequence[Sequence[int]], model: ServedModel) -> int | None:
-    """Return how many tokens are generated: 1, not shown, where 0 are wanted; the default is less where the context
-    ends before."""
+def _max_tokens(body: CompletionRequest) -> int | None:
+    """Return how many tokens are generated: 1, not shown, where 0 are wanted; a prompt that is cut to fit leaves room for the
+    default."""
     if body.max_tokens is not None:
         return max(1, body.max_tokens)
-    cut = body.truncate_prompt_tokens
-    if cut == -1:
-        return DEFAULT_MAX_TOKENS
-    longest = max(map(len, prompts))
-    room = model.max_len() - (min(longest, cut) if cut else longest)
-    return DEFAULT_MAX_TOKENS if room >= DEFAULT_MAX_TOKENS else None
+    return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
 
 
 class CompletionChunks(JsonChunks):

@@ -105,8 +105,6 @@ async def answer_generate(
     fields = completion_of(body)
     refuse_unserved(fields)
     prompts = await encode_prompts(fields, model)
-    if fields.max_tokens is None and model.max_len() - max(map(len, prompts)) >= DEFAULT_MAX_NEW_TOKENS:
-        fields = fields.model_copy(update={"max_tokens": DEFAULT_MAX_NEW_TOKENS})
     request_id = body.rid or uuid.uuid4().hex
     asks = asks_for(
         fields,
@@ -114,6 +112,7 @@ async def answer_generate(
         prompts,
         request_id=f"gen-{uuid.uuid4().hex}",
         max_tokens=fields.max_tokens,
+        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
         num_logprobs=fields.logprobs,
         logprobs_field="top_logprobs_num",
         prompt_field="input_ids" if body.text is None else "text",

@@ -152,7 +152,7 @@ def _template_message(place: int, message: Message) -> TemplateMessage:
         )
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
-    elif content is None and message.role == "assistant":
+    elif content is None and (message.role == "assistant" or "content" in fields):
         fields["content"] = ""  # templates would print "None"
     calls = fields.pop("tool_calls", None)
     if calls is not None:

@@ -86,6 +86,7 @@ def asks_for(
     logprobs_field: str,
     prompt_field: str,
     max_tokens_field: str = "max_tokens",
+    default_max_tokens: int | None = None,
     structure: Structure | None = None,
     num_prompt_logprobs: int | None = None,
 ) -> list[Ask]:
@@ -96,7 +97,9 @@ def asks_for(
         model: what is served.
         prompts: token ids, not empty.
         request_id: the ranks' ids begin with it.
-        max_tokens: None is the checkpoint's max_new_tokens where it has one and it fits, else up to the context's end.
+        max_tokens: None is the default.
+        default_max_tokens: of each choice, less where the context ends before; None: the checkpoint's max_new_tokens where it
+            has one, else up to the context's end.
         num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
         logprobs_field: what an error about them names.
         prompt_field: what an error about the prompt names.
@@ -129,7 +132,7 @@ def asks_for(
         prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
         if max_tokens is None:
-            room = min(room, model.sampling_defaults.get("max_new_tokens") or room)
+            room = min(room, default_max_tokens or model.sampling_defaults.get("max_new_tokens") or room)
         _check_min_tokens(body, room, max_tokens_field)
         for count, field, num_tokens in (
             (num_logprobs, logprobs_field, room),

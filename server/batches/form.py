@@ -63,7 +63,10 @@ def _read_part(piece: bytes) -> tuple[str, Part]:
         key, colon, value = line.partition(b":")
         if colon and key.strip().lower() == b"content-disposition":
             head["content-disposition"] = value.strip().decode(errors="replace")
-    name, filename = head.get_param("name", header="content-disposition"), head.get_filename()
+    try:
+        name, filename = head.get_param("name", header="content-disposition"), head.get_filename()
+    except (UnicodeError, LookupError) as error:  # of the charset that the head names
+        raise _broken("a field's name cannot be read") from error
     if not isinstance(name, str) or not name or head.get_content_disposition() != "form-data":
         raise _broken("a field has no name")
     return name, Part(piece[blank + 4 :], filename)

@@ -142,13 +142,17 @@ class ChatClient:
 
 def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
     """Hold a conversation on this terminal; returns the exit status."""
-    client = ChatClient(
-        args.url,
-        api_key_of(environment, [args.api_key] if args.api_key else []),
-        model=args.model,
-        system=args.system,
-        temperature=args.temperature,
-    )
+    try:
+        client = ChatClient(
+            args.url,
+            api_key_of(environment, [args.api_key] if args.api_key else []),
+            model=args.model,
+            system=args.system,
+            temperature=args.temperature,
+        )
+    except ServiceError as error:
+        print(f"wideep chat: {error}", file=sys.stderr)
+        return 1
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # history and editing for input(), where Python has it
     try:
@@ -174,6 +178,9 @@ def _converse(client: ChatClient) -> None:
             return
         except KeyboardInterrupt:
             print(f"\n{_HELP}", end="")
+            continue
+        except UnicodeDecodeError as error:
+            print(f"(that was no text: {error.reason}; say it again)")
             continue
         if question in ("/quit", "/exit"):
             return

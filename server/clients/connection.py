@@ -5,6 +5,7 @@ Knows no endpoint but the list of models.
 
 import contextlib
 import os
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -56,7 +57,9 @@ class Connection:
             raise ServiceError("the API key has characters that no header can carry")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
-        self._http = http or httpx.Client(headers=headers, timeout=timeout, transport=transport)
+        self._http = http or httpx.Client(
+            headers=headers, timeout=timeout, transport=transport, trust_env=not _is_this_machine(self._root)
+        )
 
     def get_json(self, path: str) -> dict[str, Any]:
         """GET an object.
@@ -137,6 +140,15 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_this_machine(url: str) -> bool:
+    """Whether no proxy of the environment can stand between: it would look at its own machine."""
+    try:
+        host = urllib.parse.urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _check(response: httpx.Response) -> None:

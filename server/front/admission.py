@@ -3,7 +3,7 @@
 Refusing early is kinder than a wait without an end: a client with other services to ask learns it at once, and those that
 wait do so for a bounded time. When to come back is measured, not fixed: the time in which lately as many requests came to
 their first token as wait for theirs now. A key that has less than its equal part of the places is taken in when there are
-none left, so that a flood of another key's shuts nobody out. No clock: times are given.
+none left, up to as many again, so that a flood of another key's shuts nobody out. No clock: times are given.
 
 vLLM's `--max-num-queued-reqs` counts the same (what waits and what runs, over all ranks) and answers 503.
 """
@@ -14,6 +14,7 @@ from collections import deque
 from server.errors import ApiError, bad_request
 
 WINDOW_S = 30.0  # over which it is measured how many requests begin
+_LEAST_WINDOW_S = 1.0
 LEAST_S, MOST_S = 1, 120  # of Retry-After
 
 
@@ -46,20 +47,21 @@ class Admission:
             num_open: those accepted and without an outcome.
             num_own: of these, those of the request's key.
             num_keys: keys that have any, this one included.
-            num_waiting: of these, those without a token.
+            num_waiting: open choices without a token.
 
         Raises:
             ApiError: 429, come back; 400, it would be refused every time.
         """
         if self._most is None or num_open + num_more <= self._most:
             return
-        if num_keys > 1 and (num_own + num_more) * num_keys <= self._most:
+        is_share_free = num_keys > 1 and (num_own + num_more) * num_keys <= self._most
+        if is_share_free and num_open + num_more <= 2 * self._most:
             return
-        self.num_refused += num_more
         if num_more > self._most:
             raise bad_request(
                 f"The request has {num_more} choices; this server takes {self._most} at once (--max-num-queued-reqs)."
             )
+        self.num_refused += num_more
         wait_s = self.retry_after_s(num_waiting, now_s)
         raise ApiError(
             429,
@@ -73,7 +75,8 @@ class Admission:
         self._forget(now_s)
         if not self._begun_s:
             return int(WINDOW_S)  # nothing begins: it takes longer than that
-        pace = len(self._begun_s) / WINDOW_S
+        # Behind a quiet time, the pace since the first of them; one alone says little of the next moment.
+        pace = len(self._begun_s) / min(WINDOW_S, max(_LEAST_WINDOW_S, now_s - self._begun_s[0]))
         return min(MOST_S, max(LEAST_S, math.ceil(num_waiting / pace)))
 
     def _forget(self, now_s: float) -> None:

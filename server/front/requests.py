@@ -298,6 +298,7 @@ class Requests:
             num_more,
             session,
             priority=request.priority,
+            key_id=request.key_id,
             num_moves=generation.num_moves,
         )
         self._ranks.submit(rank, request, now_s=now_s)

@@ -14,8 +14,8 @@ A pure value machine: no IO, no clock, tested alone. Rejected: strict least-load
 load never reuses a conversation's prefix; consistent hashing, which ignores load.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,9 +42,15 @@ class _Load:
     output_tokens: int
     held_tokens: int  # of the prompt, that the rank had seen before
     priority: int
+    key_id: str
     num_moves: int
     waits: bool = True  # as far as the rank has said
     target: int | None = None  # the rank that it is to be moved to: its own is asked to give it back
+
+    @property
+    def num_tokens(self) -> int:
+        """That its rank still has to run for it."""
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(slots=True)
@@ -134,6 +140,7 @@ class Router:
         session: str = "",
         *,
         priority: int = 0,
+        key_id: str = "",
         num_moves: int = 0,
     ) -> None:
         """Charge `rank` with a request, and let it be its session's."""
@@ -145,10 +152,11 @@ class Router:
             min(max_tokens, EXPECTED_OUTPUT_TOKENS),
             held_tokens=held_tokens,
             priority=priority,
+            key_id=key_id,
             num_moves=num_moves,
         )
         self._loads[request_id] = load
-        self._outstanding[rank] += load.prompt_tokens + load.output_tokens
+        self._outstanding[rank] += load.num_tokens
         self._num_admitted[rank] += 1
         if session:
             self._sessions[session] = rank
@@ -176,7 +184,7 @@ class Router:
         """Take what is left of a request off its rank; unknown requests have been retired before."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._outstanding[load.rank] -= load.prompt_tokens + load.output_tokens
+            self._outstanding[load.rank] -= load.num_tokens
 
     def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> int | None:
         """Note that a request's rank has given it back, and has seen of its prompt only what others brought there.
@@ -225,31 +233,52 @@ class Router:
         }
         if not rooms or not crowded:
             return {}
-        outstanding = self._outstanding.tolist()
-        waiting = [
-            (request_id, load)
-            for request_id, load in self._loads.items()
-            if load.waits and load.target is None and load.rank in crowded and load.num_moves < MAX_MOVES
-        ]
+        waiting = self._in_order_of_begin(crowded)
+        before = (
+            self._outstanding.tolist()
+        )  # of ranks with room: all that they have to do; of the others: before the next
+        for _, load in waiting:
+            before[load.rank] -= load.num_tokens
         moves: dict[str, int] = {}
-        for request_id, load in sorted(waiting, key=lambda each: each[1].priority):
-            fitting = [
-                rank for rank, room in rooms.items() if room.seats > 0 and room.tokens >= load.prompt_tokens
-            ]
-            if not fitting:
+        for request_id, load in waiting:
+            if load.target is not None:
                 continue
-            own, held = load.prompt_tokens + load.output_tokens, self._held_tokens(prompt_of(request_id))
-            target = min(fitting, key=lambda rank: (outstanding[rank] - held.get(rank, 0), rank))
-            before_here = outstanding[load.rank] - own - load.held_tokens
-            if before_here - (outstanding[target] - held.get(target, 0)) < MOVE_GAIN_TOKENS:
+            target = self._better_rank(load, prompt_of(request_id), rooms, before)
+            if target is None:
+                before[load.rank] += load.num_tokens
                 continue
             load.target = target
             moves[request_id] = load.rank
-            outstanding[load.rank] -= own
-            outstanding[target] += own
+            before[target] += load.num_tokens
             rooms[target].seats -= 1
             rooms[target].tokens -= load.prompt_tokens
         return moves
+
+    def _in_order_of_begin(self, ranks: Collection[int]) -> list[tuple[str, _Load]]:
+        """Those that wait at some ranks: the most urgent first, then of every key one after the other, in order of arrival."""
+        waiting = [each for each in self._loads.items() if each[1].waits and each[1].rank in ranks]
+        waiting.sort(key=lambda each: each[1].priority)
+        num_before: Counter[str] = Counter()  # by key
+        places = {}
+        for request_id, load in waiting:
+            places[request_id] = load.priority, num_before[load.key_id]
+            num_before[load.key_id] += 1
+        return sorted(waiting, key=lambda each: places[each[0]])
+
+    def _better_rank(
+        self, load: _Load, prompt_ids: Sequence[int], rooms: Mapping[int, _Room], before: Sequence[int]
+    ) -> int | None:
+        """Return the rank where a request that waits would begin soonest, if it gains enough; None: it stays."""
+        fitting = [
+            rank for rank, room in rooms.items() if room.seats > 0 and room.tokens >= load.prompt_tokens
+        ]
+        if not fitting or load.num_moves >= MAX_MOVES:
+            return None
+        held = self._held_tokens(prompt_ids)
+        left = {rank: before[rank] - held.get(rank, 0) for rank in fitting}
+        target = min(fitting, key=lambda rank: (left[rank], rank))
+        gain = before[load.rank] - load.held_tokens - left[target]
+        return target if gain >= MOVE_GAIN_TOKENS else None
 
     def _rooms(self) -> dict[int, _Room]:
         """The ranks on which nobody waits, with what they could begin beside what they were given or are to be given."""

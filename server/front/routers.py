@@ -8,11 +8,14 @@ from server.front.router import Router
 
 
 class FewestTokens(Router):
-    """The rank with the fewest outstanding tokens, whatever prefixes it holds."""
+    """The rank with the fewest outstanding tokens, whatever prefixes it holds: none are remembered."""
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
         """See `Router.pick`."""
-        return super().pick((), untold=untold)
+        return super().pick(prompt_ids, untold=untold)
+
+    def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
+        return 0
 
 
 class RoundRobin(Router):

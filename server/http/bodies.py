@@ -24,7 +24,7 @@ import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import ApiError, bad_request
-from server.http.errors import ErrorResponse
+from server.http.errors import OLLAMA_PATH, ErrorResponse, route_path
 
 MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
 MAX_JSON_VALUES = 2_000_000  # 128 prompts of 15,000 token ids; parsing holds the interpreter's lock
@@ -153,7 +153,12 @@ def _too_slow(grace_s: float) -> ApiError:
 
 
 def _may_be_json(scope: Scope) -> bool:
-    """Whether a body may be parsed as JSON: by any of its types, if there are several, or because there is none."""
+    """Whether a body may be parsed as JSON: by any of its types, if there are several, or because there is none.
+
+    Ollama's routes read JSON whatever its type.
+    """
+    if route_path(scope).startswith(OLLAMA_PATH):
+        return True
     kinds = [value for name, value in scope["headers"] if name == b"content-type"]
     return not kinds or any(b"json" in kind.lower() for kind in kinds)
 

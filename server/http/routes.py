@@ -147,6 +147,8 @@ def _check_type(scope: Scope) -> None:
 def _json(content: bytes) -> Any:
     try:
         return json.loads(content)
+    except RecursionError as error:
+        raise bad_request("The body nests too deeply.") from error
     except json.JSONDecodeError as error:
         raise bad_request(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from error
     except ValueError as error:  # no UTF, or a number of thousands of digits

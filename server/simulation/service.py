@@ -147,7 +147,9 @@ class SimulatedService:
         self._is_stale = np.ones(num_ranks, dtype=bool)
         self._is_prompt_announced = False
         self._has_work = False
-        self._queued: set[int] = set()  # ranks that coast while requests wait there
+        self._freed: dict[
+            int, int
+        ] = {}  # ranks that coast while requests wait there, and the step in which one ends
         self._settled: set[int] = set()  # ranks of which more or less may run than they announced
         self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
@@ -236,7 +238,7 @@ class SimulatedService:
     def _announce(self, awake: list[int]) -> None:
         """Note what ranks say of the coming step now that this one is planned."""
         decodes, num_open = self._announced
-        has_prefill = bool(self._queued)
+        has_prefill = self._step in self._freed.values()
         for number in self._settled.union(awake):
             scheduler = self._ranks[number].scheduler
             coming = scheduler.next_step
@@ -359,7 +361,7 @@ class SimulatedService:
         scheduler = self._ranks[number].scheduler
         num_steps = 0 if self._is_stepwise else scheduler.num_plain_steps
         self._settled.add(number)
-        self._queued.discard(number)
+        self._freed.pop(number, None)
         self._awake.discard(number)
         self._charged[number] = self._coasting_decodes[number] = 0
         self._until[number] = NEVER
@@ -379,8 +381,8 @@ class SimulatedService:
         self._coasting_decodes[number] = rows.decode
         self._charged[number] = len(charged)
         self._until[number] = self._step + min([num_steps, *charged])
-        if rank.scheduler.next_step.has_prefill:
-            self._queued.add(number)
+        if rank.scheduler.stats.num_waiting and num_steps == rank.scheduler.num_steps_to_end:
+            self._freed[number] = self._step + num_steps
 
     def _catch_up(self, number: int) -> None:
         """Bring a rank that coasts up to date with the last step."""

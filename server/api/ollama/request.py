@@ -38,6 +38,7 @@ _IGNORED = (
     *("use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only", "rope_frequency_base"),
     *("rope_frequency_scale", "mirostat_tau", "mirostat_eta"),
 )
+_MOST_TOKENS = 2**31 - 1  # cut to what the context has room for
 _UNBOUNDED = (-1, -2)  # of num_predict: up to the context's end
 _DRAWN_SEED = -1
 _LEVELS = ("low", "medium", "high", "max")
@@ -212,7 +213,7 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"options.{name}",
             )
     if fields.get("max_tokens") in _UNBOUNDED:
-        del fields["max_tokens"]
+        fields["max_tokens"] = _MOST_TOKENS
     if fields.get("seed") == _DRAWN_SEED:
         del fields["seed"]
     return fields

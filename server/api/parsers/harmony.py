@@ -10,7 +10,7 @@ meant for the user. The prompt ends inside a message's header, which the answer 
 import re
 from collections.abc import Callable
 
-from server.api.parsers.reader import MarkupParser, Reading
+from server.api.parsers.reader import JsonSpan, MarkupParser, Reading
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -75,7 +75,13 @@ class HarmonyParser(MarkupParser):
         if (yield from self.peek()) == "<":
             self.add_arguments("{}")
             return (yield from self.until(*_ENDS)).mark
-        return (yield from self.stream_until(self.add_arguments, *_ENDS, keeps_rest=False))
+        span = JsonSpan()
+
+        def add(text: str) -> None:
+            length, as_json = span.push(text)
+            self.add_arguments(as_json + text[length:])
+
+        return (yield from self.stream_until(add, *_ENDS, keeps_rest=False))
 
     def _message(self, kind: str, out: Callable[[str], None]) -> Callable[[str], None]:
         """Return `out` with a blank line before the first text, if another message of this kind came before."""

@@ -21,10 +21,14 @@ from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolC
 _JSON_MARKS = re.compile(r'["{}\[\]<]')
 _JSON_IN_STRING = re.compile(r'["\\]')
 _JSON_SCALAR_END = re.compile(r"[,\]}\s<]")
+_CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 class JsonSpan:
-    """Finds where one JSON value ends, without checking what is in it."""
+    """Finds where one JSON value ends, without checking what is in it.
+
+    Models write line ends into strings, which JSON has as escapes: they become these.
+    """
 
     def __init__(self) -> None:
         self.done = False
@@ -34,17 +38,19 @@ class JsonSpan:
         self._escaped = False
         self._begun = False
 
-    def push(self, text: str) -> int:
-        """Take more text; return how much of it belongs to the value."""
-        at = 0
-        while at < len(text) and not self.done:
-            if self._in_string:
-                at = self._in_text(text, at)
-            elif not self._depth and (self._begun or text[at] not in '"{['):
-                return self._scalar(text, at)
+    def push(self, text: str) -> tuple[int, str]:
+        """Take more text; return how much of it belongs to the value, and this as JSON."""
+        at, parts, is_scalar = 0, [], False
+        while at < len(text) and not self.done and not is_scalar:
+            begin, was_in_string = at, self._in_string
+            is_scalar = not was_in_string and not self._depth and (self._begun or text[at] not in '"{[')
+            if is_scalar:
+                at = self._scalar(text, at)
             else:
-                at = self._structure(text, at)
-        return at
+                at = self._in_text(text, at) if was_in_string else self._structure(text, at)
+            piece = text[begin:at]
+            parts.append(_CONTROL.sub(_as_escape, piece) if was_in_string else piece)
+        return at, "".join(parts)
 
     def _in_text(self, text: str, at: int) -> int:
         if self._escaped:
@@ -283,12 +289,18 @@ class MarkupParser(ABC):
         """Pass the text of one JSON value on as it comes; tell whether it was whole."""
         span = JsonSpan()
         while True:
-            out(self.take(span.push(self.unread)))
+            length, text = span.push(self.unread)
+            self.take(length)
+            out(text)
             if span.done:
                 return not span.broken
             if self._ended:
                 return False
             yield
+
+
+def _as_escape(found: re.Match[str]) -> str:
+    return f"\\u{ord(found[0]):04x}"
 
 
 def first_mark(text: str, marks: tuple[str, ...], start: int = 0) -> tuple[int, str]:

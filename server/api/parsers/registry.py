@@ -108,6 +108,7 @@ class Markup:
 
     tools: str = _GENERIC
     reasoning: str = NONE
+    continues: bool = False  # prompts end within the assistant's own message
 
     def parser(self, prompt: str, tools: ArgumentTypes | None) -> TextParser:
         """Return a parser for an answer to `prompt`; without tools, calls are content."""
@@ -160,7 +161,9 @@ class Markup:
         """Tell whether the answer's first text is reasoning for certain."""
         style = _REASONING.get(self.reasoning)
         opened = is_opened(prompt)
-        return style is not None and (style.assumes_opened if opened is None else opened)
+        if style is None:
+            return False
+        return style.assumes_opened and not self.continues if opened is None else opened
 
     @property
     def _is_harmony(self) -> bool:

@@ -57,22 +57,24 @@ class ArgumentTypes:
         root = self._parameters.get(function) or {}
         properties = root.get("properties")
         schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        return _kinds(schema, root, _MAX_DEPTH)
+        return _kinds(schema, root, _MAX_DEPTH, set())
 
 
-def _kinds(schema: Any, root: Schema, depth: int) -> set[str]:
-    """Collect the JSON types that a schema allows, as far as it says."""
+def _kinds(schema: Any, root: Schema, depth: int, followed: set[str]) -> set[str]:
+    """Collect the JSON types that a schema allows, as far as it says; each reference is followed once."""
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
     said = schema.get("type")
-    kinds = {said} if isinstance(said, str) else set(said if isinstance(said, list) else ())
+    kinds = {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, str)}
     for value in _listed(schema, "enum"):
         kinds.add("string" if isinstance(value, str) else "null" if value is None else "other")
     for way in ("anyOf", "oneOf", "allOf"):
         for each in _listed(schema, way):
-            kinds |= _kinds(each, root, depth - 1)
-    if isinstance(schema.get("$ref"), str):
-        kinds |= _kinds(_resolve(schema["$ref"], root), root, depth - 1)
+            kinds |= _kinds(each, root, depth - 1, followed)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
+        kinds |= _kinds(_resolve(reference, root), root, depth - 1, followed)
     return kinds
 
 

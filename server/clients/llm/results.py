@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+_ALL = -1
 _TOKEN_ID = "token_id:"  # how a token is named where ids were asked for
 
 
@@ -106,10 +107,12 @@ def _choice(index: int, choice: Mapping[str, Any], params: SamplingParams) -> Co
 
 
 def _ranked(top: Mapping[str, float], num_top: int) -> dict[int, Logprob]:
-    """Read one position: the `num_top` likeliest, and the chosen token if it is not among them."""
+    """Read one position: the `num_top` likeliest (_ALL: all), and the chosen token if it is not among them."""
     likeliest_first = sorted(top.items(), key=lambda item: -item[1])
     return {
-        int(name.removeprefix(_TOKEN_ID)): Logprob(logprob=logprob, rank=place if place <= num_top else None)
+        int(name.removeprefix(_TOKEN_ID)): Logprob(
+            logprob=logprob, rank=place if num_top == _ALL or place <= num_top else None
+        )
         for place, (name, logprob) in enumerate(likeliest_first, start=1)
     }
 

@@ -238,6 +238,9 @@ class Metrics:
 
     def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
         """Take an attached rank's facts."""
+        if facts.served is None:  # another engine than before, if there was one: it counts from 0
+            self._last.pop(facts.rank, None)
+            self.throughput.note_new_engine(facts.rank)
         labels = (
             *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
             str(enable_prefix_caching),
@@ -246,13 +249,12 @@ class Metrics:
         self._cache_config.labels(*labels).set(1)
 
     def note_lost(self, rank: int) -> None:
-        """Take that a rank is gone: it runs nothing and holds nothing, and an engine after it counts from 0."""
+        """Take that a rank is gone: it runs nothing and holds nothing. The same engine may come back."""
         self.throughput.note_lost(rank)
         name = str(rank)
         for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
             gauge.set(0)
         self._waiting_by_reason[name, _CAPACITY].set(0)
-        self._last.pop(rank, None)
         labels = self._cache_labels.pop(rank, None)
         if labels is not None:
             self._cache_config.remove(*labels)

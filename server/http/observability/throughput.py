@@ -51,7 +51,8 @@ class Throughput:
     ) -> None:
         """Args: clock: only goes forward. calendar: seconds since 1970."""
         self._clock, self._calendar = clock, calendar
-        self._ranks: dict[int, RankStats] = {}
+        self._ranks: dict[int, RankStats] = {}  # that serve now
+        self._counted: dict[int, RankStats] = {}  # by engine, also of one that may come back
         self._now = _Counts(clock())
         self._before: deque[_Counts] = deque([self._now])  # one per tick
         self._first_tokens: deque[tuple[float, float]] = deque()  # (when, after how long) of the last window
@@ -70,7 +71,7 @@ class Throughput:
 
     def note_stats(self, stats: RankStats) -> None:
         """Take a rank's state after a step."""
-        last = self._ranks.get(stats.rank)
+        last = self._counted.get(stats.rank)
         query = stats.prefix_query_tokens - (last.prefix_query_tokens if last else 0)
         hit = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
         drafts, before = stats.drafts, last.drafts if last else NO_DRAFTS
@@ -82,11 +83,15 @@ class Throughput:
             query_tokens=self._now.query_tokens + max(0, query),
             hit_tokens=self._now.hit_tokens + max(0, hit),
         )
-        self._ranks[stats.rank] = stats
+        self._ranks[stats.rank] = self._counted[stats.rank] = stats
 
     def note_lost(self, rank: int) -> None:
-        """Take that a rank is gone: it runs nothing and holds nothing."""
+        """Take that a rank is gone: it runs nothing and holds nothing. The same engine may come back."""
         self._ranks.pop(rank, None)
+
+    def note_new_engine(self, rank: int) -> None:
+        """Take that a rank's engine is another one: it counts from 0."""
+        self._counted.pop(rank, None)
 
     def tick(self, *, logs: bool = True) -> None:
         """Take a point of the series and, if it `logs`, write the line where one is due and there was traffic."""

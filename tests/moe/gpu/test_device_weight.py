@@ -62,7 +62,12 @@ def multiply(form: str) -> Found:
     return measured._replace(control=float((linear(x, held) - found).abs().max()))
 
 
-@pytest.mark.parametrize("form", ["plain", *FORMS])
+FEW = ("plain", "fp8", "mxfp4", "int4, 64, zeros")
+
+
+@pytest.mark.parametrize(
+    "form", [*FEW, *(pytest.param(form, marks=pytest.mark.slow) for form in FORMS if form not in FEW)]
+)
 def test_a_devices_weight_multiplies_as_the_weight_that_it_stands_for(
     form: str, interpreter: RankPool
 ) -> None:

@@ -37,7 +37,19 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return written
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+FEW = (
+    "compressed-tensors int4 around zeros",
+    "compressed-tensors NVFP4",
+    "ModelOpt FP8 in blocks",
+    "AWQ",
+    "GPTQ",
+    "MXFP8",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED if name not in FEW)]
+)
 def test_logits_have_the_bits_of_the_model_that_is_meant(
     name: str, published: Callable[[str], tuple[Path, Path]]
 ) -> None:

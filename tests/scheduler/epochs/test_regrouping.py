@@ -76,7 +76,8 @@ def serving(
     assert crew.tokens == undisturbed(directory, wanted)
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # a service's ranks die in the fast tests, in test_service
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_dies_amid_a_step_and_comes_back_and_all_requests_have_their_tokens(
     checkpoint: Path, backend: str
 ) -> None:

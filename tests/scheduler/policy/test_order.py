@@ -95,6 +95,29 @@ def test_a_key_that_was_away_has_no_credit_for_it() -> None:
     assert all(abs(keys[:end].count("a") - keys[:end].count("b")) <= 1 for end in range(len(keys)))
 
 
+def test_a_less_urgent_request_that_waits_gives_no_key_credit() -> None:
+    rank = rank_of(seqs=1, caching=False)
+    rank.scheduler.add(request_of("low", 4, key_id="c", priority=5))
+    for number in range(20):
+        rank.scheduler.add(request_of(f"a{number}", 4, key_id="a"))
+    for _ in range(60):
+        step(rank)
+    for number in range(6):
+        rank.scheduler.add(request_of(f"d{number}", 4, key_id="d"))
+        rank.scheduler.add(request_of(f"e{number}", 4, key_id="c"))
+    begun = begun_in(rank)[:9]
+    assert Counter(name[0] for name in begun) == {"a": 3, "d": 3, "e": 3}, begun
+
+
+def test_an_answer_that_a_lost_rank_began_goes_before_those_that_never_did() -> None:
+    rank = rank_of(seqs=1)
+    for name in ("a", "b", "c"):
+        rank.scheduler.add(request_of(name, 4))
+    step(rank)
+    rank.scheduler.add(request_of("r", 4, replayed_ids=(1, 2)))
+    assert begun_in(rank) == ["r", "b", "c"]
+
+
 def test_lower_priorities_go_before_keys_that_were_served_less() -> None:
     rank = rank_of(seqs=1)
     for name, key_id, priority in (("a", "x", 0), ("b", "x", -1), ("c", "y", 0), ("d", "x", -1)):

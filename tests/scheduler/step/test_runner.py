@@ -41,10 +41,10 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
 def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # begin and end of four
     monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
-    parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None)
+    parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None, waits=Waits(0, 0, 0))
     runner = Runner(parts, parts, parts, parts, parts, parts)
     for sleeps in (False, True, False, False):
-        runner.make_drafts(parts, 0, 0)
+        runner.make_drafts(parts, 0, 0, wait_cause="other")
         if sleeps:
             runner.rest()
     assert (runner.busy_ns, runner.between_ns) == (30 + 13 + 2 + 1, 7 + 1)

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.serving.service import greedy_tokens
+from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import FrontProcess
 
 
@@ -43,6 +44,16 @@ def test_the_four_forms_of_a_prompt(front: FrontProcess, client: openai.OpenAI) 
         assert [choice.index for choice in answer.choices] == list(range(num_choices))
         assert {choice.text for choice in answer.choices} == {"ok"}
         assert answer.usage is not None and answer.usage.completion_tokens == 2 * num_choices
+
+
+def test_a_long_prompt_takes_the_default_from_no_other(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.forget()
+    long = [5] * (MAX_LEN - 3)
+    client.completions.create(model="tiny", prompt=[long, [5, 6, 7]])
+    requests = {
+        len(each.prompt_ids): each.params.max_tokens for rank in front.ranks for each in rank.requests
+    }
+    assert requests == {MAX_LEN - 3: 3, 3: 16}
 
 
 def test_every_prompt_has_n_choices_in_a_row(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -51,6 +51,11 @@ def test_bytes_that_are_no_form_are_a_400(kind: bytes, body: bytes) -> None:
         (FORM, b"--x\r\nA: " + b"b" * 5000 + b"\r\n\r\n\r\n--x--", "no head"),
         (FORM, b"--x\r\nContent-Disposition: form-data\r\n\r\n\r\n--x--", "no name"),
         (FORM, (b"--x\r\n" + PART + b"\r\n") * 2 + b"--x--", "has 'a' twice"),
+        (
+            FORM,
+            b"--x\r\nContent-Disposition: form-data; name=a; filename*=punycode''%ff\r\n\r\n\r\n--x--",
+            "name cannot be read",
+        ),
     ],
 )
 def test_what_is_no_form_is_refused_by_a_sentence(kind: bytes, body: bytes, words: str) -> None:

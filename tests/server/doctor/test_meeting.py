@@ -119,6 +119,7 @@ def test_a_node_that_leaves_is_named_to_the_others() -> None:
     assert text == "b has ended early; see what its doctor says there"
 
 
+@pytest.mark.slow  # it waits for the one that says nothing
 def test_a_stranger_at_the_endpoint_disturbs_nobody() -> None:
     place = endpoint()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:

@@ -53,6 +53,30 @@ def test_as_many_as_are_allowed_are_taken_and_one_more_is_told_to_come_back() ->
 def test_a_request_that_would_be_refused_every_time_is_not_told_to_come_back() -> None:
     refused = refusal_of(Admission(3), 4, num_open=0)
     assert refused.status == 400 and "Retry-After" not in refused.headers
+    admission = Admission(3)
+    refusal_of(admission, 4, num_open=0)
+    assert admission.num_refused == 0, "it was told that it is wrong, not that it is too much"
+
+
+def test_keys_that_come_one_after_the_other_fill_twice_the_places_at_most() -> None:
+    admission, num_open = Admission(12), 0
+    for key in range(10):
+        own = 0
+        while own < 12:
+            try:
+                check(admission, num_open=num_open, num_own=own, num_keys=key + 1)
+            except ApiError:
+                break
+            own, num_open = own + 1, num_open + 1
+    assert num_open == 24
+
+
+def test_behind_a_quiet_time_the_pace_is_that_of_those_that_began() -> None:
+    admission = Admission(1)
+    for number in range(32):
+        admission.note_begun(100 + number / 32)
+    refused = refusal_of(admission, num_open=64, num_waiting=32, now_s=101.0)
+    assert refused.headers["Retry-After"] == "1"
 
 
 def test_the_time_to_come_back_follows_the_measured_pace() -> None:

@@ -11,6 +11,7 @@ from scheduler.policy.scheduler import Scheduler
 from server.front.generations import Answer, Ask, Asker
 from server.front.journal import Journal
 from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, Router
+from server.front.routers import FewestTokens
 from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
 from tests.support.requests.desk import Desk, in_loop
 
@@ -106,6 +107,39 @@ def test_a_prefix_that_is_held_where_it_waits_keeps_a_request_and_one_held_elsew
         return router.plan_moves(prompts.__getitem__)
 
     assert planned(holder=0) == {} and planned(holder=1) == {"w": 0}
+
+
+def test_what_waits_behind_a_request_is_not_before_it() -> None:
+    shared = list(range(40 * PREFIX_CHUNK_TOKENS))
+    router, prompts = crowded(0, prompt_tokens=10)
+    router.admit("before", 0, shared, 1)
+    router.retire("before")
+    for name, prompt in (("w", [*shared, 5]), *((f"behind{number}", [number] * 400) for number in range(10))):
+        prompts[name] = prompt
+        router.admit(name, 0, prompt, 10)
+    router.note_stats(stats_of(0, running=SEATS, waiting=11))
+    assert "w" not in router.plan_moves(prompts.__getitem__)
+
+
+def test_a_key_s_flood_leaves_another_key_a_place_elsewhere_too() -> None:
+    router, prompts = crowded(6)
+    prompts["other"] = [99] * 300
+    router.admit("other", 0, prompts["other"], 256, key_id="other")
+    assert router.plan_moves(prompts.__getitem__) == {"r2": 0, "other": 0}
+
+
+def test_the_router_of_fewest_tokens_knows_no_prefixes_in_moves_either() -> None:
+    router, shared = FewestTokens(2), list(range(40 * PREFIX_CHUNK_TOKENS))
+    router.admit("before", 0, shared, 1)
+    router.retire("before")
+    router.admit("running", 0, [1] * 900, 10)
+    router.begin("running")
+    router.admit("w", 0, shared, 10)
+    for rank in (0, 1):
+        router.note_size(rank, seats=1, block_tokens=BLOCK_TOKENS)
+    router.note_stats(stats_of(0, running=1, waiting=1))
+    router.note_stats(stats_of(1))
+    assert router.plan_moves({"w": shared}.__getitem__) == {"w": 0}
 
 
 def test_what_was_given_back_leaves_no_prefix_behind() -> None:

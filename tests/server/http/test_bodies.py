@@ -29,16 +29,18 @@ from tests.support.requests.asgi import ask
 MAX_BYTES = 1000
 
 
-def length_of(content: Any, *, max_bytes: int = MAX_BYTES, **headers: str) -> httpx.Response:
+def length_of(
+    content: Any, *, path: str = "/length", max_bytes: int = MAX_BYTES, **headers: str
+) -> httpx.Response:
     """Send a body to a route that answers its length."""
     router = new_router()
 
-    @router.post("/length")
+    @router.post(path)
     async def tell_length(http: HttpRequest) -> int:
         return len(await http.body())
 
     app = build_app([router], version="0", keys=ApiKeys(), http=HttpOptions(max_request_bytes=max_bytes))
-    return ask(app, "POST", "/length", content=content, headers=headers)
+    return ask(app, "POST", path, content=content, headers=headers)
 
 
 async def chunks(*sizes: int) -> Any:
@@ -71,6 +73,13 @@ def test_what_is_too_deep_is_a_400() -> None:
     assert length_of(deep, **{"content-type": "text/plain"}).status_code == 200, (
         "brackets in a text nest nothing"
     )
+
+
+def test_ollama_s_routes_read_json_whatever_its_type() -> None:
+    deep = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    response = length_of(deep, path="/api/chat", **form)
+    assert response.status_code == 400 and "nests deeper than 100" in response.text
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -93,6 +93,10 @@ def test_a_lost_rank_runs_nothing_and_one_that_comes_back_counts_from_zero() -> 
     watched.note_lost(1)
     assert watched.to_json()["now"]["running"] == 2
     assert [rank["kv_usage"] for rank in watched.to_json()["ranks"]] == [0.25]
+    watched.note_stats(replace(STATS, rank=1, prefix_query_tokens=40, prefix_hit_tokens=10))
+    assert watched.to_json()["now"]["prefix_hit_rate"] == pytest.approx(20 / 80), "the same engine came back"
+    watched.note_lost(1)
+    watched.note_new_engine(1)
     watched.note_stats(replace(STATS, rank=1, prefix_query_tokens=20, prefix_hit_tokens=20))
     assert watched.to_json()["now"]["prefix_hit_rate"] == pytest.approx(40 / 100)
 

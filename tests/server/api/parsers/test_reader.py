@@ -23,18 +23,29 @@ def test_a_span_ends_where_json_s_own_parser_ends(value: Any, cut: int, rest: st
     whole = json.dumps(value) + rest
     _, expected = json.JSONDecoder().raw_decode(whole)
     span = JsonSpan()
-    length = span.push(whole[:cut])
+    length, text = span.push(whole[:cut])
     if not span.done:
         assert length == len(whole[:cut])
-        length += span.push(whole[cut:])
+        more, rest_of_text = span.push(whole[cut:])
+        length, text = length + more, text + rest_of_text
     assert (length, span.done, span.broken) == (expected, True, False)
+    assert text == whole[:expected]
+
+
+@pytest.mark.parametrize("cut", range(24))
+def test_line_ends_in_strings_become_escapes(cut: int) -> None:
+    written = '{\n"a": "x\ny\t", "b":1}'
+    span = JsonSpan()
+    text = span.push(written[:cut])[1] + span.push(written[cut:])[1]
+    assert json.loads(text) == {"a": "x\ny\t", "b": 1}
+    assert text.startswith("{\n"), "between values it is white space"
 
 
 def test_a_tag_inside_a_value_breaks_it() -> None:
     span = JsonSpan()
-    assert span.push('{"a": [1, </x>') == 10
+    assert span.push('{"a": [1, </x>')[0] == 10
     assert span.done and span.broken
-    assert JsonSpan().push('{"a": "<b>') == 10, "in a string it is text"
+    assert JsonSpan().push('{"a": "<b>')[0] == 10, "in a string it is text"
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "-Infinity", "[" * 100_000, "9" * 5000, "{'a': 1}"])
@@ -45,6 +56,13 @@ def test_what_is_no_json_is_a_value_error(text: str) -> None:
 
 def test_control_characters_in_strings_are_taken() -> None:
     assert decode_json('"a\nb"') == "a\nb"
+
+
+def test_references_that_go_round_in_many_ways_are_followed_once() -> None:
+    """Each of a thousand ways leads back to all of them."""
+    thing = {"anyOf": [{"$ref": "#/$defs/n"}] * 1000 + [{"type": [{}, "integer"]}]}
+    types = ArgumentTypes({"f": {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": thing}}})
+    assert types.json_of("f", "a", "5") == "5"
 
 
 SCHEMA = {

@@ -1,8 +1,11 @@
 """Parsers are chosen from the chat template, or by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Markup, markup_of
+from server.api.parsers.thinking import CLOSING
 from tests.server.api.parsers.reading import deltas_of
 from tests.server.api.parsers.texts import TYPES
 
@@ -49,6 +52,15 @@ def test_every_name_has_a_parser_that_passes_plain_text() -> None:
             parser = markup_of("", tools=tools, reasoning=reasoning).parser("<think></think>", TYPES)
             [*first, last] = deltas_of(parser, ["Hello ", "world"])
             assert "".join(getattr(each, "text", "?") for each in [*first, last]) == "Hello world"
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "deepseek_r1"])
+def test_an_answer_that_goes_on_is_reasoning_only_where_the_prompt_leaves_it_open(name: str) -> None:
+    markup = Markup(reasoning=name)
+    assert markup.bound("Assistant:").after == CLOSING, "such models begin with reasoning"
+    going_on = replace(markup, continues=True)
+    assert going_on.bound("Assistant: The answer is").after == ""
+    assert going_on.bound("Assistant: <think>\n").after == CLOSING
 
 
 def test_markers_are_those_of_the_parsers_in_use() -> None:
