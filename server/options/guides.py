@@ -19,11 +19,11 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs"
 _COMMON = """\
 A flag of the other program is taken if it means the same here, or if it changes nothing; in the second case a line at the start
 says so. A flag for something that WideEP does not have is refused before anything is loaded, with the message below and exit
-status 2. For an unknown flag the message names the nearest one there is.
+status 2. For an unknown flag the message names one that is spelled alike, if there is one.
 
-Names may have underscores for dashes. `--no-NAME` and `--disable-NAME` turn `--enable-NAME` off. A JSON value may come key
-by key: `--eplb-config.num_redundant_experts 8`. `--config FILE` reads a YAML file of names and values, with dashes or
-underscores, lists as lists and JSON as mappings; the command line goes before it. Numbers of tokens may end in k, m or g
+Names may have underscores for dashes. `--no-enable-NAME` and `--disable-NAME` turn `--enable-NAME` off, `--no-NAME` another
+switch. A JSON value may come key by key: `--eplb-config.num_redundant_experts 8`. `--config FILE` reads a YAML file of names and values, with dashes or
+underscores, lists as lists and JSON as mappings; where both name an option, the command line's value counts. Numbers of tokens may end in k, m or g
 (thousand, million, 10^9) or K, M or G (1,024 and its powers), as in vLLM: `--max-model-len 8k` is 8,000 and
 `--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) are powers of 1,024, whatever the letter's case.
 `LLM(...)` takes and refuses the same names as keywords.

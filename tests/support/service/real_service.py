@@ -19,7 +19,7 @@ from tests.support.service.service_processes import wait_until
 REPOSITORY = Path(__file__).parents[3]
 WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
 START_S = 1200.0  # kernels may have to be compiled first, on a machine that does other things too
-STOP_S = 10.0  # promised are 5 on an idle machine
+STOP_S = 90.0  # far beyond what is promised: the machine may be busy
 TREE = re.compile(r"\(.*\) \w (\d+)")
 
 
