@@ -40,7 +40,7 @@ OTHERS = {
     "other benchmarks": "--batch --experts --repeats --runs --save --table --tasks",
     "the shim for DeepEP": "--print-path",
     "tests of DeepEP": "--hidden --num-experts --num-processes --num-tokens --num-topk --deterministic --do-cpu-sync --precise-unbalanced-ratio --use-logfmt",
-    "nobody, NAME stands for a switch": "--disable-NAME --enable-NAME --no-NAME",
+    "nobody, NAME stands for a switch": "--disable-NAME --enable-NAME --no-NAME --no-enable-NAME",
 }
 
 
