@@ -234,9 +234,8 @@ class Router:
         if not rooms or not crowded:
             return {}
         waiting = self._in_order_of_begin(crowded)
-        before = (
-            self._outstanding.tolist()
-        )  # of ranks with room: all that they have to do; of the others: before the next
+        # What stands before a request: of ranks with room all that they have to do, of the others what does not wait, at first.
+        before = self._outstanding.tolist()
         for _, load in waiting:
             before[load.rank] -= load.num_tokens
         moves: dict[str, int] = {}

@@ -77,17 +77,21 @@ class Prompts:
     """The prompts of a whole run; its levels share nothing, or a level would find its prompts in the cache."""
 
     def __init__(
-        self, source: Passages | Sequence[str], tokens: PromptTokenizer | None = None, *, is_chat: bool = True
+        self,
+        source: Passages | Sequence[str],
+        tokenizer: PromptTokenizer | None = None,
+        *,
+        is_chat: bool = True,
     ) -> None:
         """Take passages, or whole prompts, which come again when all were taken.
 
         Args:
-            tokens: what cuts passages.
+            tokenizer: what cuts passages.
             is_chat: whether passages are to be texts.
         """
         self._passages = source if isinstance(source, Passages) else None
         self._whole = cycle(() if isinstance(source, Passages) else source)
-        self._tokens, self._is_chat = tokens, is_chat
+        self._tokenizer, self._is_chat = tokenizer, is_chat
         self._shared: dict[int, list[int]] = {}
 
     def begin_level(self) -> None:
@@ -102,11 +106,11 @@ class Prompts:
         """
         if self._passages is None:
             return next(self._whole)
-        assert self._tokens is not None and lengths.prompt_tokens is not None, "passages are cut by tokens"
+        assert self._tokenizer is not None and lengths.prompt_tokens is not None, "passages are cut by tokens"
         if not self._is_chat:
             return self._cut(lengths, lengths.prompt_tokens)
-        num_tokens = max(1, lengths.prompt_tokens - self._tokens.num_chat_tokens)
-        return self._tokens.decode(self._cut(lengths, num_tokens))
+        num_tokens = max(1, lengths.prompt_tokens - self._tokenizer.num_chat_tokens)
+        return self._tokenizer.decode(self._cut(lengths, num_tokens))
 
     def _cut(self, lengths: RequestLengths, num_tokens: int) -> list[int]:
         assert self._passages is not None
@@ -120,7 +124,7 @@ class Prompts:
         return passage[:num_tokens] or self._passages.take(num_tokens)
 
 
-def passages_of(path: Path | None, tokens: PromptTokenizer, *, seed: int) -> Passages:
+def passages_of(path: Path | None, tokenizer: PromptTokenizer, *, seed: int) -> Passages:
     """Tokenize a file's text, or Python's documentation, to cut passages from it.
 
     Raises:
@@ -131,7 +135,7 @@ def passages_of(path: Path | None, tokens: PromptTokenizer, *, seed: int) -> Pas
     pieces = [
         text[begin : begin + _PIECE_CHARS] for begin in range(0, min(len(text), MOST_CHARS), _PIECE_CHARS)
     ]
-    return Passages([token_id for piece in pieces for token_id in tokens.encode(piece)], seed=seed)
+    return Passages([token_id for piece in pieces for token_id in tokenizer.encode(piece)], seed=seed)
 
 
 def documentation() -> str:
