@@ -13,9 +13,29 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # they are loaded when a script asks for them: the command has no need of them
-    from server.offline import LLM, CompletionOutput, LLMError, Logprob, RequestOutput, SamplingParams
+    from server.offline import (
+        LLM,
+        CompletionOutput,
+        LLMError,
+        Logprob,
+        OptionsError,
+        RequestOutput,
+        SamplingParams,
+        ServiceEndedError,
+        ServiceLostError,
+    )
 
-__all__ = ["LLM", "CompletionOutput", "LLMError", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "LLMError",
+    "Logprob",
+    "OptionsError",
+    "RequestOutput",
+    "SamplingParams",
+    "ServiceEndedError",
+    "ServiceLostError",
+]
 INTERRUPTED = 130  # as shells have it: 128 and SIGINT's number
 _ROOT = Path(__file__).resolve().parent
 

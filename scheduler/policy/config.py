@@ -29,6 +29,11 @@ def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str | None:
     return None
 
 
+def why_no_nodes(node_size: int) -> str:
+    """Say why ranks on GPUs are not dispatched to by node."""
+    return f"--dispatch-node-size is {node_size}; between GPUs every rank sends to every other: give 0"
+
+
 class ConfigError(ValueError):
     """An engine setting that this model or machine cannot serve."""
 

@@ -26,7 +26,7 @@ from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
 from moe.model import Model, Skeleton
-from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_nodes
 from scheduler.sampling.device_sampler import DeviceSampler
 from scheduler.sampling.sampler import HostSampler, Sampler
 from scheduler.step.lockstep import Header, LockStep
@@ -63,9 +63,7 @@ def open_device_dispatcher(
         WireUnavailable: what was asked for cannot work between these ranks.
     """
     if config.dispatch_node_size:
-        raise WireUnavailable(
-            f"--dispatch-node-size is {config.dispatch_node_size}; between GPUs every rank sends to every other: give 0"
-        )
+        raise WireUnavailable(why_no_nodes(config.dispatch_node_size))
     gpu = importlib.import_module("dispatch.gpu.open")
     dispatcher: TokenDispatcher = gpu.open_gpu_dispatcher(
         config.all2all_backend,

@@ -106,6 +106,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     parameters = function.get("parameters")
     if is_deeper(tool, MAX_DEPTH):
         raise bad_request(f"{where} is nested deeper than {MAX_DEPTH} levels.", where)
+    try:
+        json.dumps(tool, allow_nan=False)
+    except ValueError:
+        raise bad_request(f"{where} has NaN or Infinity, which is no JSON.", where) from None
     if not isinstance(parameters, dict | None):
         raise bad_request(
             f"{where}.function.parameters must be a JSON schema (an object).", f"{where}.function.parameters"

@@ -26,9 +26,9 @@ from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import Placement, rank_load
 from expert_placement.plan import plan
 from scheduler.moves.start_placement import start_placement
+from server.simulation.flags import PLACEMENT_NAMES
 from server.sizing.step_times import StepCost
 
-PLACEMENTS = ("linear", "even", "repair")
 GENERATED_LAYERS = 8  # that stand for all of a model's
 _HOST = "host"  # of all ranks: nodes are not simulated
 
@@ -126,13 +126,13 @@ class ExpertBalance:
         """Place experts as a service does at its start, without knowing the load.
 
         Args:
-            policy: of `PLACEMENTS`.
+            policy: of `PLACEMENT_NAMES`.
             config: its redundant experts are not `linear`'s.
 
         Raises:
             ConfigError: more redundant experts than ranks have a use for.
         """
-        assert policy in PLACEMENTS, "the command line offers no other"
+        assert policy in PLACEMENT_NAMES, "the command line offers no other"
         self._policy, self._model, self._loads, self._seed = policy, model, loads, seed
         self._num_ranks, self._hosts = num_ranks, (_HOST,) * num_ranks
         self._config = replace(config, num_redundant_experts=0) if policy == "linear" else config

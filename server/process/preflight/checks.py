@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatch.wires.availability import why_not_served_by
 from moe.mtp.names import why_no_mtp
-from scheduler.policy.config import why_no_compiler
+from scheduler.policy.config import why_no_compiler, why_no_nodes
 from server.options.table import Options
 from server.process.preflight.memory import (
     ExpertMemory,
@@ -73,7 +73,7 @@ def check_choices(options: Options, num_ranks: int) -> None:
         PreflightError: naming the first thing that is wrong.
     """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
-    check_nodes(options.dispatch_node_size, num_ranks)
+    check_nodes(options.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
 
 
@@ -157,12 +157,14 @@ def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
         raise PreflightError(problem)
 
 
-def check_nodes(node_size: int, num_ranks: int) -> None:
-    """Refuse nodes that the ranks do not fill.
+def check_nodes(node_size: int, num_ranks: int, *, on_gpus: bool) -> None:
+    """Refuse nodes that the ranks do not fill, and any between GPUs.
 
     Raises:
         PreflightError: naming the sizes that work.
     """
+    if node_size and on_gpus:
+        raise PreflightError(why_no_nodes(node_size))
     if node_size and num_ranks % node_size:
         sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         raise PreflightError(

@@ -377,6 +377,12 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
     (RESPONSES, {"background": True, "store": False}, "background", "only be used when `store` is true"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
     (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "tools.0.name"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "function", "name": "f", "parameters": {"const": float("inf")}}]},
+        "tools.0",
+        "Infinity",
+    ),
     (RESPONSES, {"tool_choice": "required", "tools": []}, "tool_choice", "Tool choice 'required' must be"),
     (RESPONSES, {"tool_choice": ITEM_TOOL}, "tool_choice", "not found in 'tools' parameter"),
     (RESPONSES, {"tool_choice": {"type": "function"}, "tools": [ITEM_TOOL]}, "tool_choice.name", "not found"),

@@ -61,6 +61,6 @@ def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(
 
 def test_what_fits_the_ranks_and_the_device_passes(tmp_path: Path) -> None:
     check_backend("local", 1)
-    check_nodes(0, 3)
-    check_nodes(3, 6)
+    check_nodes(0, 3, on_gpus=True)
+    check_nodes(3, 6, on_gpus=False)
     check_compiler(options_for(tmp_path, "--enable-torch-compile", "--device=cuda"))

@@ -64,6 +64,15 @@ def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
     assert weight_bytes(tmp_path, CONFIG, 4) == weight_bytes(tmp_path, CONFIG, 2) == wanted
 
 
+@pytest.mark.parametrize(("float_bytes", "kept"), [(None, 4), (2, 2)])
+def test_what_latent_attention_absorbs_is_counted_plain(
+    tmp_path: Path, float_bytes: int | None, kept: int
+) -> None:
+    codes = {"layers.0.self_attn.kv_b_proj.weight": [16, 64]}
+    write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
+    assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == kept * 16 * 64
+
+
 def test_words_of_four_bits_and_their_scales_are_counted_as_they_are(tmp_path: Path) -> None:
     """AWQ's and GPTQ's int32, float16 scales of any --dtype; the order of inputs is not kept."""
     prefix = "layers.0.mlp.experts.0.up_proj"
