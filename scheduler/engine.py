@@ -280,7 +280,7 @@ class Engine:
             has_prefill=agreement.has_prefill,
             wait_cause=agreement.wait_cause,
         )
-        self._note_step(batch, time.perf_counter() - begun_s, has_prefill=agreement.has_prefill)
+        self._note_step(batch, time.perf_counter() - begun_s, agreement)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
         outputs += _begun(batch)
@@ -297,13 +297,18 @@ class Engine:
             passes = max(agreement.draft_depth, 1)
             self._drafter.costs.note_passes(passes, time.perf_counter() - begun_s)
 
-    def _note_step(self, batch: StepBatch, seconds: float, *, has_prefill: bool) -> None:
+    def _note_step(self, batch: StepBatch, seconds: float, agreement: Agreement) -> None:
         """Learn what steps cost; nothing where others' prompts took the time."""
         num_prefill = batch.num_prefill_tokens
         num_decodes = batch.num_tokens - num_prefill
-        if num_prefill or not has_prefill:
-            self._prefill_pace.note(seconds, num_decodes=num_decodes, num_prefill=num_prefill)
-        if self._drafter is not None and num_decodes and not has_prefill:
+        if num_prefill or not agreement.has_prefill:
+            self._prefill_pace.note(
+                seconds,
+                num_decodes=num_decodes,
+                num_prefill=num_prefill,
+                is_behind=agreement.wait_cause == "prefill",
+            )
+        if self._drafter is not None and num_decodes and not agreement.has_prefill:
             self._drafter.costs.note(num_decodes, seconds)
 
     def _plan(self, agreement: Agreement) -> _Planned:

@@ -5,10 +5,14 @@ its own time. So a step's prompt tokens are limited to what fits a target for th
 steps took so far. Every rank says what it could take on, and all keep to the least (D6): ranks wait for each other in
 every layer. Where no rank decodes there is no limit. What a row's bits are does not depend on how prompts are cut (I2).
 
+Prompts get on in any case, by as many tokens as take as long as what every chunk takes for itself (its overheads, and
+experts' weights that hardly any tokens share): fewer would delay prompts and hardly shorten the step.
+
 Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed beforehand.
 """
 
-LEAST_TOKENS = 64  # of prompts per step: below, a step's fixed costs and weights are read for too little
+LEAST_TOKENS = 16  # of prompts per step
+ENOUGH_TOKENS = 64  # and as many where every chunk takes so long for itself
 DECODE_STEPS = 2.2  # the target where none is given, in decode steps
 _WEIGHT = 0.1  # of the newest step in an average
 _STEP_WEIGHT = (
@@ -23,14 +27,20 @@ class PrefillPace:
         """`target_s`: between two tokens; None: DECODE_STEPS, as measured. Not `is_limited`: no limit is ever asked for."""
         self._target_s, self._is_limited = target_s, is_limited
         self._decode_steps = _Line()  # seconds of steps without prompts, by their sequences
-        self._token_s: float | None = None  # of a prompt's token beside it
+        self._chunks = _Line()  # seconds that tokens of prompts add, by how many they are
+        self._token_s: float | None = None  # that one of them adds
 
-    def note(self, seconds: float, *, num_decodes: int, num_prefill: int) -> None:
-        """Learn from a step that took so long, with these tokens on this rank; those without any say nothing."""
-        if num_prefill:
+    def note(self, seconds: float, *, num_decodes: int, num_prefill: int, is_behind: bool = False) -> None:
+        """Learn from a step that took so long, with these tokens on this rank; those without any say nothing.
+
+        `is_behind`: another rank had more tokens of prompts, so that the time tells nothing of this one's.
+        """
+        if num_prefill and not is_behind:
             beside_s = self._decode_steps.at(num_decodes) if num_decodes else 0.0
-            self._token_s = _averaged(self._token_s, max(0.0, seconds - beside_s) / num_prefill)
-        elif num_decodes:
+            added_s = max(0.0, seconds - beside_s)
+            self._chunks.add(num_prefill, added_s)
+            self._token_s = _averaged(self._token_s, added_s / num_prefill)
+        elif num_decodes and not num_prefill:
             self._decode_steps.add(num_decodes, seconds)
 
     def budget(self, num_decodes: int, num_open: int) -> int:
@@ -44,7 +54,13 @@ class PrefillPace:
             return 0
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
-        return max(LEAST_TOKENS, int(room_s / max(self._token_s, 1e-9)))
+        return max(self._least(), int(room_s / max(self._token_s, 1e-9)))
+
+    def _least(self) -> int:
+        chunk_s = self._chunks.at(0)
+        token_s = (self._chunks.at(ENOUGH_TOKENS) - chunk_s) / ENOUGH_TOKENS
+        enough = chunk_s / token_s if token_s > 0 else ENOUGH_TOKENS
+        return int(min(ENOUGH_TOKENS, max(LEAST_TOKENS, enough)))
 
 
 class _Line:

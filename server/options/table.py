@@ -454,7 +454,7 @@ class Options:
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
         default_text="2.2 decode steps of all who run or wait on CPU, none on a GPU",
         help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
-        "tokens of prompts, at least 64",
+        "tokens of prompts, at least 16 to 64",
     )  # fmt: skip
     speculative_config: str | None = flag(
         LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="nothing is drafted",

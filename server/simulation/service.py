@@ -260,9 +260,15 @@ class SimulatedService:
         if not self._limits.is_paced:
             return
         learns = prefill > 0 if has_prefill else (prefill > 0) | (decodes > 0)
+        most_prefill = prefill.max()
         for number in np.flatnonzero(learns).tolist():
             pace = self._ranks[number].pace
-            pace.note(seconds, num_decodes=int(decodes[number]), num_prefill=int(prefill[number]))
+            pace.note(
+                seconds,
+                num_decodes=int(decodes[number]),
+                num_prefill=int(prefill[number]),
+                is_behind=bool(prefill[number] < most_prefill),
+            )
         self._is_stale |= learns
 
     # Requests
