@@ -14,6 +14,7 @@ Knows ids, not memory: the KV tensors are elsewhere. No torch, no clock: recency
 Idea: PagedAttention's block manager (vLLM).
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -44,15 +45,16 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
-        self._num_holders = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # last out first: its memory is still warm
+        self._num_holders = array("i", bytes(array("i").itemsize * num_blocks))
+        self._num_used = 0  # blocks from this one on were never held
+        self._free: list[int] = []  # others; last in, first out: its memory is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._prefixes = PrefixIndex(block_tokens, secret)
 
     @property
     def num_free(self) -> int:
         """Blocks that `acquire` can hand out: forgotten ones and evictable ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_blocks - self._num_used + len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -81,7 +83,7 @@ class BlockPool:
             raise OutOfBlocks(num_blocks, self.num_free, self.num_blocks)
         block_ids = []
         for _ in range(num_blocks):
-            block_id = self._free.pop() if self._free else self._evict()
+            block_id = self._free.pop() if self._free else self._unused_or_evicted()
             self._num_holders[block_id] = 1
             block_ids.append(block_id)
         return block_ids
@@ -164,7 +166,10 @@ class BlockPool:
         block_id = self._prefixes.block_of(key)
         return block_id is not None and self._num_holders[block_id] > 0
 
-    def _evict(self) -> int:
+    def _unused_or_evicted(self) -> int:
+        if self._num_used < self.num_blocks:
+            self._num_used += 1
+            return self._num_used - 1
         block_id, _ = self._cached.popitem(last=False)
         self._prefixes.remove(block_id)
         return block_id

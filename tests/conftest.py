@@ -66,7 +66,7 @@ def interpreter() -> Iterator[RankPool]:
     """One process in which Triton's kernels are interpreted: chosen before anything in it imports triton."""
     if find_spec("triton") is None:
         pytest.skip(NO_TRITON)
-    with RankPool(1, timeout_s=120.0) as pool:
+    with RankPool(1, timeout_s=300.0) as pool:  # interpreted kernels are slow, the more so beside other work
         pool.run(interpret)
         yield pool
 
