@@ -50,8 +50,10 @@ class PrefillPace:
             num_decodes: sequences that will decode in the step.
             num_open: those that would if all who wait had begun.
         """
-        if not self._is_limited or self._token_s is None or not self._decode_steps.is_known:
+        if not self._is_limited or self._token_s is None:
             return 0
+        if self._target_s is None and not self._decode_steps.is_known:
+            return 0  # with a target, steps count as their prompts' alone until one without any has been seen
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
         return max(self._least(), int(room_s / max(self._token_s, 1e-9)))

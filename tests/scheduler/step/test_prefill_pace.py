@@ -38,6 +38,15 @@ def test_there_is_no_limit_before_anything_is_known() -> None:
     assert budget(pace) > 0
 
 
+def test_a_target_is_kept_to_while_no_step_is_without_prompts() -> None:
+    """Steps of 20 ms and 0.1 ms a token, in which prompts and decodes are never apart."""
+    pace, num_prefill = PrefillPace(0.050), 512
+    for _ in range(100):
+        pace.note(0.020 + 0.0001 * num_prefill, num_decodes=4, num_prefill=num_prefill)
+        num_prefill = budget(pace)
+    assert num_prefill == pytest.approx(300, abs=2), "as where decodes have been seen alone"
+
+
 def test_the_budget_is_what_fits_beside_the_decodes() -> None:
     assert budget(learned(0.050)) == pytest.approx(300, abs=2)
     assert budget(learned(0.120)) == pytest.approx(1000, abs=5)
