@@ -59,7 +59,8 @@ async def encode_all(
     """Tokenize texts, beside the event loop where they are long together.
 
     Raises:
-        ApiError: 400, a text has half a surrogate pair, is empty, or longer than any text that fits.
+        ApiError: 400, a text has half a surrogate pair, is empty, or longer than any text that fits, or has a token that
+            the tokenizer knows and the model does not.
     """
     for text in texts:
         check_unicode(text, param)
@@ -71,7 +72,19 @@ async def encode_all(
     encoded = await model.run(work, is_long=sum(map(len, texts)) >= LONG_TEXT)
     if not all(encoded):
         raise bad_request(f"{param} is empty: there is no token to start from.", param)
+    _check_known(max(map(max, encoded)), model, param)
     return encoded
+
+
+def _check_known(token_id: int, model: ServedModel, param: str) -> None:
+    """Refuse a text's highest token where it has no embedding."""
+    last = model.tokenizer.vocab_size - 1
+    if token_id > last:
+        (token,) = model.tokenizer.token_strings([token_id])
+        raise bad_request(
+            f"{param} has the token {token!r}, whose id {token_id} is the tokenizer's alone: the model's are 0 to {last}.",
+            param,
+        )
 
 
 def is_larger(value: Any, most_chars: int) -> bool:

@@ -357,7 +357,7 @@ def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
         for text in (bare, " " + bare):
             sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     sequences.pop((), None)
-    return tuple(sequences)
+    return tuple(ids for ids in sequences if max(ids) < tokenizer.vocab_size)  # others cannot be written
 
 
 def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max_len: int) -> Sequence[int]:

@@ -14,7 +14,7 @@ wants a list of parts (vLLM detects this from the syntax tree, too); every other
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,9 @@ class Tokenizer:
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
         config = _read_json(Path(directory) / "config.json")
         text_config = config.get("text_config") or {}
+        # The model's: a tokenizer may know fewer tokens, or more, which no request can have.
+        self.vocab_size: int = (config | text_config).get("vocab_size") or len(self._hf)
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
-        self.vocab_size: int = max(len(self._hf), (config | text_config).get("vocab_size") or 0)
         self.longest_token_chars: int = max(map(len, self._hf.get_vocab()), default=1)
         self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")
         self._not_for_clients = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
@@ -220,11 +221,11 @@ class Tokenizer:
 
     def vocabulary(self) -> Vocabulary:
         """Return all tokens as bytes; takes a tenth of a second and more."""
-        num_known = len(self._hf)
+        num_known = min(len(self._hf), self.vocab_size)
         unused = (b"",) * (self.vocab_size - num_known)
         return Vocabulary(
             tokens=(*map(self.token_bytes, range(num_known)), *unused),
-            special_ids=frozenset({*self._hf.all_special_ids, *self.special_ids.values()}),
+            special_ids=self._of_model({*self._hf.all_special_ids, *self.special_ids.values()}),
             end_ids=self.eos_ids,
         )
 
@@ -259,7 +260,10 @@ class Tokenizer:
             "eos_token_id", config.get("eos_token_id")
         )
         ids = declared if isinstance(declared, list) else [declared]
-        return frozenset(int(each) for each in [*ids, self._hf.eos_token_id] if each is not None)
+        return self._of_model(int(each) for each in [*ids, self._hf.eos_token_id] if each is not None)
+
+    def _of_model(self, token_ids: Iterable[int]) -> frozenset[int]:
+        return frozenset(each for each in token_ids if each < self.vocab_size)
 
 
 def _as_json(value: Any) -> Any:

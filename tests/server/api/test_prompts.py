@@ -75,8 +75,8 @@ class Worker:
         return outside.pop()
 
 
-def model_of(max_len: int) -> tuple[ServedModel, Worker]:
-    worker = Worker()
+def model_of(max_len: int, made: type[Worker] = Worker) -> tuple[ServedModel, Worker]:
+    worker = made()
     tokenizer: Any = worker
     model = ServedModel(
         names=("m",),
@@ -87,6 +87,15 @@ def model_of(max_len: int) -> tuple[ServedModel, Worker]:
         structures=StructureChecks(lambda: None),  # type: ignore[arg-type, return-value]
     )
     return model, worker
+
+
+class NewerWorker(Worker):
+    """Knows a token more than the model."""
+
+    vocab_size = 5
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        return [f"<{token_id}>" for token_id in token_ids]
 
 
 def chat(*contents: Any, **fields: Any) -> ChatRequest:
@@ -312,3 +321,13 @@ def test_a_model_is_told_of_tools_in_the_form_that_is_read() -> None:
         call = shown[shown.index("<tool_call>" if form == "hermes" else DEEPSEEK.section[0]) :]
         call = call.replace("NAME", "f").replace("ARGUMENTS", "{}").replace("{...}", "{}")
         assert read(lambda form=form: Markup(tools=form).parser("", TYPES), call).calls == [("f", "{}")]  # type: ignore[misc]
+
+
+@in_loop
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    model, _ = model_of(100, NewerWorker)
+    words = "has the token '<5>', whose id 5 is the tokenizer's alone: the model's are 0 to 4"
+    with pytest.raises(ApiError, match=words):
+        await encode("x", model, add_special_tokens=True, param="prompt")
+    with pytest.raises(ApiError, match=words):
+        await render_chat(chat("x"), model)

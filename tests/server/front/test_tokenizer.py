@@ -37,6 +37,17 @@ def test_the_ends_of_an_answer_and_the_limits_come_from_the_checkpoint(directory
     assert tokenizer.model_max_len == MAX_LEN
 
 
+def test_tokens_that_only_the_tokenizer_has_are_none_of_the_model(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path)
+    (directory / "config.json").write_text('{"model_type": "mixtral", "vocab_size": 270}')
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 270, 299]}')
+    tokenizer = Tokenizer(str(directory))
+    assert tokenizer.vocab_size == 270 and tokenizer.eos_ids == {1}
+    vocabulary = tokenizer.vocabulary()
+    assert len(vocabulary.tokens) == 270 and vocabulary.end_ids == {1}
+    assert max(tokenizer.encode("hello world", add_special_tokens=False)) >= 270, "it knows more, as before"
+
+
 def test_a_token_s_bytes_make_up_the_text_s(directory: Path) -> None:
     tokenizer = Tokenizer(str(directory))
     text = "hello é😀\n"
