@@ -5,8 +5,8 @@ its own time. So a step's prompt tokens are limited to what fits a target for th
 steps took so far. Every rank says what it could take on, and all keep to the least (D6): ranks wait for each other in
 every layer. Where no rank decodes there is no limit. What a row's bits are does not depend on how prompts are cut (I2).
 
-Prompts get on in any case, by as many tokens as take twice as long as what every chunk takes for itself (its overheads,
-and experts' weights that hardly any tokens share): fewer would delay prompts more than they shorten the step.
+Prompts get on in any case, by as many tokens as take four times as long as what every chunk takes for itself (its
+overheads, and experts' weights that hardly any tokens share): fewer would make prompts a quarter more work, and more.
 
 Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed beforehand.
 """
@@ -61,7 +61,7 @@ class PrefillPace:
     def _least(self) -> int:
         chunk_s = self._chunks.at(0)
         token_s = (self._chunks.at(ENOUGH_TOKENS) - chunk_s) / ENOUGH_TOKENS
-        enough = 2 * chunk_s / token_s if token_s > 0 else ENOUGH_TOKENS
+        enough = 4 * chunk_s / token_s if token_s > 0 else ENOUGH_TOKENS
         return int(min(ENOUGH_TOKENS, max(LEAST_TOKENS, enough)))
 
 

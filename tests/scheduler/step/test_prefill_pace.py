@@ -72,10 +72,10 @@ def test_prompts_get_on_however_short_the_target_is() -> None:
 
 @pytest.mark.parametrize(
     ("chunk_s", "least"),
-    [(0.0, LEAST_TOKENS), (0.002, 40), (0.1, ENOUGH_TOKENS)],
+    [(0.0, LEAST_TOKENS), (0.001, 40), (0.1, ENOUGH_TOKENS)],
     ids=lambda given: str(given),
 )
-def test_at_least_as_many_tokens_as_take_twice_as_long_as_a_chunk_does_for_itself(
+def test_at_least_as_many_tokens_as_take_four_times_as_long_as_a_chunk_does_for_itself(
     chunk_s: float, least: int
 ) -> None:
     pace = PrefillPace(0.001)
