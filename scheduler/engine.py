@@ -306,7 +306,7 @@ class Engine:
                 seconds,
                 num_decodes=num_decodes,
                 num_prefill=num_prefill,
-                is_behind=agreement.wait_cause == "prefill",
+                is_behind=num_prefill < agreement.others_prefill,
             )
         if self._drafter is not None and num_decodes and not agreement.has_prefill:
             self._drafter.costs.note(num_decodes, seconds)

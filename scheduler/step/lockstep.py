@@ -8,6 +8,7 @@ The decision includes how tokens travel. When no rank has a prompt to run, all k
 of them can have, and dispatch in low-latency mode for that many; a step with prompts is in normal mode. Idea: the
 `auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode."""
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -78,6 +79,7 @@ class Agreement(NamedTuple):
     has_prefill: bool = False  # some rank announced parts of prompts
     prefill_budget: int | None = None  # no rank takes on more tokens of prompts; None: no limit
     draft_depth: int = 0  # drafts that all make behind the step, each as many as the one that makes the most
+    others_prefill: int = 0  # the most tokens of prompts that another rank announced
     wait_cause: str = (
         "other"  # what this rank waits for before its experts get rows, if it waits; one of WAIT_CAUSES
     )
@@ -125,6 +127,12 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
+def announced_prefill(headers: Sequence[Header], prefill_budget: int | None) -> list[int]:
+    """Tokens of prompts that each rank announced for the step, as far as the budget lets them in."""
+    most = math.inf if prefill_budget is None else prefill_budget
+    return [int(min(header.num_prefill, most)) for header in headers]
+
+
 def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int | None) -> str:
     """Say what another rank has more of in the step than this one: what costs most, if it has.
 
@@ -132,10 +140,7 @@ def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int
         prefill_budget: as agreed on; what waits beyond it costs nothing in this step.
     """
 
-    def prefill(header: Header) -> int:
-        return header.num_prefill if prefill_budget is None else min(header.num_prefill, prefill_budget)
-
-    if max(map(prefill, headers)) > prefill(own):
+    if max(announced_prefill(headers, prefill_budget)) > announced_prefill([own], prefill_budget)[0]:
         return "prefill"
     if max(header.num_decodes for header in headers) > own.num_decodes:
         return "decodes"
@@ -221,8 +226,12 @@ class LockStep:
         )
         depth = max(header.draft_depth for header in headers)
         assert self._own is not None, "a rank reads headers behind its own"
+        others = announced_prefill(headers, budget)
+        others.remove(announced_prefill([self._own], budget)[0])
         cause = cause_of_waiting(self._own, headers, budget)
-        return Agreement(decision, tokens, switch_to, has_prefill, budget, depth, cause)
+        return Agreement(
+            decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause
+        )
 
     def interrupt(self, error: DispatchError) -> None:
         """Wait no longer for headers, now or next; from any thread."""

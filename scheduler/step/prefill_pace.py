@@ -15,9 +15,7 @@ LEAST_TOKENS = 16  # of prompts per step
 ENOUGH_TOKENS = 64  # and as many where every chunk takes so long for itself
 DECODE_STEPS = 2.2  # the target where none is given, in decode steps
 _WEIGHT = 0.1  # of the newest step in an average
-_STEP_WEIGHT = (
-    0.02  # likewise in what is known of decode steps, which has to remember other numbers of sequences
-)
+_LINE_WEIGHT = 0.02  # likewise in a line, which has to remember other numbers of sequences or tokens
 
 
 class PrefillPace:
@@ -38,7 +36,8 @@ class PrefillPace:
         if num_prefill and not is_behind:
             beside_s = self._decode_steps.at(num_decodes) if num_decodes else 0.0
             added_s = max(0.0, seconds - beside_s)
-            self._chunks.add(num_prefill, added_s)
+            if num_decodes:  # else the step's own time, which decodes have paid otherwise, is in it
+                self._chunks.add(num_prefill, added_s)
             self._token_s = _averaged(self._token_s, added_s / num_prefill)
         elif num_decodes and not num_prefill:
             self._decode_steps.add(num_decodes, seconds)
@@ -59,8 +58,7 @@ class PrefillPace:
         return max(self._least(), int(room_s / max(self._token_s, 1e-9)))
 
     def _least(self) -> int:
-        chunk_s = self._chunks.at(0)
-        token_s = (self._chunks.at(ENOUGH_TOKENS) - chunk_s) / ENOUGH_TOKENS
+        token_s, chunk_s = self._chunks.slope, self._chunks.at(0)
         enough = 4 * chunk_s / token_s if token_s > 0 else ENOUGH_TOKENS
         return int(min(ENOUGH_TOKENS, max(LEAST_TOKENS, enough)))
 
@@ -78,22 +76,26 @@ class _Line:
 
     def add(self, x: float, y: float) -> None:
         """Take a measurement in."""
-        kept = 1 - _STEP_WEIGHT
+        kept = 1 - _LINE_WEIGHT
         self._weight = kept * self._weight + 1.0
         self._x = kept * self._x + x
         self._y = kept * self._y + y
         self._xx = kept * self._xx + x * x
         self._xy = kept * self._xy + x * y
 
+    @property
+    def slope(self) -> float:
+        """How much it rises for each x, 0 at least; 0 where only one x is known."""
+        spread = self._weight * self._xx - self._x**2
+        if spread <= 1e-6 * self._weight**2:
+            return 0.0
+        return max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
+
     def at(self, x: float) -> float:
-        """The line's value, which never falls; 0 where nothing is known."""
+        """Its value, 0 at least; 0 where nothing is known."""
         if not self._weight:
             return 0.0
-        spread = self._weight * self._xx - self._x**2
-        slope = 0.0
-        if spread > 1e-6 * self._weight**2:
-            slope = max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
-        return max(0.0, self._y + slope * (self._weight * x - self._x)) / self._weight
+        return max(0.0, self._y + self.slope * (self._weight * x - self._x)) / self._weight
 
 
 def _averaged(before: float | None, newest: float) -> float:

@@ -86,7 +86,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids, special ones shown."""
         model.check_name(body.model)
-        tokens, highest = body.tokens, model.tokenizer.vocab_size - 1
+        tokens, highest = body.tokens, model.tokenizer.num_spelled - 1
         wrong = next((token_id for token_id in tokens if not 0 <= token_id <= highest), None)
         if wrong is not None:
             raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")

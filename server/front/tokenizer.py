@@ -132,9 +132,10 @@ class Tokenizer:
             self._hf.chat_template = _template_in(chat_template)
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
         config = _read_json(Path(directory) / "config.json")
-        text_config = config.get("text_config") or {}
+        text_config = config.get("text_config") or config.get("llm_config") or {}
         # The model's: a tokenizer may know fewer tokens, or more, which no request can have.
         self.vocab_size: int = (config | text_config).get("vocab_size") or len(self._hf)
+        self.num_spelled: int = max(self.vocab_size, len(self._hf))
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
         self.longest_token_chars: int = max(map(len, self._hf.get_vocab()), default=1)
         self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")

@@ -66,6 +66,11 @@ class Sized(NamedTuple):
     least: Deployment | None  # that keeps the targets; None: there are none, or none keeps them
     replicas: tuple[Replicas, ...]
 
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, of as many ranks as the device has on one."""
+        return math.ceil(self.chosen.num_ranks / self.device.node_ranks)
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
         chosen = self.chosen
@@ -90,10 +95,12 @@ class Sized(NamedTuple):
                 "source": self.device.source,
             },
             "ranks": chosen.num_ranks,
+            "nodes": self.num_nodes,
             "memory_per_rank": chosen.memory.to_json(),
             "workload": chosen.work._asdict(),
             "balancedness": chosen.balance,
             "expected": chosen.expected.to_json(),
+            "output_per_node": chosen.expected.output_per_rank * chosen.num_ranks / self.num_nodes,
             "ranks_for_target": None if self.least is None else self.least.num_ranks,
             "replicas": [each.to_json() for each in self.replicas],
         }
@@ -123,6 +130,13 @@ class Sizing:
         Raises:
             SizeError: it does not fit, or nodes would have different numbers of ranks.
         """
+        return self._best(self._with_all_step_sizes(num_ranks))
+
+    def _best(self, tried: list[Deployment]) -> Deployment:
+        kept = [each for each in tried if each.misses(self._asked) is None]
+        return max(kept or tried, key=lambda each: each.expected.output_per_rank)
+
+    def _with_all_step_sizes(self, num_ranks: int) -> list[Deployment]:
         num_nodes = math.ceil(num_ranks / self._device.node_ranks)
         if num_ranks % num_nodes:
             fewer, more = num_nodes * (num_ranks // num_nodes), num_nodes * math.ceil(num_ranks / num_nodes)
@@ -130,9 +144,7 @@ class Sizing:
                 f"{num_ranks} ranks on {num_nodes} nodes of {self._device.node_ranks} are not equally many on each; give {fewer} "
                 f"or {more}"
             )
-        tried = [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
-        kept = [each for each in tried if each.misses(self._asked) is None]
-        return max(kept or tried, key=lambda each: each.expected.output_per_rank)
+        return [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
 
     def _judged(self, num_ranks: int, options: Options) -> Deployment:
         memory = rank_memory(self._model, self._device, options, num_ranks)
@@ -192,10 +204,12 @@ class Sizing:
 
         def keeping(num_ranks: int) -> Deployment | None:
             try:
-                tried.append(self.deployment(num_ranks))
+                judged = self._with_all_step_sizes(num_ranks)
             except SizeError:
                 return None
-            return tried[-1] if tried[-1].misses(self._asked) is None else None
+            tried.extend(judged)
+            best = self._best(judged)
+            return best if best.misses(self._asked) is None else None
 
         found = self._fewest(keeping)
         if found is None:

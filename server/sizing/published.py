@@ -1,7 +1,8 @@
 """Published figures of other deployments, each foretold by the same roofline, and how far off that is.
 
 What a figure is of (model, devices, rows of a rank, context, formats, overlap) is what its source says; where a source
-leaves something out, the note says what is taken. Nothing is fitted: the shares of `roofline` are the same for all.
+leaves something out, the note says what is taken. The shares of `roofline` are the same for all; one of them (`whole`) is
+from the two figures that are `is_asked`, and no other figure was used for any.
 Evenness is `estimate.balancedness` of the deployment's slots, or 1 where the source made routing even.
 """
 

@@ -24,7 +24,7 @@ from moe.families import UnsupportedModelError, leaves
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from scheduler.policy.config import model_length
-from server.process.preflight.memory import WeightBytes, weight_bytes
+from server.process.preflight.memory import DEQUANTISED, WeightBytes, weight_bytes
 from server.process.preflight.model import (
     PreflightError,
     check_is_moe,
@@ -309,7 +309,8 @@ def _is_linear(module: nn.Module) -> bool:
 def _own(module: str, leaf: str, shape: tuple[int, ...], storage: _Storage, *, is_linear: bool) -> _Part:
     if leaf != "weight" or len(shape) != 2:
         return _Part(num_bytes=storage.num_bytes(shape, None))
-    stored = storage.format_of(module, is_expert=False) if is_linear else None
+    is_plain = not is_linear or f"{module}.{leaf}".endswith(DEQUANTISED)
+    stored = None if is_plain else storage.format_of(module, is_expert=False)
     return _Part(
         prod(shape), storage.num_bytes(shape, stored), sum(shape), storage.kind(stored) if stored else ""
     )

@@ -4,8 +4,10 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from expert_placement.config import EplbConfig
+from server.process.preflight.kv_share import GPU_SHARE, KV_SHARE
 from server.sizing.deployment import Deployment, Replicas, Sized
 from server.sizing.devices import Device
 from server.sizing.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
@@ -22,13 +24,25 @@ def size_text(sized: Sized, asked: SizeOptions) -> str:
     parts = [
         _head(sized),
         _memory(sized),
-        _load(chosen, asked),
+        _load(sized, asked),
         _targets(sized, asked),
         _against_replicas(chosen, sized.replicas),
         "start it with\n" + _command(sized),
         "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(sized)),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def size_json(sized: Sized, asked: SizeOptions) -> dict[str, Any]:
+    """Return the same as JSON values."""
+    return {
+        **sized.to_json(),
+        "misses": sized.chosen.misses(asked),
+        "max_num_seqs": sized.chosen.options.max_num_seqs,
+        "max_num_batched_tokens": sized.chosen.options.max_num_batched_tokens,
+        "command": _command(sized),
+        "assumed": list(_assumptions(sized)),
+    }
 
 
 def published_text(compared: list[Compared]) -> str:
@@ -63,8 +77,7 @@ def published_text(compared: list[Compared]) -> str:
 
 
 def _head(sized: Sized) -> str:
-    costs, chosen, device = sized.model.costs, sized.chosen, sized.device
-    nodes = -(-chosen.num_ranks // device.node_ranks)
+    costs, chosen, device, nodes = sized.model.costs, sized.chosen, sized.device, sized.num_nodes
     where = f"{nodes} nodes" if nodes > 1 else "one node"
     layers = (
         f"{costs.num_expert_layers} layers of {costs.num_experts} experts, {costs.top_k} of them per token"
@@ -112,10 +125,11 @@ def _memory(sized: Sized) -> str:
     return "\n".join(lines)
 
 
-def _load(chosen: Deployment, asked: SizeOptions) -> str:
+def _load(sized: Sized, asked: SizeOptions) -> str:
+    chosen = sized.chosen
     work, expected, step = chosen.work, chosen.expected, chosen.expected.step
     fits = " (all that there is room for)" if asked.users is None else ""
-    ranks, ms = chosen.num_ranks, 1000
+    output, ms = expected.output_per_rank, 1000
     waiting = f"; {expected.waiting_users} users wait for room" if expected.waiting_users else ""
     return "\n".join(
         (
@@ -126,7 +140,8 @@ def _load(chosen: Deployment, asked: SizeOptions) -> str:
             f"  {expected.running_per_rank} requests run on a rank, beside {expected.prefill_per_step:.0f} tokens of prompts per "
             f"step{waiting}",
             f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
-            f"  output tokens per second: {expected.output_per_rank:,.0f} per rank, {expected.output_per_rank * ranks:,.0f} in all; "
+            f"  output tokens per second: {output:,.0f} per rank, {output * chosen.num_ranks / sized.num_nodes:,.0f} per node, "
+            f"{output * chosen.num_ranks:,.0f} in all; "
             f"input {expected.input_per_rank:,.0f} per rank",
         )
     )
@@ -208,10 +223,9 @@ def _command(sized: Sized) -> str:
     ):
         if value is not None:
             flags += [name, str(value)]
-    model = sized.model.path
-    if chosen.num_ranks <= device.node_ranks:
+    model, nodes = sized.model.path, sized.num_nodes
+    if nodes == 1:
         return f"  {shlex.join(['wideep', 'serve', model, '-dp', str(chosen.num_ranks), *flags])}"
-    nodes = -(-chosen.num_ranks // device.node_ranks)
     return (
         f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend c10d "
         f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
@@ -231,6 +245,14 @@ def _assumptions(sized: Sized) -> Iterator[str]:
         f"{1e6 * shares.layer_s:.0f} us per layer and {1000 * shares.step_s:g} ms per step beside; "
         f"{shares.padding_rows:.0f} rows of padding per expert; rows are passed over {shares.passes:g} times per product"
     )
+    if chosen.num_ranks > 1:
+        yield (
+            f"a message's way takes {1e6 * shares.link_latency_s:.0f} us by links, {1e6 * shares.network_latency_s:.0f} us by the network"
+        )
+    if chosen.options.kv_cache_bytes is None:
+        share = chosen.options.gpu_memory_utilization or (KV_SHARE if device.is_cpu else GPU_SHARE)
+        what = "the KV cache" if device.is_cpu else "the rank, weights and buffers and KV cache"
+        yield f"{share:.0%} of the memory is for {what} (--gpu-memory-utilization)"
     kind = "float32" if device.is_cpu else "bfloat16"
     yield f"WideEP multiplies in {kind} whatever weights are stored as, sends rows and answers in it, and overlaps nothing"
     if chosen.num_ranks > 1:

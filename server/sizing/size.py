@@ -18,7 +18,7 @@ from server.sizing.fit import SizeError
 from server.sizing.flags import SizeOptions, served_keywords
 from server.sizing.published import FIGURES, compare, costs_of
 from server.sizing.read_model import read_model
-from server.sizing.report import published_text, size_text
+from server.sizing.report import published_text, size_json, size_text
 
 _ERRORS = (
     ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
@@ -39,7 +39,7 @@ def run_size(args: argparse.Namespace) -> int:
     except _ERRORS as error:
         print(f"wideep size: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(sized.to_json()) if args.json else size_text(sized, asked))
+    print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
     return int(sized.chosen.misses(asked) is not None)
 
 

@@ -100,6 +100,18 @@ def test_agreeing_moves_to_the_next_step() -> None:
     assert lockstep.step == 1
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "budget", "others"), [(64, 16, 0, 16), (8, 500, 300, 300), (0, 0, 0, 0)]
+)
+def test_an_agreement_says_how_many_prompt_tokens_the_other_ranks_announced(
+    own: int, other: int, budget: int, others: int
+) -> None:
+    mailbox = FakeMailbox(header(step=0, decodes=1, prefill=other)._replace(prefill_budget=budget))
+    lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0)
+    lockstep.post(has_work=True, is_stopping=False, has_prefill=own > 0, num_decodes=2, num_prefill=own)
+    assert lockstep.agree().others_prefill == others
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), max_size=40), st.integers(6, 40))
 def test_no_step_has_more_tokens_than_its_rank_announced(

@@ -1,5 +1,6 @@
 """How many prompt tokens a step takes on follows what steps took."""
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,14 @@ def test_at_least_as_many_tokens_as_take_four_times_as_long_as_a_chunk_does_for_
     assert budget(pace) == pytest.approx(least, abs=1)
 
 
+def test_tokens_that_cost_the_more_the_more_they_are_leave_nothing_to_a_chunk() -> None:
+    pace = PrefillPace(0.001)
+    for num_prefill in (512, 300, 256) * 20:
+        pace.note(0.020, num_decodes=4, num_prefill=0)
+        pace.note(0.020 + 0.0001 * num_prefill**2, num_decodes=4, num_prefill=num_prefill)
+    assert budget(pace) == LEAST_TOKENS
+
+
 def test_steps_as_long_as_anothers_prompts_say_nothing_of_this_ranks() -> None:
     pace = learned(0.050)
     before = budget(pace)
@@ -131,8 +140,8 @@ def test_a_long_prompt_is_cut_so_that_streams_keep_their_pace(tmp_path: Path) ->
     short, same = steps_and_tokens(tmp_path, 1e-9)
     whole, tokens = steps_and_tokens(tmp_path, 1e9)
     # Nobody decodes in the step in which both begin. Then the prompt's other 166 tokens run beside the stream's.
-    chunks = [size - 1 for size in short[1 : short.index(2)]]  # until both decode
-    assert sum(chunks) == 166
+    chunks = [size - 1 for size in short[1:]]
+    chunks = chunks[: list(accumulate(chunks)).index(166) + 1]
     assert all(LEAST_TOKENS <= size <= ENOUGH_TOKENS for size in chunks[:-1]), (
         "by what this machine's steps took"
     )

@@ -10,6 +10,7 @@ import pytest
 from server.cli import main
 from server.sizing import devices
 from server.sizing.published import MODELS
+from server.sizing.roofline import Shares
 
 _DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
 
@@ -47,7 +48,10 @@ def test_json_has_the_same_figures(gpt_oss: Path, capsys: pytest.CaptureFixture[
     words = (str(gpt_oss), "--device", "h200", "-dp", "4", "--max-concurrency", "64", "--json")
     found: dict[str, Any] = json.loads(_said(capsys, *words))
     memory, expected = found["memory_per_rank"], found["expected"]
-    assert memory["slots_per_rank"] == 32 and found["ranks"] == 4
+    assert memory["slots_per_rank"] == 32 and (found["ranks"], found["nodes"]) == (4, 1)
+    assert found["output_per_node"] == 4 * expected["output_per_rank"]
+    assert f"--max-num-batched-tokens {found['max_num_batched_tokens']}" in found["command"]
+    assert found["misses"] is None and any("log-normal" in line for line in found["assumed"])
     assert expected["output_per_rank"] * 4 == pytest.approx(64 / expected["tpot_s"], rel=0.01)
     parts = [expected["step"][f"{name}_s"] for name in ("attention", "experts", "dispatch", "other")]
     assert sum(parts) == pytest.approx(expected["step"]["total_s"])
@@ -61,6 +65,27 @@ def test_the_fewest_ranks_for_a_target_are_found(gpt_oss: Path, capsys: pytest.C
     assert fast["expected"]["tpot_s"] <= 0.0027
     one_less = json.loads(_said(capsys, *words, "--tpot-ms", "2.7", "-dp", "6", status=1))
     assert one_less["expected"]["tpot_s"] > 0.0027 and one_less["ranks_for_target"] == 7
+
+
+def test_the_fewest_ranks_keep_a_first_token_s_target_too(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
+    found = json.loads(_said(capsys, *words, "--ttft-ms", "5"))
+    assert found["expected"]["ttft_s"] <= 0.005 and found["ranks_for_target"] == 6
+    fewer = json.loads(_said(capsys, *words, "--ttft-ms", "5", "-dp", "2", status=1))
+    assert fewer["misses"] == "time to the first token"
+
+
+def test_every_share_of_the_roofline_is_told(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _said(capsys, str(gpt_oss), "--device", "h100", "--ranks", "16").partition("assumed\n")[2]
+    for part in (
+        "80% of memory", "70% of products", "65% in attention", "80% of links", "86% of the network", "75% of all",
+        "20 us by links", "40 us by the network", "32 rows of padding", "2 times per product", "40 us per layer", "1 ms per step",
+        "90% of the memory is for the rank",
+    ):  # fmt: skip
+        assert part in said
+    assert len(Shares._fields) == 12, "each is in the list above"
 
 
 def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +127,8 @@ def test_given_ranks_that_miss_a_target_are_status_1(
     [
         (["--device", "h10"], "--device is 'h10'; known are a100, h100,"),
         (["--device", "h100", "--tpot-ms", "0.1"], "gives a time per token of 0.1 ms: the best is"),
+        (["--device", "h100", "--users", "64", "--ttft-ms", "1"], "gives a time to the first token of 1 ms: the best is 4."),
+        (["--device", "h100", "--users", "10000000", "--tpot-ms", "1e6"], "keeps all targets at once for 10000000 users; 512 ranks have room"),
         (["--device", "h100", "--tpot-ms", "soon"], "--tpot-ms is 'soon'; it must be a number"),
         (["--device", "h100", "--users", "0"], "--users is 0; it must be at least 1"),
         (["--device", "l40s", "-dp", "1", "--gpu-memory-utilization", "0.1"], "leaves nothing for the KV cache; use more ranks"),
