@@ -14,7 +14,7 @@ Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed befo
 LEAST_TOKENS = 16  # of prompts per step
 ENOUGH_TOKENS = 64  # and as many where every chunk takes so long for itself
 DECODE_STEPS = 2.2  # the target where none is given, in decode steps
-_WEIGHT = 0.1  # of the newest step in an average
+_WEIGHT = 0.1  # of the newest step in sums
 _LINE_WEIGHT = 0.02  # likewise in a line, which has to remember other numbers of sequences or tokens
 
 
@@ -26,7 +26,8 @@ class PrefillPace:
         self._target_s, self._is_limited = target_s, is_limited
         self._decode_steps = _Line()  # seconds of steps without prompts, by their sequences
         self._chunks = _Line()  # seconds that tokens of prompts add, by how many they are
-        self._token_s: float | None = None  # that one of them adds
+        # Likewise in all, and how many: the ends of prompts, each a chunk of a few tokens, hardly count.
+        self._added_s = self._added_tokens = 0.0
 
     def note(self, seconds: float, *, num_decodes: int, num_prefill: int, is_behind: bool = False) -> None:
         """Learn from a step that took so long, with these tokens on this rank; those without any say nothing.
@@ -34,11 +35,11 @@ class PrefillPace:
         `is_behind`: another rank had more tokens of prompts, so that the time tells nothing of this one's.
         """
         if num_prefill and not is_behind:
-            beside_s = self._decode_steps.at(num_decodes) if num_decodes else 0.0
-            added_s = max(0.0, seconds - beside_s)
-            if num_decodes:  # else the step's own time, which decodes have paid otherwise, is in it
-                self._chunks.add(num_prefill, added_s)
-            self._token_s = _averaged(self._token_s, added_s / num_prefill)
+            added_s = max(0.0, seconds - self._decode_steps.at(num_decodes))
+            self._chunks.add(num_prefill, added_s)
+            kept = 1 - _WEIGHT
+            self._added_s = kept * self._added_s + added_s
+            self._added_tokens = kept * self._added_tokens + num_prefill
         elif num_decodes and not num_prefill:
             self._decode_steps.add(num_decodes, seconds)
 
@@ -49,13 +50,14 @@ class PrefillPace:
             num_decodes: sequences that will decode in the step.
             num_open: those that would if all who wait had begun.
         """
-        if not self._is_limited or self._token_s is None:
+        if not self._is_limited or not self._added_tokens:
             return 0
         if self._target_s is None and not self._decode_steps.is_known:
             return 0  # with a target, steps count as their prompts' alone until one without any has been seen
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
-        return max(self._least(), int(room_s / max(self._token_s, 1e-9)))
+        token_s = self._added_s / self._added_tokens
+        return max(self._least(), int(room_s / max(token_s, 1e-9)))
 
     def _least(self) -> int:
         token_s, chunk_s = self._chunks.slope, self._chunks.at(0)
@@ -96,10 +98,6 @@ class _Line:
         if not self._weight:
             return 0.0
         return max(0.0, self._y + self.slope * (self._weight * x - self._x)) / self._weight
-
-
-def _averaged(before: float | None, newest: float) -> float:
-    return newest if before is None else before + _WEIGHT * (newest - before)
 
 
 def agree_on_prefill(budgets: list[int], *, has_decodes: bool) -> int | None:

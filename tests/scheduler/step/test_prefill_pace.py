@@ -94,6 +94,26 @@ def test_tokens_that_cost_the_more_the_more_they_are_leave_nothing_to_a_chunk() 
     assert budget(pace) == LEAST_TOKENS
 
 
+def test_ends_of_prompts_do_not_shrink_the_budget() -> None:
+    """Chunks of 300 tokens in 5 ms and 0.1 ms a token, and a prompt's last token after each."""
+    pace = PrefillPace(0.060)
+    for num_prefill in (300, 1) * 50:
+        pace.note(0.020, num_decodes=4, num_prefill=0)
+        pace.note(0.025 + 0.0001 * num_prefill, num_decodes=4, num_prefill=num_prefill)
+    assert budget(pace) > 250, "350 would fit; by the mean of 0.12 and 5.1 ms a token 16 would"
+
+
+def test_a_rank_without_decodes_learns_what_its_prompts_add_to_anothers_decodes() -> None:
+    """Steps of 28 ms, 0.1 ms for each of up to eight sequences, and 0.1 ms for each of 36 tokens of a prompt."""
+    pace = PrefillPace(0.060)
+    for step in range(100):
+        pace.note(0.028 + 0.0001 * (step % 8 + 1), num_decodes=step % 8 + 1, num_prefill=0)
+        pace.note(0.028 + 0.0001 * 36, num_decodes=0, num_prefill=36)
+    assert budget(pace, 0) == pytest.approx(320, rel=0.05), (
+        "and not 40, as where all of the step were its prompt's"
+    )
+
+
 def test_steps_as_long_as_anothers_prompts_say_nothing_of_this_ranks() -> None:
     pace = learned(0.050)
     before = budget(pace)
