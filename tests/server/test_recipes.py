@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ FLAGS = "--kv-cache-memory 16M"
 SAID_S = 30.0  # seconds, plus a loaded machine's time to start Python
 LEFT_S = 60.0  # for the others to see that a node is gone
 STOPPED_S = 60.0
+NUM_OPEN, LONG_ANSWER = 4, 200  # requests, and tokens of each
 
 SRUN = """\
 #!/bin/sh
@@ -99,16 +101,37 @@ class Machines:
     @contextlib.contextmanager
     def run(self, commands: Sequence[Sequence[str]], name: str = "output") -> Iterator[RealService]:
         """Run commands, in any order; in the end stop them as Docker, Kubernetes and systemd do."""
-        shuffled = random.sample(commands, len(commands))
-        with RealService(8000, shuffled, self.directory / f"{name}.txt") as service:
+        order = random.sample(range(len(commands)), len(commands))
+        print(f"{name}: started in the order {order}")
+        with RealService(8000, [commands[at] for at in order], self.directory / f"{name}.txt") as service:
             yield service
 
     def answers(self) -> list[str]:
         """One answer of the service to each node."""
-        body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "temperature": 0}
-        answers = [ask(name, "POST", f"{URL}/v1/completions", body) for name in self.namespaces]
-        assert all(answers), "every node is answered"
-        return [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
+        return [self.answer(name, 8) for name in self.namespaces]
+
+    def answer(self, namespace: str, max_tokens: int) -> str:
+        """An answer of so many tokens, asked for from a node."""
+        body = {
+            "model": "tiny",
+            "prompt": "the cat",
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        answer = ask(namespace, "POST", f"{URL}/v1/completions", body)
+        assert answer, "every node is answered"
+        text: str = json.loads(answer)["choices"][0]["text"]
+        return text
+
+    def answers_during(self, leave: Callable[[], object]) -> list[str]:
+        """Long answers of all ranks, during which a node leaves."""
+        here = self.namespaces[0]
+        with ThreadPoolExecutor(NUM_OPEN) as threads:
+            answers = [threads.submit(self.answer, here, LONG_ANSWER) for _ in range(NUM_OPEN)]
+            wait_until(lambda: _num_open(here) > 0, lambda: "nothing is being answered")
+            leave()
+            return [answer.result() for answer in answers]
 
     def wait_for(self, ranks: list[int], service: RealService, within_s: float = START_S) -> None:
         """Wait until these ranks serve."""
@@ -118,6 +141,11 @@ class Machines:
             return ask(here, "GET", f"{URL}/health") is not None and members(here, URL) == ranks
 
         wait_until(do_serve, service.output, within_s=within_s)
+
+
+def _num_open(namespace: str) -> int:
+    load = ask(namespace, "GET", f"{URL}/load")
+    return json.loads(load)["server_load"] if load else 0
 
 
 @pytest.fixture
@@ -190,16 +218,25 @@ def test_nodes_start_in_any_order_and_serve_together_and_end_on_sigterm(
         stop(service)
 
 
-def test_a_node_that_leaves_comes_back_with_the_same_line(machines: Machines) -> None:
-    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines))]
-    with machines.run(commands[:1], "head") as head:
-        with machines.run(commands[1:], "other") as other:
-            machines.wait_for([0, 1], head)
+@pytest.mark.parametrize(
+    ("recipe", "namespaces"), [(by_compose, 2), (by_kubernetes, 3)], indirect=["namespaces"]
+)
+def test_a_node_that_leaves_hands_its_requests_on_and_comes_back_with_the_same_line(
+    machines: Machines, recipe: Callable[[Machines], list[NodeCommand]]
+) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(recipe(machines))]
+    *stay, leaves = commands
+    with machines.run(stay, "head") as head:
+        with machines.run([leaves], "other") as other:
+            machines.wait_for(list(range(len(commands))), head)
             expected = machines.answers()
-            stop(other)
-        wait_until(lambda: len(members(machines.namespaces[0], URL)) == 1, head.output, within_s=LEFT_S)
-        with machines.run(commands[1:], "again") as again:
-            machines.wait_for([0, 1], again)
+            long_answer = machines.answer(machines.namespaces[0], LONG_ANSWER)
+            assert machines.answers_during(lambda: stop(other)) == [long_answer] * NUM_OPEN
+        wait_until(
+            lambda: len(members(machines.namespaces[0], URL)) == len(stay), head.output, within_s=LEFT_S
+        )
+        with machines.run([leaves], "again") as again:
+            machines.wait_for(list(range(len(commands))), again)
             assert f"the service at {HEAD}:29400 runs; this node joins it" in again.output()
             assert machines.answers() == expected
             assert head.processes[0].poll() is None
@@ -227,12 +264,20 @@ def test_a_node_names_the_head_that_is_missing_within_seconds(machines: Machines
         stop(service)
 
 
-def test_a_wrong_interface_is_named_and_ends_the_start(machines: Machines) -> None:
-    nodes = by_compose(machines, IFNAME="eth7")
-    with machines.run([machines.command(at, node) for at, node in enumerate(nodes)]) as service:
-        ended = [process.wait(START_S) for process in service.processes]
-        assert 0 not in ended
-        assert "eth7" in service.output()
+@pytest.mark.parametrize("wrong", [[0, 1], [1]], ids=["on all nodes", "on one node"])
+def test_a_wrong_interface_is_named_and_ends_its_node_s_start(machines: Machines, wrong: list[int]) -> None:
+    right, others = by_compose(machines), by_compose(machines, IFNAME="eth7")
+    nodes = [others[at] if at in wrong else right[at] for at in (0, 1)]
+    commands = [machines.command(at, node) for at, node in enumerate(nodes)]
+    with contextlib.ExitStack() as running:
+        services = [
+            running.enter_context(machines.run([command], f"node{at}")) for at, command in enumerate(commands)
+        ]
+        for at in wrong:
+            assert services[at].processes[0].wait(START_S) != 0
+            assert "GLOO_SOCKET_IFNAME is 'eth7' and there is no such interface" in services[at].output()
+        for service in services:
+            stop(service)
 
 
 def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_back(

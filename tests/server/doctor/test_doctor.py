@@ -47,7 +47,13 @@ def test_one_node_as_json_is_one_object_and_nothing_else() -> None:
 def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for model, says in ((tmp_path, "is not a model directory: it has no config.json"), (tmp_path / "x", "does not exist")):  # fmt: skip
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}')
+    for model, says in (
+        (tmp_path, "is not a model directory: it has no config.json"), (tmp_path / "x", "does not exist"),
+        (dense, "is not a Mixture-of-Experts model"),
+    ):  # fmt: skip
         assert main(["doctor", "--port=0", str(model)]) == 1
         lines = capsys.readouterr().out.splitlines()
         failed = [line for line in lines if line.startswith("FAILURE")]

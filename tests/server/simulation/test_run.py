@@ -98,6 +98,19 @@ def test_what_cannot_be_simulated_is_refused_in_one_sentence(
     assert error.count("\n") == 1
 
 
+def test_a_model_without_experts_is_refused_by_name(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}'
+    )
+    words = ["simulate", str(folder / "trace.csv"), "--model", str(tmp_path), "--device", "h100", "-dp", "2"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("wideep simulate: ") and "is not a Mixture-of-Experts model" in error
+    assert error.count("\n") == 1
+
+
 def test_an_slo_is_read_as_bench_reads_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(_words(folder, "--slo", "speed:3"))
