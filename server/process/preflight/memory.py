@@ -131,7 +131,7 @@ _NOT_OF_TEXT = re.compile(
 # Scales of quantised weights stay of their own type; orders of inputs are looked at and not kept.
 _SCALES = re.compile(r"(_|\.)(scale|scales|scale_inv|scale_2|global_scale|qscale_weight)$")
 _NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
-DEQUANTISED = ".kv_b_proj.weight"  # latent attention absorbs it, so it is kept plain
+DEQUANTISED = ".kv_b_proj.weight"  # latent attention absorbs it, so it is not kept quantised
 _SCALE_BITS = {"F32": 32, "BF16": 16, "F16": 16}
 
 
@@ -164,8 +164,8 @@ def weight_bytes(
         bits = _element_bits(tensor["dtype"], float_bytes)
         if _SCALES.search(name):
             bits = _SCALE_BITS.get(tensor["dtype"], bits)
-        elif name.endswith(DEQUANTISED):
-            bits = max(bits, _element_bits("F32", float_bytes))
+        elif name.endswith(DEQUANTISED) and tensor["dtype"] in _BITS:
+            bits = _element_bits("F32", float_bytes)
         size = int(math.prod(tensor["shape"]) * bits / 8)
         if _is_expert(name, tensor["shape"], num_experts(config)):
             experts += size

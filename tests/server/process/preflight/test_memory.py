@@ -71,6 +71,10 @@ def test_what_latent_attention_absorbs_is_counted_plain(
     codes = {"layers.0.self_attn.kv_b_proj.weight": [16, 64]}
     write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
     assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == kept * 16 * 64
+    write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="BF16", element_bytes=2)
+    assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == 2 * 16 * 64, (
+        "plain weights stay what they are"
+    )
 
 
 def test_words_of_four_bits_and_their_scales_are_counted_as_they_are(tmp_path: Path) -> None:
