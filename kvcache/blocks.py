@@ -46,7 +46,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._num_holders = array("i", bytes(array("i").itemsize * num_blocks))
-        self._num_used = 0  # blocks from this one on were never held
+        self._first_unused = 0  # it and all behind it were never held
         self._free: list[int] = []  # others; last in, first out: its memory is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._prefixes = PrefixIndex(block_tokens, secret)
@@ -54,7 +54,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `acquire` can hand out: forgotten ones and evictable ones."""
-        return self.num_blocks - self._num_used + len(self._free) + len(self._cached)
+        return self.num_blocks - self._first_unused + len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -167,9 +167,9 @@ class BlockPool:
         return block_id is not None and self._num_holders[block_id] > 0
 
     def _unused_or_evicted(self) -> int:
-        if self._num_used < self.num_blocks:
-            self._num_used += 1
-            return self._num_used - 1
+        if self._first_unused < self.num_blocks:
+            self._first_unused += 1
+            return self._first_unused - 1
         block_id, _ = self._cached.popitem(last=False)
         self._prefixes.remove(block_id)
         return block_id

@@ -8,7 +8,6 @@ The decision includes how tokens travel. When no rank has a prompt to run, all k
 of them can have, and dispatch in low-latency mode for that many; a step with prompts is in normal mode. Idea: the
 `auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode."""
 
-import math
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -127,10 +126,9 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
-def announced_prefill(headers: Sequence[Header], prefill_budget: int | None) -> list[int]:
-    """Tokens of prompts that each rank announced for the step, as far as the budget lets them in."""
-    most = math.inf if prefill_budget is None else prefill_budget
-    return [int(min(header.num_prefill, most)) for header in headers]
+def announced_prefill(header: Header, prefill_budget: int | None) -> int:
+    """Tokens of prompts that a rank announced for the step, as far as the budget lets them in."""
+    return header.num_prefill if prefill_budget is None else min(header.num_prefill, prefill_budget)
 
 
 def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int | None) -> str:
@@ -140,7 +138,8 @@ def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int
         prefill_budget: as agreed on; what waits beyond it costs nothing in this step.
     """
 
-    if max(announced_prefill(headers, prefill_budget)) > announced_prefill([own], prefill_budget)[0]:
+    most_prefill = max(announced_prefill(header, prefill_budget) for header in headers)
+    if most_prefill > announced_prefill(own, prefill_budget):
         return "prefill"
     if max(header.num_decodes for header in headers) > own.num_decodes:
         return "decodes"
@@ -226,8 +225,8 @@ class LockStep:
         )
         depth = max(header.draft_depth for header in headers)
         assert self._own is not None, "a rank reads headers behind its own"
-        others = announced_prefill(headers, budget)
-        others.remove(announced_prefill([self._own], budget)[0])
+        others = [announced_prefill(header, budget) for header in headers]
+        others.remove(announced_prefill(self._own, budget))
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
             decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause

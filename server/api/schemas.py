@@ -3,6 +3,7 @@
 A key that is known but not served is refused by name (`sampling.refuse_unserved`). None always means: not said.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -148,6 +149,20 @@ def is_deeper(value: Any, depth: int) -> bool:
         if not level:
             return False
     return True
+
+
+def json_text(value: Any, param: str, most_depth: int) -> str:
+    """Write a client's JSON out.
+
+    Raises:
+        ApiError: 400, it is deeper than that, or has a number that JSON has not.
+    """
+    if is_deeper(value, most_depth):
+        raise bad_request(f"{param} is nested deeper than {most_depth} levels.", param)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise bad_request(f"{param} has NaN or Infinity, which is no JSON.", param) from None
 
 
 def validated(fields: Mapping[str, Any]) -> ChatRequest:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
-from server.api.schemas import SamplingFields, is_deeper
+from server.api.schemas import SamplingFields, json_text
 from server.api.served import ServedModel
 from server.errors import bad_request
 
@@ -158,12 +158,7 @@ def _json(value: Any, param: str) -> Structure:
             raise bad_request(f"{param} is not valid JSON: {error}.", param) from None
     if not isinstance(value, dict | bool):
         raise bad_request(f"{param} must be a JSON schema (an object); got {_quoted(value)}.", param)
-    if is_deeper(value, MAX_DEPTH):
-        raise bad_request(f"{param} is nested deeper than {MAX_DEPTH} levels.", param)
-    try:
-        return Structure("json_schema", json.dumps(value, allow_nan=False))
-    except ValueError:
-        raise bad_request(f"{param} has NaN or Infinity, which is no JSON.", param) from None
+    return Structure("json_schema", json_text(value, param, MAX_DEPTH))
 
 
 def _regex(value: Any, param: str) -> Structure:

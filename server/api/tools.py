@@ -13,7 +13,7 @@ from scheduler.policy.request import Structure
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
 from server.api.parsers.tag_calls import ArgumentTypes
-from server.api.schemas import ChatRequest, is_deeper
+from server.api.schemas import ChatRequest, json_text
 from server.errors import bad_request
 
 MAX_DEPTH = 64  # of a tool's description, its schema included
@@ -104,12 +104,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             f"{where}.function.name",
         )
     parameters = function.get("parameters")
-    if is_deeper(tool, MAX_DEPTH):
-        raise bad_request(f"{where} is nested deeper than {MAX_DEPTH} levels.", where)
-    try:
-        json.dumps(tool, allow_nan=False)
-    except ValueError:
-        raise bad_request(f"{where} has NaN or Infinity, which is no JSON.", where) from None
+    json_text(tool, where, MAX_DEPTH)  # answers echo it
     if not isinstance(parameters, dict | None):
         raise bad_request(
             f"{where}.function.parameters must be a JSON schema (an object).", f"{where}.function.parameters"

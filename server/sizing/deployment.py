@@ -71,6 +71,11 @@ class Sized(NamedTuple):
         """Nodes, of as many ranks as the device has on one."""
         return math.ceil(self.chosen.num_ranks / self.device.node_ranks)
 
+    @property
+    def output_per_node(self) -> float:
+        """Output tokens per second."""
+        return self.chosen.expected.output_per_rank * self.chosen.num_ranks / self.num_nodes
+
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
         chosen = self.chosen
@@ -100,7 +105,7 @@ class Sized(NamedTuple):
             "workload": chosen.work._asdict(),
             "balancedness": chosen.balance,
             "expected": chosen.expected.to_json(),
-            "output_per_node": chosen.expected.output_per_rank * chosen.num_ranks / self.num_nodes,
+            "output_per_node": self.output_per_node,
             "ranks_for_target": None if self.least is None else self.least.num_ranks,
             "replicas": [each.to_json() for each in self.replicas],
         }

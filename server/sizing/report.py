@@ -140,7 +140,7 @@ def _load(sized: Sized, asked: SizeOptions) -> str:
             f"  {expected.running_per_rank} requests run on a rank, beside {expected.prefill_per_step:.0f} tokens of prompts per "
             f"step{waiting}",
             f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
-            f"  output tokens per second: {output:,.0f} per rank, {output * chosen.num_ranks / sized.num_nodes:,.0f} per node, "
+            f"  output tokens per second: {output:,.0f} per rank, {sized.output_per_node:,.0f} per node, "
             f"{output * chosen.num_ranks:,.0f} in all; "
             f"input {expected.input_per_rank:,.0f} per rank",
         )
