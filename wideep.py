@@ -8,6 +8,7 @@ its own: where one of them hides a package of ours, the names below raise an err
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'wideep' has no attribute {name!r}; it has {', '.join(__all__)}")
     _roots().check_roots(_ROOT)
     return getattr(importlib.import_module("server.offline"), name)
+
+
+def rendezvous_handler() -> Callable[[Any], Any]:
+    """What torchrun's entry point `torchrun.handlers` asks for: who makes the handler of `--rdzv-backend wideep`."""
+    return _create_rendezvous
+
+
+def _create_rendezvous(params: Any) -> Any:
+    _roots().take_first(_ROOT)
+    return importlib.import_module("server.process.store.torchrun_backend").create(params)
 
 
 def main() -> int:

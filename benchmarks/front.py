@@ -1,6 +1,6 @@
 """What does the way over HTTP cost: per token and per request, in time to the first token, and in tokens per second?
 
-Three parts, each with its own question.
+Four parts, each with its own question.
 cost: CPU seconds of the front process per token and per request at 500 streams. Ranks without a model yield one token
   per stream and step; a run of one-token answers gives a request's cost, a run of long ones the rest. CPU time and not
   wall time, so that it holds on a busy machine. Expected bound: a token is one decode, one JSON object and one write
@@ -10,16 +10,21 @@ ttft: what the front adds to the time to the first token: one chat at a time, wh
 loss: tokens/s of one engine in its own process, and of the same engine behind HTTP with a client on the same machine,
   turn about with the same prompts. Goal: at most 5 % less. With as many threads as cores, the front competes with
   the engine for a core; with fewer it has its own.
+bench: CPU seconds of `wideep bench` per token at 1,000 tokens/s, each a chunk of its own: what long answers take more than short
+  ones, so that its start is not in it. Goal: below 5 % of a core.
 
-Run: `python -m benchmarks.front [--parts cost,ttft,loss] [--streams 500] [--tokens 40] [--model demo|random]
+Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench] [--streams 500] [--tokens 40] [--model demo|random]
 [--threads 1,2] [--rounds 3] [--quick] [--save]`.
 """
 
 import argparse
 import asyncio
 import functools
+import json
+import resource
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,12 +45,15 @@ from scheduler.policy.config import EngineConfig
 from server.clients.bench.figures import percentile
 from server.clients.bench.stream import STREAMED, StreamClient
 from server.front.tokenizer import Tokenizer
+from server.roots import WIDEEP_COMMAND
 
-PARTS = ("cost", "ttft", "loss")
+PARTS = ("cost", "ttft", "loss", "bench")
 NUM_RANKS = 2
 PROMPT_TOKENS = 128
 LOSS_TOKENS, LOSS_CONCURRENCY = 64, 16
 CHATS = 200
+BENCH_STREAMS, BENCH_TOKENS_PER_S = 16, 1000
+BENCH_TOKENS = (50, 650)  # of an answer: a short and a long run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_card(card)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
     directory = ensure_demo_model() if options.model == "demo" else ensure_random_model()
-    measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss}
+    measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss, "bench": measure_bench}
     result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options)}
     try:
         for part in options.parts:
@@ -186,6 +194,43 @@ def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[
     return {"concurrency": LOSS_CONCURRENCY, "loss": loss, "rows": rows}
 
 
+def measure_bench(directory: Path, options: FrontOptions) -> dict[str, Any]:
+    """CPU of `wideep bench` per token, of ranks that yield BENCH_TOKENS_PER_S."""
+    rows, (few, many) = [], BENCH_TOKENS
+    with _front(directory, BENCH_STREAMS / BENCH_TOKENS_PER_S) as front:
+        for _ in range(options.rounds):
+            short_s, _ = _cpu_of_bench(front.port, few)
+            long_s, tokens_per_s = _cpu_of_bench(front.port, many)
+            token_s = (long_s - short_s) / (BENCH_STREAMS * (many - few))
+            rows.append(
+                {
+                    "token_us": round(1e6 * token_s, 1),
+                    "share_of_core": round(token_s * BENCH_TOKENS_PER_S, 4),
+                    "tokens_per_s": round(tokens_per_s, 1),
+                }
+            )
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(
+        f"   wideep bench: {middle['token_us']:.0f} us per token, {middle['share_of_core']:.1%} of a core at "
+        f"{BENCH_TOKENS_PER_S} tokens/s (measured at {middle['tokens_per_s']:.0f})",
+        flush=True,
+    )
+    return {"median": middle, "rows": rows}
+
+
+def _cpu_of_bench(port: int, num_tokens: int) -> tuple[float, float]:
+    """Run it with one request per client; returns its CPU seconds and the tokens per second that it saw."""
+    load = f"--concurrency={BENCH_STREAMS} --num-requests={BENCH_STREAMS} --prompt-tokens=16 --ignore-eos"
+    words = [f"http://{HOST}:{port}", *load.split(), f"--output-tokens={num_tokens}", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([*WIDEEP_COMMAND, "bench", *words], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if ended.returncode:
+        raise BenchServiceError(f"wideep bench: {ended.stderr}")
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return cpu_s, json.loads(ended.stdout)["levels"][0]["output_tokens_per_s"]
+
+
 def _prompts(directory: Path) -> ExactPrompts:
     tokenizer = Tokenizer(str(directory))
     return ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), PROMPT_TOKENS)
@@ -205,7 +250,7 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
         prog="python -m benchmarks.front", description="What the front costs.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="of cost, ttft and loss (default: all)")
+    add("--parts", default=",".join(PARTS), help="of cost, ttft, loss and bench (default: all)")
     add("--model", choices=("demo", "random"), default="demo", help="(default: %(default)s)")
     add("--streams", type=int, default=500, metavar="N", help="at once (default: %(default)s)")
     add("--tokens", type=int, metavar="N", help="of each stream (default: 40)")

@@ -69,7 +69,7 @@ example:
 """
 _WORKER_EXAMPLE = """\
 example, the same line on each of two nodes, of which HEAD is one and serves HTTP:
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \\
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend wideep --rdzv-endpoint HEAD:29400 \\
       --no-python wideep worker ./Qwen3-30B-A3B --host 0.0.0.0
 """
 _CHAT_EXAMPLE = """\

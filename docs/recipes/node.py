@@ -52,7 +52,7 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     worker = ["--no-python", "wideep", "worker", *words, "--port", environment.get("HTTP_PORT", "8000")]
     worker += ["--shutdown-timeout-seconds", str(drain_s), *cluster_key(environment)]
     start = ["torchrun", "--nproc-per-node", str(number(environment, "RANKS_PER_NODE", 1))]
-    start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "c10d"]
+    start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "wideep"]
     if rank > 0 and joins(environment, endpoint):
         # A torchrun of one node talks to itself: under its host's name, which need not resolve, it would wait for minutes.
         start += ["--nnodes", "1", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]

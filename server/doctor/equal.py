@@ -1,4 +1,4 @@
-"""What must be the same on all nodes: programs, libraries, the checkpoint, the cluster key. Told by each node, compared by all.
+"""What must be the same on all nodes: programs, libraries, GPUs, the checkpoint, the cluster key. Told by each, compared by all.
 
 Ranks walk one program in lock-step over one checkpoint. Where they differ nothing need fail: answers may be wrong, or
 differ from run to run. So each node says what it has, and every node compares all of it, with the same result.
@@ -14,12 +14,14 @@ import os
 import platform
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.doctor.report import Check, failure, not_here, ok, warning
 from server.link.seal import SAME_KEY, mac
+from server.process.preflight.device import NO_FACTS, GpuFacts
 from server.process.preflight.model import safetensors_files
 from server.roots import PACKAGES
 
@@ -53,12 +55,27 @@ def version_of(package: str) -> str:
         return ""
 
 
-def facts_to_compare(directory: Path | None, key: bytes | None, *, root: Path = _ROOT) -> dict[str, Any]:
+def driver_version(proc: Path = Path("/proc")) -> str:
+    """Return the version of the NVIDIA driver; "" where there is none, or it does not say."""
+    path = driver_file(proc)
+    found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", path.read_text()) if path.exists() else None
+    return found[1] if found else ""
+
+
+def driver_file(proc: Path) -> Path:
+    """Return where the NVIDIA driver says its version."""
+    return proc / "driver" / "nvidia" / "version"
+
+
+def facts_to_compare(
+    directory: Path | None, key: bytes | None, gpus: GpuFacts = NO_FACTS, *, root: Path = _ROOT
+) -> dict[str, Any]:
     """Return what this node has, as JSON values.
 
     Args:
         directory: of the model; None: none was said.
         key: the cluster's.
+        gpus: what was found of them; a start, which has each rank look at its own, compares the driver only.
 
     Raises:
         PreflightError: the checkpoint lacks files.
@@ -68,6 +85,7 @@ def facts_to_compare(directory: Path | None, key: bytes | None, *, root: Path = 
     return {
         "versions": {**versions, "Python": platform.python_version()},
         "processor": _processor(),
+        "gpus": _gpus(gpus),
         "files": None if directory is None else file_digests(directory),
         "key": None if key is None else mac(key, b"wideep doctor").hex()[:_HEX],
     }
@@ -109,6 +127,16 @@ def _sampled_digest(path: Path) -> str:
     return digest.hexdigest()[:_HEX]
 
 
+def _gpus(facts: GpuFacts) -> dict[str, str]:
+    kinds = Counter(gpu.name for gpu in facts.devices)
+    return {
+        "set of GPUs": " and ".join(f"{count} x {name}" for name, count in sorted(kinds.items())),
+        "NCCL": facts.nccl,
+        "torch's CUDA": facts.built_for,
+        "NVIDIA driver": driver_version(),
+    }
+
+
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text() if facts.exists() else "", re.MULTILINE)
@@ -122,6 +150,7 @@ def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Ch
         names: of the nodes, in the order of `facts`.
     """
     checks = [_compare_versions(names, [each["versions"] for each in facts])]
+    checks += _compare_gpus(names, [each["gpus"] for each in facts])
     checks.append(_compare_checkpoints(names, [each["files"] for each in facts]))
     checks.append(_compare_keys(names, [each["key"] for each in facts]))
     processors = [each["processor"] for each in facts]
@@ -132,20 +161,48 @@ def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Ch
 
 
 def _compare_versions(names: Sequence[str], versions: Sequence[Mapping[str, str]]) -> Check:
-    packages = dict.fromkeys(package for each in versions for package in each)
-    differing = {
-        package: [each.get(package, "") for each in versions]
-        for package in packages
-        if len({each.get(package, "") for each in versions}) > 1
-    }
+    differing = _differing(versions)
     if not differing:
         told = ", ".join(f"{name} {version}" for name, version in versions[0].items() if name in _DECIDING)
         return ok("versions", f"equal on all {len(names)} nodes: {told}")
-    said = "; ".join(f"{package} is {_who_has(names, found)}" for package, found in differing.items())
+    said = _told(names, differing)
     remedy = "install the same versions on all nodes"
     if any(package in _DECIDING for package in differing):
         return failure("versions", f"the nodes differ: {said}", remedy)
     return warning("versions", f"the nodes differ: {said}", remedy)
+
+
+def _differing(told: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return what is not the same on all nodes, with what each has."""
+    every = dict.fromkeys(name for each in told for name in each)
+    found = {name: [each.get(name, "") for each in told] for name in every}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def _told(
+    names: Sequence[str], differing: Mapping[str, Sequence[str]], *, missing: str = "not installed"
+) -> str:
+    return "; ".join(
+        f"{name} is {_who_has(names, found, missing=missing)}" for name, found in differing.items()
+    )
+
+
+def _compare_gpus(names: Sequence[str], gpus: Sequence[Mapping[str, str]]) -> list[Check]:
+    """Ranks exchange through NCCL, whose versions must be equal, and run the same kernels; nodes on CPUs have nothing to say."""
+    if not any(value for each in gpus for value in each.values()):
+        return []
+    differing = _differing(gpus)
+    if not differing:
+        told = ", ".join(f"{name} {value}" for name, value in gpus[0].items() if value)
+        return [ok("equal GPUs", f"on all {len(names)} nodes: {told}")]
+    said = f"the nodes differ: {_told(names, differing, missing='none')}"
+    if "NCCL" in differing or "torch's CUDA" in differing:
+        return [failure("equal GPUs", said, "install the same torch on all nodes")]
+    return [
+        warning(
+            "equal GPUs", said, "answers keep their bits on equal GPUs only, and the slowest sets the pace"
+        )
+    ]
 
 
 def _compare_checkpoints(names: Sequence[str], files: Sequence[Mapping[str, str] | None]) -> Check:

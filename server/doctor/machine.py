@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dispatch.wires.availability import why_unavailable
 from server.doctor import interfaces as network
-from server.doctor.equal import source_digest, version_of
+from server.doctor.equal import driver_file, driver_version, source_digest, version_of
 from server.doctor.report import Check, failure, not_here, ok, warning
 from server.lines import say
 from server.options.flag import OptionsError
@@ -167,17 +167,15 @@ def check_processor(machine: Machine) -> Check:
 
 def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
     """Driver, GPUs, links between them, NCCL and NVSHMEM; from the driver's files and from what torch told a child."""
-    driver = machine.proc / "driver" / "nvidia" / "version"
-    found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", driver.read_text()) if driver.exists() else None
+    driver = driver_version(machine.proc)
     yield (
-        ok("driver", f"NVIDIA {found[1]}")
-        if found
-        else not_here("driver", f"no NVIDIA driver ({driver} is missing)")
+        ok("driver", f"NVIDIA {driver}")
+        if driver
+        else not_here("driver", f"no NVIDIA driver ({driver_file(machine.proc)} is missing)")
     )
     facts = device.facts
     if not facts.devices:
-        has_driver = found is not None
-        yield warning("GPUs", device.reason, "the service computes on the CPU") if has_driver else not_here("GPUs", device.reason)  # fmt: skip
+        yield warning("GPUs", device.reason, "the service computes on the CPU") if driver else not_here("GPUs", device.reason)  # fmt: skip
         for name in ("GPU links", "NCCL", "NVSHMEM"):
             yield not_here(name, "no GPU")
         return

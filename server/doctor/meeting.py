@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 from server.doctor.interfaces import bindable_address
@@ -247,7 +247,7 @@ def meet(endpoint: Endpoint, num_nodes: int, name: str, *, timeout_s: float, say
     until_s = time.monotonic() + timeout_s
     _check_resolves(endpoint)
     host = _listen(endpoint, num_nodes) if bindable_address(endpoint.host) else None
-    lines = _Lines(_connect(endpoint, until_s, say))
+    lines = _Lines(connect(endpoint, until_s, say))
     try:
         lines.send({"doctor": _VERSION, "num_nodes": num_nodes, "name": name, "is_head": host is not None})
         number, names = _wait_for_all(lines, endpoint, num_nodes, until_s, timeout_s, say)
@@ -287,7 +287,12 @@ def _listen(endpoint: Endpoint, num_nodes: int) -> _Host | None:
     return host
 
 
-def _connect(endpoint: Endpoint, until_s: float, say: Say) -> socket.socket:
+def connect(endpoint: Endpoint, until_s: float, say: Say) -> socket.socket:
+    """Connect to the endpoint, as soon as somebody listens there.
+
+    Raises:
+        MeetingError: nobody did in time, or no way leads there.
+    """
     begun_s, said = time.monotonic(), ""
     while True:
         try:
@@ -307,7 +312,7 @@ def _connect(endpoint: Endpoint, until_s: float, say: Say) -> socket.socket:
 def why_unreachable(where: str, error: OSError) -> str:
     """Say why a connection was not made, and what to look at."""
     if isinstance(error, ConnectionRefusedError):
-        return f"nothing listens at {where}; start the doctor on the node whose address that is, and check the port"
+        return f"nothing listens at {where}; start the same line on the node whose address that is, and check the port"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return f"{where} does not answer; check the address, and that a firewall lets TCP through between the nodes"
     return f"no way leads to {where} ({error.strerror or error}); check this node's interfaces and routes"
@@ -341,15 +346,16 @@ def _wait_for_all(
             raise MeetingError(_no_doctor(endpoint))
         if now_s >= until_s:
             raise MeetingError(
-                f"{_who_is_here(here, num_nodes)} did not come within {timeout_s:g} s; start the same line there, and "
+                f"{who_is_here(here, num_nodes)} did not come within {timeout_s:g} s; start the same line there, and "
                 f"check that they reach {endpoint}"
             )
         if here != said and now_s >= say_at_s and len(here) < num_nodes:
-            say(f"waiting for {_who_is_here(here, num_nodes)}; start the same line there")
+            say(f"waiting for {who_is_here(here, num_nodes)}; start the same line there")
             said = here
 
 
-def _who_is_here(here: list[str], num_nodes: int) -> str:
+def who_is_here(here: Sequence[str], num_nodes: int) -> str:
+    """Say how many are missing, and who is not."""
     return f"{num_nodes - len(here)} of {count(num_nodes, 'node')} (here: {', '.join(here)})"
 
 

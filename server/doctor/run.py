@@ -145,9 +145,9 @@ def _check_met(
 def _facts(node: _Node, own: list[Check]) -> dict[str, object]:
     key = node.options.cluster_key
     try:
-        return facts_to_compare(node.directory, key)
+        return facts_to_compare(node.directory, key, node.device.facts)
     except PreflightError:  # said already, by the check of its files
-        return facts_to_compare(None, key)
+        return facts_to_compare(None, key, node.device.facts)
 
 
 def _agreed_sizes(meeting: Gathers, node: _Node) -> dict[str, int]:

@@ -72,6 +72,7 @@ class SimulationReport:
     kv_usage: dict[str, float]  # mean and most; empty: the run ended before the first look
     num_preemptions: int
     prefix_hit_rate: float  # of prompt tokens
+    num_request_moves: int  # of requests that waited, to another rank
     num_expert_moves: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +86,7 @@ class SimulationFigures:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.num_events = 0  # requests' ends; what a run was about
+        self.num_request_moves = 0
         self._ttft_s, self._tpot_s, self._e2e_s = array("d"), array("d"), array("d")
         self._has_tpot = array("b")
         self._gaps: Counter[int] = Counter()
@@ -204,6 +206,7 @@ class SimulationFigures:
             kv_usage=self._kv_usage(),
             num_preemptions=sum(each.num_preemptions for each in self._stats),
             prefix_hit_rate=sum(each.prefix_hit_tokens for each in self._stats) / max(1, queried),
+            num_request_moves=self.num_request_moves,
             num_expert_moves=num_expert_moves,
         )
 

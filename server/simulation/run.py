@@ -284,6 +284,7 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
     )
     return [
         *lines,
+        ("requests moved while they waited", f"{report.num_request_moves:,}"),
         ("experts moved", f"{report.num_expert_moves:,}"),
         ("KV blocks in use, mean / most", kv),
         ("preemptions", f"{report.num_preemptions:,}"),

@@ -2,7 +2,7 @@
 
 The loop is the engine's (`scheduler.engine`), for all ranks at once: agree, take in what arrived, plan, say what comes next,
 run, commit. What a step takes is `StepTimes`' business; a request that arrives while a step runs is routed by what the
-front knows at that moment and runs in the next one, at the soonest.
+front knows at that moment and runs in the next one, at the soonest. So does one that waited at a rank and is moved.
 
 Cost grows with events, not with steps times ranks: ranks that only decode coast (see `rank`), and all headers of a step
 are merged into one with the same decision (any of the flags, the most decodes, the least budget). With `is_stepwise`
@@ -17,8 +17,9 @@ import numpy as np
 
 from dispatch.errors import DispatchError
 from scheduler.policy.config import DispatchMode
-from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams
 from scheduler.step.lockstep import Agreement, Decision, LockStep
+from server.front.requests import MOVE_EVERY_S
 from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
 from server.simulation.experts import ExpertBalance
 from server.simulation.figures import Outcome, SimulationFigures
@@ -50,9 +51,8 @@ class PreemptedError(RuntimeError):
 class _Open:
     """A request that has no outcome yet."""
 
-    rank: int
-    arrival_s: float
-    num_prompt_tokens: int
+    request: Request
+    num_moves: int = 0
     num_tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -134,6 +134,8 @@ class SimulatedService:
         self._num_routed = 0
         self._inbox: dict[int, list[Request]] = {}
         self._awake: set[int] = set()  # ranks that plan their next step
+        for number in range(num_ranks):
+            routing.note_size(number, seats=limits.max_num_seqs, block_tokens=limits.block_tokens)
         zeros = np.zeros(num_ranks, dtype=np.int64)
         self._until = np.full(num_ranks, NEVER, dtype=np.int64)  # the last plain step
         self._rows = np.zeros(
@@ -151,6 +153,8 @@ class SimulatedService:
             int, int
         ] = {}  # ranks that coast while requests wait there, and the step in which one ends
         self._settled: set[int] = set()  # ranks of which more or less may run than they announced
+        self._is_crowded = np.zeros(num_ranks, dtype=bool)  # requests wait there
+        self._looked_s = 0.0  # when moves were last looked for
         self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
     def run(self, trace: Iterator[TracedRequest]) -> SimulationFigures:
@@ -286,11 +290,52 @@ class SimulatedService:
                 params=SamplingParams(max_tokens=traced.output_tokens),
                 arrival_s=traced.arrival_s,
             )
-            # How long an answer will be is not known: it is charged as one whose client gives no max_tokens.
-            rank = self._routing.pick(prompt_ids, untold=self._untold)
-            self._routing.admit(request.request_id, rank, prompt_ids, self._limits.max_model_len)
-            self._open[request.request_id] = _Open(rank, traced.arrival_s, traced.input_tokens)
-            self._inbox.setdefault(rank, []).append(request)
+            self._open[request.request_id] = entry = _Open(request)
+            self._submit(entry, self._routing.pick(prompt_ids, untold=self._untold))
+
+    def _submit(self, entry: _Open, rank: int) -> None:
+        """Give a request to a rank. How long its answer will be is not known: it is charged as one without max_tokens."""
+        request = entry.request
+        self._routing.admit(
+            request.request_id,
+            rank,
+            request.prompt_ids,
+            self._limits.max_model_len,
+            num_moves=entry.num_moves,
+        )
+        self._inbox.setdefault(rank, []).append(request)
+
+    def _move(self) -> None:
+        """Move requests that wait to ranks with room, as the front does: by what ranks say behind a step, and not too often."""
+        is_due = self.now_s - self._looked_s >= MOVE_EVERY_S
+        if not is_due or not self._is_crowded.any() or self._is_crowded.all():
+            return
+        self._looked_s = self.now_s
+        for number, rank in enumerate(self._ranks):
+            self._catch_up(number)
+            stats = rank.scheduler.stats._asdict()
+            self._routing.note_stats(RankStats(rank=number, step=self._step, num_step_tokens=0, **stats))
+        moves = self._routing.plan_moves(lambda request_id: self._open[request_id].request.prompt_ids)
+        for request_id, number in moves.items():
+            entry = self._open[request_id]
+            if not self._takes_back(entry.request, number):
+                self._routing.begin(request_id)
+                continue
+            entry.num_moves += 1
+            self.figures.num_request_moves += 1
+            prompt_ids = entry.request.prompt_ids
+            target = self._routing.take_back(request_id, prompt_ids)
+            self._submit(entry, self._routing.pick(prompt_ids) if target is None else target)
+        for number in set(moves.values()):
+            self._settle(number)
+
+    def _takes_back(self, request: Request, number: int) -> bool:
+        """Take a request back from a rank that has not begun with it; says whether."""
+        if request in self._inbox.get(number, ()):
+            self._inbox[number].remove(request)
+            return True
+        output = self._ranks[number].scheduler.withdraw(request.request_id)
+        return output is not None and output.is_returned
 
     def _take_inbox(self) -> None:
         for number, requests in self._inbox.items():
@@ -321,6 +366,7 @@ class SimulatedService:
             self._settle(number)
         for number in awake:
             self._settle(number)
+        self._move()
         if self._step % LOOK_STEPS == 0:
             for number in range(len(self._ranks)):
                 self._catch_up(number)
@@ -329,31 +375,33 @@ class SimulatedService:
 
     def _take(self, output: RequestOutput) -> None:
         """Take what a rank yielded in a step that it planned."""
-        request = self._open[output.request_id]
+        entry = self._open[output.request_id]
         num_tokens = len(output.token_ids)
+        if not entry.num_tokens:
+            self._routing.begin(output.request_id)
         if num_tokens:
             assert output.token_ids[-1] == answer_token(output.request_id), "requests get their own tokens"
-            if request.num_tokens:
-                self.figures.note_gaps(self.now_s - request.last_s, num_tokens)
+            if entry.num_tokens:
+                self.figures.note_gaps(self.now_s - entry.last_s, num_tokens)
             else:
-                request.first_s, request.num_cached_tokens = self.now_s, output.num_cached_tokens
-            request.last_s = self.now_s
-            request.num_tokens += num_tokens
+                entry.first_s, entry.num_cached_tokens = self.now_s, output.num_cached_tokens
+            entry.last_s = self.now_s
+            entry.num_tokens += num_tokens
             self._routing.progress(output.request_id, num_tokens)
         if output.finish_reason is not None:
             self._end(output)
 
     def _end(self, output: RequestOutput) -> None:
-        request = self._open.pop(output.request_id)
+        entry = self._open.pop(output.request_id)
         self._routing.retire(output.request_id)
         self.figures.note_end(
             Outcome(
-                arrival_s=request.arrival_s,
-                first_s=request.first_s,
-                last_s=request.last_s,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_tokens=request.num_tokens,
+                arrival_s=entry.request.arrival_s,
+                first_s=entry.first_s,
+                last_s=entry.last_s,
+                num_prompt_tokens=len(entry.request.prompt_ids),
+                num_cached_tokens=entry.num_cached_tokens,
+                num_tokens=entry.num_tokens,
                 is_served=output.finish_reason is not FinishReason.ERROR,
             )
         )
@@ -367,6 +415,7 @@ class SimulatedService:
         scheduler = self._ranks[number].scheduler
         num_steps = 0 if self._is_stepwise else scheduler.num_plain_steps
         self._settled.add(number)
+        self._is_crowded[number] = bool(scheduler.stats.num_waiting)
         self._freed.pop(number, None)
         self._awake.discard(number)
         self._charged[number] = self._coasting_decodes[number] = 0
@@ -399,9 +448,9 @@ class SimulatedService:
 
     def _told(self, request_id: str, num_tokens: int) -> None:
         """Take that a request got so many tokens up to now, of which no output tells."""
-        request = self._open[request_id]
-        request.num_tokens += num_tokens
-        request.last_s = self.now_s
+        entry = self._open[request_id]
+        entry.num_tokens += num_tokens
+        entry.last_s = self.now_s
         self._routing.progress(request_id, num_tokens)
 
 

@@ -227,7 +227,7 @@ def _command(sized: Sized) -> str:
     if nodes == 1:
         return f"  {shlex.join(['wideep', 'serve', model, '-dp', str(chosen.num_ranks), *flags])}"
     return (
-        f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend c10d "
+        f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend wideep "
         f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
         f"  on each of the {nodes} nodes, of which HEAD is one"
     )

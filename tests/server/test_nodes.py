@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.service.namespaces import ask, set_link
+from tests.support.service.namespaces import ask, close_ports, other_version, set_link
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
@@ -40,11 +40,14 @@ def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealServic
     return RealService(HTTP_PORT, torchruns(namespaces, directory, *flags), directory / "output.txt")
 
 
-def write_files(directory: Path, *, name: str = "wideep", interface: str = "veth0") -> None:
-    """Write the model, and the command of a node whose ranks meet over an interface."""
+def write_files(
+    directory: Path, *, name: str = "wideep", interface: str = "veth0", packages: str = ""
+) -> None:
+    """Write the model, and the command of a node whose ranks meet over an interface, with packages of another folder."""
     write_tiny_model(directory / "tiny")
     wideep = directory / name
-    wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME={interface} exec {" ".join(WIDEEP)} "$@"\n')
+    said = f"GLOO_SOCKET_IFNAME={interface} PYTHONPATH={packages}"
+    wideep.write_text(f'#!/bin/sh\n{said} exec {" ".join(WIDEEP)} "$@"\n')
     wideep.chmod(0o755)
 
 
@@ -319,28 +322,46 @@ def test_nobody_joins_a_service_that_misses_nobody(namespaces: list[str], tmp_pa
         assert members(namespaces[ENDPOINT_NODE]) == [0, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("interface", "has_other_checkpoint", "says"),
-    [
-        ("veth0", True, "the nodes have different checkpoints: model.safetensors"),
-        ("lo", False, "does not reach "),
-    ],
-    ids=["another checkpoint", "wrong interface"],
-)
-def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_that_names_it(
-    namespaces: list[str], tmp_path: Path, interface: str, has_other_checkpoint: bool, says: str
-) -> None:
-    write_files(tmp_path)
-    write_files(tmp_path, name="other", interface=interface)
-    shutil.copytree(tmp_path / "tiny", tmp_path / "changed")
-    weights = tmp_path / "changed" / "model.safetensors"
+def with_another_checkpoint(directory: Path, namespace: str) -> dict[str, str]:
+    shutil.copytree(directory / "tiny", directory / "changed")
+    weights = directory / "changed" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-    instead = {str(tmp_path / "wideep"): str(tmp_path / "other")}
-    if has_other_checkpoint:
-        instead[str(tmp_path / "tiny")] = str(tmp_path / "changed")
+    return {str(directory / "tiny"): str(directory / "changed")}
+
+
+def with_a_wrong_interface(directory: Path, namespace: str) -> dict[str, str]:
+    write_files(directory, name="other", interface="lo")
+    return {str(directory / "wideep"): str(directory / "other")}
+
+
+def with_other_versions(directory: Path, namespace: str) -> dict[str, str]:
+    packages = other_version("transformers", "5.18.0", directory)
+    write_files(directory, name="older", packages=str(packages))
+    return {str(directory / "wideep"): str(directory / "older")}
+
+
+def with_closed_ports(directory: Path, namespace: str) -> dict[str, str]:
+    close_ports(namespace, "32768-60999")
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (with_another_checkpoint, "the nodes have different checkpoints: model.safetensors"),
+        (with_a_wrong_interface, "set GLOO_SOCKET_IFNAME=veth0"),
+        (with_other_versions, "5.18.0 on "),
+        (with_closed_ports, "on veth0: 10.213.7.1 port"),
+    ],
+)
+def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_that_names_it(
+    namespaces: list[str], tmp_path: Path, change: Callable[[Path, str], dict[str, str]], says: str
+) -> None:
+    write_files(tmp_path)
     commands = torchruns(namespaces, tmp_path)
+    instead = change(tmp_path, namespaces[OTHER_NODE])
     commands[OTHER_NODE] = [instead.get(word, word) for word in commands[OTHER_NODE]]
     with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
         for process in service.processes:
@@ -348,6 +369,4 @@ def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_t
         said = service.output()
         assert said.count("NodesDifferError: ") >= 2, "both nodes say it"
         assert says in said
-        assert (
-            "gloo interface" not in said if interface == "veth0" else "set GLOO_SOCKET_IFNAME=veth0" in said
-        )
+        assert ("gloo interface" in said) is (change is with_a_wrong_interface)

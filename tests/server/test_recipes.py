@@ -264,6 +264,14 @@ def test_a_node_names_the_head_that_is_missing_within_seconds(machines: Machines
         stop(service)
 
 
+def test_the_head_names_those_who_are_here_while_others_are_missing(machines: Machines) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines))]
+    with machines.run(commands[:1]) as service:
+        waits = f"wideep: waiting for 1 of 2 nodes (here: {HEAD})"
+        wait_until(lambda: waits in service.output(), service.output, within_s=SAID_S)
+        stop(service)
+
+
 @pytest.mark.parametrize("wrong", [[0, 1], [1]], ids=["on all nodes", "on one node"])
 def test_a_wrong_interface_is_named_and_ends_its_node_s_start(machines: Machines, wrong: list[int]) -> None:
     right, others = by_compose(machines), by_compose(machines, IFNAME="eth7")

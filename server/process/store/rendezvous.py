@@ -17,9 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from server.doctor.meeting import Endpoint
+
 NODE_VARIABLE = "WIDEEP_NODE"  # for engines: the same for all that one torchrun has started
 RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: how often this rank's was started again
 _C10D_PORT = 29400  # torchrun's default for an endpoint without a port
+_BACKENDS = ("c10d", "wideep")  # whose store a torchrun agent has: the second is `torchrun_backend`
 _TORCHRUN = ("torchrun", "torch.distributed.run", "distributed/run.py", "torch.distributed.launch")
 _LISTEN = "0A"  # a TCP state in /proc/net/tcp
 
@@ -38,13 +41,6 @@ class Place:
     local_world_size: int  # ranks on this node
     master_addr: str
     master_port: int
-
-
-class Endpoint(NamedTuple):
-    """Where the store that decides about the front listens."""
-
-    host: str
-    port: int
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place:
@@ -83,7 +79,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 def _missing(name: str) -> str:
     return (
         f"{name} is not set: `wideep worker` is started by torchrun. On one node use `wideep serve MODEL`; on several "
-        "run `torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HEAD:29400 --no-python "
+        "run `torchrun --nnodes N --nproc-per-node M --rdzv-backend wideep --rdzv-endpoint HEAD:29400 --no-python "
         "wideep worker MODEL` on each"
     )
 
@@ -198,11 +194,14 @@ def is_torchrun(pid: int) -> bool:
 
 
 def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) -> Endpoint | None:
-    """Return the c10d rendezvous endpoint of a torchrun command line; None where it has none (static, etcd)."""
+    """Return the endpoint of a torchrun command line whose store an agent has; None where it has none (static, etcd)."""
     backend = _torchrun_value(command, environment, "rdzv-backend")
     text = _torchrun_value(command, environment, "rdzv-endpoint")
-    if backend != "c10d" or not text:
-        return None
+    return endpoint_of(text) if backend in _BACKENDS and text else None
+
+
+def endpoint_of(text: str) -> Endpoint:
+    """Read a rendezvous endpoint as torchrun does."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not host:  # a bare host, a bare [IPv6] address
         return Endpoint(text.strip("[]"), _C10D_PORT)

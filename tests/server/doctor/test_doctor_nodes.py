@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.models.fake_checkpoint import write_checkpoint, write_safetensors
+from tests.support.service.namespaces import close_ports, other_version
 from tests.support.service.real_service import WIDEEP
 
 pytestmark = pytest.mark.slow
@@ -95,10 +96,7 @@ def test_another_checkpoint_other_libraries_and_a_wrong_interface_are_named_on_b
 ) -> None:
     models = [str(write_checkpoint(tmp_path / name, **CONFIG)) for name in ("one", "two")]
     write_safetensors(Path(models[1]) / "model.safetensors", {"w": [3, 3]})
-    faked = tmp_path / "other" / "transformers-5.18.0.dist-info"  # found before the real one's
-    faked.mkdir(parents=True)
-    (faked / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.18.0\n")
-    other = {"PYTHONPATH": str(faked.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    other = {"PYTHONPATH": str(other_version("transformers", "5.18.0", tmp_path)), "GLOO_SOCKET_IFNAME": "lo"}
     with doctors(namespaces, [[models[0]], [models[1]]], [{}, other]) as running:
         for result in results(running):
             said = {
@@ -137,16 +135,6 @@ def test_the_endpoints_node_that_does_not_come_is_named_within_seconds(namespace
             f"wideep doctor: trying to reach the endpoint: nothing listens at {ENDPOINT}; start the"
         )
         assert time.monotonic() - begun_s < WAIT_S / 2
-
-
-def close_ports(namespace: str, ports: str) -> None:
-    """Let a node drop what comes to these ports, as a firewall does: by a rule before that of its own addresses."""
-    for words in (
-        "add pref 100 lookup local",
-        "del pref 0",
-        f"add pref 10 iif veth0 ipproto tcp dport {ports} blackhole",
-    ):
-        subprocess.run(["ip", "-n", namespace, "rule", *words.split()], check=True, timeout=10)
 
 
 def test_a_firewall_before_the_endpoint_is_named(namespaces: list[str]) -> None:

@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from server.doctor import equal
-from server.doctor.equal import compare, facts_to_compare, file_digests, source_digest
+from server.doctor.equal import compare, driver_version, facts_to_compare, file_digests, source_digest
 from server.doctor.report import Check, CheckStatus
+from server.process.preflight.device import Gpu, GpuFacts
 from server.process.preflight.model import PreflightError
 from tests.support.models.fake_checkpoint import write_checkpoint, write_safetensors
 
 NODES = ["a", "b", "c"]
+GPUS = {
+    "set of GPUs": "8 x NVIDIA H200",
+    "NCCL": "2.28.9",
+    "torch's CUDA": "13.0",
+    "NVIDIA driver": "580.95.05",
+}
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -25,6 +32,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     return {
         "versions": versions,
         "processor": "EPYC",
+        "gpus": GPUS,
         "files": {"config.json": "aa", "model.safetensors": "bb"},
         "key": None,
         **changes,
@@ -38,7 +46,15 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 def test_equal_nodes_are_green() -> None:
     found = by_name(compare(NODES, [facts(), facts(), facts()]))
     assert {check.status for check in found.values()} == {CheckStatus.OK}
+    assert found["equal GPUs"].text == (
+        "on all 3 nodes: set of GPUs 8 x NVIDIA H200, NCCL 2.28.9, torch's CUDA 13.0, NVIDIA driver 580.95.05"
+    )
     assert found["checkpoints"].text == "equal on all 3 nodes: 2 files, by size, header and samples"
+
+
+def test_nodes_without_gpus_say_nothing_of_them() -> None:
+    none = facts(gpus=dict.fromkeys(GPUS, ""))
+    assert "equal GPUs" not in by_name(compare(NODES, [none] * 3))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +93,25 @@ def test_equal_nodes_are_green() -> None:
             CheckStatus.FAILURE,
             "none on a and 1 more, key 0123... on c",
         ),
+        (
+            facts(gpus={**GPUS, "NCCL": "2.27.5"}),
+            "equal GPUs",
+            CheckStatus.FAILURE,
+            "NCCL is 2.28.9 on a and 1 more, 2.27.5 on c: install the same torch",
+        ),
+        (
+            facts(gpus={**GPUS, "set of GPUs": "8 x NVIDIA H100"}),
+            "equal GPUs",
+            CheckStatus.WARNING,
+            "set of GPUs is 8 x NVIDIA H200 on a and 1 more, 8 x NVIDIA H100 on c",
+        ),
+        (
+            facts(gpus={**GPUS, "NVIDIA driver": "570.1"}),
+            "equal GPUs",
+            CheckStatus.WARNING,
+            "NVIDIA driver is 580.95.05 on a and 1 more, 570.1 on c",
+        ),
+        (facts(gpus=dict.fromkeys(GPUS, "")), "equal GPUs", CheckStatus.FAILURE, "none on c"),
         (facts(processor="Xeon"), "processors", CheckStatus.WARNING, "EPYC on a and 1 more, Xeon on c"),
     ],
 )
@@ -106,6 +141,18 @@ def test_a_checkpoint_with_other_numbers_has_another_digest(tmp_path: Path) -> N
 def test_a_checkpoint_without_weights_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match=r"has no \.safetensors weights"):
         facts_to_compare(tmp_path, None)
+
+
+def test_what_was_found_of_gpus_is_told() -> None:
+    gpu = Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=1, total_bytes=2)
+    found = GpuFacts(devices=(gpu, gpu), built_for="13.0", nccl="2.28.9")
+    told = facts_to_compare(None, None, found)["gpus"]
+    assert told == {
+        "set of GPUs": "2 x NVIDIA H200",
+        "NCCL": "2.28.9",
+        "torch's CUDA": "13.0",
+        "NVIDIA driver": driver_version(),
+    }
 
 
 def test_another_source_is_another_version(tmp_path: Path) -> None:

@@ -226,6 +226,17 @@ def test_ranks_that_cannot_serve_alone_are_said_to_wait(browser: Chromium, servi
 
 
 @needs_chromium
+def test_what_ranks_wait_for_is_a_sentence(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2)
+    browser.open(service.url)
+    browser.wait_for("document.getElementById('waits').innerText !== ''")
+    assert text(browser, "waits") == (
+        "Ranks wait for others 25.0 % of their steps' time: busier experts elsewhere 15.0 %, other things 5.0 %, "
+        "a prompt elsewhere 4.0 %, longer contexts elsewhere 1.0 %."
+    )
+
+
+@needs_chromium
 def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: DashboardService) -> None:
     service.answer = load_answer(2, 8, 2)
     now = service.throughput["now"]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.front.router import EXPECTED_OUTPUT_TOKENS, PREFIX_CHUNK_TOKENS, SESSION_ROOM_TOKENS, Router
+from server.front.routers import RoundRobin
 
 LONG = list(range(10 * PREFIX_CHUNK_TOKENS))
 
@@ -67,6 +68,15 @@ def test_equal_load_is_spread_over_the_ranks() -> None:
         router.retire(str(number))
         picked.append(rank)
     assert sorted(picked) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_round_robin_takes_one_rank_after_the_other_of_those_that_are_there_and_moves_nothing() -> None:
+    router = RoundRobin(3)
+    router.admit("busy", 0, list(range(900)), 100)
+    assert [router.pick([1]) for _ in range(4)] == [0, 1, 2, 0]
+    router.leave(1)
+    assert [router.pick([1]) for _ in range(4)] == [0, 2, 0, 2]
+    assert router.plan_moves({}.__getitem__) == {}
 
 
 def test_with_equal_load_the_longest_known_prefix_decides() -> None:

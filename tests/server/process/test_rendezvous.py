@@ -9,9 +9,9 @@ from typing import NamedTuple
 import pytest
 
 from dispatch.ports import free_port
+from server.doctor.meeting import Endpoint
 from server.process.store import rendezvous
 from server.process.store.rendezvous import (
-    Endpoint,
     Place,
     PlaceError,
     find_agent,
@@ -72,6 +72,7 @@ C10D = ["torchrun", "--rdzv-backend", "c10d"]
     [
         ([*C10D, "--rdzv-endpoint", "head:29400"], {}, Endpoint("head", 29400)),
         ([*C10D, "--rdzv_endpoint=head:1"], {}, Endpoint("head", 1)),
+        (["torchrun", "--rdzv-backend=wideep", "--rdzv-endpoint=head:1"], {}, Endpoint("head", 1)),
         ([*C10D, "--rdzv-endpoint=head"], {}, Endpoint("head", 29400)),
         ([*C10D, "--rdzv-endpoint=[fe80::1]:7"], {}, Endpoint("fe80::1", 7)),
         (C10D, {"PET_RDZV_ENDPOINT": "head:2"}, Endpoint("head", 2)),

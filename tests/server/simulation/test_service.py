@@ -13,6 +13,7 @@ from expert_placement.config import EplbConfig
 from scheduler.policy.skipping import SkippingScheduler
 from server.front.routers import ROUTERS
 from server.options.table import ROUTER_NAMES
+from server.simulation import service
 from server.simulation.experts import ExpertBalance, ExpertLoads, ExpertModel, generated_loads
 from server.simulation.figures import SimulationReport, Slo, causes_of
 from server.simulation.measured import MeasuredTimes
@@ -69,9 +70,9 @@ def _service(
     )
 
 
-def _run(trace: Sequence[TracedRequest], service: SimulatedService) -> SimulationReport:
-    report = service.run(iter(trace)).report(SLO)
-    assert service.num_held_blocks == 0, "every block comes back"
+def _run(trace: Sequence[TracedRequest], simulated: SimulatedService) -> SimulationReport:
+    report = simulated.run(iter(trace)).report(SLO)
+    assert simulated.num_held_blocks == 0, "every block comes back"
     return report
 
 
@@ -114,13 +115,28 @@ def test_a_preemption_is_refused_where_prefixes_are_not_remembered() -> None:
         _run(_growing(), _service(2, "prefix", scarce, has_shared_prefixes=False))
 
 
-def test_runs_with_preemptions_hits_and_refusals_are_among_those_compared() -> None:
+def test_runs_with_preemptions_hits_moves_and_refusals_are_among_those_compared() -> None:
     report = _run(_trace(2, 24, mean_gap_s=0.15), _service(2, "prefix"))
     assert report.prefix_hit_rate > 0.05
+    assert report.num_request_moves > 0
     assert report.num_refused == 1
     assert report.busy_share < 1, "ranks slept at times"
     scarce = LIMITS._replace(num_blocks=130, max_num_seqs=16)
     assert _run(_growing(), _service(2, "prefix", scarce)).num_preemptions > 0
+
+
+def test_what_waits_is_moved_to_ranks_with_room_and_begins_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ttft_ms() -> tuple[float, int]:
+        reports = [_run(_trace(seed, 60), _service(4, "prefix")) for seed in (1, 2, 3)]
+        assert all(report.num_requests == 60 for report in reports)
+        return sum(r.ttft_ms["mean"] for r in reports), sum(r.num_request_moves for r in reports)
+
+    moved_ms, num_moves = ttft_ms()
+    monkeypatch.setattr(service, "MOVE_EVERY_S", float("inf"))
+    stays_ms, none = ttft_ms()
+    assert num_moves > 10
+    assert none == 0
+    assert moved_ms < 0.9 * stays_ms
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7])

@@ -1,8 +1,12 @@
-"""Asks a service from inside a network namespace, and sets the namespace's link. The fixture `namespaces` makes them."""
+"""Nodes of tests: asks a service from inside a network namespace, sets its link and its firewall, fakes another version of a package.
+
+The fixture `namespaces` makes them.
+"""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 _ASK = """
@@ -29,3 +33,21 @@ def members(namespace: str, url: str) -> list[int]:
 def set_link(namespace: str, *words: str) -> None:
     """Say to `ip link` what becomes of the namespace's interface."""
     subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", *words], check=True, timeout=10)
+
+
+def close_ports(namespace: str, ports: str) -> None:
+    """Let a node drop what comes to these ports, as a firewall does: by a rule before that of its own addresses."""
+    for words in (
+        "add pref 100 lookup local",
+        "del pref 0",
+        f"add pref 10 iif veth0 ipproto tcp dport {ports} blackhole",
+    ):
+        subprocess.run(["ip", "-n", namespace, "rule", *words.split()], check=True, timeout=10)
+
+
+def other_version(package: str, version: str, directory: Path) -> Path:
+    """Make a folder for PYTHONPATH in which a package has another version, found before the real one's."""
+    faked = directory / "other" / f"{package}-{version}.dist-info"
+    faked.mkdir(parents=True)
+    (faked / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return faked.parent
