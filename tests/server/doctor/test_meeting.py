@@ -131,7 +131,7 @@ def test_a_stranger_at_the_endpoint_disturbs_nobody() -> None:
             b'{"stage": "x", "value": 1}\n',
             b"",
         ):
-            with subject._connect(place, float("inf"), quiet) as stranger:
+            with subject.connect(place, float("inf"), quiet) as stranger:
                 stranger.sendall(content)
         with meet(place, 2, "b", timeout_s=TIMEOUT_S, say=quiet), first.result(TIMEOUT_S) as met:
             assert met.names == ["a", "b"]
