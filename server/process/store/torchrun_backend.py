@@ -29,6 +29,15 @@ JOIN_S = 600  # c10d's own default of join_timeout
 _LOOK_S = 0.5
 
 
+class _Backend(C10dRendezvousBackend):
+    """c10d's state in the store, under the name that torchrun has asked for."""
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return "wideep"
+
+
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Return c10d's handler, once the endpoint can be reached.
 
@@ -38,12 +47,12 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     has_others = params.min_nodes > 1
     if has_others and not _has_endpoint(params):
         _await_endpoint(params)
-    backend, store = create_backend(params)
+    _, store = create_backend(params)
     if has_others:
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-        watched = C10dRendezvousBackend(own, params.run_id)
+        watched = _Backend(own, params.run_id)
         threading.Thread(target=_name_those_here, args=(watched, params.min_nodes), daemon=True).start()
-    return create_handler(store, backend, params)
+    return create_handler(store, _Backend(store, params.run_id), params)
 
 
 def _has_endpoint(params: RendezvousParameters) -> bool:

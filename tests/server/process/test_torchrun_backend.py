@@ -1,7 +1,6 @@
 """torchrun's rendezvous backend `wideep`: whoever waits says for whom, in whatever order nodes come; then it is c10d's."""
 
 import concurrent.futures
-from importlib.metadata import entry_points
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
@@ -9,8 +8,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
 )
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-import wideep
 from dispatch.ports import free_port
 from server.process.store import torchrun_backend
 from tests.support.service.service_processes import wait_until
@@ -70,7 +69,6 @@ def test_a_node_alone_waits_for_nobody() -> None:
 
 
 def test_torchrun_finds_it_by_our_entry_point() -> None:
-    (found,) = entry_points(group="torchrun.handlers", name="wideep")
-    assert found.load() is wideep.rendezvous_handler
-    handler = wideep.rendezvous_handler()(RendezvousParameters("wideep", "localhost:0", "two", 1, 1))
-    assert handler.get_run_id() == "two"
+    handler = get_rendezvous_handler(RendezvousParameters("wideep", "localhost:0", "two", 1, 1))
+    assert (handler.get_backend(), handler.get_run_id()) == ("wideep", "two")
+    assert handler.next_rendezvous().world_size == 1
