@@ -90,8 +90,8 @@ def torchrun(node: ModuleType, command: NodeCommand, key: Path) -> list[str]:
 
 
 def options_of(words: list[str]) -> Options:
-    """The options of a command line that has `wideep` in it."""
-    return options_from(parser().parse_args(words[words.index("wideep") + 1 :]), {})
+    """The options of a command line that runs `wideep`, behind a torchrun or not."""
+    return options_from(parser().parse_args(words[len(words) - words[::-1].index("wideep") :]), {})
 
 
 @pytest.mark.parametrize("recipe", NODES)
