@@ -133,6 +133,18 @@ def has_ended(child: Child) -> bool:
     return bool(select.select([child.pidfd], [], [], 0)[0])
 
 
+def is_gone(pid: int) -> bool:
+    """Return whether a process that need not be our child has ended, reaped or not."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
+
+
 def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
     """Ask children to end, kill those that have not after `grace_s`, and reap all of them."""
     living = {child.pidfd: child for child in children}

@@ -13,7 +13,7 @@ from server.lines import say
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import StopSignals, kill_if_it_stays
+from server.process.children import StopSignals, is_gone, kill_if_it_stays
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
@@ -80,7 +80,7 @@ def run_worker(
 def _clear_after_serve(environment: Mapping[str, str]) -> None:
     """Remove the folder of a `wideep serve` that was killed before it could."""
     pid, _, directory = environment.get(UNDER_SERVE, "").partition(" ")
-    if directory and not Path(f"/proc/{pid}").exists():
+    if directory and is_gone(int(pid)):
         shutil.rmtree(directory, ignore_errors=True)
 
 
