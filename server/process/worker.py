@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from server.doctor.machine import problems_at_start, say_problems
 from server.lines import say
