@@ -322,7 +322,7 @@ def test_nobody_joins_a_service_that_misses_nobody(namespaces: list[str], tmp_pa
         assert members(namespaces[ENDPOINT_NODE]) == [0, 1]
 
 
-def with_another_checkpoint(directory: Path, namespace: str) -> dict[str, str]:
+def with_another_checkpoint(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
     shutil.copytree(directory / "tiny", directory / "changed")
     weights = directory / "changed" / "model.safetensors"
     content = weights.read_bytes()
@@ -330,19 +330,21 @@ def with_another_checkpoint(directory: Path, namespace: str) -> dict[str, str]:
     return {str(directory / "tiny"): str(directory / "changed")}
 
 
-def with_a_wrong_interface(directory: Path, namespace: str) -> dict[str, str]:
+def with_a_wrong_interface(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
     write_files(directory, name="other", interface="lo")
     return {str(directory / "wideep"): str(directory / "other")}
 
 
-def with_other_versions(directory: Path, namespace: str) -> dict[str, str]:
+def with_other_versions(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
     packages = other_version("transformers", "5.18.0", directory)
     write_files(directory, name="older", packages=str(packages))
     return {str(directory / "wideep"): str(directory / "older")}
 
 
-def with_closed_ports(directory: Path, namespace: str) -> dict[str, str]:
-    close_ports(namespace, "32768-60999")
+def with_closed_ports(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
+    close_ports(
+        namespaces[ENDPOINT_NODE], "32768-60999"
+    )  # where it is answered, too; the store's port is open
     return {}
 
 
@@ -353,15 +355,15 @@ def with_closed_ports(directory: Path, namespace: str) -> dict[str, str]:
         (with_another_checkpoint, "the nodes have different checkpoints: model.safetensors"),
         (with_a_wrong_interface, "set GLOO_SOCKET_IFNAME=veth0"),
         (with_other_versions, "5.18.0 on "),
-        (with_closed_ports, "on veth0: 10.213.7.1 port"),
+        (with_closed_ports, "on veth0: 10.213.7.2 port"),
     ],
 )
 def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_that_names_it(
-    namespaces: list[str], tmp_path: Path, change: Callable[[Path, str], dict[str, str]], says: str
+    namespaces: list[str], tmp_path: Path, change: Callable[[Path, Sequence[str]], dict[str, str]], says: str
 ) -> None:
     write_files(tmp_path)
     commands = torchruns(namespaces, tmp_path)
-    instead = change(tmp_path, namespaces[OTHER_NODE])
+    instead = change(tmp_path, namespaces)
     commands[OTHER_NODE] = [instead.get(word, word) for word in commands[OTHER_NODE]]
     with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
         for process in service.processes:
