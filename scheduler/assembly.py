@@ -42,6 +42,7 @@ from scheduler.policy.config import (
     why_no_compiler,
 )
 from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
 from scheduler.step.lockstep import Doorbell, describe_modes
@@ -56,7 +57,7 @@ from scheduler.step.parts import (
 )
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
-from scheduler.step.sizing import STATES_OF_ONE, CacheSize, cache_size
+from scheduler.step.sizing import CacheSize, cache_size
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 
 ORDER_MARGIN_S = 60.0  # that a rank waits longer for an order than the front does for a rank to come back

@@ -24,6 +24,7 @@ from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import (
     FinishReason,
     ForgetPrefixes,
@@ -32,8 +33,7 @@ from scheduler.policy.request import (
     RequestOutput,
     Withdraw,
 )
-from scheduler.policy.scheduler import Scheduler, StepBatch
-from scheduler.policy.sequence import SequenceStatus
+from scheduler.policy.scheduler import Scheduler
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
@@ -283,7 +283,7 @@ class Engine:
         self._note_step(batch, time.perf_counter() - begun_s, agreement)
         self._planned = None
         outputs += self._scheduler.commit(batch, *sampled)
-        outputs += _begun(batch)
+        outputs += batch.begun
         on_step(outputs, self._stats(batch.num_tokens))
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
@@ -403,14 +403,3 @@ class Engine:
         if drafter is not None:
             stats["drafts"] = drafter.counts
         return RankStats(rank=self._rank, step=self.step, num_step_tokens=num_step_tokens, **stats)
-
-
-def _begun(batch: StepBatch) -> list[RequestOutput]:
-    """Tell of a prompt that is half done, which yields nothing yet, that its request has begun."""
-    return [
-        RequestOutput(request_id=item.sequence.request.request_id, token_ids=[])
-        for item in batch.items[-1:]
-        if not item.samples
-        and item.sequence.num_delivered_tokens == 0
-        and item.sequence.status is SequenceStatus.RUNNING
-    ]

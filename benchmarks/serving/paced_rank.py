@@ -88,6 +88,8 @@ class PacedRank:
             num_blocks=NUM_BLOCKS,
             block_tokens=BLOCK_TOKENS,
             max_num_seqs=1 << 12,
+            max_num_batched_tokens=1 << 12,
+            device="cpu",
             num_restarts=num_restarts,
         )
         self.link = RankLink(address, token, facts, self)

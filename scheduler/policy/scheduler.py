@@ -12,7 +12,8 @@ from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
-from kvcache.states import StatePiece, StatePool
+from kvcache.states import StatePool
+from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.limits import check_limits, why_unservable
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.roster import Roster
@@ -22,37 +23,6 @@ from scheduler.policy.tables import BlockTables
 
 class DuplicateRequestError(ValueError):
     """A request id that is being served already."""
-
-
-class Scheduled(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence; `samples`: the last of them yields the next token."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-    pieces: Series[StatePiece] = ()  # the states between them, where the model keeps any
-    drafts: Series[
-        int
-    ] = ()  # the last of the tokens, which are tried: each of them and the one before samples
-
-    @property
-    def num_samples(self) -> int:
-        """Tokens that it samples."""
-        return (1 + len(self.drafts)) * self.samples
-
-    @property
-    def end(self) -> int:
-        """Position after the last token to run, which is the sampled token's position."""
-        return self.start + self.num_tokens
-
-
-class StepBatch(NamedTuple):
-    """One step's work: decodes first, then prefills, the most urgent first."""
-
-    items: list[Scheduled]
-    num_tokens: int
-    num_prefill_tokens: int
 
 
 class NextStep(NamedTuple):

@@ -6,8 +6,9 @@ may do more is asked of the policy's own state; what cannot be known beforehand 
 flight) is never skipped. A service does not skip. Rejected: a second, simpler policy for simulations, which would be another one.
 """
 
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Logprobs, RequestOutput
-from scheduler.policy.scheduler import Scheduler, StepBatch
+from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.sequence import Sequence
 
 

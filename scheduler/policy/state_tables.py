@@ -13,10 +13,16 @@ from collections.abc import Sequence as Series
 
 from kvcache.blocks import BlockPool
 from kvcache.states import NO_STATE, Beginning, StatePiece, StatePool
+from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.sequence import Sequence, SequenceStates
 
-PROMISED = 2  # slots of a sequence that runs and drafts nothing
+STATES_OF_ONE = 2  # slots of a sequence that runs: the state that a step reads, and the one that it writes
 STRIDE = 512  # tokens between snapshots within a prompt
+
+
+def fewest_states(*, num_drafts: int, keeps_snapshots: bool) -> int:
+    """Slots with which any sequence runs, if it is alone: its own, and the snapshot that it may begin with."""
+    return STATES_OF_ONE + num_drafts + keeps_snapshots
 
 
 class StateTables:
@@ -25,8 +31,16 @@ class StateTables:
     def __init__(
         self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool, num_drafts: int = 0
     ) -> None:
+        """Take over a pool.
+
+        Raises:
+            SchedulerLimitsError: it is too small for some sequence.
+        """
+        fewest = fewest_states(num_drafts=num_drafts, keeps_snapshots=keeps_snapshots)
+        if pool.num_slots < fewest:
+            raise SchedulerLimitsError(f"there are {pool.num_slots} state slots; one request needs {fewest}")
         self._pool, self._blocks, self._keeps_snapshots = pool, blocks, keeps_snapshots
-        self._promised = PROMISED + num_drafts
+        self._promised = STATES_OF_ONE + num_drafts
 
     def find(self, matched: Series[int]) -> Beginning:
         """Look for the newest snapshot of a prefix, whose cached blocks are `matched`."""

@@ -19,7 +19,7 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
 from scheduler.drafts.drafter import Drafter, MadeDrafts
-from scheduler.policy.scheduler import StepBatch
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.sequence import DraftedContext, Sequence, SequenceStatus, TokenContext
 from scheduler.sampling.sampler import Sampler
 

@@ -12,8 +12,8 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
+from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import Logprobs
-from scheduler.policy.scheduler import Scheduled, StepBatch
 from scheduler.policy.sequence import DraftedContext, TokenContext
 from scheduler.sampling.sampler import Sampled, Sampler
 from scheduler.step.draft_passes import DraftPasses

@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 from attention.gpu.limits import EXPANDED_BYTES, score_bytes, scratch_bytes
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+from scheduler.policy.state_tables import STATES_OF_ONE, fewest_states
 
-# Slots of a sequence that runs: the state that a step reads, and the one that it writes. One more for each draft that it tries.
-STATES_OF_ONE = 2
 SNAPSHOTS_PER_SEQUENCE = 4  # that are kept at most, beside those
 _FOR_SNAPSHOTS = " (one is a snapshot for later requests: --mamba-cache-mode none does without)"
 WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
@@ -111,7 +110,7 @@ def cache_size(
     state_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
     states, left = 0, kv_cache_bytes
     if state_bytes:
-        fewest = STATES_OF_ONE + num_drafts + has_snapshots
+        fewest = fewest_states(num_drafts=num_drafts, keeps_snapshots=has_snapshots)
         wanted = (
             max_num_seqs * (STATES_OF_ONE + num_drafts)
             + has_snapshots * SNAPSHOTS_PER_SEQUENCE * max_num_seqs

@@ -1,7 +1,8 @@
 """Gives each request to a rank: the one with the least work to do before the request's first token.
 
 That work is the rank's outstanding tokens plus the part of the prompt it does not hold already, so with equal load
-the longest known prefix decides, and a long prefix is worth a short queue. The idea of weighing cached prefix against
+the longest known prefix decides, and a long prefix is worth a short queue. Where a rank's seats are taken, one must become free
+first: the steps until then count as tokens, too. The idea of weighing cached prefix against
 load in tokens is Mooncake's (arXiv 2407.00079) and Preble's (arXiv 2407.00023). Requests of one session go where its last
 one went, while that rank serves and has not much more to do than the others: then its prefix is there even where a new
 turn rewrites the old ones.
@@ -17,7 +18,6 @@ load never reuses a conversation's prefix; consistent hashing, which ignores loa
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,10 @@ SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
 MOVE_GAIN_TOKENS = 512  # that a request must have less before it elsewhere, so that it does not go to and fro
 MAX_MOVES = 3  # of one request
 EXPECTED_OUTPUT_TOKENS = 256  # most of what max_tokens is charged: its default is the whole context
+STEP_PROMPT_TOKENS = (
+    16  # of a prompt, that weigh as much as a step in which all who run get a token; measured: docs/LOG.md
+)
+_MANY_SEATS = 1 << 40  # of a rank that has not said how many it has
 
 
 @dataclass(slots=True)
@@ -61,13 +65,6 @@ class _Room:
     tokens: int  # of prompts, that its free blocks hold
 
 
-class _Size(NamedTuple):
-    """What a rank is made for."""
-
-    seats: int  # requests that it runs at once
-    block_tokens: int
-
-
 class Router:
     """Remembers the ranks' outstanding tokens and which prefixes they have seen."""
 
@@ -75,9 +72,11 @@ class Router:
         assert num_ranks >= 1, "a service has at least one rank"
         self._outstanding = np.zeros(num_ranks, dtype=np.int64)
         self._num_admitted = np.zeros(num_ranks, dtype=np.int64)
+        self._num_open = np.zeros(num_ranks, dtype=np.int64)
+        self._seats = np.full(num_ranks, _MANY_SEATS)  # as far as ranks have said
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._loads: dict[str, _Load] = {}  # in order of arrival
-        self._sizes: dict[int, _Size] = {}  # of ranks that have said it
+        self._block_tokens: dict[int, int] = {}  # of ranks that have said it
         self._stats: dict[int, RankStats] = {}  # likewise, the last
         # Chain hash of a prefix -> ranks that have seen it -> how many requests brought it there.
         self._holders: OrderedDict[int, dict[int, int]] = OrderedDict()
@@ -116,17 +115,17 @@ class Router:
             session: that the request belongs to; "": to none.
             untold: [ranks] tokens that ranks have delivered and `progress` was not told of yet; None: there are none.
         """
-        left = self._outstanding if untold is None else self._outstanding - untold
+        left = self._outstanding + self._seat_tokens(self._num_open)
+        if untold is not None:
+            left -= untold
         ranks = np.flatnonzero(self._is_available)
         own = self._sessions.get(session) if session else None
         if own is not None and self._is_available[own]:
             least = left[ranks].min()
             if left[own] <= SESSION_SHARE * least + SESSION_ROOM_TOKENS:
                 return own
-        if held := self._held_tokens(prompt_ids):
-            left = left.copy()
-            for rank, num_tokens in held.items():
-                left[rank] -= num_tokens
+        for rank, num_tokens in self._held_tokens(prompt_ids).items():
+            left[rank] -= num_tokens
         left = left[ranks]
         ranks = ranks[left == left.min()]
         return int(ranks[self._num_admitted[ranks].argmin()])
@@ -157,6 +156,7 @@ class Router:
         )
         self._loads[request_id] = load
         self._outstanding[rank] += load.num_tokens
+        self._num_open[rank] += 1
         self._num_admitted[rank] += 1
         if session:
             self._sessions[session] = rank
@@ -185,6 +185,7 @@ class Router:
         load = self._loads.pop(request_id, None)
         if load is not None:
             self._outstanding[load.rank] -= load.num_tokens
+            self._num_open[load.rank] -= 1
 
     def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> int | None:
         """Note that a request's rank has given it back, and has seen of its prompt only what others brought there.
@@ -208,7 +209,7 @@ class Router:
 
     def note_size(self, rank: int, *, seats: int, block_tokens: int) -> None:
         """Take how many requests a rank runs at once, and the size of its blocks."""
-        self._sizes[rank] = _Size(seats, block_tokens)
+        self._seats[rank], self._block_tokens[rank] = seats, block_tokens
 
     def note_stats(self, stats: RankStats) -> None:
         """Take a rank's state after a step."""
@@ -217,9 +218,9 @@ class Router:
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
         """Choose requests that wait at one rank while another could begin with them at once, the most urgent first.
 
-        Each must have MOVE_GAIN_TOKENS less before it there, what both ranks hold of its prompt counted in. Its own rank is
-        to be asked for it: it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not chosen again, and its
-        place is kept for it.
+        Each must have MOVE_GAIN_TOKENS less before it there, with the seats and what both ranks hold of its prompt counted in.
+        Its own rank is to be asked for it: it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not
+        chosen again, and its place is kept for it.
 
         Args:
             prompt_of: a request's tokens, by id.
@@ -235,20 +236,24 @@ class Router:
             return {}
         waiting = self._in_order_of_begin(crowded)
         # What stands before a request: of ranks with room all that they have to do, of the others what does not wait, at first.
-        before = self._outstanding.tolist()
+        before, num_before = self._outstanding.copy(), self._num_open.copy()
         for _, load in waiting:
             before[load.rank] -= load.num_tokens
+            num_before[load.rank] -= 1
         moves: dict[str, int] = {}
         for request_id, load in waiting:
             if load.target is not None:
                 continue
-            target = self._better_rank(load, prompt_of(request_id), rooms, before)
+            left = before + self._seat_tokens(num_before)
+            target = self._better_rank(load, prompt_of(request_id), rooms, left)
             if target is None:
                 before[load.rank] += load.num_tokens
+                num_before[load.rank] += 1
                 continue
             load.target = target
             moves[request_id] = load.rank
             before[target] += load.num_tokens
+            num_before[target] += 1
             rooms[target].seats -= 1
             rooms[target].tokens -= load.prompt_tokens
         return moves
@@ -265,7 +270,7 @@ class Router:
         return sorted(waiting, key=lambda each: places[each[0]])
 
     def _better_rank(
-        self, load: _Load, prompt_ids: Sequence[int], rooms: Mapping[int, _Room], before: Sequence[int]
+        self, load: _Load, prompt_ids: Sequence[int], rooms: Mapping[int, _Room], before: np.ndarray
     ) -> int | None:
         """Return the rank where a request that waits would begin soonest, if it gains enough; None: it stays."""
         fitting = [
@@ -283,17 +288,28 @@ class Router:
         """The ranks on which nobody waits, with what they could begin beside what they were given or are to be given."""
         rooms = {}
         for rank, stats in sorted(self._stats.items()):
-            size = self._sizes.get(rank)
-            if size is not None and self._is_available[rank] and not stats.num_waiting:
+            block_tokens = self._block_tokens.get(rank)
+            if block_tokens is not None and self._is_available[rank] and not stats.num_waiting:
                 # One block stays free for everybody who runs, as the rank's scheduler has it.
                 free_blocks = stats.num_free_blocks - stats.num_running - 1
-                rooms[rank] = _Room(size.seats - stats.num_running, free_blocks * size.block_tokens)
+                rooms[rank] = _Room(int(self._seats[rank]) - stats.num_running, free_blocks * block_tokens)
         for load in self._loads.values():
             rank = load.rank if load.target is None else load.target
             if load.waits and rank in rooms:
                 rooms[rank].seats -= 1
                 rooms[rank].tokens -= load.prompt_tokens
         return rooms
+
+    def _seat_tokens(self, num_before: np.ndarray) -> np.ndarray:
+        """Count what the wait for a seat weighs on each rank, in tokens: of the requests that run, one ends every
+        EXPECTED_OUTPUT_TOKENS / seats steps.
+
+        Args:
+            num_before: [ranks] requests before the one that wants it.
+        """
+        num_ends = np.maximum(num_before + 1 - self._seats, 0)
+        tokens: np.ndarray = num_ends * EXPECTED_OUTPUT_TOKENS * STEP_PROMPT_TOKENS // self._seats
+        return tokens
 
     def _held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
         """Count the tokens of the prompt's longest prefix that a rank has seen, for ranks that have seen any."""

@@ -76,6 +76,8 @@ class RankFacts:
     num_blocks: int
     block_tokens: int
     max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str  # as `EngineConfig` has it
     num_restarts: int = 0  # of this rank's engine; 0: it started with the service
     served: Served | None = None  # None: this engine has not been attached before
     restartable_in_s: float = (

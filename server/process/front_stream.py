@@ -70,6 +70,8 @@ class FrontStream:
             num_blocks=built.num_blocks,
             block_tokens=built.runner.step.block_tokens,
             max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            device=config.device,
             num_restarts=num_restarts_of(environment),
             restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
             node=environment.get(NODE_VARIABLE, ""),

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import RequestOutput
-from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.skipping import SkippingScheduler
 from scheduler.step.lockstep import Agreement
@@ -93,17 +93,12 @@ class SimulatedRank:
         return Rows(batch.num_prefill_tokens, num_decodes + len(self.taken), attended, of_prompts)
 
     def commit(self, step: int) -> list[RequestOutput]:
-        """Take the planned step's tokens; every request samples its own number. As in the engine, a prompt that is half done is told of."""
+        """Take the planned step's tokens; every request samples its own number."""
         assert self._batch is not None, "a step is planned before it is committed"
         batch, self._batch = self._batch, None
         self.done_step = step
         tokens = [answer_token(item.sequence.request.request_id) for item in batch.items if item.samples]
-        outputs = self.scheduler.commit(batch, tokens, [None] * len(tokens))
-        half_done = [item for item in batch.items[-1:] if not item.samples]
-        begun = [
-            RequestOutput(request_id=item.sequence.request.request_id, token_ids=[]) for item in half_done
-        ]
-        return [*outputs, *begun]
+        return [*self.scheduler.commit(batch, tokens, [None] * len(tokens)), *batch.begun]
 
     def catch_up(self, step: int, told: Callable[[str, int], None]) -> list[RequestOutput]:
         """Take the plain steps up to this one, this one included.

@@ -163,7 +163,7 @@ def from_service(
     served = asked.served
     options = options_from_keywords("demo", served, environment={})
     num_ranks = options.data_parallel_size or int(info["dp_size"])
-    batched = options.max_num_batched_tokens or DEFAULT_LIMITS["cpu"][1]
+    batched = options.max_num_batched_tokens or int(info["chunked_prefill_size"])
     seqs = options.max_num_seqs or int(info["max_running_requests"]) // num_served
     longest = options.max_model_len or int(info["context_length"])
     block_tokens = int(info["page_size"] or BLOCK_TOKENS)
@@ -178,6 +178,7 @@ def from_service(
             max_model_len=longest,
             enable_prefix_caching=options.enable_prefix_caching,
             target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
+            is_paced=info["device"] == "cpu" or options.target_itl_ms is not None,
         ),
         times=times,
         experts=ExpertModel(int(load["num_layers"]), int(load["num_experts"]), 1, 1 << 20),

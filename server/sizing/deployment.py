@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvcache.paged_cache import BLOCK_TOKENS
-from scheduler.step.sizing import STATES_OF_ONE
+from scheduler.policy.state_tables import STATES_OF_ONE
 from server.options.table import Options
 from server.process.preflight.device import DEFAULT_LIMITS
 from server.sizing.devices import Device

@@ -21,8 +21,8 @@ from benchmarks.gpu.ranks.parity import COMPILED, compiler_of, is_eager
 from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import Assembled, assemble
+from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import SamplingParams
-from scheduler.policy.scheduler import Scheduled, StepBatch
 from scheduler.step.runner import fill_step
 
 _BATCHES, _CONTEXT = (1, 32, 128, 256), 2048

@@ -27,8 +27,8 @@ from benchmarks.gpu.ranks.models import (
 from benchmarks.gpu.results import Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.assembly import assemble
+from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import SamplingParams
-from scheduler.policy.scheduler import Scheduled, StepBatch
 
 _CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3

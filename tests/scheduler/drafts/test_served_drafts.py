@@ -11,8 +11,8 @@ from benchmarks.models.foreseeing import foresee
 from scheduler.assembly import Assembled
 from scheduler.drafts.drafter import Drafter
 from scheduler.drafts.pays import StepCosts
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.config import DispatchMode
-from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.sampling.sampler import Sampled

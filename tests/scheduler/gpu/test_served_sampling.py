@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Logprobs, Structure, TokenBias
-from scheduler.policy.scheduler import StepBatch
 from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary

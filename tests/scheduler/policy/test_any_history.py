@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
         pool = BlockPool(num_blocks, block_tokens)
-        states = None if num_states is None else StatePool(num_states + num_drafts)
+        states = None if num_states is None else StatePool(num_states + num_drafts + caching)
         self.guesses = Guesses(num_drafts, seed=num_blocks) if num_drafts else None
         scheduler = Scheduler(
             pool,

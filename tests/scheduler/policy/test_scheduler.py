@@ -9,9 +9,10 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.prefix import PrefixIndex
+from kvcache.states import StatePool
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import FinishReason
-from scheduler.policy.scheduler import DuplicateRequestError
+from scheduler.policy.scheduler import DuplicateRequestError, Scheduler
 from scheduler.policy.sequence import Sequence
 from tests.support.engines.policy_cases import rank_of, request_of, step
 from tests.support.models.fake_model import VOCABULARY, serve_alone
@@ -92,6 +93,17 @@ def test_the_first_token_says_how_long_the_request_had_waited_to_be_started() ->
 def test_impossible_limits_are_refused_by_name(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(SchedulerLimitsError, match=message):
         rank_of(**limits)
+
+
+def test_fewer_state_slots_than_a_request_needs_beside_the_snapshot_that_it_begins_with_are_refused() -> None:
+    with pytest.raises(SchedulerLimitsError, match="there are 2 state slots; one request needs 3"):
+        Scheduler(
+            BlockPool(4, 4),
+            max_num_seqs=1,
+            max_num_batched_tokens=4,
+            max_model_len=8,
+            states=StatePool(2),
+        )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_sglang_s_clients_find_the_server_s_capacity(front: FrontProcess) -> Non
     assert [rank["dp_rank"] for rank in ranks] == [0, 1]
     assert server["max_total_num_tokens"] == sum(rank["max_total_num_tokens"] for rank in ranks) > 0
     assert server["max_running_requests"] == sum(rank["max_running_requests"] for rank in ranks) > 0
-    assert server["page_size"] > 0
+    assert server["page_size"] > 0 and server["chunked_prefill_size"] > 0 and server["device"] == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def test_nothing_moves_between_ranks_that_are_alike() -> None:
 
 def test_a_small_gain_moves_nothing() -> None:
     router, prompts = crowded(1)
+    for rank in (0, 1):
+        router.note_size(rank, seats=SEATS * 100, block_tokens=BLOCK_TOKENS)  # it waits for blocks
     before_it = router.outstanding_tokens[0] - 300 - 256
     router.admit("there", 1, [7] * 10, 10)
     router.begin("there")
@@ -95,7 +97,7 @@ def test_a_small_gain_moves_nothing() -> None:
 
 
 def test_a_prefix_that_is_held_where_it_waits_keeps_a_request_and_one_held_elsewhere_draws_it() -> None:
-    shared = list(range(40 * PREFIX_CHUNK_TOKENS))
+    shared = list(range(48 * PREFIX_CHUNK_TOKENS))
 
     def planned(holder: int) -> dict[str, int]:
         router, prompts = crowded(0)
@@ -110,7 +112,7 @@ def test_a_prefix_that_is_held_where_it_waits_keeps_a_request_and_one_held_elsew
 
 
 def test_what_waits_behind_a_request_is_not_before_it() -> None:
-    shared = list(range(40 * PREFIX_CHUNK_TOKENS))
+    shared = list(range(48 * PREFIX_CHUNK_TOKENS))
     router, prompts = crowded(0, prompt_tokens=10)
     router.admit("before", 0, shared, 1)
     router.retire("before")
@@ -129,7 +131,7 @@ def test_a_key_s_flood_leaves_another_key_a_place_elsewhere_too() -> None:
 
 
 def test_the_router_of_fewest_tokens_knows_no_prefixes_in_moves_either() -> None:
-    router, shared = FewestTokens(2), list(range(40 * PREFIX_CHUNK_TOKENS))
+    router, shared = FewestTokens(2), list(range(48 * PREFIX_CHUNK_TOKENS))
     router.admit("before", 0, shared, 1)
     router.retire("before")
     router.admit("running", 0, [1] * 900, 10)
@@ -187,8 +189,6 @@ class CrowdedDesk(Desk):
     def __init__(self, names: str = "abcd", *, num_ranks: int = 2) -> None:
         super().__init__(num_ranks=num_ranks)
         self.requests._who_asks = lambda: Asker(session="s")
-        for rank in range(num_ranks):
-            self.router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
         params = SamplingParams(max_tokens=256)
         self.answers = {
             name: self.requests.open(
@@ -206,6 +206,8 @@ class CrowdedDesk(Desk):
         self.home = self.rank_of(names[0])
         self.other = (self.home + 1) % num_ranks
         assert {self.rank_of(name) for name in names} == {self.home}
+        for rank in range(num_ranks):
+            self.router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
         for name in names[:SEATS]:
             self.deliver(name)  # it has begun
         self.requests.note_stats(stats_of(self.other))

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.front.router import EXPECTED_OUTPUT_TOKENS, PREFIX_CHUNK_TOKENS, SESSION_ROOM_TOKENS, Router
+from server.front.router import (
+    EXPECTED_OUTPUT_TOKENS,
+    PREFIX_CHUNK_TOKENS,
+    SESSION_ROOM_TOKENS,
+    STEP_PROMPT_TOKENS,
+    Router,
+)
 from server.front.routers import RoundRobin
 
 LONG = list(range(10 * PREFIX_CHUNK_TOKENS))
@@ -97,6 +103,31 @@ def test_a_prefix_is_worth_a_queue_as_long_as_itself_and_no_longer() -> None:
     assert router.pick(LONG) == 0
     router.admit("longer", 0, [7] * 20, 1)
     assert router.pick(LONG) == 1
+
+
+def test_a_wait_for_a_seat_costs_as_many_tokens_as_run_until_enough_requests_have_ended() -> None:
+    router, until_one_ends = Router(2), EXPECTED_OUTPUT_TOKENS // 2 * STEP_PROMPT_TOKENS
+    for rank in (0, 1):
+        router.note_size(rank, seats=2, block_tokens=16)
+    for name in "ab":
+        router.admit(name, 0, [ord(name)] * 10, 1)
+    router.admit("long", 1, [1] * (22 + until_one_ends - 1), 0)
+    assert router.pick([2]) == 1, "it has more tokens to run, and a seat"
+    router.admit("longer", 0, [2] * 300, 0)
+    router.admit("another", 1, [3] * 300, 0)
+    assert router.pick([2]) == 1, "one must end there, and two at the other"
+    router.retire("a")
+    assert router.pick([2]) == 0, "one must end at each"
+
+
+def test_a_session_leaves_a_rank_where_it_would_wait_long_for_a_seat() -> None:
+    router = Router(2)
+    router.note_size(1, seats=2, block_tokens=16)
+    for name in "ab":
+        router.admit(name, 1, [1], 1, "s")
+    assert router.pick([2], "s") == 1
+    router.admit("c", 1, [1], 1, "s")
+    assert router.pick([2], "s") == 0
 
 
 def test_a_default_max_tokens_does_not_look_like_work() -> None:

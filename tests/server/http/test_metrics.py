@@ -93,8 +93,9 @@ def metrics() -> Metrics:
     """Metrics of two ranks; rank 0 has attached, and one exchange ended."""
     made = Metrics("m", 2)
     facts = RankFacts(
-        rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4
-    )
+        rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4,
+        max_num_batched_tokens=64, device="cpu",
+    )  # fmt: skip
     made.note_rank(facts, enable_prefix_caching=True)
     made.http.note(ended_exchange())
     return made

@@ -40,8 +40,9 @@ TOKENS: tuple[list[int], ...] = ([], [5], [5, 2**32 - 1])
 ENTRIES: tuple[list[Logprobs], ...] = ([], [ENTRY, ENTRY])
 PLACEMENT = linear_placement(3, 5, 2).with_version(9)
 FACTS = RankFacts(
-    rank=0, world_size=2, host="hôte", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
-)
+    rank=0, world_size=2, host="hôte", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4,
+    max_num_batched_tokens=64, device="cpu",
+)  # fmt: skip
 REPORT = PlacementReport(
     rank=1, version=3, state=MoveState.FAILED, reason="why", cause=Cause.CHECK_SUM, seconds=0.1
 )

@@ -35,8 +35,9 @@ from server.link.ranks import Ranks
 from server.link.seal import MAC_BYTES, NONCE_KEY
 
 FACTS = RankFacts(
-    rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4
-)
+    rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4,
+    max_num_batched_tokens=64, device="cpu",
+)  # fmt: skip
 STATS = RankStats(
     rank=0,
     step=3,

@@ -164,6 +164,7 @@ def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
     info = {
         "served_model_name": "m", "dp_size": 2, "context_length": 512, "page_size": 16,
         "max_total_num_tokens": 4096, "max_running_requests": max_running,
+        "chunked_prefill_size": 96, "device": "cpu",
     }  # fmt: skip
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -194,7 +195,9 @@ def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> N
     assert cost.total_s == pytest.approx(0.011 + 3 * 0.002 + 100 * 0.0001), (
         "what came before the watch is left out"
     )
-    assert (subject.num_ranks, subject.limits.num_blocks, subject.limits.max_num_seqs) == (2, 128, 8)
+    limits = subject.limits
+    assert (subject.num_ranks, limits.num_blocks, limits.max_num_seqs) == (2, 128, 8)
+    assert (limits.max_num_batched_tokens, limits.is_paced) == (96, True)
     assert len(slept) == 3
 
 

@@ -1,8 +1,9 @@
 """Requests and ranks for tests of the local scheduler."""
 
 from kvcache.blocks import BlockPool
+from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Request, SamplingParams
-from scheduler.policy.scheduler import Scheduler, StepBatch
+from scheduler.policy.scheduler import Scheduler
 from tests.support.models.fake_model import VOCABULARY, FakeRank
 
 BLOCK_TOKENS = 4

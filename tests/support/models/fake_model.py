@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from kvcache.blocks import BlockPool
 from kvcache.states import NO_STATE, StatePool
+from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
-from scheduler.policy.scheduler import Scheduled, Scheduler, StepBatch
+from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.sequence import Sequence, SequenceStatus
 
 VOCABULARY = 7
