@@ -62,7 +62,8 @@ class Machines:
             "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
             "tini": 'shift\nexec "$@"',
             "python3": f'exec {sys.executable} "$@"',
-            "scontrol": "".join(f"echo 10.213.7.{at + 1}\n" for at in range(len(namespaces))),
+            "scontrol": "".join(f"echo 10.213.7.{at + 1}\n" for at in range(len(namespaces)))
+            + "seq 20000",  # more than a pipe holds: who reads the first line only breaks it
         }
         (directory / "bin").mkdir()
         for name, lines in programs.items():
@@ -138,6 +139,7 @@ class Machines:
         here = self.namespaces[0]
 
         def do_serve() -> bool:
+            service.check_runs()
             return ask(here, "GET", f"{URL}/health") is not None and members(here, URL) == ranks
 
         wait_until(do_serve, service.output, within_s=within_s)

@@ -66,9 +66,13 @@ class RealService:
         wait_until(self._is_ready, lambda: f"the service did not come up:\n{self.output()}", within_s=START_S)
         return self
 
-    def _is_ready(self) -> bool:
+    def check_runs(self) -> None:
+        """Fail where a command has ended."""
         ended = [process.returncode for process in self.processes if process.poll() is not None]
         assert not ended, f"ended with {ended}:\n{self.output()}"
+
+    def _is_ready(self) -> bool:
+        self.check_runs()
         try:
             return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
         except httpx.TransportError:
