@@ -7,6 +7,7 @@ its own: where one of them hides a package of ours, the names below raise an err
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
     "ServiceLostError",
 ]
 INTERRUPTED = 130  # as shells have it: 128 and SIGINT's number
+PIPE_CLOSED = 141  # 128 and SIGPIPE's number
 _ROOT = Path(__file__).resolve().parent
 
 
@@ -64,9 +66,17 @@ def _create_rendezvous(params: Any) -> Any:
 
 
 def main() -> int:
-    """Run `wideep` with the process's arguments and return the exit status; Ctrl-C that no command takes is 130."""
+    """Run `wideep` with the process's arguments and return the exit status.
+
+    Ctrl-C that no command handles is 130. A reader that closed our output, as `| head` does, is 141.
+    """
     try:
-        return _run()
+        status = _run()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return PIPE_CLOSED
     except KeyboardInterrupt:
         print(file=sys.stderr)  # after the terminal's ^C
         return INTERRUPTED

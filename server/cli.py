@@ -18,10 +18,12 @@ from typing import Any, NoReturn
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
 from server.clients.bench.flags import add_bench_parser
 from server.clients.experts.cli import add_experts_parser
+from server.clients.url_flag import add_url
 from server.doctor.flags import add_doctor_parser, check_doctor_arguments
 from server.lines import say, write_lines_as
 from server.options.completion import SHELLS, completion_script
 from server.options.flag import OptionsError
+from server.options.help import HelpAction
 from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
@@ -183,15 +185,19 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         help="serve a model on this machine",
         description="Serve a model on this machine: check it, start the ranks, say when they answer, end them.",
         epilog=_SERVE_EXAMPLE,
+        add_help=False,
     )
     worker = commands.add_parser(
         "worker",
         help="one rank of a service on several nodes, started by your torchrun",
         description="Run one rank of a service on several nodes. torchrun starts it, once per device.",
         epilog=_WORKER_EXAMPLE,
+        add_help=False,
     )
     engine = commands.add_parser("engine", description="One rank's engine; started by `wideep worker`.")
     front = commands.add_parser("front", description="HTTP and router; started by `wideep worker`.")
+    for command in (serve, worker):
+        command.add_argument("-h", "--help", action=HelpAction)
     for command in (serve, worker, engine, front):
         command.usage = f"{command.prog} [MODEL] [FLAGS]"
         add_options(command)
@@ -208,13 +214,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         description="Talk to a served model.",
         epilog=_CHAT_EXAMPLE,
     )
-    chat.add_argument(
-        "url",
-        nargs="?",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="the service, or unix:PATH of its --uds (default: %(default)s)",
-    )
+    add_url(chat)
     chat.add_argument(
         "--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)"
     )

@@ -184,7 +184,9 @@ def _converse(client: ChatClient) -> None:
             continue
         if question in ("/quit", "/exit"):
             return
-        if question == "/reset":
+        if question == "/help":
+            print(_HELP)
+        elif question == "/reset":
             client.reset()
             print("(a new conversation)")
         elif question.startswith("/") and "\n" not in question:

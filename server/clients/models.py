@@ -8,6 +8,7 @@ import transformers
 from transformers.utils import logging
 
 from moe.survey import SupportStatus, moe_types, survey
+from server.options.reading import nearest
 
 
 def run_models(args: argparse.Namespace) -> int:
@@ -19,8 +20,9 @@ def run_models(args: argparse.Namespace) -> int:
     known = moe_types()
     unknown = sorted(set(args.types) - set(known))
     if unknown:
+        named = ", ".join(f"{name}{nearest(name, known)}" for name in unknown)
         print(
-            f"wideep models: {', '.join(unknown)}: transformers {transformers.__version__} has no such type with experts; "
+            f"wideep models: {named}: transformers {transformers.__version__} has no such type with experts; "
             f"`wideep models` lists all {len(known)}",
             file=sys.stderr,
         )

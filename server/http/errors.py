@@ -4,8 +4,9 @@ Errors are raised, and answered, in many places (validation, keys, limits, route
 the path alone says whose client is waiting, so the shape is chosen here, when the response is sent.
 """
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +21,24 @@ from server.http.routes import refusal
 
 ANTHROPIC_PATH = "/v1/messages"  # below it errors have Anthropic's shape
 OLLAMA_PATH = "/api/"  # likewise Ollama's
+_SHOWN_CHARACTERS = 200  # of a path in a message
+_DEFAULT_DETAIL = {404: "Not Found", 405: "Method Not Allowed"}  # Starlette's own words
+_GENERATES = "serves text generation only"
+_NO_ADAPTERS = "does not serve LoRA adapters; merge one into the weights and serve the result"
+# Endpoints of OpenAI, vLLM, SGLang and Ollama that clients ask for, by the beginnings of their paths.
+_NOT_SERVED = {
+    **dict.fromkeys(
+        (
+            "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/score", "/v1/score", "/pooling", "/classify",
+            "/v1/audio", "/v1/images", "/v1/videos", "/v1/moderations", "/v1/realtime", "/v1/fine_tuning", "/encode",
+        ),
+        _GENERATES,
+    ),
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"), _NO_ADAPTERS
+    ),
+    **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores"), "has no assistants; use /v1/responses"),
+}  # fmt: skip
 
 
 class ErrorResponse(Response):
@@ -64,10 +83,29 @@ async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
     return ErrorResponse(refusal(first, first["loc"][1:]))  # without "query"
 
 
-async def _on_http_error(_: HttpRequest, error: Exception) -> Response:
+async def _on_http_error(request: HttpRequest, error: Exception) -> Response:
     """A path or method that does not exist."""
     assert isinstance(error, HTTPException), error
-    return ErrorResponse(ApiError(error.status_code, str(error.detail), headers=error.headers))
+    path, detail = route_path(request.scope), str(error.detail)
+    if error.status_code == 404 and detail == _DEFAULT_DETAIL[404]:
+        detail = _why_not_found(path, [str(getattr(route, "path", "")) for route in request.app.routes])
+    elif error.status_code == 405 and detail == _DEFAULT_DETAIL[405]:
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        detail = f"{path[:_SHOWN_CHARACTERS]} does not support {request.method}; it supports {allowed}."
+    return ErrorResponse(ApiError(error.status_code, detail, headers=error.headers))
+
+
+def _why_not_found(path: str, known: Sequence[str]) -> str:
+    """Say that a path does not exist: why, or which one is like it."""
+    shown = path[:_SHOWN_CHARACTERS]
+    for beginning, what in _NOT_SERVED.items():
+        if path.startswith(beginning):
+            return f"{shown} is not available: WideEP {what}."
+    if len(path) > _SHOWN_CHARACTERS:
+        return f"There is no endpoint {shown}...; GET /docs lists the endpoints."
+    alike = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    question = f" Did you mean {alike[0]}?" if alike else ""
+    return f"There is no endpoint {shown}.{question} GET /docs lists the endpoints."
 
 
 async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:

@@ -221,7 +221,7 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             _take_part(ours, flag, said[flag.name])
         elif flag.becomes:
             _take_alias(ours, flag, said[flag.name])
-    notes += [judge(flag, said[flag.name], {**said, **ours}) for flag in foreign if not flag.becomes]
+    notes += _judge_all([flag for flag in foreign if not flag.becomes], {**said, **ours})
     for option in OPTIONS:
         given, declared = ours.get(option.keyword), option.flag
         if isinstance(given, str) and given in declared.taken_as:
@@ -229,6 +229,25 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if given.lower() != value:
                 notes.append(f"{declared.name} {given} is taken as {value}: {declared.taken_because}")
     return ours, notes
+
+
+def _judge_all(foreign: Sequence[ForeignFlag], said: Mapping[str, Any]) -> list[str]:
+    """Return a line for each flag that changes nothing.
+
+    Raises:
+        OptionsError: naming every flag that is not supported, so that one run shows them all.
+    """
+    notes, refusals = [], []
+    for flag in foreign:
+        try:
+            notes.append(judge(flag, said[flag.name], said))
+        except OptionsError as error:
+            refusals.append(str(error))
+    if len(refusals) > 1:
+        raise OptionsError("\n  ".join([f"{len(refusals)} flags are not supported:", *refusals]))
+    if refusals:
+        raise OptionsError(refusals[0])
+    return notes
 
 
 def _take_part(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:

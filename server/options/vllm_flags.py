@@ -63,9 +63,9 @@ def _names_our_backend(given: Any, _said: Said) -> bool:
 
 
 _MODEL = (
-    *refused(
-        "code that comes with a checkpoint is never run; the model must be of a type that the installed transformers "
-        "knows (`wideep models` lists them): leave it out",
+    *harmless(
+        "code that comes with a checkpoint is never run; the start rejects a model whose type the installed transformers "
+        "does not know (`wideep models` lists the types)",
         switches="--trust-remote-code",
     ),
     *harmless("no code of a checkpoint is run", values="--code-revision"),

@@ -60,4 +60,5 @@ def why_unknown(left: Sequence[str], command: str, own: Iterable[str] = ()) -> s
         return f"{left[0]!r} is one word too many; `{command} --help` says what it takes"
     name = flag.partition("=")[0]
     question = nearest(name, list(own)) or nearest(name, known_words())
-    return f"{name} is no flag of `{command}`{question}; `{command} --help` lists them"
+    listed = f"{command} --help" if own else f"{command} --help=all"
+    return f"{name} is no flag of `{command}`{question}; `{listed}` lists them"

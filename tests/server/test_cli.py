@@ -1,3 +1,4 @@
+import shlex
 import signal
 import subprocess
 import sys
@@ -6,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import main
+from server.cli import build_parser, main
+from server.options.help import group_words
 from server.roots import WIDEEP_COMMAND
 
 
@@ -33,8 +35,33 @@ def test_help_of_a_command_groups_its_flags_and_has_an_example(
         main([command, "--help"])
     text = capsys.readouterr().out
     assert text.startswith(f"usage: wideep {command} [MODEL] [FLAGS]\n")
+    for part in ("common flags:", "--data-parallel-size", f"wideep {command} --help=limits", "example"):
+        assert part in text
+    assert text.count("\n") < 90, "only the common flags"
+    with pytest.raises(SystemExit):
+        main([command, "--help=all"])
+    text = capsys.readouterr().out
     for group in ("HTTP endpoint:", "ranks:", "limits:", "memory:", "example", "%"):
         assert group in text
+
+
+@pytest.mark.parametrize("topic", [*group_words(), "max_num_seqs", "eplb"])
+def test_help_shows_a_group_or_the_flags_whose_names_contain_a_word(
+    topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", f"--help={topic}"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and "common flags" not in text
+    if topic == "eplb":
+        assert "--enable-eplb" in text and "--eplb-config" in text and "--port" not in text
+
+
+def test_help_on_an_unknown_topic_names_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help", "nothing"])
+    assert caught.value.code == 2
+    assert "the groups are model, http, tools" in capsys.readouterr().err
 
 
 def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +72,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
 def test_abbreviated_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--max-model", "3"]) == 2
     assert capsys.readouterr().err == (
-        "wideep serve: --max-model is no flag of `wideep serve` (did you mean --max-model-len?); `wideep serve --help` "
+        "wideep serve: --max-model is no flag of `wideep serve` (did you mean --max-model-len?); `wideep serve --help=all` "
         "lists them\n"
     )
 
@@ -93,10 +120,10 @@ def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_fir
     seconds = []
     for _ in range(3):  # the quickest tells of the program, the others of the machine
         begun_s = time.monotonic()
-        answer = run("serve", "m", "--tensor_parallel_size=1", "--trust-remote-code")
+        answer = run("serve", "m", "--tensor_parallel_size=1", "--enable-lora")
         seconds.append(time.monotonic() - begun_s)
     assert min(seconds) < 1
-    assert answer.returncode == 2 and answer.stderr.startswith("wideep serve: --trust-remote-code: code that")
+    assert answer.returncode == 2 and answer.stderr.startswith("wideep serve: --enable-lora: adapters")
     answer = run("serve", "/no/such/model", "-tp", "1")
     first, second = answer.stderr.splitlines()
     assert first.startswith("wideep serve: --tensor-parallel-size 1 changes nothing: ")
@@ -116,6 +143,20 @@ def test_ctrl_c_while_a_command_works_ends_it_without_a_traceback() -> None:
         models.send_signal(signal.SIGINT)
         _, said = models.communicate(timeout=30)
     assert (models.returncode, said) == (130, "\n")
+
+
+def test_a_reader_that_closes_our_output_gets_no_traceback() -> None:
+    command = f"{shlex.join([*WIDEEP_COMMAND, 'size', '--published'])} | true; echo ${{PIPESTATUS[0]}}"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (answer.stdout, answer.stderr) == ("141\n", "")
+
+
+@pytest.mark.parametrize("command", [("chat",), ("bench",), ("experts", "load"), ("experts", "history")])
+def test_a_url_is_a_word_or_a_flag(command: tuple[str, ...]) -> None:
+    parser = build_parser()
+    assert parser.parse_args([*command, "http://a:1"]).url == "http://a:1"
+    assert parser.parse_args([*command, "--url", "http://a:1"]).url == "http://a:1"
+    assert parser.parse_args([*command]).url == "http://127.0.0.1:8000"
 
 
 def test_version_is_shown() -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from server.clients.url_flag import add_url
 from server.options.flag import OptionsError
 
 OBJECTIVES = ("ttft", "tpot", "e2e")  # that --slo may name, in milliseconds
@@ -78,6 +79,12 @@ class BenchOptions:
         """Whether prompts are cut to a number of tokens."""
         return self.trace is not None or self.prompt_tokens is not None
 
+    @property
+    def cuts_while_measuring(self) -> bool:
+        """Whether the service tokenizes the prompts of chats during the measurement: their number is not known before."""
+        is_open_ended = self.load is Load.CONCURRENCY and self.duration_s is not None and self.num_requests is None
+        return is_open_ended and self.is_chat and self.is_cut and self.tokenizer is None
+
 
 def add_bench_parser(commands: Any) -> None:
     """Add `bench` to the command line's parser."""
@@ -88,13 +95,7 @@ def add_bench_parser(commands: Any) -> None:
         epilog=_EXAMPLES,
     )
     bench.usage = "wideep bench [URL] [FLAGS]"
-    bench.add_argument(
-        "url",
-        nargs="?",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-        help="the service, or unix:PATH of its socket (default: %(default)s)",
-    )
+    add_url(bench)
     add = bench.add_argument
     add("--model", metavar="NAME", help="which served model (default: the first)")
     add("--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)")
@@ -199,7 +200,6 @@ def bench_options_from(args: argparse.Namespace) -> BenchOptions:
     """
     load, levels = _levels(args)
     _check_lengths(args)
-    _check_prompts_in_time(args, load)
     _check_files(args)
     if "@" in args.url.rpartition("://")[2].partition("/")[0]:
         raise OptionsError("a name or a password in the URL is not sent; give the key with --api-key")
@@ -284,17 +284,6 @@ def _check_lengths(args: argparse.Namespace) -> None:
     elif args.tokenizer is not None and args.prompts is not None and args.prompt_tokens is None:
         raise OptionsError(
             "--tokenizer cuts prompts; those of --prompts are sent whole without --prompt-tokens"
-        )
-
-
-def _check_prompts_in_time(args: argparse.Namespace, load: Load) -> None:
-    """Refuse a load whose prompts the service would have to make while it is measured."""
-    is_open_ended = load is Load.CONCURRENCY and args.duration is not None and args.num_requests is None
-    is_whole = args.prompts is not None and args.prompt_tokens is None and args.trace is None
-    if is_open_ended and args.endpoint == "chat" and args.tokenizer is None and not is_whole:
-        raise OptionsError(
-            "--duration alone does not say how many prompts to make before the load, and to cut one for a chat the service "
-            "would be asked while it is measured; give --num-requests as well, --tokenizer DIRECTORY, or --endpoint completions"
         )
 
 

@@ -50,6 +50,7 @@ from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
 from server.interrupts import run_interruptibly, terminate_as_interrupt
+from server.lines import say
 from server.options.flag import OptionsError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
@@ -194,6 +195,12 @@ def _sweep(bench: _Bench, api_key: str | None) -> tuple[list[LevelResult], str]:
     """
     results: list[LevelResult] = []
     _print(bench.options, f"wideep bench: {bench.title}")
+    if bench.options.cuts_while_measuring:
+        say(
+            "wideep bench: with --duration alone the service tokenizes each prompt during the measurement; --num-requests or "
+            "--tokenizer DIRECTORY prepares them before",
+            error=True, level="info",
+        )  # fmt: skip
     for value in bench.options.levels:
         try:
             result = _measure(bench, value, api_key)

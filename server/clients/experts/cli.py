@@ -7,6 +7,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from server.clients.url_flag import add_url
+
 _LOADS_HELP = (
     "recorded loads in order of time: SGLang's expert distribution JSON ('logical_count'), 'load_history' JSON, "
     "or .npz with 'load'; [layers, experts] or [windows, layers, experts]"
@@ -151,13 +153,7 @@ def _add_live_verbs(verbs: Any) -> None:
         "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
     )
     for parser in (load, record):
-        parser.add_argument(
-            "url",
-            nargs="?",
-            default="http://127.0.0.1:8000",
-            metavar="URL",
-            help="the service, or unix:PATH of its --uds (default: %(default)s)",
-        )
+        add_url(parser)
 
 
 def _add_change_verbs(verbs: Any) -> None:
@@ -192,13 +188,7 @@ def _add_change_verbs(verbs: Any) -> None:
     )
     for parser in (apply, rollback, history):
         parser.add_argument("--json", action="store_true", help="print JSON")
-        parser.add_argument(
-            "url",
-            nargs="?",
-            default="http://127.0.0.1:8000",
-            metavar="URL",
-            help="the service, or unix:PATH of its --uds (default: %(default)s)",
-        )
+        add_url(parser)
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:

@@ -110,8 +110,12 @@ def test_parameters_of_path_and_query_come_too() -> None:
         ({"content": b"null"}, 400, "The body is missing."),
         ({"headers": {}}, 400, "not announced as JSON"),
         ({"headers": {"content-type": "text/json"}}, 400, "not announced as JSON"),
-        ({"method": "PUT"}, 405, "Method Not Allowed"),
-        ({"path": "/y"}, 404, "Not Found"),
+        ({"method": "PUT"}, 405, "/x does not support PUT; it supports POST."),
+        ({"path": "/y"}, 404, "There is no endpoint /y. GET /docs lists the endpoints."),
+        ({"path": "/namd/{name}"}, 404, "Did you mean /named/{name}?"),
+        ({"path": "/" + "y" * 5000}, 404, "There is no endpoint /" + "y" * 199 + "..."),
+        ({"path": "/v1/embeddings"}, 404, "/v1/embeddings is not available: WideEP serves text generation only."),
+        ({"path": "/v1/load_lora_adapter"}, 404, "does not serve LoRA adapters"),
     ],
 )
 def test_what_is_wrong_is_refused(change: dict[str, Any], status: int, words: str) -> None:

@@ -94,7 +94,8 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
         (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto changes nothing"),
         (["--block-size", "16"], "--block-size 16 changes nothing: a block has 16 tokens"),
         (["--load-format=safetensors"], "--load-format safetensors changes nothing"),
-        (["--no-trust-remote-code"], "--no-trust-remote-code changes nothing: it is off"),
+        (["--no-trust-remote-code"], "--no-trust-remote-code changes nothing: code that comes with a checkpoint"),
+        (["--trust-remote-code"], "--trust-remote-code changes nothing: code that comes with a checkpoint is never"),
         (["--enable-expert-parallel"], "--enable-expert-parallel changes nothing: experts are always"),
         (["--dtype", "half"], "--dtype half is taken as bfloat16: weights are kept"),
         (
@@ -118,7 +119,9 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["--trust-remote-code"], "--trust-remote-code: code that comes with a checkpoint is never run"),
+        (["--enable-lora"], "--enable-lora: adapters are not served"),
+        (["--enable-lora", "-tp", "8"], "2 flags are not supported:\n  --enable-lora: adapters"),
+        (["--enable-lora", "-tp", "8"], "\n  --tensor-parallel-size 8: attention"),
         (["-tp", "8"], "--tensor-parallel-size 8: attention runs data-parallel"),
         (["-tp", "8"], "say --data-parallel-size 8"),
         (["-pp", "2"], "--pipeline-parallel-size 2: layers are not split"),
@@ -193,8 +196,8 @@ def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
 def test_keywords_of_scripts_are_judged_alike() -> None:
     options = options_from_keywords("m", {"tensor_parallel_size": 1, "enable_chunked_prefill": True}, {})
     assert options == options_from_keywords("m", {}, {})
-    with pytest.raises(OptionsError, match="--trust-remote-code: code that comes"):
-        options_from_keywords("m", {"trust_remote_code": True}, {})
+    with pytest.raises(OptionsError, match="--enable-lora: adapters"):
+        options_from_keywords("m", {"enable_lora": True}, {})
     with pytest.raises(OptionsError, match=r"'max_model_lens' is no option \(did you mean max_model_len\?\)"):
         options_from_keywords("m", {"max_model_lens": 8}, {})
 
@@ -206,7 +209,7 @@ def test_keywords_of_scripts_are_judged_alike() -> None:
         (["--max-model", "3"], "--max-model is no flag of `wideep serve` (did you mean --max-model-len?)"),
         (
             ["3", "--frobnicate=1"],
-            "--frobnicate is no flag of `wideep serve`; `wideep serve --help` lists them",
+            "--frobnicate is no flag of `wideep serve`; `wideep serve --help=all` lists them",
         ),
         (["b"], "'b' is one word too many"),
     ],
@@ -242,7 +245,7 @@ def test_a_file_of_options_stands_behind_the_command_line(tmp_path: Path) -> Non
     "text, complaint",
     [
         ("max-model-length: 3", "'max-model-length' is no option (did you mean max_model_len?)"),
-        ("trust-remote-code: true", "--trust-remote-code: code that comes"),
+        ("enable-lora: true", "--enable-lora: adapters"),
         ("- port", "is no mapping; give lines such as"),
         ("port: [", "is not YAML"),
         ("config: other.yaml", "names another file"),

@@ -264,7 +264,9 @@ def test_the_root_says_what_ollama_says(front: FrontProcess, method: str) -> Non
 
 
 def test_what_ollama_has_no_shape_for_is_a_text_too(front: FrontProcess) -> None:
-    assert front.post("/api/other", json={"model": "x"}).json() == {"error": "Not Found"}
+    assert front.post("/api/other", json={"model": "x"}).json() == {
+        "error": "There is no endpoint /api/other. GET /docs lists the endpoints."
+    }
     assert ask(front, "/api/chat", {}).json()["done_reason"] == "load"
     refused = front.post("/api/chat", content="{", headers=front.headers)
     assert refused.status_code == 400 and "not valid JSON" in refused.json()["error"]

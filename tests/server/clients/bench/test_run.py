@@ -284,7 +284,6 @@ BROKEN_TRACE = (
         ),
         (["--concurrency", ""], 2, "--concurrency is ''; give numbers above 0"),
         (["--slo", "ttft:1,ttft:2"], 2, "ttft is given twice"),
-        (["--concurrency", "2", "--duration", "5"], 2, "--duration alone does not say how many prompts"),
         (
             ["--prompts", "TRACE", "--tokenizer", "x"],
             2,
