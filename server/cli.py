@@ -20,7 +20,7 @@ from server.clients.bench.flags import add_bench_parser
 from server.clients.experts.cli import add_experts_parser
 from server.clients.url_flag import add_url
 from server.doctor.flags import add_doctor_parser, check_doctor_arguments
-from server.lines import say, write_lines_as
+from server.lines import say, write_lines_as, write_times
 from server.options.completion import SHELLS, completion_script
 from server.options.flag import OptionsError
 from server.options.help import HelpAction
@@ -140,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_doctor(args)
         options = options_from(args)
         write_lines_as(options.log.format)
+        if args.command != "serve":
+            write_times()
         _say_notes(args)
         return _run_service(args, options)
     except (OptionsError, RootError) as error:
@@ -303,6 +305,9 @@ def _run_models(args: argparse.Namespace) -> int:
 
 
 def _run_size(args: argparse.Namespace) -> int:
+    from server.sizing.inputs import resolve_inputs
+
+    args = resolve_inputs(args)
     from server.sizing.size import run_size
 
     return run_size(args)
@@ -346,6 +351,11 @@ def _run_experts(args: argparse.Namespace) -> int:
 
 
 def _run_simulate(args: argparse.Namespace) -> int:
+    from server.sizing.inputs import resolve_inputs
+
+    if not args.trace.is_file():
+        raise OptionsError(f"the trace {args.trace} is not a file")
+    args = resolve_inputs(args)
     from server.simulation.run import run_simulate
 
     return run_simulate(args)
@@ -372,6 +382,7 @@ def _run_trial() -> int:
 def _run_launcher(arguments: list[str]) -> NoReturn:
     from server.process.launcher import run_launcher
 
+    write_times()
     status = run_launcher(arguments)
     sys.stdout.flush()
     os._exit(status)  # nothing is left to do, and taking torch down takes a busy machine seconds

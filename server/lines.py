@@ -17,6 +17,9 @@ from types import TracebackType
 from typing import TextIO
 
 FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json", else text; set by the process that has read the options
+TIMES_VARIABLE = (
+    "WIDEEP_LOG_TIMES"  # set in processes of a service: their lines begin with the time and the level
+)
 SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set where `wideep serve` draws bars: a folder, see `process.loading`
 _ERASED = "\r\x1b[K"  # takes a bar off the terminal's last line, so that a line may stand there; it comes back below
 FIELDS = "fields"  # the attribute with what a record carries besides its message
@@ -74,13 +77,31 @@ def say(text: str, *, error: bool = False, level: str = "") -> None:
         level: of the object; "" is what `error` says.
     """
     stream = sys.stderr if error else sys.stdout
-    line = _as_json(text.strip(), level or ("error" if error else "info")) if is_json() else text
+    level = level or ("error" if error else "info")
+    line = _as_json(text.strip(), level) if is_json() else text
+    if TIMES_VARIABLE in os.environ and not is_json():
+        line = f"{stamp(time.time(), level)} {text}"
     if SCREEN_VARIABLE in os.environ and stream.isatty():
         line = _ERASED + line
     try:
-        print(line, file=stream, flush=True)
+        stream.write(f"{line}\n")  # in one write: lines of several processes do not run together
+        stream.flush()
     except OSError:
         return
+
+
+def write_times() -> None:
+    """Begin the lines of this process, and of those that it starts, with the time and the level."""
+    os.environ[TIMES_VARIABLE] = "1"
+
+
+def stamp(created: float, level: str) -> str:
+    """Return what a line of text begins with.
+
+    Args:
+        created: seconds since 1970.
+    """
+    return f"{utc(created)} {level.upper():7}"
 
 
 def write_lines_as(form: str) -> None:

@@ -13,7 +13,7 @@ from benchmarks.serving.paced_rank import TOKEN_VARIABLE
 from benchmarks.serving.processes import cpu_s
 from benchmarks.serving.service import BenchServiceError
 from server.parent_death import die_with_parent
-from server.process.serve import is_healthy
+from server.process.preflight.probe import is_healthy
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02

@@ -19,7 +19,7 @@ from dispatch.ports import free_port
 from server.clients.bench.stream import STREAMED, StreamClient
 from server.clients.connection import Connection, ServiceError
 from server.parent_death import die_with_parent
-from server.process.serve import is_healthy
+from server.process.preflight.probe import is_healthy
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

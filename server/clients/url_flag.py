@@ -11,4 +11,6 @@ def add_url(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default=argparse.SUPPRESS, metavar="URL",
         help=f"the service, or unix:PATH of its --uds (default: {DEFAULT_URL})",
     )  # fmt: skip
-    parser.add_argument("--url", dest="url", default=DEFAULT_URL, metavar="URL", help="another way to write URL")
+    parser.add_argument(
+        "--url", dest="url", default=DEFAULT_URL, metavar="URL", help="another way to write URL"
+    )

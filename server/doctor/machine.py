@@ -27,6 +27,7 @@ from server.process.preflight.checks import check_choices, check_files, check_li
 from server.process.preflight.device import Device, GpuFacts
 from server.process.preflight.memory import available_bytes, usable_cores
 from server.process.preflight.model import PreflightError, read_config, safetensors_files
+from server.process.preflight.probe import capacity_of
 from server.process.preflight.processor import why_slow
 
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
@@ -298,6 +299,11 @@ def check_http(options: Options) -> Check:
     try:
         check_listener(options)
     except (PreflightError, OptionsError) as error:
+        served = capacity_of(options)
+        if served is not None:
+            return warning(
+                "HTTP", f"a WideEP service already answers on {options.uds or f'port {options.port}'}"
+            )
         return failure("HTTP", str(error))
     where = options.uds or (
         f"{options.host} port {options.port}" if options.port else f"a free port of {options.host}"

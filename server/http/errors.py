@@ -103,7 +103,9 @@ def _why_not_found(path: str, known: Sequence[str]) -> str:
             return f"{shown} is not available: WideEP {what}."
     if len(path) > _SHOWN_CHARACTERS:
         return f"There is no endpoint {shown}...; GET /docs lists the endpoints."
-    alike = [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    alike = (
+        [f"/v1{path}"] if f"/v1{path}" in known else difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    )
     question = f" Did you mean {alike[0]}?" if alike else ""
     return f"There is no endpoint {shown}.{question} GET /docs lists the endpoints."
 

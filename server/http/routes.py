@@ -8,8 +8,9 @@ for endpoints with parameters in the path or the query.
 
 import inspect
 import json
+import logging
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -23,6 +24,8 @@ from starlette.types import Receive, Scope, Send
 from server.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
 
+_LOG = logging.getLogger("wideep.fields")
+_MOST_UNKNOWN = 100  # names per endpoint that are logged: clients choose them
 _SEEN_CHARS = 80  # of a wrong value, quoted
 _QUOTE = reprlib.Repr()  # of megabytes it looks at the ends only
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SEEN_CHARS
@@ -83,6 +86,7 @@ class ShortRoute(APIRoute):
         super().__init__(path, endpoint, **settings)
         parameters = inspect.signature(endpoint, eval_str=True).parameters
         self._call = endpoint
+        self._unknown: set[str] = set()  # fields that were logged
         self._body = parameters.get("body")
         self._request = next(
             (name for name, each in parameters.items() if each.annotation is HttpRequest), None
@@ -120,10 +124,19 @@ class ShortRoute(APIRoute):
                 raise bad_request("The body is missing.")
             return self._body.default
         try:
-            return self._schema.validate_python(value)
+            body = self._schema.validate_python(value)
         except ValidationError as error:
             found = error.errors()[0]
             raise refusal(found, found["loc"]) from error
+        self._note_unknown(getattr(body, "model_extra", None) or ())
+        return body
+
+    def _note_unknown(self, names: Iterable[str]) -> None:
+        """Log each field that the endpoint does not know, once: `temprature` is ignored, and its client cannot see that."""
+        for name in names:
+            if len(self._unknown) < _MOST_UNKNOWN and name not in self._unknown:
+                self._unknown.add(name)
+                _LOG.info("%s ignores the unknown field %s", self.path, _QUOTE.repr(name))
 
 
 class _AnyTypeRoute(ShortRoute):

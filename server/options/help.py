@@ -71,7 +71,9 @@ def _options_on(topic: str | None) -> list[Option]:
         ]
     wanted = topic.lower().replace("_", "-")
     shown = [option for option in OPTIONS if _word_of(option.flag.group) == wanted]
-    shown = shown or [option for option in OPTIONS if any(wanted in word.lower() for word in words_of(option))]
+    shown = shown or [
+        option for option in OPTIONS if any(wanted in word.lower() for word in words_of(option))
+    ]
     if not shown:
         raise OptionsError(
             f"--help={topic} is neither a group nor part of a flag's name; the groups are {', '.join(group_words())}, and "

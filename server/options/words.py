@@ -10,6 +10,8 @@ from typing import Any
 
 from server.options.reading import known_words, nearest
 
+_HELP_BY_GROUP = ("wideep serve", "wideep worker")
+
 
 def spelled(words: Sequence[str]) -> list[str]:
     """Return a command's words with dashes in the names of flags, and JSON that came key by key as one value."""
@@ -60,5 +62,5 @@ def why_unknown(left: Sequence[str], command: str, own: Iterable[str] = ()) -> s
         return f"{left[0]!r} is one word too many; `{command} --help` says what it takes"
     name = flag.partition("=")[0]
     question = nearest(name, list(own)) or nearest(name, known_words())
-    listed = f"{command} --help" if own else f"{command} --help=all"
+    listed = f"{command} --help=all" if command in _HELP_BY_GROUP else f"{command} --help"
     return f"{name} is no flag of `{command}`{question}; `{listed}` lists them"

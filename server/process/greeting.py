@@ -18,19 +18,7 @@ from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
 from server.process.preflight.memory import rank_bytes
 from server.process.preflight.model import field_of, read_config
-
-
-class Capacity(NamedTuple):
-    """What all ranks together have room for."""
-
-    kv_tokens: int
-    requests: int  # that run at once, if they are short
-    max_len: int  # of one request, in tokens
-
-
-def reachable_host(host: str) -> str:
-    """Return the address under which this machine reaches a server that listens on `host`."""
-    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+from server.process.preflight.probe import Capacity, reachable_host
 
 
 def _chat(options: Options) -> str:

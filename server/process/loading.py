@@ -20,6 +20,7 @@ from tqdm import tqdm
 from server.lines import SCREEN_VARIABLE, is_json, say
 
 IMPORTS = "torch and transformers"  # a rank's first stage, until it writes its file
+START = "the service: ranks meet, HTTP opens"  # the last stage, until /health answers
 _EVERY_S = 0.1  # between two writes of one stage
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{unit}, {elapsed}<{remaining}"
 _CLOCK = "{desc}: {elapsed}"
@@ -148,6 +149,8 @@ class LoadingScreen:
                 return
             self._ended.add(name)
             self.close()
+        if all(rank.get("facts") for rank in (self._read(rank) for rank in range(self._num_ranks))):
+            self._draw(START, _Stage(0, 1, False, False))
 
     def close(self) -> None:
         """Leave the bar as it is, above an empty line. May be called again."""

@@ -24,11 +24,10 @@ from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.process.children import Child, describe_end, stop_children
-from server.process.greeting import reachable_host
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.device import CPU_NUM_SEQS, CPU_RANKS
 from server.process.preflight.model import PreflightError
-from server.process.serve import is_healthy
+from server.process.preflight.probe import is_healthy, reachable_host
 from server.roots import WIDEEP_COMMAND
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")

@@ -5,13 +5,10 @@ Each level ends when the one above does, however that ended. Serve adopts what a
 that nothing is left when serve has ended. Rejected: torchrun as the launcher, which ends all workers when one is killed.
 """
 
-import http.client
-import json
 import math
 import os
 import select
 import signal
-import ssl
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -37,15 +34,15 @@ from server.process.children import (
     stop_children,
 )
 from server.process.error_file import absences, first_failure
-from server.process.greeting import Capacity, count, greeting, reachable_host, summary
+from server.process.greeting import count, greeting, summary
 from server.process.loading import LoadingScreen, has_screen
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
 from server.process.preflight.memory import usable_cores
 from server.process.preflight.model import PreflightError
+from server.process.preflight.probe import capacity_of, is_healthy
 from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
-from server.process.unix_socket import UnixConnection
 from server.roots import WIDEEP_COMMAND
 
 AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S
@@ -240,39 +237,3 @@ def _cause_of_end(agent: Child, failure: str | None) -> str:
     ):  # else the workers know only that the launcher is gone
         return failure
     return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
-
-
-def is_healthy(host: str, port: int, *, scheme: str = "http", uds: str | None = None) -> bool:
-    """Return whether GET /health answers 200, on a socket of the file system where there is one."""
-    return _get(host, port, "/health", scheme, uds) is not None
-
-
-def capacity_of(options: Options) -> Capacity | None:
-    """Ask a service that answers for its capacity; None: it does not say, because a rank has just been lost."""
-    content = _get(options.host, options.port, "/server_info", options.http.scheme, options.uds)
-    found = {} if content is None else json.loads(content)
-    if not found.get("max_total_num_tokens"):
-        return None
-    return Capacity(found["max_total_num_tokens"], found["max_running_requests"], found["context_length"])
-
-
-def _get(host: str, port: int, path: str, scheme: str, uds: str | None) -> bytes | None:
-    """Return what a path answers with 200; None: it answers something else, or nothing."""
-    address = (reachable_host(host), port)
-    connection: http.client.HTTPConnection
-    if uds is not None:
-        connection = UnixConnection(uds, timeout=1.0)
-    elif scheme == "http":
-        connection = http.client.HTTPConnection(*address, timeout=1.0)
-    else:  # its own certificate, for the name that clients use: nothing to check here
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(*address, timeout=1.0, context=context)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        return answer.read() if answer.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()

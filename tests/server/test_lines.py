@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from server.lines import FORMAT_VARIABLE, say
+from server.lines import FORMAT_VARIABLE, TIMES_VARIABLE, say
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +40,17 @@ def test_text_is_written_as_it_is_and_json_as_one_object(
     found = json.loads(line)
     assert (found["level"], found["logger"], found["message"]) == ("info", "wideep", "two\nlines")
     assert json.loads(said.err)["level"] == "error"
+
+
+def test_lines_of_a_service_s_processes_begin_with_the_time_and_the_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(FORMAT_VARIABLE, raising=False)
+    monkeypatch.setenv(TIMES_VARIABLE, "1")
+    say("rank 0 serves again", error=True, level="info")
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    rank 0 serves again\n", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ class BenchOptions:
     @property
     def cuts_while_measuring(self) -> bool:
         """Whether the service tokenizes the prompts of chats during the measurement: their number is not known before."""
-        is_open_ended = self.load is Load.CONCURRENCY and self.duration_s is not None and self.num_requests is None
+        is_open_ended = (
+            self.load is Load.CONCURRENCY and self.duration_s is not None and self.num_requests is None
+        )
         return is_open_ended and self.is_chat and self.is_cut and self.tokenizer is None
 
 

@@ -125,7 +125,7 @@ def load_table(load: Mapping[str, Any], rows: int, width: int = WIDE) -> str:
 
 
 def _phase_lines(load: Mapping[str, Any]) -> list[str]:
-    lines = [f"{'phase':8} {'choices':>12} {'balancedness':>13} {'median':>7} {'worst':>7}"]
+    lines = [f"{'phase':8} {'picks':>12} {'balancedness':>13} {'median':>7} {'worst':>7}"]
     for phase in _PHASES:
         even = load["phases"][phase]["balancedness"]
         total = sum(map(sum, load["phases"][phase]["tokens"]))

@@ -18,7 +18,7 @@ from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
 from server.http.exchanges import HttpExchange, current_exchange
-from server.lines import FIELDS, JsonFormatter, id_of, utc
+from server.lines import FIELDS, JsonFormatter, id_of, stamp
 from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
@@ -35,9 +35,8 @@ class TextFormatter(logging.Formatter):
         """Return the line; a traceback follows on lines of its own."""
         request_id = "".join(f" [{value}]" for value in id_of(record).values())
         message = record.getMessage().replace("\n", "\\n")  # a client must not write lines of its own
-        line = f"{utc(record.created)} {record.levelname:7} {message}{request_id}"
-        if record.name == FRONT:
-            line = f"wideep front: {message}"
+        name = "wideep front: " if record.name == FRONT else ""
+        line = f"{stamp(record.created, record.levelname)} {name}{message}{request_id}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -32,11 +32,14 @@ def with_checkpoint(options: Options) -> Options:
     """Return options whose model is a folder that has all that they say of the model's files.
 
     Raises:
-        PreflightError: there is no such model, or its weights are not in the format that --quantization names.
+        PreflightError: there is no such model, it has no tokenizer, or its weights are not in the format that --quantization
+            names.
     """
     directory = find_checkpoint(options.model, options.checkpoint)
     if options.quantization in STORED_METHODS:
         check_quantisation(read_config(directory), directory, asked=options.quantization)
+    if (directory / CONFIG).is_file():
+        check_tokenizer(directory)
     return replace(
         options,
         model=str(directory),
@@ -81,6 +84,19 @@ def _tokenizer_folder(name: str, download_dir: str | None) -> Path:
             f"--tokenizer is {name}, which has no tokenizer; give a folder with tokenizer.json and tokenizer_config.json"
         )
     return folder
+
+
+def check_tokenizer(directory: Path) -> None:
+    """Check that a model's directory has a tokenizer.
+
+    Raises:
+        PreflightError: it has none; found before the ranks load weights.
+    """
+    if not any(_tokenizer_files(directory)):
+        raise PreflightError(
+            f"{directory} has no tokenizer (no tokenizer.json, tokenizer.model or similar file). Download the model's tokenizer "
+            "files too, or name a directory that has them with --tokenizer"
+        )
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ The imports inside functions are for start-up time and memory: supervisors live 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class PreflightError(ValueError):
 
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_CONFIG_FILES = ("config.json", "hf_quant_config.json")
 
 
 def resolve_model(
@@ -52,6 +53,21 @@ def resolve_model(
     return _download(name, revision, download_dir, what)
 
 
+def resolve_config(name: str) -> Path:
+    """Return a directory with the config.json of a model that is not a path here; a hub model's weights are not fetched.
+
+    Raises:
+        PreflightError: there is no such model, or the hub cannot be reached.
+    """
+    if name == DEMO_MODEL:
+        return _make_demo_model()
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise PreflightError(
+            f"{name} does not exist; give a model's directory, its config.json, a hub name, or 'demo'"
+        )
+    return _download(name, None, None, "model", files=_CONFIG_FILES)
+
+
 def _make_demo_model() -> Path:
     from moe.demo_model import DemoModelError, ensure_demo_model
 
@@ -74,7 +90,9 @@ def _say_stages() -> Callable[[str, float], None]:
     return report
 
 
-def _download(name: str, revision: str | None, download_dir: str | None, what: str) -> Path:
+def _download(
+    name: str, revision: str | None, download_dir: str | None, what: str, files: Sequence[str] = _HUB_FILES
+) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
 
@@ -84,16 +102,38 @@ def _download(name: str, revision: str | None, download_dir: str | None, what: s
                 name,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=_HUB_FILES,
+                allow_patterns=list(files),
                 ignore_patterns=["*.safetensors"] if what == "tokenizer" else None,
             )
         )
     except (OSError, ValueError, httpx.HTTPError) as error:  # the hub's own errors are one of these
-        reason = str(error).strip().partition("\n")[0]
+        at = f" at revision {revision!r}" if revision else ""
+        needed = "a tokenizer" if what == "tokenizer" else "config.json and .safetensors files"
         raise PreflightError(
-            f"the {what} {name!r}{f' at revision {revision!r}' if revision else ''} is neither a directory here nor to be had from the hub ({type(error).__name__}: "
-            f"{reason}); give a directory with config.json and .safetensors files, or 'demo'"
+            f"the {what} {name!r}{at} is not a directory here, and {_why_not_fetched(error)}. Give a directory with {needed}"
+            f"{'' if what == 'tokenizer' else ', or demo'}"
         ) from error
+
+
+def _why_not_fetched(error: Exception) -> str:
+    """Say why the hub did not give a model, and what to do about it."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "the hub gives it only to users who have accepted its licence: accept it on the model's page and set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return "the hub does not have that revision"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub does not have it, or it is private: check the name, or set HF_TOKEN"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the hub cannot be reached (no network, or HF_HUB_OFFLINE is set), nor does the cache have the model"
+    reason = str(error).strip().partition("\n")[0]
+    return f"the hub did not give it ({type(error).__name__}: {reason})"
 
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

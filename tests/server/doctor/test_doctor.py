@@ -49,6 +49,7 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
 ) -> None:
     dense = tmp_path / "dense"
     dense.mkdir()
+    (dense / "tokenizer.json").write_text("{}")
     (dense / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}')
     for model, says in (
         (tmp_path, "is not a model directory: it has no config.json"), (tmp_path / "x", "does not exist"),

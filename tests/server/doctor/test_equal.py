@@ -132,7 +132,7 @@ def test_a_checkpoint_with_other_numbers_has_another_digest(tmp_path: Path) -> N
     trained.write_bytes(content)
     (tmp_path / "edited" / "config.json").write_text("{}")
     one = file_digests(tmp_path / "one")
-    assert set(one) == {"config.json", "model.safetensors"}
+    assert set(one) == {"config.json", "model.safetensors", "tokenizer.json"}
     assert file_digests(tmp_path / "same") == one
     assert file_digests(tmp_path / "trained")["model.safetensors"] != one["model.safetensors"]
     assert file_digests(tmp_path / "edited")["config.json"] != one["config.json"]

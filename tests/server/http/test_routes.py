@@ -5,9 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.testclient import TestClient
 
 from server.errors import ApiError
 from server.front.generations import ClientGone
@@ -91,6 +92,24 @@ def test_a_body_that_may_be_left_out(content: bytes, number: Any) -> None:
         assert response.json() == {"number": number}
 
 
+def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Known(BaseModel):
+        model_config = ConfigDict(extra="allow")
+        number: int = 0
+
+    router = new_router()
+
+    @router.post("/x")
+    async def take(body: Known) -> dict[str, int]:
+        return {"number": body.number}
+
+    client = TestClient(build_app([router], version="0", keys=ApiKeys()))
+    with caplog.at_level("INFO", logger="wideep"):
+        for _ in range(2):
+            assert client.post("/x", json={"number": 1, "temprature\n": 1}).status_code == 200
+    assert [each.getMessage() for each in caplog.records] == [r"/x ignores the unknown field 'temprature\n'"]
+
+
 def test_parameters_of_path_and_query_come_too() -> None:
     response, exchange = asked("/named/ab?times=2", b"", method="GET")
     assert (response.json(), exchange.handler) == ({"name": "abab"}, "/named/{name}")
@@ -114,7 +133,11 @@ def test_parameters_of_path_and_query_come_too() -> None:
         ({"path": "/y"}, 404, "There is no endpoint /y. GET /docs lists the endpoints."),
         ({"path": "/namd/{name}"}, 404, "Did you mean /named/{name}?"),
         ({"path": "/" + "y" * 5000}, 404, "There is no endpoint /" + "y" * 199 + "..."),
-        ({"path": "/v1/embeddings"}, 404, "/v1/embeddings is not available: WideEP serves text generation only."),
+        (
+            {"path": "/v1/embeddings"},
+            404,
+            "/v1/embeddings is not available: WideEP serves text generation only.",
+        ),
         ({"path": "/v1/load_lora_adapter"}, 404, "does not serve LoRA adapters"),
     ],
 )

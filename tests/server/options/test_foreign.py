@@ -94,8 +94,14 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
         (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto changes nothing"),
         (["--block-size", "16"], "--block-size 16 changes nothing: a block has 16 tokens"),
         (["--load-format=safetensors"], "--load-format safetensors changes nothing"),
-        (["--no-trust-remote-code"], "--no-trust-remote-code changes nothing: code that comes with a checkpoint"),
-        (["--trust-remote-code"], "--trust-remote-code changes nothing: code that comes with a checkpoint is never"),
+        (
+            ["--no-trust-remote-code"],
+            "--no-trust-remote-code changes nothing: code that comes with a checkpoint",
+        ),
+        (
+            ["--trust-remote-code"],
+            "--trust-remote-code changes nothing: code that comes with a checkpoint is never",
+        ),
         (["--enable-expert-parallel"], "--enable-expert-parallel changes nothing: experts are always"),
         (["--dtype", "half"], "--dtype half is taken as bfloat16: weights are kept"),
         (

@@ -17,7 +17,7 @@ import pytest
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
 from server.process.children import END_NOW_SIGNAL
-from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess, without_times
 from tests.support.service.service_processes import wait_until
 
 FRONT = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front"]
@@ -167,7 +167,10 @@ def test_a_port_in_use_is_one_error_that_names_it(model_dir: Path) -> None:
             timeout=TIMEOUT_S,
         )
     assert done.returncode == 1
-    assert done.stderr == f"wideep front: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+    assert (
+        without_times(done.stderr)
+        == f"wideep front: port {port} on 127.0.0.1 is in use; choose another with --port\n"
+    )
 
 
 @pytest.mark.slow
@@ -179,7 +182,7 @@ def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"wideep front: cannot load a tokenizer from {tmp_path}")
+    assert without_times(done.stderr).startswith(f"wideep front: cannot load a tokenizer from {tmp_path}")
 
 
 def test_it_dies_with_its_parent(model_dir: Path) -> None:

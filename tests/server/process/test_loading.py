@@ -201,6 +201,12 @@ def test_a_bar_adds_up_the_ranks_and_waits_for_the_last(tmp_path: Path) -> None:
     screen.update()
     screen.close()
     imports, weights, kernels, end = shown(stream.getvalue())
+    first("kernels", 4, 4)
+    for rank in (first, second):
+        rank.tell(layers=2)
+    screen.update()
+    screen.close()
+    assert shown(stream.getvalue())[-2].startswith("Loading the service: ranks meet")
     assert imports.startswith("Loading torch and transformers: 00:0")
     assert "4.00M/4.00M" in weights and "5/8" in kernels and end == ""
 

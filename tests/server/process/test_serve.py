@@ -15,8 +15,8 @@ from server.cli import build_parser
 from server.options.reading import options_from
 from server.process import serve
 from server.process.children import DRAIN_SIGNAL, SUPERVISOR_STATE_VARIABLE
-from server.process.greeting import Capacity, greeting, reachable_host
-from server.process.serve import is_healthy
+from server.process.greeting import greeting
+from server.process.preflight.probe import Capacity, is_healthy, reachable_host
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.service_processes import Service, has_ended, wait_until
 

@@ -9,7 +9,7 @@ import pytest
 from server.clients.connection import Connection, ServiceError
 from server.options.flag import OptionsError
 from server.process.greeting import greeting
-from server.process.serve import is_healthy
+from server.process.preflight.probe import is_healthy
 from server.process.unix_socket import check_path, listening_at
 from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess

@@ -125,7 +125,7 @@ def test_given_ranks_that_miss_a_target_are_status_1(
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--device", "h10"], "--device is 'h10'; known are a100, h100,"),
+        (["--device", "h10"], "--device is 'h10' (did you mean h100?); known devices are a100, h100,"),
         (["--device", "h100", "--tpot-ms", "0.1"], "gives a time per token of 0.1 ms: the best is"),
         (["--device", "h100", "--users", "64", "--ttft-ms", "1"], "gives a time to the first token of 1 ms: the best is 4."),
         (["--device", "h100", "--users", "10000000", "--tpot-ms", "1e6"], "keeps all targets at once for 10000000 users; 512 ranks have room"),
@@ -150,7 +150,7 @@ def test_what_cannot_be_had_is_one_sentence(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "does not exist; give a model's directory, or its config.json"),
+        (None, "does not exist; give a model's directory, its config.json, a hub name"),
         (_DENSE, "is not a Mixture-of-Experts model"),
         ({"model_type": "no_such", "num_experts": 4}, "transformers cannot use"),
         (

@@ -28,6 +28,7 @@ def write_checkpoint(directory: Path, **config: Any) -> Path:
     """Write a tiny MoE checkpoint; keyword arguments are added to its config."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (directory / "tokenizer.json").write_text("{}")
     shapes = {"model.embed_tokens.weight": [16, 8]}
     shapes |= {f"model.layers.0.block_sparse_moe.experts.{expert}.w1.weight": [8, 8] for expert in range(4)}
     write_safetensors(directory / "model.safetensors", shapes)

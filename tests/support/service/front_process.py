@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,11 @@ from tests.support.service.fake_rank import FakeRank, Script
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
+
+
+def without_times(text: str) -> str:
+    """Return log lines without the time and the level that they begin with."""
+    return re.sub(r"^\d{4}-\d\d-\d\dT[\d:.]+Z [A-Z]+ +", "", text, flags=re.MULTILINE)
 
 
 class FrontProcess:
@@ -97,8 +103,8 @@ class FrontProcess:
 
     @property
     def said(self) -> str:
-        """What the process has written to stderr until now."""
-        return "".join(self._stderr)
+        """What the process has written to stderr until now, without the times that its lines begin with."""
+        return without_times("".join(self._stderr))
 
     def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
         """Let every rank answer prompts that hold `word`."""

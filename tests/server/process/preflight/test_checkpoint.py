@@ -106,6 +106,14 @@ def test_what_cannot_be_had_is_named(model: Path, keywords: dict[str, Any], comp
         found(model, **keywords)
 
 
+def test_a_model_without_a_tokenizer_is_rejected_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        PreflightError, match=r"has no tokenizer .* name a directory that has them with --tokenizer"
+    ):
+        found(tmp_path)
+
+
 @pytest.mark.parametrize(("asked", "method"), [("fp8", "fp8"), ("awq_marlin", "awq")])
 def test_the_format_that_a_checkpoint_has_changes_nothing(model: Path, asked: str, method: str) -> None:
     stored: dict[str, dict[str, Any]] = {

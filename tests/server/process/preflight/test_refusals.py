@@ -5,8 +5,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from expert_placement.files import save_placement
 from moe.demo_model import DemoModelError
@@ -126,12 +128,19 @@ def fail_with(error: Exception) -> Callable[..., object]:
 DENSE = "is not a Mixture-of-Experts model: its config.json (model_type 'mixtral') has none of"
 NO_SAFETENSORS = "model.safetensors is not a safetensors file"
 BACKEND = "--all2all-backend is nvshmem, which cannot be used: "
+NO_ANSWER = httpx.Response(403, request=httpx.Request("GET", "http://hub"))
 REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
     ("no directory", lambda at: check(options_for(at / "none")), ("the model path ", "/none does not exist")),
     ("no such path", lambda at: resolve_model(str(at / "none")), ("the model path ", "/none does not exist")),
     ("no hub", patched("huggingface_hub", "snapshot_download", fail_with(OSError("no route to the hub\nsecond line")),
                        lambda _: resolve_model("org/name")),
-     ("'org/name' is neither a directory here nor to be had from the hub (OSError: no route to the hub)",)),
+     ("the model 'org/name' is not a directory here, and the hub did not give it (OSError: no route to the hub). Give",)),
+    ("offline", patched("huggingface_hub", "snapshot_download", fail_with(LocalEntryNotFoundError("x")),
+                        lambda _: resolve_model("org/name")), ("the hub cannot be reached (no network, or HF_HUB_OFFLINE",)),
+    ("gated", patched("huggingface_hub", "snapshot_download", fail_with(GatedRepoError("x", response=NO_ANSWER)),
+                      lambda _: resolve_model("org/name")), ("accept it on the model's page and set HF_TOKEN",)),
+    ("private", patched("huggingface_hub", "snapshot_download", fail_with(RepositoryNotFoundError("x", response=NO_ANSWER)),
+                        lambda _: resolve_model("org/name")), ("check the name, or set HF_TOKEN",)),
     ("no demo model", patched("moe.demo_model", "ensure_demo_model", fail_with(DemoModelError("the disk is full")),
                               lambda _: resolve_model("demo")),
      ("the demo model could not be made: the disk is full",)),

@@ -1,0 +1,30 @@
+"""What `wideep size` and `wideep simulate` check before they import torch: that the model and the device exist.
+
+A model is a directory, a config.json, "demo", or a hub name, of which only config.json is fetched.
+"""
+
+import argparse
+from pathlib import Path
+
+from server.options.flag import OptionsError
+from server.options.reading import nearest
+from server.process.preflight.model import PreflightError, resolve_config
+from server.sizing.devices import NAMES
+
+
+def resolve_inputs(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with `model` as a path that exists.
+
+    Raises:
+        OptionsError: the model cannot be found or fetched, or the device is unknown.
+    """
+    if args.device is not None and args.device not in NAMES:
+        raise OptionsError(
+            f"--device is {args.device!r}{nearest(args.device, NAMES)}; known devices are {', '.join(NAMES)}"
+        )
+    if args.model is None or args.model.exists():
+        return args
+    try:
+        return argparse.Namespace(**{**vars(args), "model": Path(resolve_config(str(args.model)))})
+    except PreflightError as error:
+        raise OptionsError(str(error)) from error
