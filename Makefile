@@ -12,10 +12,12 @@ CLIENTS := $(CLIENTS_VENV)/.installed
 LOWEST_VENV := .venv-lowest
 LOWEST := $(LOWEST_VENV)/.installed
 LOWEST_TESTS := tests/house tests/server/link tests/server/http tests/server/options tests/scheduler tests/moe/load
+QUICK_TESTS := tests/house tests/server/options tests/server/http tests/server/api tests/server/test_cli.py tests/scheduler/policy \
+	tests/expert_placement tests/kvcache
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
+.PHONY: serve test test-quick test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
 
 # In a terminal's foreground (+) the service is a job of its own (set -m): Ctrl-C reaches it and not make, so that make ends as
 # the service does. Nobody could continue it after a Ctrl-Z.
@@ -24,6 +26,10 @@ serve: $(RUNTIME)
 
 test: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
+
+# No models, no processes: what most edits of the service and of the policy need.
+test-quick: $(DEVELOP)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(QUICK_TESTS) $(ARGS)
 
 test-all: $(DEVELOP)
 	$(BIN)/python -m pytest -m "not gpu" $(SIDE_BY_SIDE) $(ARGS)
