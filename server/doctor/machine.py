@@ -301,8 +301,9 @@ def check_http(options: Options) -> Check:
     except (PreflightError, OptionsError) as error:
         served = capacity_of(options)
         if served is not None:
+            where = options.uds or f"port {options.port}"
             return warning(
-                "HTTP", f"a WideEP service already answers on {options.uds or f'port {options.port}'}"
+                "HTTP", f"a WideEP service already answers on {where}", "give a second one another --port"
             )
         return failure("HTTP", str(error))
     where = options.uds or (

@@ -7,12 +7,15 @@ differ), or not here: what it is about is not on this machine, so nothing was tr
 import dataclasses
 import enum
 import json
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from server.lines import say
 
+_COLOURS = {"ok": "32", "warning": "33", "FAILURE": "31"}  # green, yellow, red
 _NAME_WIDTH = 15  # of the longest check's name
 
 
@@ -82,7 +85,7 @@ class CheckReport:
         for check in checks:
             self._checks.append((node, check))
             if not self._as_json:
-                say(line_of(check, node))
+                say(_coloured(line_of(check, node), check.status))
 
     def end(self, seconds: float) -> int:
         """Show the whole, and return the exit status: 1 with a failure, else 0."""
@@ -107,6 +110,19 @@ class CheckReport:
         for each in checks:
             del each["name"]
         return {"status": worst.lower(), "seconds": round(seconds, 2), "checks": checks}
+
+
+def _coloured(line: str, status: CheckStatus) -> str:
+    """Colour a line's status on a terminal that shows colours (https://no-color.org)."""
+    colour = _COLOURS.get(status)
+    if (
+        colour is None
+        or not sys.stdout.isatty()
+        or os.environ.get("NO_COLOR")
+        or os.environ.get("TERM") == "dumb"
+    ):
+        return line
+    return line.replace(status, f"\x1b[{colour}m{status}\x1b[0m", 1)
 
 
 def line_of(check: Check, node: str = "") -> str:

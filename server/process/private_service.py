@@ -184,7 +184,7 @@ def _completed(options: Options) -> Options:
         options = with_checkpoint(options)
         port = options.port or free_port(options.host)
     except (PreflightError, OSError) as error:
-        raise ServiceEndedError(f"the service did not start: {error}") from error
+        raise ServiceEndedError(f"the service did not start: {error}") from None  # the message says all
     return replace(
         options,
         port=port,

@@ -1,8 +1,11 @@
 """What one node has, read below folders that stand for /proc, /sys and /dev: each thing that can be wrong is named."""
 
+import json
 import resource
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -215,6 +218,26 @@ def test_each_thing_that_is_wrong_is_said_with_what_to_do(
 ) -> None:
     check = make(machine, tmp_path)
     assert (check.status, says in check.sentence) == (status, True), check.sentence
+
+
+def test_a_service_that_already_answers_on_the_port_is_a_warning() -> None:
+    body = json.dumps({"max_total_num_tokens": 1, "max_running_requests": 1, "context_length": 1}).encode()
+
+    class Service(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body if self.path == "/server_info" else b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Service) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        check = doctor.check_http(options(host="127.0.0.1", port=served.server_port))
+        served.shutdown()
+    assert check.status is CheckStatus.WARNING
+    assert check.sentence.startswith(f"a WideEP service already answers on port {served.server_port}")
 
 
 def test_rdma_that_works_is_told_by_port_and_rate(machine: Machine, tmp_path: Path) -> None:
