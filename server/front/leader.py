@@ -12,6 +12,7 @@ from typing import Protocol
 
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
+from server.front.events import EventLog
 from server.front.membership import Effects, Epoch, Epochs, Phase
 from server.link.messages import Fault
 
@@ -66,12 +67,14 @@ class Leader:
         on_order: Callable[[Order], None],
         on_failure: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        events: EventLog | None = None,
     ) -> None:
         """Args: surviving: the placement at home, over those of its ranks that are members.
 
         on_order is told of every order before the ranks are; on_failure that the service must end, and why.
         """
         self.epochs = epochs
+        self._events = events or EventLog()
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
         self._on_order, self._on_failure = on_order, on_failure
         self._requests, self._placement = requests, placement
@@ -89,6 +92,9 @@ class Leader:
         """Take a rank that is ready, and was ordered to an epoch before."""
         if self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d is back", rank)
+            absence = self.epochs.missing.get(rank)
+            away_s = None if absence is None else self._clock() - absence.since_s
+            self._events.note("rank_back", f"rank {rank} is back", rank=rank, seconds=away_s)
         self._carry_out(self.epochs.attach(rank, self._clock(), epoch=epoch))
 
     def lose(self, rank: int, reason: str) -> None:
@@ -98,6 +104,7 @@ class Leader:
             return
         if self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d is lost: %s", rank, reason)
+            self._events.note("rank_lost", f"rank {rank} is lost: {reason}", rank=rank)
         self._carry_out(self.epochs.lose(rank, reason, self._clock()))
 
     def take_regrouped(self, rank: int, number: int) -> None:
@@ -110,6 +117,7 @@ class Leader:
         epoch, reason, is_final = fault
         if epoch == self.epochs.number and (is_final or not self.epochs.faults):  # others follow suit
             _LOG.warning("rank %d stopped in epoch %d: %s", rank, epoch, reason)
+            self._events.note("stopped", f"rank {rank} stopped in epoch {epoch}: {reason}", rank=rank)
         self._carry_out(self.epochs.take_fault(rank, epoch, reason, is_final=is_final, now_s=self._clock()))
 
     def close(self) -> None:
@@ -170,10 +178,12 @@ class Leader:
             return
         if epochs.phase is Phase.WAITING:
             _LOG.warning("waiting for a rank to come back: %s", epochs.describe())
+            self._events.note("waiting", f"no rank serves: {epochs.describe()}")
         elif epochs.phase is Phase.SERVING:
             members = " ".join(map(str, epochs.members))
             seconds = self._clock() - self._begun_s
             _LOG.warning("epoch %d: ranks %s serve after %.2f s", epochs.number, members, seconds)
+            self._events.note("regrouped", f"epoch {epochs.number}: ranks {members} serve", seconds=seconds)
 
     def _set_timer(self) -> None:
         self.close()

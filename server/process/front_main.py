@@ -196,6 +196,7 @@ class _Front:
             surviving=surviving,
             on_order=self._on_order,
             on_failure=self._fail,
+            events=http.events,
         )
         ending.on_hurry = self._hurry
 

@@ -43,6 +43,7 @@ from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.routes import expert_load_routes, placement_routes
 from server.front.admission import Admission
+from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs
@@ -104,6 +105,7 @@ class HttpService:
             OptionsError: the folder of files cannot be used.
         """
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
+        self.events = EventLog()
         self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
         router = ROUTERS[options.routing_policy](ranks.num_ranks)
@@ -194,7 +196,7 @@ class HttpService:
             ),
             placement_routes(self.placement, options.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
-            membership_routes(self._epochs, self._journal, self._num_parked),
+            membership_routes(self._epochs, self._journal, self._num_parked, self.events),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from server.api.answer_json import json_response
 from server.api.blocks import complete
@@ -130,9 +130,11 @@ def ollama_routes(
 
     @router.head("/", response_class=PlainTextResponse)
     @router.get("/", response_class=PlainTextResponse)
-    async def ollama_is_running() -> Response:
-        """Answer as Ollama does; its clients ask this first."""
-        return PlainTextResponse("Ollama is running")
+    async def ollama_is_running(request: HttpRequest) -> Response:
+        """Answer as Ollama does, because its clients ask this first; send a browser to the dashboard."""
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("dashboard", 307, headers={"Vary": "Accept"})
+        return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
 
     for (method, path), why in _UNSERVED.items():
         refuse = _refusing(why.format(name=repr(model.names[0])))

@@ -36,6 +36,13 @@ def dashboard_routes() -> APIRouter:
         router.add_api_route(
             path, partial(_send, name, content), methods=["GET", "HEAD"], include_in_schema=False
         )
+    icon = "icon.svg"  # browsers ask for /favicon.ico, whichever page they show
+    router.add_api_route(
+        "/favicon.ico",
+        partial(_send, icon, _read_files()[icon]),
+        methods=["GET", "HEAD"],
+        include_in_schema=False,
+    )
     return router
 
 

@@ -91,7 +91,8 @@ _BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 class HttpMetrics:
     """Two families, by method and route."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, throughput: Throughput) -> None:
+        self._throughput = throughput
         self._requests = Counter(
             "http_requests", "HTTP requests.", ("method", "handler", "status"), registry=registry
         )
@@ -107,6 +108,7 @@ class HttpMetrics:
         """Take an exchange that has ended. Its handler is a route's pattern: raw paths are without bound."""
         if exchange.handler in PROBES:
             return
+        self._throughput.note_status(exchange.status)
         method = exchange.method if exchange.method in _METHODS else "other"  # any word is a method to HTTP
         labels = (method, exchange.handler)
         self._requests.labels(*labels, f"{exchange.status // 100}xx").inc()
@@ -134,8 +136,8 @@ class Metrics:
         self._families = Families(self._registry, model_name, num_ranks)
         self._last: dict[int, RankStats] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
-        self.http = HttpMetrics(self._registry)
         self.throughput = Throughput()
+        self.http = HttpMetrics(self._registry, self.throughput)
         ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
         self._make_rank_families(self._families)
         self._positions = [str(place) for place in range(num_drafts)]
@@ -241,6 +243,7 @@ class Metrics:
         if facts.served is None:  # another engine than before, if there was one: it counts from 0
             self._last.pop(facts.rank, None)
             self.throughput.note_new_engine(facts.rank)
+        self.throughput.note_rank(facts)
         labels = (
             *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
             str(enable_prefix_caching),
@@ -314,7 +317,7 @@ class Metrics:
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
         """Take tokens that arrived `gap_s` after those before; None: they are the first."""
-        self.throughput.note_tokens(num_tokens)
+        self.throughput.note_tokens(num_tokens, gap_s)
         self._output_tokens[str(rank)].inc(num_tokens)
         if gap_s is not None:
             for _ in range(num_tokens):
@@ -334,6 +337,7 @@ class Metrics:
         name = str(rank)
         self._success[name, reason.value].inc()
         self._e2e[name].observe(timing.e2e_s)
+        self.throughput.note_end(timing.e2e_s)
         self._request_prompt[name].observe(num_prompt_tokens)
         self._request_output[name].observe(num_tokens)
         if timing.first_token_s is None:

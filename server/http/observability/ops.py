@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from server import errors
+from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.http.errors import ErrorResponse
@@ -78,13 +79,16 @@ def throughput_routes(throughput: Throughput) -> APIRouter:
 SCHEMA_VERSION = 1
 
 
-def membership_routes(epochs: Epochs, journal: Journal, num_parked: Callable[[], int]) -> APIRouter:
+def membership_routes(
+    epochs: Epochs, journal: Journal, num_parked: Callable[[], int], events: EventLog
+) -> APIRouter:
     """Return the routes."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Who serves, who is away, why and since when."""
-        return {**status_of(epochs, time.monotonic(), time.time()), **_requests(journal, num_parked())}
+        """Who serves, who is away, why and since when, and what happened before."""
+        status = status_of(epochs, time.monotonic(), time.time())
+        return {**status, **_requests(journal, num_parked()), "events": events.to_json()}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
     return router

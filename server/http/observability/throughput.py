@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import NO_DRAFTS, RankStats
+from server.http.observability.percentiles import WindowedPercentiles
 from server.http.observability.series import EVERY_S, Series
+from server.link.messages import RankFacts
 
 WINDOW_S = 10.0  # that rates are over, and from line to line
 _LOG = logging.getLogger("wideep.throughput")
@@ -29,6 +31,16 @@ class Speed(NamedTuple):
     ttft_max_s: float | None
     prefix_hit_rate: float | None  # share of looked-up prompt tokens; None: none was looked up
     draft_acceptance: float | None = None  # share of the tokens that were tried; None: none was
+    # Percentiles, right to 5 %; None if there was nothing to count.
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
+    itl_p50_s: float | None = None  # between two tokens of a choice
+    itl_p99_s: float | None = None
+    e2e_p50_s: float | None = None  # of choices that ended
+    e2e_p99_s: float | None = None
+    refused_per_s: float = 0.0  # HTTP answers 4xx but for 429
+    busy_per_s: float = 0.0  # 429
+    failed_per_s: float = 0.0  # 5xx
 
 
 class _Counts(NamedTuple):
@@ -41,6 +53,14 @@ class _Counts(NamedTuple):
     hit_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    refused: int = 0
+    busy: int = 0
+    failed: int = 0
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """What grows while there is traffic."""
+        return self.prompt_tokens, self.output_tokens
 
 
 class Throughput:
@@ -59,15 +79,42 @@ class Throughput:
         self._line_s = clock()  # when the last line was due
         self._line_counts = self._now
         self._series: Series[Speed] = Series()
+        self._begun_s = calendar()
+        self._facts: dict[
+            int, tuple[RankFacts, float]
+        ] = {}  # of ranks that serve, with time.time() of their arrival
+        periods = round(WINDOW_S / EVERY_S)
+        self._ttft, self._itl, self._e2e = (WindowedPercentiles(periods) for _ in range(3))
 
     def note_first_token(self, ttft_s: float, *, num_prompt_tokens: int) -> None:
         """Take a choice's first token."""
         self._now = self._now._replace(prompt_tokens=self._now.prompt_tokens + num_prompt_tokens)
         self._first_tokens.append((self._clock(), ttft_s))
+        self._ttft.note(ttft_s)
 
-    def note_tokens(self, num_tokens: int) -> None:
-        """Take generated tokens."""
+    def note_tokens(self, num_tokens: int, gap_s: float | None = None) -> None:
+        """Take generated tokens that arrived `gap_s` after those before; None: they are the first."""
         self._now = self._now._replace(output_tokens=self._now.output_tokens + num_tokens)
+        if gap_s is not None:
+            self._itl.note(gap_s / num_tokens, num_tokens)
+
+    def note_end(self, e2e_s: float) -> None:
+        """Take a choice's end."""
+        self._e2e.note(e2e_s)
+
+    def note_status(self, status: int) -> None:
+        """Take the status of an HTTP answer."""
+        now = self._now
+        if status == 429:
+            self._now = now._replace(busy=now.busy + 1)
+        elif status >= 500:
+            self._now = now._replace(failed=now.failed + 1)
+        elif status >= 400:
+            self._now = now._replace(refused=now.refused + 1)
+
+    def note_rank(self, facts: RankFacts) -> None:
+        """Take an attached rank's facts."""
+        self._facts[facts.rank] = (facts, self._calendar())
 
     def note_stats(self, stats: RankStats) -> None:
         """Take a rank's state after a step."""
@@ -88,6 +135,7 @@ class Throughput:
     def note_lost(self, rank: int) -> None:
         """Take that a rank is gone: it runs nothing and holds nothing. The same engine may come back."""
         self._ranks.pop(rank, None)
+        self._facts.pop(rank, None)
 
     def note_new_engine(self, rank: int) -> None:
         """Take that a rank's engine is another one: it counts from 0."""
@@ -102,10 +150,12 @@ class Throughput:
         while self._first_tokens and self._first_tokens[0][0] < now_s - WINDOW_S:
             self._first_tokens.popleft()
         speed = self.speed()
+        for times in (self._ttft, self._itl, self._e2e):
+            times.turn()
         self._before.append(self._now)
         self._series.note(self._calendar(), speed)
         if now_s - self._line_s >= WINDOW_S - EVERY_S / 2:
-            if logs and (speed.running or speed.waiting or self._now[1:] != self._line_counts[1:]):
+            if logs and (speed.running or speed.waiting or self._now.work != self._line_counts.work):
                 _LOG.info("%s", in_words(speed), extra={"fields": _rounded(speed)})
             self._line_s, self._line_counts = now_s, self._now
 
@@ -118,6 +168,7 @@ class Throughput:
         waits_s = [wait_s for _, wait_s in self._first_tokens]
         ranks = self._ranks.values()
         num_blocks = sum(rank.num_blocks for rank in ranks)
+        ttft, itl, e2e = (times.of(0.5, 0.99) for times in (self._ttft, self._itl, self._e2e))
         return Speed(
             prompt_tokens_per_s=(now.prompt_tokens - since.prompt_tokens) / seconds,
             generation_tokens_per_s=(now.output_tokens - since.output_tokens) / seconds,
@@ -128,6 +179,15 @@ class Throughput:
             ttft_max_s=max(waits_s, default=None),
             prefix_hit_rate=(now.hit_tokens - since.hit_tokens) / num_queried if num_queried else None,
             draft_acceptance=(now.accepted_tokens - since.accepted_tokens) / num_tried if num_tried else None,
+            ttft_p50_s=ttft[0],
+            ttft_p99_s=ttft[1],
+            itl_p50_s=itl[0],
+            itl_p99_s=itl[1],
+            e2e_p50_s=e2e[0],
+            e2e_p99_s=e2e[1],
+            refused_per_s=(now.refused - since.refused) / seconds,
+            busy_per_s=(now.busy - since.busy) / seconds,
+            failed_per_s=(now.failed - since.failed) / seconds,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -136,22 +196,36 @@ class Throughput:
         return {
             "window_s": WINDOW_S,
             "now": _rounded(self.speed()),
+            "since": round(self._begun_s, 3),
+            "http_errors": {
+                "4xx": self._now.refused,
+                "429": self._now.busy,
+                "5xx": self._now.failed,
+            },
             "ranks": [
-                {
-                    "rank": rank,
-                    "running": stats.num_running,
-                    "waiting": stats.num_waiting,
-                    "kv_usage": _round(
-                        1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-                    ),
-                }
-                for rank, stats in sorted(self._ranks.items())
+                self._rank(rank, self._ranks.get(rank)) for rank in sorted({*self._ranks, *self._facts})
             ],
             "series": {
                 "time": [point.time_s for point in points],
                 **{name: [_round(getattr(point.value, name)) for point in points] for name in Speed._fields},
             },
         }
+
+    def _rank(self, rank: int, stats: RankStats | None) -> dict[str, Any]:
+        """A rank that serves; its figures are those of its last step."""
+        found: dict[str, Any] = {"rank": rank, "running": 0, "waiting": 0, "kv_usage": 0.0}
+        if stats is not None:
+            used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+            found |= {"running": stats.num_running, "waiting": stats.num_waiting, "kv_usage": _round(used)}
+        if rank in self._facts:
+            facts, since_s = self._facts[rank]
+            found |= {
+                "host": facts.host,
+                "pid": facts.pid,
+                "restarts": facts.num_restarts,
+                "since": round(since_s, 3),
+            }
+        return found
 
 
 def in_words(speed: Speed) -> str:

@@ -237,6 +237,36 @@ def test_what_ranks_wait_for_is_a_sentence(browser: Chromium, service: Dashboard
 
 
 @needs_chromium
+def test_ranks_events_and_the_service_are_shown(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2)
+    service.ranks = rank_status(2, lost={1: "its connection <b>closed</b>"})
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.querySelectorAll('#rank-table tbody tr').length === 2")
+    first, second = browser.evaluate(
+        "[...document.querySelectorAll('#rank-table tbody tr')].map((row) => row.innerText)"
+    )
+    assert first.split("\t")[:5] == ["0", "healthy", "node-0", "4000", "4"]
+    assert second.startswith("1\tdead: its connection <b>closed</b>")
+    events = text(browser, "events")
+    assert "rank lost\tRank 1 is lost: its connection <b>closed</b>." in events
+    assert "ranks serve\tEpoch 1: ranks 0 serve.\t400 ms" in events
+    assert browser.evaluate("document.querySelectorAll('#ttft .mark.incident').length") == 2
+    browser.wait_for("document.getElementById('card').innerText.includes('8,192 tokens')")
+    assert "WideEP 0.1.0" in text(browser, "card") and "4xx 0, 429 0, 5xx 0" in text(browser, "card")
+    for chart in ("speed", "ttft", "itl", "e2e", "queue"):
+        assert browser.evaluate(f"document.querySelectorAll('#{chart} .line').length") == 2
+    assert not browser.complaints
+    service.facts = {}
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.getElementById('card').innerText.includes('Started')")
+    assert "WideEP 0.1.0" not in text(browser, "card"), (
+        "with API keys the page has no facts, and the rest is shown"
+    )
+
+
+@needs_chromium
 def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: DashboardService) -> None:
     service.answer = load_answer(2, 8, 2)
     now = service.throughput["now"]
@@ -249,7 +279,7 @@ def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: Da
         ("KV cache in use", f"{now['kv_usage']:.1%}".replace("%", " %")),
     ):
         assert tiles[tiles.index(title) + 1] == value
-    assert "1 waiting" in tiles and any("mean of the last 10 s; slowest" in tile for tile in tiles)
+    assert "1 waiting" in tiles and sum(tile.startswith("median; p99 ") for tile in tiles) == 2
     path = "document.querySelector('#speed .line').getAttribute('d').split('L').length"
     whole = browser.evaluate(path)
     assert whole == len(service.throughput["series"]["time"])
@@ -280,12 +310,13 @@ def test_nothing_sticks_out_or_is_clipped(
         service.stop()
         browser.wait_for("document.body.dataset.state === 'gone'")
     clipped = browser.evaluate(
-        """[document.documentElement, ...document.querySelectorAll('section, #history, dl > div, .banner, header')]
+        """[document.documentElement, ...document.querySelectorAll('section, #history, #events, dl > div, .banner, header')]
         .filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.id || each.tagName)"""
     )
     assert clipped == []
-    legends = browser.evaluate("[...document.querySelectorAll('canvas')].map((each) => each.clientHeight)")
-    assert len(legends) == 4 and all(legends)
+    shown = "[...document.querySelectorAll('canvas')].filter((each) => each.offsetParent)"
+    heights = browser.evaluate(f"{shown}.map((each) => each.clientHeight)")
+    assert len(heights) == (3 if case == "lost" else 4) and all(heights), "one rank has no traffic to show"
 
 
 @pytest.mark.slow
@@ -310,11 +341,11 @@ def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
     browser.wait_for("document.querySelectorAll('#timeline .mark').length === 3")
     line = browser.evaluate("document.querySelector('#timeline .line').getAttribute('d')")
     assert line.count("L") == 4, "from the series' first point to the present window"
-    assert browser.evaluate("document.querySelectorAll('#timeline .mark.quiet').length") == 2
+    assert browser.evaluate("document.querySelectorAll('#timeline .mark.kept').length") == 2
     rows = text(browser, "history").splitlines()
-    assert any("too little to gain" in row for row in rows)
-    assert any("dropped, because rank 1: a checksum differs" in row for row in rows)
-    assert "saves <b>8 %</b> of a step" in "\n".join(rows)
+    assert any("Too little to gain" in row for row in rows)
+    assert any("Dropped, because rank 1: a checksum differs" in row for row in rows)
+    assert "Saves <b>8 %</b> of a step" in "\n".join(rows)
 
 
 @needs_chromium

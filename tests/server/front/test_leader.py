@@ -8,6 +8,7 @@ import pytest
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
+from server.front.events import MOST_EVENTS, EventLog
 from server.front.leader import READ_BYTES_PER_S, Leader
 from server.front.membership import REGROUP_TIMEOUT_S, Epochs, Phase
 from server.link.messages import Fault
@@ -22,6 +23,7 @@ class Service:
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = HOME if has_home else None
         self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
+        self.events = EventLog(calendar=lambda: 1_000.0 + self.now_s)
         self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s)
         self.leader = Leader(
             self.epochs,
@@ -32,6 +34,7 @@ class Service:
             on_order=lambda order: self.told.append(("load", order.epoch)),
             on_failure=lambda reason: self.told.append(("failed", reason)),
             clock=lambda: self.now_s,
+            events=self.events,
         )
         self.orders: list[Order] = []
         for rank in range(3):
@@ -83,6 +86,44 @@ def test_a_lost_rank_s_requests_are_given_to_others_when_those_have_their_order(
         service.leader.close()
 
     asyncio.run(test())
+
+
+def test_events_have_the_cause_and_how_long_it_took() -> None:
+    async def test() -> None:
+        service = Service()
+        for rank in range(3):
+            service.leader.take_regrouped(rank, 0)
+        assert service.events.to_json() == []
+        service.now_s = 5.0
+        service.leader.lose(1, "killed")
+        service.now_s = 5.5
+        for rank in (0, 2):
+            service.leader.take_regrouped(rank, 1)
+        service.now_s = 9.0
+        service.leader.attach(1)
+        for rank in range(3):
+            service.leader.take_regrouped(rank, 2)
+        service.leader.close()
+        assert [
+            (each["time"], each["kind"], each["rank"], each["seconds"]) for each in service.events.to_json()
+        ] == [
+            (1_005.0, "rank_lost", 1, None),
+            (1_005.5, "regrouped", None, 0.5),
+            (1_009.0, "rank_back", 1, 4.0),
+            (1_009.0, "regrouped", None, 0.0),
+        ]
+        assert service.events.to_json()[0]["text"] == "rank 1 is lost: killed"
+
+    asyncio.run(test())
+
+
+def test_only_the_newest_events_are_kept() -> None:
+    events = EventLog(calendar=lambda: 0.0)
+    for number in range(2 * MOST_EVENTS):
+        events.note("stopped", str(number))
+    assert [each["text"] for each in events.to_json()] == [
+        str(n) for n in range(MOST_EVENTS, 2 * MOST_EVENTS)
+    ]
 
 
 @pytest.mark.parametrize("has_home", [True, False])

@@ -36,7 +36,23 @@ def test_a_browser_draws_every_endpoint(front: FrontProcess, tmp_path: Path) -> 
         assert len(colours) == 2, "light and dark"
         table = "[...document.querySelectorAll('details')].find((each) => each.innerText.includes('/v1/chat/completions'))"
         browser.evaluate(f"{table}.open = true")
-        assert "temperature" in browser.evaluate(f"{table}.innerText"), "a body's fields"
+        said = browser.evaluate(f"{table}.innerText")
+        assert "temperature" in said, "a body's fields"
+        rows = browser.evaluate(
+            f"[...{table}.querySelectorAll('tr')].map((row) => row.innerText.split('\\t')[0])"
+        )
+        assert rows[1] == "messages", "required fields come first"
+        assert "2^63 - 1" in said and "9223372036854776000" not in said
+        assert f"curl -X POST {front.url}/v1/chat/completions" in said and '"content":"Hello"' in said
+        groups = browser.evaluate("[...document.querySelectorAll('h2')].map((each) => each.innerText)")
+        assert groups == [
+            "Answers",
+            "Files and batches",
+            "Models and tokens",
+            "Ollama",
+            "Experts",
+            "Operation",
+        ]
         browser.evaluate(
             "(() => { const filter = document.getElementById('filter'); filter.value = '/api/chat';"
             "filter.dispatchEvent(new Event('input')); })()"

@@ -9,6 +9,7 @@ import pytest
 from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
 from server.http.observability.throughput import WINDOW_S, Throughput
+from tests.support.service.dashboard_service import rank_facts
 
 STATS = RankStats(
     rank=0,
@@ -99,6 +100,41 @@ def test_a_lost_rank_runs_nothing_and_one_that_comes_back_counts_from_zero() -> 
     watched.note_new_engine(1)
     watched.note_stats(replace(STATS, rank=1, prefix_query_tokens=20, prefix_hit_tokens=20))
     assert watched.to_json()["now"]["prefix_hit_rate"] == pytest.approx(40 / 100)
+
+
+def test_percentiles_and_errors_are_of_the_window_and_totals_since_the_start() -> None:
+    watched = Watched()
+    watched.after(WINDOW_S)
+    for ttft_s in (0.1, 0.1, 0.1, 2.0):
+        watched.note_first_token(ttft_s, num_prompt_tokens=1)
+    watched.note_tokens(100, gap_s=5.0)
+    watched.note_end(30.0)
+    for status in (200, 400, 429, 429, 503):
+        watched.note_status(status)
+    now = watched.to_json()["now"]
+    assert now["ttft_p50_s"] == pytest.approx(0.1, rel=0.05) and now["ttft_p99_s"] == pytest.approx(
+        2, rel=0.05
+    )
+    assert now["itl_p50_s"] == pytest.approx(0.05, rel=0.05) and now["e2e_p99_s"] == pytest.approx(
+        30, rel=0.05
+    )
+    assert (now["refused_per_s"], now["busy_per_s"], now["failed_per_s"]) == (0.1, 0.2, 0.1)
+    watched.after(2 * WINDOW_S)
+    later = watched.to_json()
+    assert later["now"]["ttft_p50_s"] is None and later["now"]["busy_per_s"] == 0
+    assert later["http_errors"] == {"4xx": 1, "429": 2, "5xx": 1}
+
+
+def test_a_rank_says_where_it_runs_and_since_when() -> None:
+    watched = Watched()
+    watched.after(4.0)
+    watched.note_rank(rank_facts(1))
+    [rank] = watched.to_json()["ranks"]
+    assert rank == {
+        "rank": 1, "running": 0, "waiting": 0, "kv_usage": 0.0, "host": "node-1", "pid": 4001, "restarts": 1, "since": 1_004.0,
+    }  # fmt: skip
+    watched.note_lost(1)
+    assert watched.to_json()["ranks"] == []
 
 
 def test_what_is_older_than_the_window_does_not_count() -> None:

@@ -13,9 +13,11 @@ from starlette.responses import JSONResponse, Response
 
 from scheduler.policy.request import RankStats
 from server.experts.dashboard.routes import dashboard_routes
+from server.front.events import EventLog
 from server.front.membership import Epochs
 from server.http.observability.ops import status_of
 from server.http.observability.throughput import Throughput
+from server.link.messages import RankFacts
 
 TIMEOUT_S = 30.0
 
@@ -39,15 +41,28 @@ def rank_status(
             epochs.take_fault(rank, epochs.number, "no memory for its experts", is_final=True, now_s=11.0)
         else:
             epochs.take_regrouped(rank, epochs.number, 11.0)
-    return {**status_of(epochs, 22.0, time.time()), "replays": 3 if lost else 0, "waiting_requests": 0}
+    events = EventLog()
+    for rank, reason in (lost or {}).items():
+        events.note("rank_lost", f"rank {rank} is lost: {reason}", rank=rank)
+        events.note("regrouped", f"epoch {epochs.number}: ranks 0 serve", seconds=0.4)
+    status = status_of(epochs, 22.0, time.time())
+    return {
+        **status,
+        "replays": 3 if lost else 0,
+        "waiting_requests": 0,
+        "events": events.to_json(),
+    }
 
 
 def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str, Any]:
     """What GET /throughput answers of a service that has been busy for a while, two ranks and a bit of everything."""
     now_s = 0.0
     throughput = Throughput(clock=lambda: now_s, calendar=lambda: time.time() - seconds + now_s)
+    for rank in (0, 1):
+        throughput.note_rank(rank_facts(rank))
     for tick in range(seconds // 2):
-        throughput.note_tokens(2 * tokens_per_s + 30 * (tick // 30 % 2))
+        throughput.note_tokens(2 * tokens_per_s + 30 * (tick // 30 % 2), 0.02 * (1 + tick % 4))
+        throughput.note_end(1.5 + tick % 3)
         if tick % 3 == 0:
             throughput.note_first_token(0.2 + 0.1 * (tick % 5), num_prompt_tokens=90)
         for rank in (0, 1):
@@ -55,6 +70,14 @@ def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str
         now_s += 2.0
         throughput.tick(logs=False)
     return throughput.to_json()
+
+
+def rank_facts(rank: int) -> RankFacts:
+    """What a rank says about itself."""
+    return RankFacts(
+        rank=rank, world_size=2, host=f"node-{rank}", pid=4000 + rank, max_model_len=8192, num_blocks=1000, block_tokens=16,
+        max_num_seqs=64, max_num_batched_tokens=512, device="cpu", num_restarts=rank,
+    )  # fmt: skip
 
 
 def _stats_of(rank: int, tick: int) -> RankStats:
@@ -80,12 +103,17 @@ class DashboardService:
         self.status = 200
         self.ranks = rank_status(2)  # GET /v1/fault_tolerance/status
         self.throughput = throughput_answer()  # GET /throughput; {}: a 404
+        self.facts: dict[str, Any] = {  # GET /server_info; {}: a 401, as with API keys
+            "version": "0.1.0", "served_model_name": "tiny", "device": "cpu", "context_length": 8192,
+            "max_total_num_tokens": 32_000, "max_running_requests": 128,
+        }  # fmt: skip
         self._app = FastAPI()
         self._app.include_router(dashboard_routes())
         for path, show in (
             ("/experts/load", self._show_load),
             ("/v1/fault_tolerance/status", self._show_ranks),
             ("/throughput", self._show_throughput),
+            ("/server_info", self._show_facts),
         ):
             self._app.add_api_route(path, show, response_model=None)
         self._port = 0
@@ -101,6 +129,9 @@ class DashboardService:
 
     async def _show_ranks(self) -> Response:
         return JSONResponse(self.ranks)
+
+    async def _show_facts(self) -> Response:
+        return JSONResponse(self.facts, 200 if self.facts else 401)
 
     async def _show_throughput(self) -> Response:
         return JSONResponse(self.throughput, 200 if self.throughput else 404)

@@ -3,7 +3,7 @@
 
 import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
-import { isQuiet, showHistory } from "./history.js";
+import { isQuiet, markOfChange, showHistory } from "./history.js";
 import {
   add,
   checkLoad,
@@ -16,6 +16,7 @@ import {
   viewOf,
   waitsInWords,
 } from "./load.js";
+import { markOfEvent, showCard, showEvents, showRankTable } from "./operations.js";
 import { poll, Refusal } from "./poll.js";
 import { Service } from "./service.js";
 import { Strips } from "./strips.js";
@@ -53,14 +54,14 @@ const timeline = new Timeline(at("timeline"), {
   ],
   describe: describePoint,
 });
-const service = new Service({ tiles: at("service"), parent: at("speed"), onChange: showService });
+const service = new Service({ tiles: at("service"), parent: at("charts"), onChange: showService });
 const strips = new Strips(at("strips"));
 
 let load = null; // the last good answer
 let seen = null; // when it came, the server's time
 let points = []; // of balancedness over time: {time, views: {phase: {mean, median, worst}}}
 let phase = "all";
-let range_s = Infinity; // of the lines
+let range_s = 1800; // of the charts; index.html checks it
 let status = "connecting";
 
 function take(answer, time) {
@@ -109,7 +110,23 @@ function showService() {
   at("health").textContent = health?.banner ?? "";
   at("health").hidden = !health?.banner;
   showStatus();
-  if (load) service.show(load.history ?? [], range_s);
+  showOperations();
+  if (load) service.show(marks(), range_s);
+}
+
+/** Rebalances, and what happened to ranks, as marks of charts. */
+function marks() {
+  return [...(load.history ?? []).map(markOfChange), ...(service.status?.events ?? []).map(markOfEvent)];
+}
+
+function showOperations() {
+  const now_s = Date.now() / 1e3;
+  const events = service.status?.events ?? [];
+  const isKnown = showRankTable(at("rank-table"), service.status, service.speed, now_s);
+  showEvents(at("events"), events);
+  at("events-note").textContent = events.length ? "" : "No rank was lost since the service started.";
+  showCard(at("card"), service.facts, service.speed, load, now_s);
+  at("operations").hidden = !isKnown;
 }
 
 function showStatus() {
@@ -127,12 +144,11 @@ function draw(view) {
   showRanks(view);
   showTraffic();
   const history = load.history ?? [];
-  timeline.show(points, history, range_s);
-  service.show(history, range_s);
+  timeline.show(points, marks(), range_s);
+  service.show(marks(), range_s);
   at("timeline-note").textContent =
-    `Mean over fullest rank of each layer, then over layers; 1 is even. ` +
-    `Each point is a window; the lines begin with the service's first tokens.`;
-  at("history-note").textContent = history.length ? "" : "None so far.";
+    "Mean load over the fullest rank's load, per layer; 1 is even. Each point covers the steps of one window.";
+  at("rebalances").hidden = !history.length;
   showHistory(at("history"), history);
   at("why").textContent = sentence(load.why?.sentence);
   at("waits").textContent = waitsInWords(load.ranks);
@@ -157,8 +173,10 @@ function showFigures(view, window) {
 }
 
 function lastMove() {
-  const moves = (load.history ?? []).filter((change) => !isQuiet(change));
-  return moves.length ? `since ${clock(moves.at(-1).time)}` : "as at the start";
+  if (load.placement_version === 0) return "as at the start";
+  const times = (load.history ?? []).filter((change) => !isQuiet(change)).map((change) => change.time);
+  times.push(...(service.status?.events ?? []).filter((event) => event.kind === "regrouped").map((event) => event.time));
+  return times.length ? `since ${clock(Math.max(...times))}` : "changed since the start";
 }
 
 function showExperts(view) {
@@ -199,6 +217,8 @@ function showRanks(view) {
 }
 
 function showTraffic() {
+  at("traffic-card").hidden = load.num_ranks < 2; // one rank sends nothing
+  document.querySelector("main").dataset.traffic = load.num_ranks < 2 ? "none" : "some";
   const bytes = load.ranks.map((rank) => rank.dispatch_bytes);
   const ratios = overMeanPair(bytes);
   const describe = (row, place) => {
@@ -223,7 +243,7 @@ function shared(map, what) {
 
 function explainEmpty() {
   at("why-nothing").textContent =
-    "The service answers, and no token has been routed to an expert in its window. Send it something:";
+    "The service is ready, and no token has been routed to an expert yet. Send a request:";
   const body = JSON.stringify({ model: load.model, prompt: "Hello", max_tokens: 64 });
   at("try").textContent =
     `curl ${new URL("v1/completions", location.href)} -H 'Content-Type: application/json' \\\n  -d '${body}'`;

@@ -14,11 +14,12 @@ export class Refusal extends Error {
 }
 
 /**
- * Poll an address for ever.
+ * Poll an address forever.
  * @param onAnswer called with the JSON and the server's time in seconds since 1970
+ * @param every_ms the least time between two requests
  * @param onFailure called with a Refusal, or with another Error when there was no answer or none that makes sense
  */
-export async function poll(address, { onAnswer, onFailure }) {
+export async function poll(address, { onAnswer, onFailure, every_ms = EVERY_MS }) {
   for (;;) {
     await visible();
     const begun = performance.now();
@@ -27,7 +28,7 @@ export async function poll(address, { onAnswer, onFailure }) {
     } catch (error) {
       onFailure(error);
     }
-    await sleep(Math.max(EVERY_MS, REST * (performance.now() - begun)));
+    await sleep(Math.max(every_ms, REST * (performance.now() - begun)));
   }
 }
 

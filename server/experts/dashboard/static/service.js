@@ -1,69 +1,103 @@
-// The service as a whole: who serves (GET /v1/fault_tolerance/status) and how fast (GET /throughput). Two polls of its own,
-// because a large model's GET /experts/load is asked for less often, and a lost rank should be seen at once.
+// The service as a whole: who serves (GET /v1/fault_tolerance/status), how fast (GET /throughput) and what it is
+// (GET /server_info). Polls of its own, because a large model's GET /experts/load is asked for less often, and a lost rank
+// should be seen at once.
 
 import { clock, duration, exact, percent, short } from "./format.js";
 import { healthOf } from "./health.js";
 import { poll } from "./poll.js";
 import { showTiles } from "./tiles.js";
-import { countAxis, Timeline } from "./timeline.js";
+import { countAxis, fullAxis, timeAxis, Timeline } from "./timeline.js";
 
-const ADDRESSES = { ranks: "v1/fault_tolerance/status", speed: "throughput" }; // relative: there may be a prefix
+const ADDRESSES = { ranks: "v1/fault_tolerance/status", speed: "throughput", facts: "server_info" }; // relative: there may be a prefix
+const FACTS_EVERY_MS = 30000;
+const SMALL = 150; // pixels of a chart's height
+
+const line = (title, kind, field) => ({ title, kind, value: (point) => point[field] ?? null });
+const CHARTS = [
+  {
+    name: "speed", title: "Tokens per second", axisOf: countAxis,
+    lines: [line("generated", "first", "generation_tokens_per_s"), line("prompts", "second", "prompt_tokens_per_s")],
+  },
+  {
+    name: "ttft", title: "Time to first token", axisOf: timeAxis,
+    lines: [line("p50", "first", "ttft_p50_s"), line("p99", "second", "ttft_p99_s")],
+  },
+  {
+    name: "itl", title: "Time between tokens", axisOf: timeAxis,
+    lines: [line("p50", "first", "itl_p50_s"), line("p99", "second", "itl_p99_s")],
+  },
+  {
+    name: "e2e", title: "Time of a whole request", axisOf: timeAxis,
+    lines: [line("p50", "first", "e2e_p50_s"), line("p99", "second", "e2e_p99_s")],
+  },
+  {
+    name: "queue", title: "Requests", axisOf: countAxis,
+    lines: [line("running", "first", "running"), line("waiting", "second", "waiting")],
+  },
+  { name: "kv", title: "KV cache in use", axisOf: fullAxis, lines: [line("all ranks", "first", "kv_usage")] },
+];
 
 export class Service {
   /**
    * @param tiles where the figures go
-   * @param parent where the lines of tokens per second go
-   * @param onChange called when something new is known; `health` and `points` say what
+   * @param parent where the charts go
+   * @param onChange called when something new is known; `health`, `status`, `speed` and `facts` say what
    */
   constructor({ tiles, parent, onChange }) {
     Object.assign(this, { tiles, onChange });
-    this.health = null; // not known
-    this.now = null; // likewise
+    this.health = this.status = this.speed = this.facts = null; // not known
     this.points = [];
-    this.timeline = new Timeline(parent, {
-      label: "Tokens per second over time",
-      axisOf: countAxis,
-      lines: [
-        { title: "generated tokens/s", kind: "first", value: (point) => point.generation_tokens_per_s },
-        { title: "prompt tokens/s", kind: "second", value: (point) => point.prompt_tokens_per_s },
-      ],
-      describe: describePoint,
+    this.charts = CHARTS.map(({ name, title, axisOf, lines }) => {
+      const figure = document.createElement("figure");
+      const caption = document.createElement("figcaption");
+      figure.id = name;
+      caption.textContent = title;
+      figure.append(caption);
+      parent.append(figure);
+      return new Timeline(figure, { label: `${title} over time`, lines, axisOf, height: SMALL, describe: describePoint });
     });
   }
 
-  /** Poll for ever. */
+  /** Poll forever. */
   run() {
-    const forget = (name) => () => this.#take({ [name]: null });
+    const forget = (...names) => () => this.#take(Object.fromEntries(names.map((name) => [name, null])));
     poll(ADDRESSES.ranks, {
-      onAnswer: (status) => this.#take({ health: healthOf(status) }),
-      onFailure: forget("health"),
+      onAnswer: (status) => this.#take({ status, health: healthOf(status) }),
+      onFailure: forget("status", "health"),
     });
     poll(ADDRESSES.speed, {
-      onAnswer: (answer) => this.#take({ now: answer.now, points: pointsOf(answer.series) }),
-      onFailure: forget("now"),
+      onAnswer: (answer) => this.#take({ speed: answer, points: pointsOf(answer.series) }),
+      onFailure: forget("speed"),
+    });
+    poll(ADDRESSES.facts, {
+      onAnswer: (facts) => this.#take({ facts }),
+      onFailure: forget("facts"), // with API keys this page has none
+      every_ms: FACTS_EVERY_MS,
     });
   }
 
-  /** Draw the lines of a time range. */
-  show(history, range_s) {
-    this.timeline.show(this.points, history, range_s);
+  /** Draw the charts of a time range. */
+  show(marks, range_s) {
+    for (const chart of this.charts) chart.show(this.points, marks, range_s);
   }
 
   #take(known) {
     Object.assign(this, known);
-    showTiles(this.tiles, tilesOf(this.health, this.now));
+    showTiles(this.tiles, tilesOf(this.health, this.speed?.now));
     this.onChange();
   }
 }
 
 function tilesOf(health, now) {
   const ranks = health ? [health.ranks, health.note, health.kind] : ["–", "not known"];
-  const [ttft, slowest] = [now?.ttft_s, now?.ttft_max_s];
+  const none = "none in the last 10 s";
+  const noteOf = (value, text) => (now ? (value === null || value === undefined ? none : text) : "");
   return [
     ["Ranks that serve", ...ranks],
     ["Generated tokens/s", short(now?.generation_tokens_per_s), now ? `prompts ${short(now.prompt_tokens_per_s)} tokens/s${draftsOf(now)}` : ""],
     ["Requests running", exact(now?.running), now ? `${exact(now.waiting)} waiting` : ""],
-    ["Time to first token", duration(ttft), now ? (slowest ? `mean of the last 10 s; slowest ${duration(slowest)}` : "none in the last 10 s") : ""],
+    ["Time to first token", duration(now?.ttft_p50_s), noteOf(now?.ttft_p50_s, `median; p99 ${duration(now?.ttft_p99_s)}`)],
+    ["Time between tokens", duration(now?.itl_p50_s), noteOf(now?.itl_p50_s, `median; p99 ${duration(now?.itl_p99_s)}`)],
     ["KV cache in use", percent(now?.kv_usage), now ? `prefix hits ${percent(now.prefix_hit_rate)} in the last 10 s` : ""],
   ];
 }
@@ -80,13 +114,18 @@ function pointsOf(series) {
 }
 
 function describePoint(point) {
+  const both = (name) => `${duration(point[`${name}_p50_s`])}, p99 ${duration(point[`${name}_p99_s`])}`;
   const lines = [
     clock(point.time),
     `generated ${short(point.generation_tokens_per_s)} tokens/s`,
     `prompts ${short(point.prompt_tokens_per_s)} tokens/s`,
     `running ${point.running}, waiting ${point.waiting}`,
-    `time to first token ${duration(point.ttft_s)}`,
+    `time to first token ${both("ttft")}`,
+    `between tokens ${both("itl")}`,
+    `whole requests ${both("e2e")}`,
     `KV cache ${percent(point.kv_usage)}${draftsOf(point)}`,
   ];
+  if (point.refused_per_s || point.busy_per_s || point.failed_per_s)
+    lines.push(`errors/s: 4xx ${short(point.refused_per_s)}, 429 ${short(point.busy_per_s)}, 5xx ${short(point.failed_per_s)}`);
   return lines.join("\n");
 }

@@ -1,15 +1,20 @@
-// Figures over time as lines, rebalances as marks. The service keeps the points, the coarser the older; what is drawn is
-// the time range that was chosen, up to the last point.
+// Figures over time as lines, events and rebalances as marks. The service keeps the points, the coarser the older; the chart
+// draws the chosen time range, up to the last point.
 
-import { clock, day, short } from "./format.js";
-import { describeChange, isQuiet } from "./history.js";
+import { clock, day, duration, short } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 220;
-const [LEFT, RIGHT, TOP, BOTTOM] = [40, 12, 10, 22];
+const [LEFT, RIGHT, TOP, BOTTOM] = [52, 12, 10, 22];
 const SHORTEST_S = 60; // of the time shown
 const DAY_S = 86400;
 const NEAR = 7; // pixels from a mark
+const AFTER_S = 5; // an event may be newer than the last point
+const MARKS = [
+  ["moved", "placement changed"],
+  ["kept", "rebalance without a change"],
+  ["incident", "rank lost or back"],
+];
 
 /** An axis from the tenth below everything shown up to 1. */
 export function shareAxis(values) {
@@ -18,32 +23,46 @@ export function shareAxis(values) {
 }
 
 /** An axis from 0 to the next round number above everything shown. */
-export function countAxis(values) {
-  const most = Math.max(1, ...values);
+function roundAxis(most, text) {
   const power = 10 ** Math.floor(Math.log10(most));
-  const high = power * [1, 2, 4, 5, 8, 10].find((digit) => digit * power >= most);
-  return { low: 0, high, step: high / 4, text: short };
+  const high = power * [1, 2, 4, 5, 8, 10].find((digit) => digit * power >= most * (1 - 1e-9));
+  return { low: 0, high, step: high / 4, text };
 }
+
+/** An axis of counts or rates. */
+export const countAxis = (values) => roundAxis(Math.max(1, ...values), short);
+
+/** An axis of seconds. */
+export const timeAxis = (values) => roundAxis(Math.max(0.001, ...values), duration);
+
+/** An axis of shares from 0 to 1. */
+export const fullAxis = () => ({ low: 0, high: 1, step: 0.25, text: (value) => `${value * 100} %` });
 
 export class Timeline {
   /**
    * @param label what the picture shows, for those who cannot see it
    * @param lines [{title, kind: "first" or "second", value: a point's figure or null}]
-   * @param axisOf shareAxis or countAxis
+   * @param axisOf shareAxis, countAxis, timeAxis or fullAxis
    * @param describe a point as text
+   * @param height in pixels
    */
-  constructor(parent, { label, lines, axisOf, describe }) {
-    Object.assign(this, { lines, axisOf, describe });
+  constructor(parent, { label, lines, axisOf, describe, height = HEIGHT }) {
+    Object.assign(this, { lines, axisOf, describe, height });
     this.points = []; // {time, ...}, oldest first
-    this.svg = make("svg", { height: HEIGHT, role: "img", "aria-label": label });
-    parent.append(this.svg, legend(lines));
+    this.svg = make("svg", { height, role: "img", "aria-label": label });
+    this.legend = document.createElement("p");
+    this.legend.className = "legend";
+    parent.append(this.svg, this.legend);
     this.svg.addEventListener("pointermove", (event) => this.#point(event));
     this.svg.addEventListener("pointerleave", hideTip);
   }
 
-  /** @param range_s seconds to show; Infinity: all there is */
-  show(points, history, range_s) {
-    Object.assign(this, { points, history, range_s });
+  /**
+   * @param marks [{time, text, kind: "moved", "kept" or "incident"}]
+   * @param range_s seconds to show; Infinity: all there is
+   */
+  show(points, marks, range_s) {
+    Object.assign(this, { points, marks, range_s });
     this.draw();
   }
 
@@ -57,7 +76,8 @@ export class Timeline {
     this.shown = this.points.filter((point) => point.time >= this.from);
     const values = this.shown.flatMap((point) => this.lines.map((line) => line.value(point)));
     this.axis = this.axisOf(values.filter((value) => value !== null));
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+    this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
+    this.#explain();
     this.svg.replaceChildren(...this.#axes(), ...this.#marks(), ...this.#paths());
   }
 
@@ -67,7 +87,7 @@ export class Timeline {
 
   #y(value) {
     const { low, high } = this.axis;
-    return TOP + ((high - value) / (high - low)) * (HEIGHT - TOP - BOTTOM);
+    return TOP + ((high - value) / (high - low)) * (this.height - TOP - BOTTOM);
   }
 
   #axes() {
@@ -81,22 +101,35 @@ export class Timeline {
     const times = [this.from, (this.from + this.to) / 2, this.to];
     const said = this.to - this.from > DAY_S ? day : clock;
     ["start", "middle", "end"].forEach((anchor, index) =>
-      parts.push(make("text", { x: this.#x(times[index]), y: HEIGHT - 5, "text-anchor": anchor }, said(times[index]))),
+      parts.push(make("text", { x: this.#x(times[index]), y: this.height - 5, "text-anchor": anchor }, said(times[index]))),
     );
     return parts;
   }
 
   #marks() {
-    return this.#changes().map((change) => {
-      const [x, quiet] = [this.#x(change.time), isQuiet(change)];
-      const y1 = quiet ? HEIGHT - BOTTOM - 8 : TOP;
-      return make("line", { class: `mark ${quiet ? "quiet" : ""}`, x1: x, x2: x, y1, y2: HEIGHT - BOTTOM });
+    return this.#shownMarks().map(({ time, kind }) => {
+      const x = this.#x(Math.min(time, this.to));
+      const bottom = this.height - BOTTOM;
+      return make("line", { class: `mark ${kind}`, x1: x, x2: x, y1: kind === "kept" ? bottom - 8 : TOP, y2: bottom });
     });
   }
 
-  /** The entries of the history in the time shown. */
-  #changes() {
-    return this.history.filter((change) => change.time >= this.from && change.time <= this.to);
+  #shownMarks() {
+    return this.marks.filter((mark) => mark.time >= this.from && mark.time <= this.to + AFTER_S);
+  }
+
+  /** Explain the lines, and those kinds of marks that the chart shows. */
+  #explain() {
+    const kinds = new Set(this.#shownMarks().map((mark) => mark.kind));
+    const entries = this.lines.map((line) => [line.kind, line.title]);
+    for (const [kind, title] of MARKS) if (kinds.has(kind)) entries.push([kind, title]);
+    this.legend.replaceChildren(...entries.map(([kind, title]) => {
+      const entry = document.createElement("span");
+      const sample = document.createElement("i");
+      sample.className = kind;
+      entry.append(sample, title);
+      return entry;
+    }));
   }
 
   #paths() {
@@ -115,28 +148,14 @@ export class Timeline {
   #point(event) {
     if (!this.points.length) return;
     const x = event.clientX - this.svg.getBoundingClientRect().left;
-    const change = this.#changes().find((each) => Math.abs(this.#x(each.time) - x) < NEAR);
-    showTip(change ? describeChange(change) : this.describe(this.#nearest(x)), event.clientX, event.clientY);
+    const mark = this.#shownMarks().find((each) => Math.abs(this.#x(each.time) - x) < NEAR);
+    showTip(mark ? mark.text : this.describe(this.#nearest(x)), event.clientX, event.clientY);
   }
 
   #nearest(x) {
     const away = (point) => Math.abs(this.#x(point.time) - x);
     return this.shown.reduce((best, point) => (away(point) < away(best) ? point : best));
   }
-}
-
-function legend(lines) {
-  const box = document.createElement("p");
-  box.className = "legend";
-  const entries = [...lines.map((line) => [line.kind, line.title]), ["moved", "placement changed (short: it did not)"]];
-  for (const [kind, text] of entries) {
-    const entry = document.createElement("span");
-    const sample = document.createElement("i");
-    sample.className = kind;
-    entry.append(sample, text);
-    box.append(entry);
-  }
-  return box;
 }
 
 function make(name, attributes, text = "") {

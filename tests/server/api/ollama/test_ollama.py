@@ -263,6 +263,13 @@ def test_the_root_says_what_ollama_says(front: FrontProcess, method: str) -> Non
     assert answer.headers["content-length"] == str(len("Ollama is running"))
 
 
+def test_the_root_sends_a_browser_to_the_dashboard(front: FrontProcess) -> None:
+    answer = httpx.get(front.url + "/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (answer.status_code, answer.headers["location"]) == (307, "dashboard")
+    icon = httpx.get(front.url + "/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
+
+
 def test_what_ollama_has_no_shape_for_is_a_text_too(front: FrontProcess) -> None:
     assert front.post("/api/other", json={"model": "x"}).json() == {
         "error": "There is no endpoint /api/other. GET /docs lists the endpoints."

@@ -1,0 +1,80 @@
+// What an operator looks for: each rank, what happened, and what the service is.
+
+import { clock, day, duration, exact, percent, sentence } from "./format.js";
+import { fillTable } from "./table.js";
+
+const DAY_S = 86400;
+const RANK_COLUMNS = [
+  ["rank", (rank) => `${rank.rank}`, ""],
+  ["state", (rank) => rank.state, "text"],
+  ["host", (rank) => rank.host ?? "–", "text"],
+  ["process", (rank) => (rank.pid === undefined ? "–" : `${rank.pid}`), ""],
+  ["running", (rank) => exact(rank.running), ""],
+  ["waiting", (rank) => exact(rank.waiting), ""],
+  ["KV in use", (rank) => percent(rank.kv_usage), ""],
+  ["up for", (rank) => duration(rank.up_s), ""],
+  ["restarts", (rank) => exact(rank.restarts), ""],
+];
+const EVENT_COLUMNS = [
+  ["time", (event) => when(event.time), ""],
+  ["what", (event) => WORDS[event.kind] ?? event.kind, "text"],
+  ["cause", (event) => sentence(event.text), "text"],
+  ["took", (event) => duration(event.seconds), ""],
+];
+const WORDS = {
+  rank_lost: "rank lost",
+  rank_back: "rank back",
+  regrouped: "ranks serve",
+  waiting: "service waits",
+  stopped: "steps broke off",
+};
+
+/** Fill the table of ranks; returns whether there is something to see. */
+export function showRankTable(parent, status, speed, now_s) {
+  const known = new Map((speed?.ranks ?? []).map((rank) => [rank.rank, rank]));
+  const rows = (status?.engines ?? []).map(({ id, status: state, fault_info }) => {
+    const rank = known.get(id) ?? { rank: id };
+    const up_s = rank.since === undefined ? null : Math.max(0, now_s - rank.since);
+    return { ...rank, rank: id, up_s, state: fault_info ? `${state}: ${fault_info}` : state, isLost: state !== "healthy" };
+  });
+  fillTable(parent, RANK_COLUMNS, rows, (row) => (row.isLost ? "lost" : ""));
+  return rows.length > 0;
+}
+
+/** Fill the table of events, newest first. */
+export function showEvents(parent, events) {
+  fillTable(parent, EVENT_COLUMNS, [...events].reverse(), (event) => (event.kind === "rank_lost" || event.kind === "waiting" ? "lost" : ""));
+}
+
+/** An event as a chart's mark. */
+export function markOfEvent(event) {
+  const took = event.seconds === null ? "" : `\ntook ${duration(event.seconds)}`;
+  return { time: event.time, kind: "incident", text: `${clock(event.time)}  ${WORDS[event.kind] ?? event.kind}\n${sentence(event.text)}${took}` };
+}
+
+/** Fill the list of facts about the service. */
+export function showCard(parent, facts, speed, load, now_s) {
+  const errors = speed?.http_errors;
+  const rows = [
+    ["Model", load?.model ?? facts?.served_model_name],
+    ["Version", facts && `WideEP ${facts.version}`],
+    ["Device", facts?.device],
+    ["Context", facts && `${exact(facts.context_length)} tokens`],
+    ["KV cache", facts && `${exact(facts.max_total_num_tokens)} tokens`],
+    ["At once", facts && `${exact(facts.max_running_requests)} requests`],
+    ["Started", speed && `${when(speed.since)} (${duration(now_s - speed.since)} ago)`],
+    ["HTTP errors", errors && `4xx ${exact(errors["4xx"])}, 429 ${exact(errors["429"])}, 5xx ${exact(errors["5xx"])}`],
+  ];
+  parent.replaceChildren(
+    ...rows.filter(([, value]) => value).flatMap(([name, value]) => {
+      const [term, text] = [document.createElement("dt"), document.createElement("dd")];
+      term.textContent = name;
+      text.textContent = value;
+      return [term, text];
+    }),
+  );
+}
+
+function when(time) {
+  return Date.now() / 1e3 - time > DAY_S ? day(time) : clock(time);
+}

@@ -1,0 +1,46 @@
+"""Percentiles of times over a sliding window, at a fraction of a microsecond per observation.
+
+Times are counted in logarithmic buckets, 8 per doubling, so a percentile is right to 5 %. A window is made of some periods;
+`turn` ends a period and forgets the oldest. Rejected: keeping every time and sorting, which costs a service of 10,000 tokens/s
+100,000 numbers.
+"""
+
+import math
+from collections import Counter, deque
+
+_PER_DOUBLING = 8
+_LEAST_S = 1e-5
+
+
+class WindowedPercentiles:
+    """Counts times; `of` returns percentiles of the last `periods` periods and the running one."""
+
+    def __init__(self, periods: int) -> None:
+        self._ended: deque[Counter[int]] = deque(maxlen=periods)
+        self._running: Counter[int] = Counter()
+
+    def note(self, seconds: float, count: int = 1) -> None:
+        """Count a time `count` times."""
+        self._running[round(_PER_DOUBLING * math.log2(max(seconds, _LEAST_S)))] += count
+
+    def turn(self) -> None:
+        """Begin another period."""
+        self._ended.append(self._running)
+        self._running = Counter()
+
+    def of(self, *shares: float) -> tuple[float | None, ...]:
+        """Return the percentiles, in seconds; None if nothing was counted.
+
+        Args:
+            shares: 0 to 1, ascending.
+        """
+        counts = sum(self._ended, Counter(self._running))
+        total, found, seen = counts.total(), [], 0
+        buckets = iter(sorted(counts.items()))
+        bucket = 0
+        for share in shares:
+            while seen < max(1, math.ceil(share * total)) and total:
+                bucket, count = next(buckets)
+                seen += count
+            found.append(2 ** (bucket / _PER_DOUBLING) if total else None)
+        return tuple(found)

@@ -1,0 +1,34 @@
+"""Percentiles over a window: near the exact ones, and of the window alone."""
+
+import random
+
+import pytest
+
+from server.http.observability.percentiles import WindowedPercentiles
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_percentiles_are_within_five_percent_of_the_exact_ones(seed: int) -> None:
+    times = sorted(random.Random(seed).lognormvariate(-3, 1.5) for _ in range(2_000))
+    found = WindowedPercentiles(periods=2)
+    for at, each in enumerate(times):
+        found.note(each)
+        if at == 1_000:
+            found.turn()
+    for share, value in zip((0.5, 0.9, 0.99), found.of(0.5, 0.9, 0.99), strict=True):
+        exact = times[round(share * len(times)) - 1]
+        assert value == pytest.approx(exact, rel=0.05)
+
+
+def test_a_window_forgets_and_an_empty_one_has_no_percentiles() -> None:
+    found = WindowedPercentiles(periods=2)
+    assert found.of(0.5, 0.99) == (None, None)
+    found.note(10.0, count=1_000)
+    found.turn()
+    found.note(0.01)
+    assert found.of(0.5) == (pytest.approx(10.0, rel=0.05),)
+    found.turn()
+    found.turn()
+    assert found.of(0.5, 0.99) == (pytest.approx(0.01, rel=0.05),) * 2
+    found.note(0.0)
+    assert found.of(0.0)[0] == pytest.approx(1e-5, rel=0.05)
