@@ -6,9 +6,7 @@ their files say what they take; without them it is counted off the modules, in t
 Rejected: formulas over field names of config.json, which would be wrong for the next family.
 """
 
-import fnmatch
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,6 +21,7 @@ from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, leaves
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
+from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
 from server.process.preflight.memory import DEQUANTISED, WeightBytes, weight_bytes
 from server.process.preflight.model import (
@@ -39,7 +38,6 @@ from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
 _SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
 _PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as a start counts them
-_PLAIN_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,19 +183,15 @@ class _Heads(NamedTuple):
 class _Storage:
     """What a weight takes, by the name of its module and its shape."""
 
-    def __init__(
-        self, quantisation: Quantisation | None, config: Mapping[str, Any], plain_bytes: float
-    ) -> None:
+    def __init__(self, quantisation: Quantisation | None, plain_bytes: float) -> None:
         self._found, self._plain_bytes = quantisation, plain_bytes
-        given = field_of(dict(config), "quantization_config") or {}
-        self._left_out = [str(each) for name in _PLAIN_FIELDS for each in given.get(name) or ()]
         self.plain_kind = _PLAIN_KINDS[plain_bytes]
 
     def format_of(self, module: str, *, is_expert: bool) -> WeightFormat | None:
         """How a weight is quantised; None: it is not."""
         if self._found is None or (self._found.method == "mxfp4" and not is_expert):
             return None
-        if self._found.leaves_plain(module) or self._is_left_out(module):
+        if self._found.leaves_plain(module):
             return None
         return self._found.formats[-1 if is_expert else 0]
 
@@ -215,15 +209,6 @@ class _Storage:
     def kind(self, stored: WeightFormat | None) -> str:
         """The name of how numbers are stored."""
         return self.plain_kind if stored is None else stored.name
-
-    def _is_left_out(self, module: str) -> bool:
-        for pattern in self._left_out:
-            if pattern.startswith("re:"):
-                if re.match(pattern.removeprefix("re:"), module):
-                    return True
-            elif fnmatch.fnmatch(module, pattern) or module.endswith(f".{pattern}"):
-                return True
-        return False
 
 
 class _Part(NamedTuple):
@@ -245,9 +230,10 @@ class _Part(NamedTuple):
 
 def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) -> ModelCosts:
     model = skeleton.model
-    storage = _Storage(skeleton.quantisation, config, plain_bytes)
-    layers = list(getattr(model.get_decoder().base_model, "layers", ()))
+    storage = _Storage(skeleton.quantisation, plain_bytes)
+    layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
+    _check_layers(skeleton, [names[id(layer)] for layer in layers])
     heads, top_k = _Heads.of(config), experts_per_token(dict(config)) or 1
     counted: dict[LayerCosts, int] = {}
     own_kind = expert_kind = storage.plain_kind
@@ -280,6 +266,19 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
         head_bytes=storage.num_bytes(head, None),
         shared_bytes=in_layers + outside,
     )
+
+
+def _check_layers(skeleton: Skeleton, layers: list[str]) -> None:
+    """Refuse a model some of whose layers were not found: their weights would count as shared by all ranks."""
+    begins = tuple(f"{layer}." for layer in layers)
+    apart = [name for name in skeleton.experts if not name.startswith(begins)]
+    if apart or len(layers) != len(skeleton.cache_shapes):
+        kind = type(skeleton.model).__name__
+        seen = f"{apart[0]} is in none of them" if apart else f"{len(skeleton.cache_shapes)} cache something"
+        raise UnsupportedModelError(
+            f"the decoder layers of {kind} cannot be counted: {len(layers)} were found, and {seen}. The model may still be "
+            "served; please report its model_type"
+        )
 
 
 def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:
