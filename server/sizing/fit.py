@@ -92,7 +92,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
 
 def heads_of(model: ReadModel) -> AttentionHeads:
     """What attention's buffers are counted by."""
-    return AttentionHeads(model.heads, model.value_dim, model.is_latent, model.has_index, model.longest)
+    return AttentionHeads(model.heads, model.value_dims, model.is_latent, model.has_index, model.longest)
 
 
 def token_bytes(shape: LayerShape, device: Device) -> int:

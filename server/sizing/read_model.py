@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +18,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kvcache.paged_cache import LayerShape
+from moe.backend import Backend
+from moe.cpu.backend import CPU
 from moe.families import UnsupportedModelError, leaves
+from moe.gpu import limits as gpu_limits
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
-from server.process.preflight.memory import DEQUANTISED, WeightBytes, weight_bytes
+from server.process.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
 from server.process.preflight.model import (
     PreflightError,
     check_is_moe,
@@ -39,6 +42,9 @@ _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4
 _SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
 _PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as a start counts them
 
+# By `on_gpu`. What kernels of GPUs lack is asked of the same function as at start; nothing else of a backend counts here.
+BACKENDS = {False: CPU, True: replace(CPU, why_unserved=gpu_limits.why_unserved)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReadModel:
@@ -51,7 +57,7 @@ class ReadModel:
         has_files: these were read off the files, not counted off the configuration.
         shapes: what each layer caches.
         longest: tokens that a sequence may have.
-        heads, value_dim: of attention; of a latent where these are cached.
+        heads, value_dims: of attention, see `AttentionHeads`.
     """
 
     name: str
@@ -63,7 +69,7 @@ class ReadModel:
     shapes: tuple[LayerShape, ...]
     longest: int
     heads: int
-    value_dim: int
+    value_dims: tuple[int, ...]
 
     @property
     def is_latent(self) -> bool:
@@ -79,6 +85,7 @@ class ReadModel:
 def read_model(
     path: Path,
     *,
+    on_gpu: bool,
     float_bytes: float | None,
     max_model_len: int | None = None,
     quantization: str | None = None,
@@ -86,17 +93,18 @@ def read_model(
     """Read a model's directory, or a config.json alone.
 
     Args:
+        on_gpu: it is to be served on GPUs, whose kernels must take it; else on CPUs.
         float_bytes: what a number takes that is not quantised; None: as the checkpoint has it.
         quantization: that weights get on load.
 
     Raises:
         PreflightError: it is no MoE, its files are damaged, or it is quantised already.
-        UnsupportedModelError: it cannot be served.
+        UnsupportedModelError: it cannot be served on this kind of device.
         ConfigError: max_model_len is more than the model takes.
     """
     if path.is_dir():
         check_quantisation(read_config(path), path, asked=quantization)
-        return _read(path, float_bytes, max_model_len, path.resolve().name, str(path))
+        return _read(path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path))
     if not path.is_file():
         raise PreflightError(
             f"{path} does not exist; give a model's directory, or its config.json (nothing is fetched)"
@@ -108,7 +116,7 @@ def read_model(
             shutil.copy(beside, folder)
         try:
             check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
-            return _read(Path(folder), float_bytes, max_model_len, str(path))
+            return _read(Path(folder), BACKENDS[on_gpu], float_bytes, max_model_len, str(path))
         except (PreflightError, UnsupportedModelError) as error:
             named = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(path))
             raise type(error)(named) from error
@@ -118,16 +126,21 @@ def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) 
     """Likewise of the values of a config.json."""
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(values)))
-        return _read(Path(folder), float_bytes, None, str(values.get("model_type")))
+        return _read(Path(folder), CPU, float_bytes, None, str(values.get("model_type")))
 
 
 def _read(
-    directory: Path, float_bytes: float | None, max_model_len: int | None, name: str, path: str = "MODEL"
+    directory: Path,
+    backend: Backend,
+    float_bytes: float | None,
+    max_model_len: int | None,
+    name: str,
+    path: str = "MODEL",
 ) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
     try:
-        skeleton = Skeleton(directory)
+        skeleton = Skeleton(directory, backend)
     except (ArithmeticError, AttributeError, TypeError) as error:  # numbers that make no model
         raise PreflightError(
             f"transformers can build no model of {name} ({type(error).__name__}: {error})"
@@ -151,7 +164,7 @@ def _read(
         shapes=tuple(skeleton.cache_shapes),
         longest=model_length(text, max_model_len),
         heads=heads.num,
-        value_dim=heads.latent or heads.value_dim,
+        value_dims=value_dims(dict(config)),
     )
 
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from moe.families import UnsupportedModelError
+from moe.model import Skeleton
+from scheduler.step.sizing import attention_bytes
+from server.process.preflight.memory import value_dims
 from server.sizing.published import MODELS
 from server.sizing.read_model import ReadModel, read_model
 
@@ -23,7 +27,7 @@ def _model(
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     if beside is not None:
         (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": beside}))
-    return read_model(path, float_bytes=2)
+    return read_model(path, on_gpu=True, float_bytes=2)
 
 
 def _listed(num_layers: int, stem: str = "model.") -> list[str]:
@@ -83,3 +87,45 @@ def test_parts_of_names_leave_awq_s_layers_plain(tmp_path: Path) -> None:
     # Experts of a layer that is left out are as large as those of bfloat16.
     assert both[1].weights.shared > both[0].weights.shared
     assert both[1].weights.experts > 1.5 * both[0].weights.experts
+
+
+_WIDE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 64,
+    "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "num_experts": 8, "num_experts_per_tok": 2, "dtype": "bfloat16",
+}  # fmt: skip
+BLOCKS_OF_48 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 48]}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({**_WIDE, "head_dim": 640}, "heads of 640 values; the GPU kernels take 16 to 512"),
+        ({**_WIDE, "head_dim": 32, "quantization_config": BLOCKS_OF_48}, "weights whose scales are for 48 inputs"),
+    ],
+)  # fmt: skip
+def test_size_refuses_for_a_gpu_what_a_start_there_refuses(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"qwen3_moe has {problem}") as of_size:
+        read_model(path, on_gpu=True, float_bytes=2)
+    assert str(of_size.value).endswith("; serve it with --device cpu")
+    assert read_model(path, on_gpu=False, float_bytes=2).costs.num_experts == 8
+    gpu = pytest.importorskip("moe.gpu.backend", reason="needs triton: pip install -r requirements-dev.txt")
+    backend = gpu.open_backend("interpreter", "auto")
+    with pytest.raises(UnsupportedModelError) as of_start:
+        Skeleton(tmp_path, backend)
+    assert str(of_start.value) == str(of_size.value)
+
+
+def test_attention_of_two_widths_counts_buffers_of_both() -> None:
+    """Gemma 4: windows with heads of 256 values, full attention with 512."""
+    gemma = {"text_config": {"num_attention_heads": 16, "head_dim": 256, "global_head_dim": 512}}
+    assert value_dims(gemma) == (256, 512)
+    assert value_dims({"num_attention_heads": 64, "v_head_dim": 128, "kv_lora_rank": 512}) == (512,)
+    sizes = {"is_latent": False, "has_index": False, "max_num_seqs": 64, "max_model_len": 8192}
+    assert attention_bytes(16, (256, 512), **sizes) == sum(
+        attention_bytes(16, (dim,), **sizes) for dim in (256, 512)
+    )
