@@ -30,7 +30,7 @@ from attention.sparse.pools import ChosenMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
-from moe.families import UnsupportedModelError
+from moe.families import FOREIGN_ERRORS, UnsupportedModelError
 from moe.mtp.layers import drafting_of
 from moe.rehearsed import RECURRENCES, choose, choose_pools
 from moe.scaled_experts import use_experts
@@ -51,16 +51,6 @@ WITHOUT_EFFECT = frozenset(
         "position_ids",
         "use_cache",
     }
-)
-# What a family's own code may raise on a batch that it is not made for.
-FOREIGN_ERRORS = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
 )
 
 
