@@ -143,13 +143,19 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
+# compressed-tensors' TransformLocation; vLLM does the others ("input", "output") to rows, and those of keys and queries.
+_STORED_TRANSFORMS = ("weight_input", "weight_output")
+
+
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     method = str(config["quant_method"])
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense" or "24" in str(config.get("format", "")):
         raise _unserved(method, "sparse weights", "dense ones")
-    if config.get("transform_config"):
-        raise _unserved(method, "transform_config (rotated weights)", "weights that are not rotated")
+    if rotated := _rotates_rows(config.get("transform_config")):
+        raise _unserved(
+            method, rotated, "transforms at weight_input and weight_output, which are in the weights already"
+        )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise _unserved(method, f"config_groups = {groups!r}", "groups with targets and weights")
@@ -161,6 +167,25 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         quantises_rows=bool(config.get("kv_cache_scheme"))
         or any(group.get("input_activations") for group in groups.values()),
     )
+
+
+def _rotates_rows(transforms: Any) -> str | None:
+    """Name a transform that has to be done to rows while serving; those of weights were done before they were stored."""
+    if not transforms:
+        return None
+    schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    if not isinstance(schemes, Mapping):
+        return f"transform_config = {transforms!r}"
+    for name, scheme in schemes.items():
+        listed = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+            return f"transform_config: {name} = {scheme!r}"
+        for each in listed:
+            if each.get("location") not in _STORED_TRANSFORMS:
+                return (
+                    f"transform_config: {name} transforms rows at {each.get('location')!r} (rotated weights)"
+                )
+    return None
 
 
 def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:

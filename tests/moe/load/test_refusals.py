@@ -403,6 +403,22 @@ def grouped(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """A transform_config with one transform at some places."""
+    listed = [{"ignore": [], "inverse": False, "location": each, "targets": ["Linear"]} for each in locations]
+    return {"config_groups": {"R1": {"apply": listed, "type": "hadamard", "head_dim": 128}}}
+
+
+def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
+    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms rows at "input" and "output" only."""
+    config = {
+        **grouped(num_bits=4, type="int", group_size=32),
+        "transform_config": rotated("weight_output", "weight_input"),
+    }
+    found = read_quantisation(config)
+    assert found is not None and found.formats == (WeightFormat(name="int4", block=32),)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -439,7 +455,23 @@ def grouped(**weights: Any) -> dict[str, Any]:
         (grouped(num_bits=2, type="int", strategy="group", group_size=32), "weights of 2 bits"),
         (grouped(num_bits=8, type="int", strategy="channel", symmetric=False), "groups of 0, not symmetric"),
         ({**grouped(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
-        ({**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("input")},
+            "transform_config: R1 transforms rows at 'input'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("weight_output", "output")},
+            "R1 transforms rows at 'output'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("weight_input", "q_attn")},
+            "R1 transforms rows at 'q_attn'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config: R1 = {}",
+        ),
+        ({**grouped(num_bits=4), "transform_config": "yes"}, "transform_config = 'yes'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "compressed-tensors"}, "config_groups = None"),
         ({"quant_method": "brand-new"}, "'brand-new'"),
