@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
 from scheduler.policy.speculative import Method
 from server.options.table import Options
@@ -94,13 +95,19 @@ def slots_per_rank(
 
     Args:
         placement_file: what is no placement counts as none; `checks.check_placement` refuses it.
+
+    Raises:
+        PreflightError: more redundant experts than ranks have a use for.
     """
     if placement_file:
         found = slots_in(placement_file)
         if found:
             return found
         num_redundant = 0  # is not asked with a file
-    return min(num_experts, -(-(num_experts + num_redundant) // num_ranks))
+    try:
+        return slots_of_rank(num_experts, num_ranks, num_redundant)
+    except EplbConfigError as error:
+        raise PreflightError(f"--eplb-config: {error}") from error
 
 
 # What a weight takes, by --dtype; on a CPU auto is the checkpoint's, bfloat16 or else float32 (D9).
