@@ -25,8 +25,7 @@ from server.process.preflight.model import (
     largest,
     num_experts,
     read_config,
-    read_header,
-    safetensors_files,
+    read_headers,
     slots_in,
 )
 
@@ -157,9 +156,7 @@ def weight_bytes(
     shared = experts = 0
     layers: set[int] = set()
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
-    tensors = {
-        name: tensor for path in safetensors_files(directory) for name, tensor in read_header(path).items()
-    }
+    tensors = read_headers(directory)
     mtp = mtp_names(tensors, config)
     for own_name, tensor in tensors.items():
         of_mtp = mtp.renamed(own_name)
