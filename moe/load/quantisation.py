@@ -5,12 +5,13 @@ weight is quantised (`moe.load.stored_tensors`); this says which formats may be 
 quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 ones. Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to
 the model. What would change the answer otherwise (rotations, sparse weights, smoothed rows) is refused.
 
-Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel and AMD Quark write.
+Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write, and
+what SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,15 +23,14 @@ ROWS = 16  # outputs that share an FP8 scale on CPU: a block's must be a multipl
 MICRO_BLOCK, NVFP4_BLOCK = 32, 16
 MODELOPT_FILE = "hf_quant_config.json"
 SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
-# What else is found under quant_method, for people who do not know the word in their config.json.
+# What else is found under quant_method, for people who do not know the word in their config.json, and why it is not read.
 KNOWN = {
-    "bitsandbytes": "bitsandbytes",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "torchao": "torchao",
-    "auto-round": "AutoRound",
-    "nvfp4": "NVFP4",
-    "hqq": "HQQ",
-}
+    "bitsandbytes": "bitsandbytes: its codes stand for a table of values (NF4, FP4) whose scales are quantised again, or have outliers apart",
+    "torchao": "torchao: its tensors are of classes of its own",
+    "blockwise_int8": "int8 in blocks: no kernel has scales of int8 that rows share",
+    "nvfp4": "NVFP4 of a tool that is not known: ModelOpt's and compressed-tensors' are read",
+    "hqq": "HQQ: its zeros are numbers with a point, which no kernel takes from codes",
+}  # fmt: skip
 
 
 class UnservedQuantisationError(ValueError):
@@ -102,9 +102,10 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
         return None
     method = str(config.get("quant_method", "unknown"))
     if method not in _READERS:
-        name = f"{KNOWN[method]} ({method})" if method in KNOWN else f"{method!r}"
+        name, _, why = KNOWN.get(method, repr(method)).partition(": ")
+        reason = f" ({method}: {why})" if why else ""
         raise UnservedQuantisationError(
-            f"the checkpoint is quantised with {name}; served are {SERVED}, and bfloat16, float16 and float32"
+            f"the checkpoint is quantised with {name}{reason}; served are {SERVED}, and bfloat16, float16 and float32"
         )
     return _READERS[method](config)
 
@@ -287,6 +288,47 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
+# AutoRound's packings that are GPTQ's; its own (auto_round) and that of AWQ are not read.
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2"}
+
+
+def _auto_round(config: Mapping[str, Any]) -> Quantisation:
+    """Of AutoRound, in GPTQ's layout (facts: its export_to_autoround)."""
+    packing, kind = config.get("packing_format", "auto_round:auto_gptq"), config.get("data_type", "int")
+    if packing not in _AUTO_ROUND:
+        raise _unserved("auto-round", f"packing_format = {packing!r}", " or ".join(map(repr, _AUTO_ROUND)))
+    if kind != "int" or (config.get("act_bits") or 16) < 16:
+        seen = f"data_type = {kind!r}, act_bits = {config.get('act_bits')!r}"
+        raise _unserved("auto-round", seen, "'int' with act_bits = 16")
+    layers = config.get("extra_config") or {}
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+        raise _unserved("auto-round", f"extra_config = {layers!r}", "an object of layers")
+    others = [
+        name for name, layer in layers.items() if layer.get("bits", config.get("bits")) != config.get("bits")
+    ]
+    own_bits = [name for name in others if layers[name]["bits"] < 16]
+    if own_bits:
+        raise _unserved(
+            "auto-round", f"extra_config of {own_bits[0]} (bits of its own)", "one number of bits, or 16"
+        )
+    plain = {f"-:(?:{name})$": {} for name in others}
+    return _gptq({**config, "checkpoint_format": _AUTO_ROUND[packing], "dynamic": plain})
+
+
+def _per_channel(method: str, name: str, *fields: str) -> Callable[[Mapping[str, Any]], Quantisation]:
+    """Of tools that know one format: a scale per output, rows quantised while serving."""
+
+    def read(config: Mapping[str, Any]) -> Quantisation:
+        return Quantisation(
+            method=method,
+            formats=(WeightFormat(name=name),),
+            plain_modules=_plain(method, config, *fields),
+            quantises_rows=True,
+        )
+
+    return read
+
+
 def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> WeightFormat:
     seen, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     if seen not in bits:
@@ -312,6 +354,11 @@ def _quark(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _of_quark(scheme: Any) -> WeightFormat:
+    if isinstance(scheme, list):
+        kinds = [str(each.get("dtype")) for each in scheme if isinstance(each, Mapping)]
+        raise _unserved(
+            "quark", f"weights that are quantised {len(scheme)} times over ({', '.join(kinds)})", "once"
+        )
     seen = scheme if isinstance(scheme, Mapping) else {}
     kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
     if (
@@ -332,11 +379,14 @@ def _of_quark(scheme: Any) -> WeightFormat:
 
 _RULES = {
     "fp8": Rule.TRANSFORMERS, "mxfp8": Rule.TRANSFORMERS, "mxfp4": Rule.TRANSFORMERS, "awq": Rule.SUBSTRING,
+    "fbgemm_fp8": Rule.TRANSFORMERS, "w8a8_int8": Rule.WILDCARDS, "w8a8_fp8": Rule.WILDCARDS,
     "gptq": Rule.REGEX, "compressed-tensors": Rule.WILDCARDS, "modelopt": Rule.WILDCARDS, "quark": Rule.WILDCARDS,
 }  # fmt: skip
 _READERS = {
     "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
-    "awq": _awq, "gptq": _gptq, "quark": _quark,
+    "awq": _awq, "gptq": _gptq, "quark": _quark, "auto-round": _auto_round,
+    "fbgemm_fp8": _per_channel("fbgemm_fp8", "fp8", "modules_to_not_convert"),
+    "w8a8_int8": _per_channel("w8a8_int8", "int8", "ignore"), "w8a8_fp8": _per_channel("w8a8_fp8", "fp8", "ignore"),
 }  # fmt: skip
 
 

@@ -250,7 +250,7 @@ def test_an_index_that_names_a_tensor_that_the_type_has_not_is_refused(
     wanted = (
         f"unexpected: {name}"
         if has_tensor
-        else f"index.json names 1 tensors that no file has, such as {name}: "
+        else f"index.json lists 1 tensors that are not in their files, such as {name} ("
     )
     assert wanted in message
 
@@ -424,7 +424,7 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
     [
         (
             {"quant_method": "hqq", "bits": 4},
-            r"quantised with HQQ \(hqq\); served are fp8 .*mxfp4.* awq and gptq",
+            r"quantised with HQQ \(hqq: its zeros .*\); served are fp8 .*mxfp4.* awq and gptq",
         ),
         ({"quant_method": "gptq"}, "as gptq with bits = None; served is 4 or 8"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3"),
@@ -470,6 +470,30 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         (
             {**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}},
             "transform_config: R1 = {}",
+        ),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"with bitsandbytes \(bitsandbytes: its codes stand for a table of values",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+            "as auto-round with packing_format = 'auto_round:auto_awq'",
+        ),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "as auto-round with data_type = 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
+            "act_bits = 8; served is 'int' with act_bits = 16",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {"a.b": {"bits": 8}}},
+            r"extra_config of a.b \(bits of its own\)",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]},
+            },
+            r"as quark with weights that are quantised 2 times over \(fp8_e4m3, int4\); served is once",
         ),
         ({**grouped(num_bits=4), "transform_config": "yes"}, "transform_config = 'yes'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
