@@ -83,3 +83,19 @@ def parse_eplb_config(text: str) -> EplbConfig:
     if unknown:
         raise EplbConfigError(f"{', '.join(unknown)} is not known; there are {', '.join(known)}")
     return EplbConfig(**value)
+
+
+def slots_of_rank(num_experts: int, num_ranks: int, num_redundant: int) -> int:
+    """Return the slots that a layer has on a rank: experts and redundant ones, rounded up to full ranks.
+
+    Raises:
+        EplbConfigError: more redundant experts than ranks have a use for.
+    """
+    found = -(-(num_experts + num_redundant) // num_ranks)
+    if found > num_experts:
+        raise EplbConfigError(
+            f"num_redundant_experts is {num_redundant}; a rank holds no expert twice, so {num_ranks} "
+            f"rank{'s have' if num_ranks > 1 else ' has'} use for at most {num_experts * (num_ranks - 1)} beside the model's "
+            f"{num_experts} experts"
+        )
+    return found

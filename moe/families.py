@@ -29,6 +29,17 @@ from moe.mtp.layers import add_drafting
 from moe.mtp.names import MtpBlock, MtpNames, layers_of_config, why_no_mtp
 from moe.text_part import is_wrapped, keep_text
 
+# What the code of transformers' configurations and models raises for values that make no model: lists that are too short,
+# numbers that are null, zero or text, a padding token outside the vocabulary, a package that is not installed.
+FOREIGN_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+# One entry for each decoder layer.
+_PER_LAYER = (
+    "layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "kv_sharing_modes", "no_rope_layers",
+    "layer_rope_theta",
+)  # fmt: skip
+
 
 class UnsupportedModelError(ValueError):
     """A model that cannot be served; the message says why."""
@@ -44,9 +55,10 @@ def read_config(directory: Path) -> Any:
         raise UnsupportedModelError(f"{directory} is not a model directory: it has no config.json")
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, OSError, StrictDataclassError) as error:
+        config.get_text_config(decoder=True)  # where Gemma 4 looks at its values
+    except (OSError, StrictDataclassError, *FOREIGN_ERRORS) as error:
         raise UnsupportedModelError(
-            f"transformers cannot use {directory / 'config.json'}: {_first_line(error)} (code that comes with a "
+            f"transformers cannot use {directory / 'config.json'}: {_said(error)} (code that comes with a "
             f"checkpoint is not run)"
         ) from error
     check_config(config)
@@ -75,11 +87,12 @@ def build_on_meta(
     try:
         with torch.device("meta"):
             model: PreTrainedModel = kind.from_config(config, dtype=dtype)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        is_text = not wrapped or keep_text(model)
+    except FOREIGN_ERRORS as error:
         raise UnsupportedModelError(
             f"{config.model_type} cannot be built from its config.json: {type(error).__name__}: {_first_line(error)}"
         ) from error
-    if wrapped and not keep_text(model):
+    if not is_text:
         raise UnsupportedModelError(
             f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
             f"models do; give a checkpoint of the text model alone"
@@ -95,15 +108,7 @@ def build_on_meta(
 def _add_drafting(model: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
     try:
         add_drafting(model, layers)
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        RuntimeError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (*FOREIGN_ERRORS, StopIteration) as error:
         raise UnsupportedModelError(
             f"{model.config.model_type}: its multi-token-prediction layers cannot be built like the decoder's: "
             f"{type(error).__name__}: {_first_line(error)}"
@@ -152,20 +157,44 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def _said(error: Exception) -> str:
+    """A sentence that transformers wrote, or the kind of an error that it did not foresee."""
+    if isinstance(error, StrictDataclassError):  # the reason is in the second line
+        return " ".join(str(error).split())
+    is_sentence = isinstance(error, OSError | ValueError)
+    return _first_line(error) if is_sentence else f"{type(error).__name__}: {_first_line(error)}"
+
+
 def check_config(config: Any) -> None:
     """Refuse what the configuration already rules out.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder or a rotary embedding that depends on the whole batch.
+        UnsupportedModelError: an encoder-decoder, a list without an entry for each layer, or a rotary embedding that depends
+            on the whole batch.
     """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoders are served")
+    if problem := _why_too_short(config.get_text_config(decoder=True)):
+        raise UnsupportedModelError(f"{name}: {problem}")
     if KIND in rotary_types(config) and limit_of(config) is None:
         raise UnsupportedModelError(
             f"{name} has rotary embeddings of type {KIND} in some kinds of layers, which change with the longest sequence "
             f"of a batch: served are those that all layers share"
         )
+
+
+def _why_too_short(text: Any) -> str | None:
+    """Name a list of the configuration that ends before the last layer; longer ones may speak of MTP layers too."""
+    num_layers = getattr(text, "num_hidden_layers", None)
+    for name in _PER_LAYER if isinstance(num_layers, int) else ():
+        listed = getattr(text, name, None)
+        if isinstance(listed, list | tuple) and 0 < len(listed) < num_layers:
+            return (
+                f"{name} in config.json lists {len(listed)} of {num_layers} layers (num_hidden_layers); it takes an entry for "
+                "each: correct it, or get config.json again"
+            )
+    return None
 
 
 def quantisation_of(directory: Path, config: Any) -> Quantisation | None:

@@ -30,11 +30,11 @@ from attention.sparse.pools import ChosenMask
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
-from moe.families import UnsupportedModelError
+from moe.families import FOREIGN_ERRORS, UnsupportedModelError
 from moe.mtp.layers import drafting_of
 from moe.rehearsed import RECURRENCES, choose, choose_pools
 from moe.scaled_experts import use_experts
-from moe.text_part import leave_idle_experts, use_attention
+from moe.text_part import decoder_layers, leave_idle_experts, use_attention
 
 NAME = "wideep_rehearsal"
 # Attention keywords that the organ serves, and those that change no result at inference.
@@ -51,16 +51,6 @@ WITHOUT_EFFECT = frozenset(
         "position_ids",
         "use_cache",
     }
-)
-# What a family's own code may raise on a batch that it is not made for.
-FOREIGN_ERRORS = (
-    AttributeError,
-    IndexError,
-    KeyError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
 )
 
 
@@ -444,7 +434,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     if logits.shape != (1, 2, config.vocab_size):
         raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
-    layers = list(getattr(model.get_decoder().base_model, "layers", ()))
+    layers = decoder_layers(model)
     if (drafting := drafting_of(model)) is not None:
         layers += drafting.layers.values()
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]

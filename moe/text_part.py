@@ -62,6 +62,19 @@ def body_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Find the layers of a model's decoder, in order; empty if it has no list of this name.
+
+    Llama 4's decoder is a causal language model, which holds them one level deeper than others do.
+    """
+    lists = (
+        module
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(module, nn.ModuleList) and f".{name}".endswith(".layers")
+    )
+    return list(next(lists, ()))
+
+
 def project(model: PreTrainedModel, body: nn.Module, decoded: Any, rows_R: Tensor) -> Tensor:
     """Compute rows' logits of what a model's body gave: [R, V] float32.
 

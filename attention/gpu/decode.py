@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.limits import check_heads, check_layout, check_tile
+from attention.gpu.limits import WIDE_DIM, check_heads, check_layout, check_tile
 from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
 from attention.gpu.splits import DecodeScratch, count_splits, find_split, launch_merge
 from attention.gpu.tiles import device_names, shape_key, tile_of
@@ -97,6 +97,8 @@ def decode_tile(
     fallback = DecodeTile()
     if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:  # twice the registers and the shared memory
         fallback = DecodeTile(programs=2)
+    if max(key_dim, value_dim) > WIDE_DIM:
+        fallback = DecodeTile(tokens=16, warps=8, stages=2, programs=2)
     shape = shape_key(dtype, D=key_dim, V=value_dim, GROUP=group)
     return tile_of("paged_decode", shape, fallback, device_names(device))
 

@@ -12,16 +12,17 @@ from torch import Tensor
 from kvcache.paged_cache import LayerShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_DIM, LARGEST_DIM = 16, 256  # of a key or a value: a product on tensor cores, and what registers hold
+LEAST_DIM, LARGEST_DIM = 16, 512  # of a key or a value: a product on tensor cores, and what registers hold
+WIDE_DIM = 256  # more take tiles of fewer rows (Gemma 4's full attention: 512)
 LARGEST_LATENT = 512
-MAX_GROUP = 64  # query heads of a KV head, the rows of one product
+MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a KV head, the rows of one product; of wide heads
 LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 # Keys and values of prompts' contexts that are expanded at once, of one layer, as the product makes them and as pages: more
 # are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
 SCORE_BYTES = 256 << 20  # of an index's scores that exist at once, but for decodes: those are scored together
 # Values per token: a key; of an index over pools a gate too, and a part of a pool's key.
-LARGEST_INDEX = 3 * LARGEST_DIM
+LARGEST_INDEX = 3 * 256
 LARGEST_STATE = 512  # rows of a head's state, or of a channel's: a program has some columns of all of them
 
 
@@ -29,10 +30,11 @@ def check_heads(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: 
     """Raise ValueError where paged decode or prefill lack a shape or type."""
     if dtype not in DTYPES:
         raise ValueError(f"attention in {dtype} has no GPU kernel; there are bfloat16, float16 and float32")
-    if kv_heads < 1 or heads % kv_heads or heads // kv_heads > MAX_GROUP:
+    most = MAX_WIDE_GROUP if max(key_dim, value_dim) > WIDE_DIM else MAX_GROUP
+    if kv_heads < 1 or heads % kv_heads or heads // kv_heads > most:
         raise ValueError(
             f"{heads} query heads on {kv_heads} KV heads have no GPU kernel; "
-            f"each KV head takes the same number of query heads, at most {MAX_GROUP}"
+            f"each KV head takes the same number of query heads, at most {most}"
         )
     if not LEAST_DIM <= min(key_dim, value_dim) <= max(key_dim, value_dim) <= LARGEST_DIM:
         raise ValueError(

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.limits import LARGEST_DIM, check_heads, check_layout, check_tile
+from attention.gpu.limits import LARGEST_DIM, WIDE_DIM, check_heads, check_layout, check_tile
 from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
 from attention.gpu.tiles import device_names, shape_key, tile_of
 
@@ -94,13 +94,18 @@ def prefill_tile(
     fallback = PrefillTile()
     if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:
         fallback = PrefillTile(tokens=32)
+    if max(key_dim, value_dim) > WIDE_DIM:  # twice again, which leaves shared memory for two stages
+        fallback = (
+            PrefillTile(stages=2, tokens=32) if dtype.itemsize <= 2 else PrefillTile(stages=1, tokens=16)
+        )
     shape = shape_key(dtype, D=key_dim, V=value_dim, GROUP=group)
     return tile_of("paged_prefill", shape, fallback, device_names(device))
 
 
 def tile_rows(key_dim: int, value_dim: int) -> int:
     """Return how many rows a program has: query tokens times the heads that share a KV head."""
-    return 128 if max(key_dim, value_dim) <= 128 else 64
+    widest = max(key_dim, value_dim)
+    return 128 if widest <= 128 else 64 if widest <= WIDE_DIM else 32
 
 
 def tile_tokens(heads: int, kv_heads: int, key_dim: int = LARGEST_DIM, value_dim: int = LARGEST_DIM) -> int:

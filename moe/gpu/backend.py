@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention import latents
-from attention.gpu import limits as attention_limits
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
 from attention.gpu.sparse import choose_from_pages, choose_pools
@@ -26,7 +25,7 @@ from dispatch.mode import SMALLEST_CAPACITY
 from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
-from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
+from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe import long_rotary, scaled_experts
 from moe.adopt.adopt import SampleRows, adopt
@@ -36,12 +35,11 @@ from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.backend import Backend, LoadedModel
-from moe.gpu import compiling
+from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
-from moe.gpu.formats import why_no_block
 from moe.gpu.norm import rms_norm
 from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
@@ -120,14 +118,7 @@ def _register() -> None:
 def _why_unserved(
     on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
-    ranks = [int(getattr(module, "kv_lora_rank", 0)) for module in latents.latent_modules(net)]
-    problem = (
-        latents.why_not(net)
-        or pooled_index.why_not(net, BLOCK_TOKENS)
-        or attention_limits.why_not(shapes, ranks)
-    )
-    if quantisation is not None:
-        problem = problem or why_no_blocks(quantisation)
+    problem = limits.why_unserved(net, shapes, quantisation)
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
@@ -139,12 +130,6 @@ def _why_unserved(
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
     return problem
-
-
-def why_no_blocks(quantisation: Quantisation) -> str | None:
-    """Say why quantised weights cannot be served; None if they can."""
-    problems = (why_no_block(each.block) for each in quantisation.formats if each.block)
-    return next((f"weights whose {problem}" for problem in problems if problem), None)
 
 
 def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe.gpu.limits import why_no_block
 from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightError
 
-TILE_INPUTS = 128  # of a quantised weight's tile, in all launches
 _SHARING = (128, 64, 32, 16)  # rows of FP8 that may have one scale
 _LIFT_E2M1 = tl.constexpr(2.0**126)  # brings an exponent at the bottom of float32's to where it belongs
 _LIFT_E4M3 = tl.constexpr(2.0**120)
@@ -112,14 +112,6 @@ class PlacedWeights(NamedTuple):
                 raise ValueError(
                     f"{name} are {list(part.shape)}; {kind} weights of {N} x {self.in_dim} take {list(shape)}"
                 )
-
-
-def why_no_block(block: int, in_dim: int | None = None) -> str | None:
-    """Say why scales for so many inputs are not served, of a weight of `in_dim` or of any; None if they are."""
-    is_whole_row = in_dim is not None and block >= in_dim
-    if is_whole_row or block % TILE_INPUTS == 0 or block in (16, 32, 64):
-        return None
-    return f"scales are for {block} inputs; the GPU kernels take 16, 32, 64, multiples of {TILE_INPUTS}, or one for a row"
 
 
 def format_of(weight: Tensor | QuantisedWeight) -> DeviceFormat:

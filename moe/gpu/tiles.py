@@ -9,7 +9,8 @@ and beside prompts. The table of `attention.gpu.tiles` may say otherwise for a d
 from typing import NamedTuple
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
-from moe.gpu.formats import TILE_INPUTS, PlacedWeights
+from moe.gpu.formats import PlacedWeights
+from moe.gpu.limits import TILE_INPUTS
 
 MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
 

@@ -31,7 +31,8 @@ class Checkpoint:
         """Open all shards and read their headers.
 
         Raises:
-            CheckpointError: no safetensors, a shard or a tensor that the index names is missing, or a damaged file.
+            CheckpointError: no safetensors, a shard or a tensor that the index names is missing, one name in two files
+                without an index that chooses, or a damaged file.
         """
         self.directory = directory
         self.bytes_read = 0  # of tensor data, counted per read
@@ -42,13 +43,25 @@ class Checkpoint:
                 shard: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-            self._shards.update(dict.fromkeys(shard.keys(), shard))
+            self._add(path.name, shard, indexed)
         absent = sorted(indexed.keys() - self._shards.keys())
         if absent:
             raise CheckpointError(
-                f"{directory / INDEX_NAME} names {len(absent)} tensors that no file has, such as {', '.join(absent[:3])}: "
-                f"fetch index and files again, or take the index away to read what the files have"
+                f"{directory / INDEX_NAME} lists {len(absent)} tensors that are not in their files, such as "
+                f"{', '.join(f'{name} ({indexed[name]})' for name in absent[:3])}: fetch index and files again, or take the "
+                f"index away to read what the files have"
             )
+
+    def _add(self, file: str, shard: Any, indexed: Mapping[str, str]) -> None:
+        """Take what a file has, but for names that the index gives to another: leftovers of an older save, say."""
+        own = [name for name in shard.keys() if indexed.get(name, file) == file]  # noqa: SIM118 - no mapping
+        twice = sorted(self._shards.keys() & set(own))
+        if twice:
+            raise CheckpointError(
+                f"{self.directory} has {len(twice)} tensors in two files, such as {twice[0]} in {file} and in another that "
+                f"comes before it; keep one, or add an index ({INDEX_NAME}) that says which counts"
+            )
+        self._shards.update(dict.fromkeys(own, shard))
 
     def _paths(self, indexed: Mapping[str, str]) -> list[Path]:
         if indexed:

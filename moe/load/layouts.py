@@ -132,7 +132,7 @@ _AUTO_PARTS = {"qweight": "codes", "qzeros": "zeros", "scales": "scales", "g_idx
 _FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4's and Mistral Large 4's
 # Of rows and of keys and values, which are left as they are.
 UNREAD = (
-    ".input_scale", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
+    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
     ".k_scale", ".v_scale", ".kv_scale", ".q_scale", "_input_scale", "_activation_scale",
 )  # fmt: skip
 

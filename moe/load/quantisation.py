@@ -1,33 +1,36 @@
 """How a checkpoint is quantised, read off its configuration: what is served, and what is refused by name.
 
 Knows no torch, so that the check before the start uses it too. The files' own tensors have the last word about which
-weight is quantised (`moe.load.stored_tensors`), so lists of modules that are left out are not asked; this says which formats
-may be met. Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to
+weight is quantised (`moe.load.stored_tensors`); this says which formats may be met. The list of modules that are not
+quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 ones. Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to
 the model. What would change the answer otherwise (rotations, sparse weights, smoothed rows) is refused.
 
-Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel and AMD Quark write.
+Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write, and
+what SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from moe.load.exclusions import Exclusions, Rule
 
 ROWS = 16  # outputs that share an FP8 scale on CPU: a block's must be a multiple
 MICRO_BLOCK, NVFP4_BLOCK = 32, 16
 MODELOPT_FILE = "hf_quant_config.json"
 SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
-# What else is found under quant_method, for people who do not know the word in their config.json.
+# What else is found under quant_method, for people who do not know the word in their config.json, and why it is not read.
 KNOWN = {
-    "bitsandbytes": "bitsandbytes",
-    "fbgemm_fp8": "FBGEMM FP8",
-    "torchao": "torchao",
-    "auto-round": "AutoRound",
-    "nvfp4": "NVFP4",
-    "hqq": "HQQ",
-}
+    "bitsandbytes": "bitsandbytes: its codes stand for a table of values (NF4, FP4) whose scales are quantised again, or have outliers apart",
+    "torchao": "torchao: its tensors are of classes of its own",
+    "blockwise_int8": "int8 in blocks: no kernel has scales of int8 that rows share",
+    "nvfp4": "NVFP4 of a tool that is not known: ModelOpt's and compressed-tensors' are read",
+    "hqq": "HQQ: its zeros are numbers with a point, which no kernel takes from codes",
+}  # fmt: skip
 
 
 class UnservedQuantisationError(ValueError):
@@ -50,20 +53,17 @@ class Quantisation:
 
     method: str  # quant_method
     formats: tuple[WeightFormat, ...]  # that may be met
-    plain_modules: tuple[str, ...] = ()  # patterns of modules that are not quantised, of fp8
+    plain_modules: tuple[str, ...] = ()  # the configuration's list of modules that are not quantised
     zeros_above: int = 0  # what a stored zero is less than it means (GPTQ's first format)
     quantises_rows: bool = False  # it says how rows would be quantised, which is left alone
 
     def leaves_plain(self, module: str) -> bool:
-        """Whether `plain_modules` names a module: as a regular expression of whole names from its start, or as its end.
+        """Whether `plain_modules` names a module."""
+        return module in self._exclusions
 
-        That is transformers' rule since 5.23; before, "mlp.gate" named "mlp.gate_proj" as well.
-        """
-        boundary = r"(?:(?<=\.)|(?=\.|$))"
-        return any(
-            re.match(f"(?:{pattern}){boundary}", module) or module.endswith(pattern)
-            for pattern in self.plain_modules
-        )
+    @cached_property
+    def _exclusions(self) -> Exclusions:
+        return Exclusions(self.plain_modules, _RULES[self.method])
 
     @property
     def names(self) -> str:
@@ -102,9 +102,10 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
         return None
     method = str(config.get("quant_method", "unknown"))
     if method not in _READERS:
-        name = f"{KNOWN[method]} ({method})" if method in KNOWN else f"{method!r}"
+        name, _, why = KNOWN.get(method, repr(method)).partition(": ")
+        reason = f" ({method}: {why})" if why else ""
         raise UnservedQuantisationError(
-            f"the checkpoint is quantised with {name}; served are {SERVED}, and bfloat16, float16 and float32"
+            f"the checkpoint is quantised with {name}{reason}; served are {SERVED}, and bfloat16, float16 and float32"
         )
     return _READERS[method](config)
 
@@ -112,12 +113,6 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
     """Of DeepSeek's, transformers' and MiniMax' files."""
     method, block = str(config["quant_method"]), config.get("weight_block_size")
-    plain = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    if not isinstance(plain, list | tuple) or not all(_is_pattern(each) for each in plain):
-        raise UnservedQuantisationError(
-            f"the checkpoint's quantization_config has modules_to_not_convert = {plain!r}, which is no list of names or "
-            f"regular expressions"
-        )
     if (fmt := str(config.get("fmt", "e4m3"))) not in ("e4m3", "float8_e4m3fn"):
         raise _unserved(method, f"fmt = {fmt!r}", "'e4m3'")
     if (experts := str(config.get("expert_dtype", "fp8"))) not in ("fp8", "fp4"):
@@ -135,17 +130,22 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
     if experts == "fp4":
         formats.append(WeightFormat(name="mxfp4", block=MICRO_BLOCK))
     return Quantisation(
-        method=method, formats=tuple(formats), plain_modules=tuple(plain),
+        method=method, formats=tuple(formats), plain_modules=_plain(method, config, "modules_to_not_convert", "ignored_layers"),
         quantises_rows=config.get("activation_scheme") == "static",
     )  # fmt: skip
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
     """Of gpt-oss' files."""
-    plain = config.get("modules_to_not_convert") or ()
     return Quantisation(
-        method="mxfp4", formats=(WeightFormat(name="mxfp4", block=MICRO_BLOCK),), plain_modules=tuple(plain)
+        method="mxfp4",
+        formats=(WeightFormat(name="mxfp4", block=MICRO_BLOCK),),
+        plain_modules=_plain("mxfp4", config, "modules_to_not_convert"),
     )
+
+
+# compressed-tensors' TransformLocation; vLLM does the others ("input", "output") to rows, and those of keys and queries.
+_STORED_TRANSFORMS = ("weight_input", "weight_output")
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
@@ -153,8 +153,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense" or "24" in str(config.get("format", "")):
         raise _unserved(method, "sparse weights", "dense ones")
-    if config.get("transform_config"):
-        raise _unserved(method, "transform_config (rotated weights)", "weights that are not rotated")
+    if rotated := _rotates_rows(config.get("transform_config")):
+        raise _unserved(
+            method, rotated, "transforms at weight_input and weight_output, which are in the weights already"
+        )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise _unserved(method, f"config_groups = {groups!r}", "groups with targets and weights")
@@ -162,9 +164,29 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation(
         method=method,
         formats=_known_once(_of_group(method, name, scheme) for name, scheme in weights),
+        plain_modules=_plain(method, config, "ignore"),
         quantises_rows=bool(config.get("kv_cache_scheme"))
         or any(group.get("input_activations") for group in groups.values()),
     )
+
+
+def _rotates_rows(transforms: Any) -> str | None:
+    """Name a transform that has to be done to rows while serving; those of weights were done before they were stored."""
+    if not transforms:
+        return None
+    schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    if not isinstance(schemes, Mapping):
+        return f"transform_config = {transforms!r}"
+    for name, scheme in schemes.items():
+        listed = scheme.get("apply") if isinstance(scheme, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) for each in listed):
+            return f"transform_config: {name} = {scheme!r}"
+        for each in listed:
+            if each.get("location") not in _STORED_TRANSFORMS:
+                return (
+                    f"transform_config: {name} transforms rows at {each.get('location')!r} (rotated weights)"
+                )
+    return None
 
 
 def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:
@@ -229,7 +251,8 @@ def _modelopt(config: Mapping[str, Any]) -> Quantisation:
         raise _unserved(
             "modelopt", "no quant_algo of any layer (quantized_layers, config_groups)", "one for each layer"
         )
-    return Quantisation(method="modelopt", formats=formats, quantises_rows=True)
+    plain = _plain("modelopt", config, "exclude_modules", "ignore", "exclude")
+    return Quantisation(method="modelopt", formats=formats, plain_modules=plain, quantises_rows=True)
 
 
 def _values(named: Any) -> list[Mapping[str, Any]]:
@@ -247,17 +270,63 @@ def _weights_of_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _awq(config: Mapping[str, Any]) -> Quantisation:
     if (version := str(config.get("version", "gemm")).lower()) != "gemm":
         raise _unserved("awq", f"version = {version!r}", "'gemm'")
-    return Quantisation(method="awq", formats=(_grouped("awq", config, bits=(4,)),))
+    plain = _plain("awq", config, "modules_to_not_convert")
+    return Quantisation(method="awq", formats=(_grouped("awq", config, bits=(4,)),), plain_modules=plain)
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantisation:
     layout = str(config.get("checkpoint_format") or "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise _unserved("gptq", f"checkpoint_format = {layout!r}", "'gptq' or 'gptq_v2'")
-    if [rule for rule in config.get("dynamic") or () if not str(rule).startswith("-:")]:
+    rules = [str(rule) for rule in config.get("dynamic") or ()]
+    if not all(rule.startswith("-:") for rule in rules):
         raise _unserved("gptq", "dynamic (modules with bits of their own)", "one number of bits")
+    plain = _plain("gptq", {"dynamic": [rule.removeprefix("-:") for rule in rules]}, "dynamic")
     only = _grouped("gptq", config, bits=(4, 8))
-    return Quantisation(method="gptq", formats=(only,), zeros_above=int(layout == "gptq"))
+    return Quantisation(
+        method="gptq", formats=(only,), plain_modules=plain, zeros_above=int(layout == "gptq")
+    )
+
+
+# AutoRound's packings that are GPTQ's; its own (auto_round) and that of AWQ are not read.
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2"}
+
+
+def _auto_round(config: Mapping[str, Any]) -> Quantisation:
+    """Of AutoRound, in GPTQ's layout (facts: its export_to_autoround)."""
+    packing, kind = config.get("packing_format", "auto_round:auto_gptq"), config.get("data_type", "int")
+    if packing not in _AUTO_ROUND:
+        raise _unserved("auto-round", f"packing_format = {packing!r}", " or ".join(map(repr, _AUTO_ROUND)))
+    if kind != "int" or (config.get("act_bits") or 16) < 16:
+        seen = f"data_type = {kind!r}, act_bits = {config.get('act_bits')!r}"
+        raise _unserved("auto-round", seen, "'int' with act_bits = 16")
+    layers = config.get("extra_config") or {}
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
+        raise _unserved("auto-round", f"extra_config = {layers!r}", "an object of layers")
+    others = [
+        name for name, layer in layers.items() if layer.get("bits", config.get("bits")) != config.get("bits")
+    ]
+    own_bits = [name for name in others if layers[name]["bits"] < 16]
+    if own_bits:
+        raise _unserved(
+            "auto-round", f"extra_config of {own_bits[0]} (bits of its own)", "one number of bits, or 16"
+        )
+    plain = {f"-:(?:{name})$": {} for name in others}
+    return _gptq({**config, "checkpoint_format": _AUTO_ROUND[packing], "dynamic": plain})
+
+
+def _per_channel(method: str, name: str, *fields: str) -> Callable[[Mapping[str, Any]], Quantisation]:
+    """Of tools that know one format: a scale per output, rows quantised while serving."""
+
+    def read(config: Mapping[str, Any]) -> Quantisation:
+        return Quantisation(
+            method=method,
+            formats=(WeightFormat(name=name),),
+            plain_modules=_plain(method, config, *fields),
+            quantises_rows=True,
+        )
+
+    return read
 
 
 def _grouped(method: str, config: Mapping[str, Any], bits: tuple[int, ...]) -> WeightFormat:
@@ -277,11 +346,19 @@ def _quark(config: Mapping[str, Any]) -> Quantisation:
     ]
     schemes = [part["weight"] for part in parts if part.get("weight")]
     return Quantisation(
-        method="quark", formats=_known_once(_of_quark(scheme) for scheme in schemes), quantises_rows=True
+        method="quark",
+        formats=_known_once(_of_quark(scheme) for scheme in schemes),
+        plain_modules=_plain("quark", config, "exclude"),
+        quantises_rows=True,
     )
 
 
 def _of_quark(scheme: Any) -> WeightFormat:
+    if isinstance(scheme, list):
+        kinds = [str(each.get("dtype")) for each in scheme if isinstance(each, Mapping)]
+        raise _unserved(
+            "quark", f"weights that are quantised {len(scheme)} times over ({', '.join(kinds)})", "once"
+        )
     seen = scheme if isinstance(scheme, Mapping) else {}
     kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
     if (
@@ -300,9 +377,16 @@ def _of_quark(scheme: Any) -> WeightFormat:
     )  # fmt: skip
 
 
+_RULES = {
+    "fp8": Rule.TRANSFORMERS, "mxfp8": Rule.TRANSFORMERS, "mxfp4": Rule.TRANSFORMERS, "awq": Rule.SUBSTRING,
+    "fbgemm_fp8": Rule.TRANSFORMERS, "w8a8_int8": Rule.WILDCARDS, "w8a8_fp8": Rule.WILDCARDS,
+    "gptq": Rule.REGEX, "compressed-tensors": Rule.WILDCARDS, "modelopt": Rule.WILDCARDS, "quark": Rule.WILDCARDS,
+}  # fmt: skip
 _READERS = {
     "fp8": _fp8, "mxfp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
-    "awq": _awq, "gptq": _gptq, "quark": _quark,
+    "awq": _awq, "gptq": _gptq, "quark": _quark, "auto-round": _auto_round,
+    "fbgemm_fp8": _per_channel("fbgemm_fp8", "fp8", "modules_to_not_convert"),
+    "w8a8_int8": _per_channel("w8a8_int8", "int8", "ignore"), "w8a8_fp8": _per_channel("w8a8_fp8", "fp8", "ignore"),
 }  # fmt: skip
 
 
@@ -326,12 +410,19 @@ def _pair(block: Any) -> tuple[int, int] | None:
     return None
 
 
-def _is_pattern(pattern: Any) -> bool:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError):
-        return False
-    return True
+def _plain(method: str, config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
+    """Read the list of modules that are not quantised from the first of the fields that has one."""
+    field = next((each for each in fields if config.get(each)), fields[0])
+    listed, why = config.get(field) or (), ""
+    if isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed):
+        try:
+            Exclusions(listed, _RULES[method])
+            return tuple(listed)
+        except re.error as error:
+            why = f" ({error})"
+    raise UnservedQuantisationError(
+        f"the checkpoint's quantization_config has {field} = {listed!r}, which is no list of names or regular expressions{why}"
+    )
 
 
 def _unserved(method: str, seen: str, allowed: str) -> UnservedQuantisationError:

@@ -305,7 +305,7 @@ class StoredTensors:
         if layout is None:
             wanted = "F8_E4M3" if quantisation.method == "fp8" else f"a type of {quantisation.names}"
             return f"{codes} has scales and is {dtype}, not {wanted}"
-        if quantisation.leaves_plain(name.rpartition(".")[0]) and quantisation.method == "fp8":
+        if quantisation.method == "fp8" and quantisation.leaves_plain(name.rpartition(".")[0]):
             return f"{codes} is FP8, and modules_to_not_convert says that it is not"
         raw = self._checkpoint.shape(codes)
         if len(raw) < 2:

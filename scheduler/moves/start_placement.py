@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expert_placement.config import EplbConfig
+from expert_placement.config import EplbConfig, EplbConfigError, slots_of_rank
 from expert_placement.files import PlacementFileError, load_placement
 from expert_placement.nodes import rules_for_plan
 from expert_placement.placement import Placement, linear_placement
@@ -38,15 +38,13 @@ def start_placement(
     num_redundant = eplb.num_redundant_experts
     if num_redundant == 0:
         return linear_placement(num_layers, num_experts, num_ranks)
-    slots_per_rank = -(-(num_experts + num_redundant) // num_ranks)
-    if slots_per_rank > num_experts:
-        raise ConfigError(
-            f"num_redundant_experts is {num_redundant}; a rank holds no expert twice, so that {num_ranks} ranks have "
-            f"use for at most {num_experts * (num_ranks - 1)} beside the model's {num_experts} experts"
-        )
+    try:
+        num_slots = slots_of_rank(num_experts, num_ranks, num_redundant)
+    except EplbConfigError as error:
+        raise ConfigError(str(error)) from error
     even = np.ones((1, num_experts))
-    rules = rules_for_plan(eplb, hosts, even, slots_per_rank * num_ranks).rules
-    row = plan(even, slots_per_rank, rules).placement
+    rules = rules_for_plan(eplb, hosts, even, num_slots * num_ranks).rules
+    row = plan(even, num_slots, rules).placement
     return Placement(np.repeat(row.slot_expert, num_layers, axis=0), num_experts, num_ranks)
 
 

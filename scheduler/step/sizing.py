@@ -35,16 +35,24 @@ def cache_budget(share_bytes: int, spare_bytes: int) -> int:
 
 
 def attention_bytes(
-    heads: int, value_dim: int, *, is_latent: bool, has_index: bool, max_num_seqs: int, max_model_len: int
+    heads: int,
+    value_dims: Sequence[int],
+    *,
+    is_latent: bool,
+    has_index: bool,
+    max_num_seqs: int,
+    max_model_len: int,
 ) -> int:
     """What attention on a GPU takes beside the pages: the parts of decodes, prompts' latents that are expanded, and an
     index's scores.
 
     Args:
-        heads: query heads of a layer. value_dim: of a head's value; of a latent where those are cached.
+        heads: query heads of a layer. value_dims: of a head's value, of each kind of layers; of a latent where those are
+            cached.
     """
-    scratch = scratch_bytes(
-        max_sequences=max_num_seqs, heads=heads, value_dim=value_dim, max_tokens=max_model_len
+    scratch = sum(
+        scratch_bytes(max_sequences=max_num_seqs, heads=heads, value_dim=dim, max_tokens=max_model_len)
+        for dim in value_dims
     )
     scores = score_bytes(max_num_seqs, max_model_len) if has_index else 0
     return scratch + (EXPANDED_BYTES if is_latent else 0) + scores

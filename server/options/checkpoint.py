@@ -16,6 +16,7 @@ STORED_METHODS = {
     "fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4", "awq": "awq", "awq_marlin": "awq",
     "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "modelopt": "modelopt",
     "modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "modelopt_mxfp8": "modelopt", "quark": "quark",
+    "fbgemm_fp8": "fbgemm_fp8", "w8a8_int8": "w8a8_int8", "w8a8_fp8": "w8a8_fp8", "auto-round": "gptq",
 }  # fmt: skip
 
 

@@ -70,6 +70,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
     options = replace(options, eplb_config=config)
     model = read_model(
         asked.model,
+        on_gpu=not device.is_cpu,
         float_bytes=float_bytes(options),
         max_model_len=options.max_model_len,
         quantization=options.quantization,

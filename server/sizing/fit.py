@@ -16,6 +16,7 @@ from server.process.preflight.kv_share import (
     gpu_cache_bytes,
 )
 from server.process.preflight.memory import AttentionHeads, rank_experts
+from server.process.preflight.model import PreflightError
 from server.sizing.devices import Device
 from server.sizing.read_model import ReadModel
 
@@ -54,7 +55,10 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     Raises:
         SizeError: it does not fit; the message says by how much, or what is left for the KV cache.
     """
-    experts = rank_experts(model.weights, dict(model.config), options, num_ranks)
+    try:
+        experts = rank_experts(model.weights, dict(model.config), options, num_ranks)
+    except PreflightError as error:  # more redundant experts than these ranks have a use for
+        raise SizeError(str(error)) from error
     weights = model.weights.shared + experts.serving + experts.spare
     local_ranks = min(num_ranks, device.node_ranks)
     total = device.memory_bytes // (local_ranks if device.is_cpu else 1)
@@ -92,7 +96,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
 
 def heads_of(model: ReadModel) -> AttentionHeads:
     """What attention's buffers are counted by."""
-    return AttentionHeads(model.heads, model.value_dim, model.is_latent, model.has_index, model.longest)
+    return AttentionHeads(model.heads, model.value_dims, model.is_latent, model.has_index, model.longest)
 
 
 def token_bytes(shape: LayerShape, device: Device) -> int:

@@ -6,13 +6,11 @@ their files say what they take; without them it is counted off the modules, in t
 Rejected: formulas over field names of config.json, which would be wrong for the next family.
 """
 
-import fnmatch
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +18,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from kvcache.paged_cache import LayerShape
+from moe.backend import Backend
+from moe.cpu.backend import CPU
 from moe.families import UnsupportedModelError, leaves
+from moe.gpu import limits as gpu_limits
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
+from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
-from server.process.preflight.memory import DEQUANTISED, WeightBytes, weight_bytes
+from server.process.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
 from server.process.preflight.model import (
     PreflightError,
     check_is_moe,
@@ -39,7 +41,9 @@ from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
 _SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
 _PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as a start counts them
-_PLAIN_FIELDS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
+
+# By `on_gpu`. What kernels of GPUs lack is asked of the same function as at start; nothing else of a backend counts here.
+BACKENDS = {False: CPU, True: replace(CPU, why_unserved=gpu_limits.why_unserved)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class ReadModel:
         has_files: these were read off the files, not counted off the configuration.
         shapes: what each layer caches.
         longest: tokens that a sequence may have.
-        heads, value_dim: of attention; of a latent where these are cached.
+        heads, value_dims: of attention, see `AttentionHeads`.
     """
 
     name: str
@@ -65,7 +69,7 @@ class ReadModel:
     shapes: tuple[LayerShape, ...]
     longest: int
     heads: int
-    value_dim: int
+    value_dims: tuple[int, ...]
 
     @property
     def is_latent(self) -> bool:
@@ -81,6 +85,7 @@ class ReadModel:
 def read_model(
     path: Path,
     *,
+    on_gpu: bool,
     float_bytes: float | None,
     max_model_len: int | None = None,
     quantization: str | None = None,
@@ -88,17 +93,18 @@ def read_model(
     """Read a model's directory, or a config.json alone.
 
     Args:
+        on_gpu: it is to be served on GPUs, whose kernels must take it; else on CPUs.
         float_bytes: what a number takes that is not quantised; None: as the checkpoint has it.
         quantization: that weights get on load.
 
     Raises:
         PreflightError: it is no MoE, its files are damaged, or it is quantised already.
-        UnsupportedModelError: it cannot be served.
+        UnsupportedModelError: it cannot be served on this kind of device.
         ConfigError: max_model_len is more than the model takes.
     """
     if path.is_dir():
         check_quantisation(read_config(path), path, asked=quantization)
-        return _read(path, float_bytes, max_model_len, path.resolve().name, str(path))
+        return _read(path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path))
     if not path.is_file():
         raise PreflightError(
             f"{path} does not exist; give a model's directory, or its config.json (nothing is fetched)"
@@ -110,7 +116,7 @@ def read_model(
             shutil.copy(beside, folder)
         try:
             check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
-            return _read(Path(folder), float_bytes, max_model_len, str(path))
+            return _read(Path(folder), BACKENDS[on_gpu], float_bytes, max_model_len, str(path))
         except (PreflightError, UnsupportedModelError) as error:
             named = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(path))
             raise type(error)(named) from error
@@ -120,20 +126,20 @@ def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) 
     """Likewise of the values of a config.json."""
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(values)))
-        return _read(Path(folder), float_bytes, None, str(values.get("model_type")))
+        return _read(Path(folder), CPU, float_bytes, None, str(values.get("model_type")))
 
 
 def _read(
-    directory: Path, float_bytes: float | None, max_model_len: int | None, name: str, path: str = "MODEL"
+    directory: Path,
+    backend: Backend,
+    float_bytes: float | None,
+    max_model_len: int | None,
+    name: str,
+    path: str = "MODEL",
 ) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
-    try:
-        skeleton = Skeleton(directory)
-    except (ArithmeticError, AttributeError, TypeError) as error:  # numbers that make no model
-        raise PreflightError(
-            f"transformers can build no model of {name} ({type(error).__name__}: {error})"
-        ) from error
+    skeleton = Skeleton(directory, backend)
     plain_bytes = float_bytes or _plain_bytes(config)
     costs = _costs(skeleton, config, plain_bytes)
     has_files = any(directory.glob("*.safetensors"))
@@ -153,7 +159,7 @@ def _read(
         shapes=tuple(skeleton.cache_shapes),
         longest=model_length(text, max_model_len),
         heads=heads.num,
-        value_dim=heads.latent or heads.value_dim,
+        value_dims=value_dims(dict(config)),
     )
 
 
@@ -185,19 +191,15 @@ class _Heads(NamedTuple):
 class _Storage:
     """What a weight takes, by the name of its module and its shape."""
 
-    def __init__(
-        self, quantisation: Quantisation | None, config: Mapping[str, Any], plain_bytes: float
-    ) -> None:
+    def __init__(self, quantisation: Quantisation | None, plain_bytes: float) -> None:
         self._found, self._plain_bytes = quantisation, plain_bytes
-        given = field_of(dict(config), "quantization_config") or {}
-        self._left_out = [str(each) for name in _PLAIN_FIELDS for each in given.get(name) or ()]
         self.plain_kind = _PLAIN_KINDS[plain_bytes]
 
     def format_of(self, module: str, *, is_expert: bool) -> WeightFormat | None:
         """How a weight is quantised; None: it is not."""
         if self._found is None or (self._found.method == "mxfp4" and not is_expert):
             return None
-        if self._found.leaves_plain(module) or self._is_left_out(module):
+        if self._found.leaves_plain(module):
             return None
         return self._found.formats[-1 if is_expert else 0]
 
@@ -215,15 +217,6 @@ class _Storage:
     def kind(self, stored: WeightFormat | None) -> str:
         """The name of how numbers are stored."""
         return self.plain_kind if stored is None else stored.name
-
-    def _is_left_out(self, module: str) -> bool:
-        for pattern in self._left_out:
-            if pattern.startswith("re:"):
-                if re.match(pattern.removeprefix("re:"), module):
-                    return True
-            elif fnmatch.fnmatch(module, pattern) or module.endswith(f".{pattern}"):
-                return True
-        return False
 
 
 class _Part(NamedTuple):
@@ -245,9 +238,10 @@ class _Part(NamedTuple):
 
 def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) -> ModelCosts:
     model = skeleton.model
-    storage = _Storage(skeleton.quantisation, config, plain_bytes)
-    layers = list(getattr(model.get_decoder().base_model, "layers", ()))
+    storage = _Storage(skeleton.quantisation, plain_bytes)
+    layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
+    _check_layers(skeleton, [names[id(layer)] for layer in layers])
     heads, top_k = _Heads.of(config), experts_per_token(dict(config)) or 1
     counted: dict[LayerCosts, int] = {}
     own_kind = expert_kind = storage.plain_kind
@@ -280,6 +274,19 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
         head_bytes=storage.num_bytes(head, None),
         shared_bytes=in_layers + outside,
     )
+
+
+def _check_layers(skeleton: Skeleton, layers: list[str]) -> None:
+    """Refuse a model some of whose layers were not found: their weights would count as shared by all ranks."""
+    begins = tuple(f"{layer}." for layer in layers)
+    apart = [name for name in skeleton.experts if not name.startswith(begins)]
+    if apart or len(layers) != len(skeleton.cache_shapes):
+        kind = type(skeleton.model).__name__
+        seen = f"{apart[0]} is in none of them" if apart else f"{len(skeleton.cache_shapes)} cache something"
+        raise UnsupportedModelError(
+            f"the decoder layers of {kind} cannot be counted: {len(layers)} were found, and {seen}. The model may still be "
+            "served; please report its model_type"
+        )
 
 
 def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:

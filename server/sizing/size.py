@@ -54,6 +54,7 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
     options = replace(options, device="cpu" if device.is_cpu else "cuda")
     model = read_model(
         args.model,
+        on_gpu=not device.is_cpu,
         float_bytes=float_bytes(options),
         max_model_len=options.max_model_len,
         quantization=options.quantization,

@@ -96,6 +96,16 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"hidden_act": "nosuch"},
         "mixtral cannot be built from its config.json: KeyError",
     ),
+    "a list without an entry for each layer": (
+        {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2},
+        r"transformers cannot use .*config.json: .*`num_hidden_layers` \(3\) must be equal to the number of `layer_types` \(2\)",
+    ),
+    "no vocabulary": ({"vocab_size": 0}, "mixtral cannot be built from its config.json: "),
+    "a padding token outside the vocabulary": (
+        {"pad_token_id": 1000},
+        "mixtral cannot be built from its config.json: AssertionError: Padding_idx",
+    ),
+    "a type of weights that is a list": ({"dtype": []}, "transformers cannot use .*config.json: IndexError"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
         r"mixtral: the checkpoint is quantised as gptq with bits = None",
@@ -169,6 +179,30 @@ def test_configurations_that_do_not_work_are_refused_by_a_sentence(change: str, 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=sentence):
         build(tmp_path, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "sentence"),
+    [
+        (
+            "glm_moe_dsa", {"indexer_types": ["full"]},  # as nvidia/GLM-5.3-NVFP4's, which had 74 for 78 layers
+            r"glm_moe_dsa: indexer_types in config.json lists 1 of 3 layers",
+        ),
+        ("glm_moe_dsa", {"num_attention_heads": 0}, "glm_moe_dsa .*ZeroDivisionError"),
+        ("nemotron_h", {"mamba_num_heads": 0}, "nemotron_h .*ZeroDivisionError"),
+        ("glm_moe_dsa", {"indexer_types": []}, "glm_moe_dsa cannot be built from its config.json: IndexError"),
+    ],
+    ids=["a short list", "no heads", "no heads of a recurrence", "an empty list"],
+)  # fmt: skip
+@pytest.mark.usefixtures("unread")
+def test_values_that_other_families_trip_over_are_refused_by_a_sentence(
+    model_type: str, fields: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    config = {**make_model(model_type).config.to_dict(), **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    with pytest.raises(UnsupportedModelError, match=sentence) as caught:
+        build(tmp_path, max_model_len=64)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("unread")

@@ -31,8 +31,7 @@ from server.process.preflight.model import (
     check_quantisation,
     num_experts,
     read_config,
-    read_header,
-    safetensors_files,
+    read_headers,
     why_unfit,
 )
 from server.process.unix_socket import check_path
@@ -191,8 +190,7 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
     """
     if not reads_mtp(options):
         return
-    names = [name for path in safetensors_files(directory) for name in read_header(path)]
-    if not mtp_names(names, config).layers:
+    if not mtp_names(read_headers(directory), config).layers:
         raise PreflightError(f"--speculative-config: {why_no_mtp(config['model_type'], directory)}")
 
 

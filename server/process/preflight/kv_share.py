@@ -41,7 +41,7 @@ def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:
     most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
     return attention_bytes(
         heads.heads,
-        heads.value_dim,
+        heads.value_dims,
         is_latent=heads.is_latent,
         has_index=heads.has_index,
         max_num_seqs=min(most_rows, options.max_num_batched_tokens or most_rows),

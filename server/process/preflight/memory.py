@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
 from scheduler.policy.speculative import Method
 from server.options.table import Options
@@ -24,8 +25,7 @@ from server.process.preflight.model import (
     largest,
     num_experts,
     read_config,
-    read_header,
-    safetensors_files,
+    read_headers,
     slots_in,
 )
 
@@ -94,13 +94,19 @@ def slots_per_rank(
 
     Args:
         placement_file: what is no placement counts as none; `checks.check_placement` refuses it.
+
+    Raises:
+        PreflightError: more redundant experts than ranks have a use for.
     """
     if placement_file:
         found = slots_in(placement_file)
         if found:
             return found
         num_redundant = 0  # is not asked with a file
-    return min(num_experts, -(-(num_experts + num_redundant) // num_ranks))
+    try:
+        return slots_of_rank(num_experts, num_ranks, num_redundant)
+    except EplbConfigError as error:
+        raise PreflightError(f"--eplb-config: {error}") from error
 
 
 # What a weight takes, by --dtype; on a CPU auto is the checkpoint's, bfloat16 or else float32 (D9).
@@ -150,9 +156,7 @@ def weight_bytes(
     shared = experts = 0
     layers: set[int] = set()
     num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
-    tensors = {
-        name: tensor for path in safetensors_files(directory) for name, tensor in read_header(path).items()
-    }
+    tensors = read_headers(directory)
     mtp = mtp_names(tensors, config)
     for own_name, tensor in tensors.items():
         of_mtp = mtp.renamed(own_name)
@@ -242,7 +246,7 @@ class AttentionHeads(NamedTuple):
     """What a layer's attention has."""
 
     heads: int
-    value_dim: int  # of a head; of a latent where those are cached
+    value_dims: tuple[int, ...]  # of a head, of each kind of layers; of a latent where those are cached
     is_latent: bool
     has_index: bool  # of tokens that are attended to
     max_model_len: int
@@ -255,10 +259,23 @@ def attention_heads(options: Options) -> AttentionHeads:
     def most(name: str) -> int:
         return largest(field_of(config, name))
 
-    heads, latent = max(1, most("num_attention_heads")), most("kv_lora_rank")
-    value_dim = latent or max(most("v_head_dim"), most("head_dim")) or most("hidden_size") // heads
+    heads, is_latent = max(1, most("num_attention_heads")), most("kv_lora_rank") > 0
     length = options.max_model_len or most("max_position_embeddings")
-    return AttentionHeads(heads, value_dim, latent > 0, most("index_topk") > 0, length)
+    return AttentionHeads(heads, value_dims(config), is_latent, most("index_topk") > 0, length)
+
+
+# Families whose layers differ: MiMo-V2's with a window, Gemma 4's without one.
+_VALUE_FIELDS = (("v_head_dim", "head_dim"), ("swa_v_head_dim", "swa_head_dim"), ("global_head_dim",))
+
+
+def value_dims(config: dict[str, Any]) -> tuple[int, ...]:
+    """Return what a head's values may have, as a config names it; of a latent where those are cached."""
+    if latent := largest(field_of(config, "kv_lora_rank")):
+        return (latent,)
+    kinds = [max(largest(field_of(config, name)) for name in names) for names in _VALUE_FIELDS]
+    heads = max(1, largest(field_of(config, "num_attention_heads")))
+    kinds[0] = kinds[0] or largest(field_of(config, "hidden_size")) // heads
+    return tuple(dict.fromkeys(dim for dim in kinds if dim))
 
 
 def check_memory(

@@ -244,11 +244,28 @@ def safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def read_headers(directory: Path) -> dict[str, Any]:
+    """Return a checkpoint's tensors by name; where two files have one, the index says which counts."""
+    index = directory / "model.safetensors.index.json"
+    indexed = _weight_map(index) if index.is_file() else {}
+    return {
+        name: tensor
+        for path in safetensors_files(directory)
+        for name, tensor in read_header(path).items()
+        if indexed.get(name, path.name) == path.name
+    }
+
+
+def _weight_map(index: Path) -> dict[str, str]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        found = json.loads(index.read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PreflightError(f"{index} is not a safetensors index: {error!r}") from error
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    names = sorted(set(_weight_map(index).values()))
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise PreflightError(

@@ -155,13 +155,14 @@ def launch_channels(dtype: torch.dtype) -> None:
 
 
 QWEN3, GPT_OSS, GEMMA = Heads(32, 4, 128, 128), Heads(64, 8, 64, 64), Heads(8, 4, 256, 256)
-LLAMA4 = Heads(40, 8, 128, 128)
+LLAMA4, GEMMA4 = Heads(40, 8, 128, 128), Heads(16, 2, 512, 512)
 SINKS = {"window": 128, "sinks_H": empty(64, dtype=BF16)}
 CASES = {
     "decode_qwen3": Case(partial(launch_decode, QWEN3, 256), "attend_splits", 128),
     "merge": Case(partial(launch_decode, QWEN3, 256), "merge_parts", 64),
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
+    "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
     "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
     "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
@@ -181,6 +182,12 @@ MORE_CASES = {
     "decode_96": Case(partial(launch_decode, Heads(32, 8, 96, 96), 64), "attend_splits", 128),
     "decode_mimo": Case(partial(launch_decode, Heads(64, 4, 192, 128), 64, **SINKS), "attend_splits"),
     "decode_gemma": Case(partial(launch_decode, GEMMA, 64, soft_cap=50.0), "attend_splits"),
+    "decode_gemma4": Case(partial(launch_decode, GEMMA4, 64), "attend_splits"),
+    "merge_gemma4": Case(partial(launch_decode, GEMMA4, 64), "merge_parts", 128),
+    "decode_gemma4_group_of_16": Case(partial(launch_decode, Heads(32, 2, 512, 512), 64), "attend_splits"),
+    "prefill_gemma4_group_of_16": Case(partial(launch_prefill, Heads(32, 2, 512, 512)), "attend_tile"),
+    "decode_320": Case(partial(launch_decode, Heads(16, 2, 320, 320), 64, window=1024), "attend_splits"),
+    "prefill_320": Case(partial(launch_prefill, Heads(16, 2, 320, 320), window=1024), "attend_tile"),
     "decode_llama4": Case(partial(launch_decode, LLAMA4, 64, chunk=8192), "attend_splits"),
     "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, **SINKS), "merge_parts", 64),
     "merge_gemma": Case(partial(launch_decode, GEMMA, 64), "merge_parts", 64),

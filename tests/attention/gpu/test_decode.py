@@ -68,6 +68,7 @@ CASES: dict[str, tuple[list[int], Heads, torch.dtype, dict[str, Any]]] = {
     "group of 20": (FEW, Heads(20, 1, 16, 16), torch.float32, {}),
     "D 192, V 128": (FEW, Heads(2, 1, 192, 128), torch.float32, {}),
     "D 256, soft cap": (FEW, Heads(2, 1, 256, 256), torch.float32, {"soft_cap": 3.0}),
+    "D 512, group of 8": ([16, 33, 70], Heads(8, 1, 512, 512), torch.float32, {}),
     "window within a tile": (EDGES, SMALL, torch.float32, {"window": 5}),
     "window over splits": (EDGES, SMALL, torch.float32, {"window": 80}),
     "chunks within a tile": (EDGES, SMALL, torch.float32, {"chunk": 5}),

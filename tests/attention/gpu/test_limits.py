@@ -31,7 +31,8 @@ def test_the_heads_of_known_models_pass() -> None:
         ((32, 4, 128, 128, torch.float64), r"attention in torch\.float64 has no GPU kernel; there are bfloat16"),
         ((32, 5, 128, 128, BF16), "32 query heads on 5 KV heads"),
         ((130, 2, 128, 128, BF16), "at most 64"),
-        ((8, 8, 512, 512, BF16), "keys of 512 and values of 512 have no GPU kernel; there are 16 to 256"),
+        ((8, 8, 640, 512, BF16), "keys of 640 and values of 512 have no GPU kernel; there are 16 to 512"),
+        ((32, 1, 512, 512, BF16), "at most 16"),
     ],
 )  # fmt: skip
 def test_heads_without_a_kernel_are_named(
@@ -88,8 +89,9 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
         ([heads(128, 128), heads(64, 64)], [], None),
         ([heads(192, 128), heads(16, 256)], [], None),
         ([LATENT], [512], None),
-        ([heads(128, 128), heads(8, 8)], [], "heads of 8 values; the GPU kernels take 16 to 256"),
-        ([heads(128, 320)], [], "heads of 320 values"),
+        ([heads(128, 128), heads(8, 8)], [], "heads of 8 values; the GPU kernels take 16 to 512"),
+        ([heads(256, 256), heads(512, 512)], [], None),
+        ([heads(128, 640)], [], "heads of 640 values"),
         (
             [LATENT],
             [384],

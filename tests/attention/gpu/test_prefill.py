@@ -57,6 +57,7 @@ CASES: dict[str, tuple[Spans, Heads, torch.dtype, dict[str, Any]]] = {
     "group of 12, D 96": (FEW, Heads(12, 1, 96, 96), torch.float32, {}),
     "expanded latents, D 192 and V 128": (FEW, Heads(2, 2, 192, 128), torch.float32, {}),
     "D 256, soft cap": (FEW, Heads(2, 1, 256, 256), torch.float32, {"soft_cap": 3.0}),
+    "D 512, group of 8": (FEW, Heads(8, 1, 512, 512), torch.float32, {}),
     "chunks within a tile": (UNEVEN, SMALL, torch.float32, {"chunk": 5}),
     "chunks over tiles": ([(37, 1), (30, 70)], SMALL, torch.float32, {"chunk": 40}),
     "window within a tile": (UNEVEN, SMALL, torch.float32, {"window": 5}),

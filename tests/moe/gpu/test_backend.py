@@ -8,7 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu.backend import GpuDevice, backend_on, warm_up, why_no_blocks
+from moe.gpu.backend import GpuDevice, backend_on, warm_up
+from moe.gpu.limits import why_no_blocks
 from moe.load.quantisation import Quantisation, WeightFormat
 
 

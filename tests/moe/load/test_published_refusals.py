@@ -295,7 +295,7 @@ def open_loader(directory: Path) -> tuple[Loader, str]:
 
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"quant_method": "hqq", "bits": 4}, "quantised with HQQ (hqq); served are fp8"),
+    "another method": ({"quant_method": "hqq", "bits": 4}, "quantised with HQQ (hqq: its zeros"),
     "other bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq with bits = 3"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version = 'gemv'"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt = 'e5m2'"),

@@ -250,7 +250,7 @@ def test_an_index_that_names_a_tensor_that_the_type_has_not_is_refused(
     wanted = (
         f"unexpected: {name}"
         if has_tensor
-        else f"index.json names 1 tensors that no file has, such as {name}: "
+        else f"index.json lists 1 tensors that are not in their files, such as {name} ("
     )
     assert wanted in message
 
@@ -403,12 +403,28 @@ def grouped(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """A transform_config with one transform at some places."""
+    listed = [{"ignore": [], "inverse": False, "location": each, "targets": ["Linear"]} for each in locations]
+    return {"config_groups": {"R1": {"apply": listed, "type": "hadamard", "head_dim": 128}}}
+
+
+def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
+    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms rows at "input" and "output" only."""
+    config = {
+        **grouped(num_bits=4, type="int", group_size=32),
+        "transform_config": rotated("weight_output", "weight_input"),
+    }
+    found = read_quantisation(config)
+    assert found is not None and found.formats == (WeightFormat(name="int4", block=32),)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (
             {"quant_method": "hqq", "bits": 4},
-            r"quantised with HQQ \(hqq\); served are fp8 .*mxfp4.* awq and gptq",
+            r"quantised with HQQ \(hqq: its zeros .*\); served are fp8 .*mxfp4.* awq and gptq",
         ),
         ({"quant_method": "gptq"}, "as gptq with bits = None; served is 4 or 8"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3"),
@@ -439,7 +455,47 @@ def grouped(**weights: Any) -> dict[str, Any]:
         (grouped(num_bits=2, type="int", strategy="group", group_size=32), "weights of 2 bits"),
         (grouped(num_bits=8, type="int", strategy="channel", symmetric=False), "groups of 0, not symmetric"),
         ({**grouped(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
-        ({**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}}, "rotated weights"),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("input")},
+            "transform_config: R1 transforms rows at 'input'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("weight_output", "output")},
+            "R1 transforms rows at 'output'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": rotated("weight_input", "q_attn")},
+            "R1 transforms rows at 'q_attn'",
+        ),
+        (
+            {**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}},
+            "transform_config: R1 = {}",
+        ),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"with bitsandbytes \(bitsandbytes: its codes stand for a table of values",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+            "as auto-round with packing_format = 'auto_round:auto_awq'",
+        ),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "as auto-round with data_type = 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
+            "act_bits = 8; served is 'int' with act_bits = 16",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {"a.b": {"bits": 8}}},
+            r"extra_config of a.b \(bits of its own\)",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]},
+            },
+            r"as quark with weights that are quantised 2 times over \(fp8_e4m3, int4\); served is once",
+        ),
+        ({**grouped(num_bits=4), "transform_config": "yes"}, "transform_config = 'yes'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "compressed-tensors"}, "config_groups = None"),
         ({"quant_method": "brand-new"}, "'brand-new'"),

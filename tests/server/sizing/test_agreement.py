@@ -10,11 +10,13 @@ import httpx
 import pytest
 
 from kvcache.paged_cache import BLOCK_TOKENS
-from moe.families import experts_modules
+from moe.families import UnsupportedModelError, experts_modules
+from moe.text_part import decoder_layers
 from server.cli import main
 from server.options.reading import options_from_keywords
 from server.options.table import Options
 from server.process.preflight.memory import WeightBytes, float_bytes, rank_bytes
+from server.sizing import read_model as read_model_module
 from server.sizing.devices import DEVICES
 from server.sizing.fit import rank_memory
 from server.sizing.read_model import ReadModel, read_model
@@ -30,6 +32,7 @@ _WRITERS: dict[str, Callable[[Path], Any]] = {
     "qwen3_moe": lambda path: write_checkpoint("qwen3_moe", path),
     "gpt_oss, mxfp4": lambda path: write_quantised("gpt_oss", path),
     "qwen3_next": lambda path: write_checkpoint("qwen3_next", path),
+    "llama4": lambda path: write_checkpoint("llama4", path),
     "qwen3_moe, fp8": lambda path: write_quantised("qwen3_moe", path, block=(32, 32), **_SIZES),
     "deepseek_v3, fp8": lambda path: write_quantised("deepseek_v3", path, block=(32, 32), **_SIZES),
 }
@@ -59,7 +62,9 @@ def _options(directory: Path, **more: Any) -> Options:
 
 
 def _read(path: Path, options: Options) -> ReadModel:
-    return read_model(path, float_bytes=float_bytes(options), max_model_len=options.max_model_len)
+    return read_model(
+        path, on_gpu=False, float_bytes=float_bytes(options), max_model_len=options.max_model_len
+    )
 
 
 @pytest.mark.parametrize("name", _WRITERS)
@@ -96,6 +101,25 @@ def test_an_engine_has_the_kv_tokens_states_and_weights_that_were_said(
     finally:
         built.engine.close()
     assert said.shared_weights + said.expert_weights + said.spare_experts == rank_bytes(options, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ([], "0 were found, and model.layers.1.mlp.experts is in none of them"),
+        (slice(1, None), "were found, and "),
+    ],
+)
+def test_a_model_whose_layers_are_not_found_is_refused_instead_of_counted_as_shared(
+    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, found: Any, says: str
+) -> None:
+    directory = written("deepseek_v3")
+    monkeypatch.setattr(
+        read_model_module, "decoder_layers", lambda model: decoder_layers(model)[found] if found else []
+    )
+    with pytest.raises(UnsupportedModelError, match="cannot be counted") as caught:
+        _read(directory / "config.json", _options(directory))
+    assert says in str(caught.value)
 
 
 def test_ranks_share_experts_and_keep_room_for_those_that_move(written: Callable[[str], Path]) -> None:

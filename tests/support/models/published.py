@@ -33,6 +33,16 @@ def fp8_channel(weight: Tensor) -> Quantised:
     return Quantised({"weight": codes, "weight_scale": scales}, codes.float() * scales.float())
 
 
+def with_bound(encode: Encoder) -> Encoder:
+    """FBGEMM's bound of the scales of rows beside a weight, which nobody reads."""
+
+    def encode_both(weight: Tensor) -> Quantised:
+        made = encode(weight)
+        return Quantised({**made.stored, "input_scale_ub": torch.tensor([1200.0])}, made.meaning)
+
+    return encode_both
+
+
 def fp8_tensor(scale_name: str = "weight_scale", shape: tuple[int, ...] = ()) -> Encoder:
     """One float32 scale per matrix, and one of rows, which nobody reads."""
 
@@ -365,6 +375,21 @@ PUBLISHED: dict[str, Published] = {
     "GPTQ of eight bits": Published(
         gptq(0, bits=8, is_symmetric=True), None,
         {"bits": 8, "group_size": -1, "desc_act": True, "quant_method": "gptq", "sym": True},
+    ),
+    "AutoRound": Published(
+        gptq(128, is_symmetric=True), None,
+        {
+            "autoround_version": "0.7.1", "bits": 4, "block_name_to_quantize": "model.layers", "data_type": "int",
+            "extra_config": {"model.layers.0.mlp.gate": {"bits": 16, "data_type": "float"}}, "group_size": 128,
+            "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round", "sym": True,
+        },
+    ),
+    "FBGEMM FP8": Published(
+        with_bound(fp8_channel), with_bound(fp8_channel),
+        {"activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"], "quant_method": "fbgemm_fp8"},
+    ),
+    "SGLang W8A8 int8": Published(
+        int8_channel, int8_channel, {"activation_scheme": "dynamic", "quant_method": "w8a8_int8"},
     ),
     "MXFP8": Published(
         MXFP8_INV, MXFP8_INV,

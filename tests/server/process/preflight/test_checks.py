@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from expert_placement.files import save_placement
+from scheduler.moves.start_placement import start_placement
+from scheduler.policy.config import ConfigError
 from server.process.preflight.checks import (
     check_backend,
     check_compiler,
@@ -13,6 +15,7 @@ from server.process.preflight.checks import (
     note_on_redundancy,
 )
 from server.process.preflight.memory import rank_experts, weight_bytes
+from server.process.preflight.model import PreflightError
 from tests.support.models.fake_checkpoint import CONFIG, write_checkpoint
 from tests.support.placement.placements import random_placement
 from tests.support.service.starts import options_for
@@ -57,6 +60,20 @@ def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(
     flag = f'--eplb-config={{"num_redundant_experts": {asked}}}'
     said = note_on_redundancy(options_for(write_checkpoint(tmp_path), flag), num_ranks)
     assert said is None if note is None else str(said).startswith(note)
+
+
+@pytest.mark.parametrize(("asked", "num_ranks", "most"), [(5, 2, 4), (40, 2, 4), (1, 1, 0), (9, 3, 8)])
+def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ranks_own_words(
+    tmp_path: Path, asked: int, num_ranks: int, most: int
+) -> None:
+    """The launcher said once that fewer are kept, and ranks then ended."""
+    directory = write_checkpoint(tmp_path)
+    options = options_for(directory, f'--eplb-config={{"num_redundant_experts": {asked}}}')
+    with pytest.raises(PreflightError, match=f"use for at most {most} beside the model's 4 experts") as early:
+        check_start(options, num_ranks=num_ranks, num_local_ranks=num_ranks, has_front=False)
+    with pytest.raises(ConfigError) as late:
+        start_placement(1, 4, num_ranks, eplb=options.eplb_config, hosts=("a",) * num_ranks, file=None)
+    assert str(early.value) == f"--eplb-config: {late.value}"
 
 
 def test_what_fits_the_ranks_and_the_device_passes(tmp_path: Path) -> None:

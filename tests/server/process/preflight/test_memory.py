@@ -140,20 +140,20 @@ def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> Non
     }
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **deepseek}))
     found = attention_heads(options)
-    assert found == (128, 512, True, False, 163840)
+    assert found == (128, (512,), True, False, 163840)
     sizes = {"max_num_seqs": 256, "max_model_len": 163840}
-    scratch = attention_bytes(128, 512, is_latent=False, has_index=False, **sizes)
+    scratch = attention_bytes(128, (512,), is_latent=False, has_index=False, **sizes)
     assert scratch == 256 * 128 * 32 * 514 * 4, "2.1 GB"
-    both = attention_bytes(128, 512, is_latent=True, has_index=False, **sizes)
+    both = attention_bytes(128, (512,), is_latent=True, has_index=False, **sizes)
     assert both - scratch == EXPANDED_BYTES
-    assert attention_bytes(128, 512, is_latent=True, has_index=True, **sizes) - both == SCORE_BYTES
+    assert attention_bytes(128, (512,), is_latent=True, has_index=True, **sizes) - both == SCORE_BYTES
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **deepseek, "index_topk": 2048}))
     assert attention_heads(options).has_index
     plain = {"num_attention_heads": 32, "hidden_size": 4096, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(
         json.dumps({**{k: v for k, v in CONFIG.items() if k != "head_dim"}, **plain})
     )
-    assert attention_heads(replace(options, max_model_len=1000)) == (32, 128, False, False, 1000)
+    assert attention_heads(replace(options, max_model_len=1000)) == (32, (128,), False, False, 1000)
 
 
 def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:

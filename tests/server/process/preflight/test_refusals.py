@@ -156,7 +156,7 @@ REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
     ("gptq", start(quantization_config={"quant_method": "gptq", "bits": 3, "group_size": 128}),
      ("cannot be served: the checkpoint is quantised as gptq with bits = 3",)),
     ("bitsandbytes", start(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-     ("cannot be served: the checkpoint is quantised with bitsandbytes (bitsandbytes); served are fp8",)),
+     ("cannot be served: the checkpoint is quantised with bitsandbytes (bitsandbytes: its codes stand for a table of values",)),
     ("ModelOpt", start_with("hf_quant_config.json", '{"quantization": {"quant_algo": "W4A8_AWQ"}}'),
      ("cannot be served: the checkpoint is quantised as modelopt with quant_algo = 'W4A8_AWQ'",)),
     ("no weights", start_with("model.safetensors", None), ("has no .safetensors weights. Get or save",)),

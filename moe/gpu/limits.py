@@ -1,0 +1,45 @@
+"""Which models the GPU kernels take. Knows no Triton, so that `wideep size` can ask without a GPU or its packages."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from attention import latents
+from attention.gpu import limits as attention_limits
+from attention.sparse import pools as pooled_index
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+from moe.load.quantisation import Quantisation
+
+TILE_INPUTS = 128  # of a quantised weight's tile, in all launches
+
+
+def why_unserved(
+    net: PreTrainedModel | nn.Module, shapes: list[LayerShape], quantisation: Quantisation | None
+) -> str | None:
+    """Say what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
+
+    Args:
+        shapes: what each layer caches.
+    """
+    ranks = [int(getattr(module, "kv_lora_rank", 0)) for module in latents.latent_modules(net)]
+    problem = (
+        latents.why_not(net)
+        or pooled_index.why_not(net, BLOCK_TOKENS)
+        or attention_limits.why_not(shapes, ranks)
+    )
+    if quantisation is not None:
+        problem = problem or why_no_blocks(quantisation)
+    return problem
+
+
+def why_no_blocks(quantisation: Quantisation) -> str | None:
+    """Say why quantised weights cannot be served; None if they can."""
+    problems = (why_no_block(each.block) for each in quantisation.formats if each.block)
+    return next((f"weights whose {problem}" for problem in problems if problem), None)
+
+
+def why_no_block(block: int, in_dim: int | None = None) -> str | None:
+    """Say why scales for so many inputs are not served, of a weight of `in_dim` or of any; None if they are."""
+    is_whole_row = in_dim is not None and block >= in_dim
+    if is_whole_row or block % TILE_INPUTS == 0 or block in (16, 32, 64):
+        return None
+    return f"scales are for {block} inputs; the GPU kernels take 16, 32, 64, multiples of {TILE_INPUTS}, or one for a row"

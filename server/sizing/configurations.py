@@ -1,0 +1,199 @@
+"""Which of many published configurations a start accepts, on CPUs and on GPUs, and what `wideep size` says of them.
+
+`python -m server.sizing.configurations FOLDER` prints the table of docs/checkpoints.md. A folder has each model's config.json in a
+folder of its own (OWNER/NAME/config.json), or all beside each other as OWNER--NAME_config.json, with ModelOpt's
+hf_quant_config.json beside it where a model has one. No weights are needed: it is the check of a start that reads no file but
+these, so what only the weights show (a missing tensor, scales without codes) is not in the table.
+Rejected: to keep the configurations in this repository, whose licences are many.
+"""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe.families import UnsupportedModelError
+from moe.load.quantisation import (
+    MODELOPT_FILE,
+    UnservedQuantisationError,
+    find_configuration,
+    read_quantisation,
+)
+from scheduler.policy.config import ConfigError
+from server.process.preflight.model import PreflightError, check_is_moe, field_of, read_config
+from server.sizing.fit import SizeError
+from server.sizing.flags import SizeOptions, add_size_parser
+from server.sizing.read_model import ReadModel, read_model
+from server.sizing.size import size
+
+_CONFIG = "config.json"
+_LONGEST_REASON = 240
+_COLUMNS = (
+    "model", "type", "quantisation", "CPU", "GPU", "weights, GB", "on every rank, GB", "fewest ranks of {device}", "why not",
+)  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """What becomes of one configuration."""
+
+    name: str
+    model_type: str
+    quantisation: str
+    on_cpu: str  # yes, text (its text decoder is served) or no
+    on_gpu: str
+    weights_gb: float | None  # None: size says nothing
+    shared_gb: float | None
+    ranks: int | None
+    reason: str
+
+
+def judge_all(folder: Path, device: str) -> tuple[list[Verdict], int]:
+    """Judge every configuration below a folder, and count those that are of no Mixture-of-Experts model."""
+    found, num_dense = [], 0
+    for name, files in sorted(_configurations(folder)):
+        with tempfile.TemporaryDirectory(prefix="wideep_config_") as made:
+            directory = Path(made)
+            for target, source in files.items():
+                shutil.copy(source, directory / target)
+            try:
+                check_is_moe(read_config(directory), directory)
+            except PreflightError:
+                num_dense += 1
+                continue
+            found.append(judge(name, directory, device))
+    return found, num_dense
+
+
+def judge(name: str, directory: Path, device: str) -> Verdict:
+    """Judge one, for the number of ranks of a GPU named in `wideep size`."""
+    config = read_config(directory)
+    served = "text" if isinstance(config.get("text_config"), dict) else "yes"
+    on_cpu, on_gpu = (_read(directory, on_gpu=each) for each in (False, True))
+    weights = shared = ranks = None
+    reason = next((each for each in (on_cpu, on_gpu) if isinstance(each, str)), "")
+    if not isinstance(on_gpu, str):
+        weights, shared = (on_gpu.weights.shared + on_gpu.weights.experts) / 1e9, on_gpu.weights.shared / 1e9
+        try:
+            ranks = _fewest_ranks(directory, device)
+        except (ConfigError, SizeError) as error:
+            reason = f"size: {error}"
+    said = (
+        reason.replace(f"{directory} cannot be served: ", "")
+        .replace(f"{directory}/", "")
+        .replace(str(directory), name)
+        .replace("|", "\\|")
+    )
+    return Verdict(
+        name=name,
+        model_type=str(config.get("model_type")),
+        quantisation=_quantisation(directory, config),
+        on_cpu="no" if isinstance(on_cpu, str) else served,
+        on_gpu="no" if isinstance(on_gpu, str) else served,
+        weights_gb=weights,
+        shared_gb=shared,
+        ranks=ranks,
+        reason=_shortened(said),
+    )
+
+
+def table(verdicts: Sequence[Verdict], num_dense: int, device: str) -> str:
+    """Write a table in Markdown, and a line of sums below it."""
+    head = [each.format(device=device) for each in _COLUMNS]
+    rows = [head, ["---"] * len(head), *(_row(each) for each in verdicts)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    on_cpu, on_gpu = (
+        sum(each != "no" for each in column)
+        for column in zip(*((v.on_cpu, v.on_gpu) for v in verdicts), strict=True)
+    )
+    sized = sum(each.ranks is not None for each in verdicts)
+    lines += [
+        "",
+        f"{len(verdicts)} configurations of Mixture-of-Experts models: {on_cpu} are accepted on CPUs, {on_gpu} on GPUs, and size "
+        f"finds ranks for {sized}. {num_dense} of other models are left out.",
+    ]
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m server.sizing.configurations", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument(
+        "--device", default="h200", metavar="GPU", help="of `wideep size` (default: %(default)s)"
+    )
+    args = parser.parse_args(words)
+    verdicts, num_dense = judge_all(args.folder, args.device)
+    if not verdicts:
+        parser.error(f"{args.folder} has no config.json of a Mixture-of-Experts model")
+    print(table(verdicts, num_dense, args.device))
+    return 0
+
+
+def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
+    """Every model's name and files, by the names that a model's directory has for them."""
+    for path in folder.rglob(f"*{_CONFIG}"):
+        begin = path.name.removesuffix(_CONFIG)
+        if begin and not (begin.endswith("_") and "--" in begin):
+            continue  # of a tokenizer, of generation, ModelOpt's own
+        if begin.endswith("_hf_quant_"):
+            continue
+        name = begin.rstrip("_").replace("--", "/") or path.parent.relative_to(folder).as_posix()
+        beside = path.with_name(f"{begin}{MODELOPT_FILE}")
+        yield name, {_CONFIG: path, **({MODELOPT_FILE: beside} if beside.is_file() else {})}
+
+
+def _read(directory: Path, *, on_gpu: bool) -> ReadModel | str:
+    """Read a model as for a kind of device, or say why it is refused there."""
+    try:
+        return read_model(directory, on_gpu=on_gpu, float_bytes=2)
+    except (ConfigError, PreflightError, UnsupportedModelError) as error:
+        return str(error)
+
+
+def _fewest_ranks(directory: Path, device: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_size_parser(parser.add_subparsers())
+    args = parser.parse_args(["size", str(directory), "--device", device])
+    return size(args, SizeOptions.of(args)).chosen.num_ranks
+
+
+def _quantisation(directory: Path, config: dict[str, Any]) -> str:
+    configured = find_configuration(directory, field_of(config, "quantization_config"))
+    method = str((configured or {}).get("quant_method", "-"))
+    try:
+        found = read_quantisation(configured)
+    except UnservedQuantisationError:
+        return method
+    return method if found is None or found.names == method else f"{method}: {found.names}"
+
+
+def _shortened(reason: str) -> str:
+    """The reason alone: without what to do about it, and what else is served."""
+    for behind in ("; served ", "; give ", ". "):
+        reason = reason.partition(behind)[0]
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rpartition(' ')[0]} ..."
+
+
+def _row(verdict: Verdict) -> list[str]:
+    numbers = [
+        "-" if verdict.weights_gb is None else f"{verdict.weights_gb:.0f}",
+        "-" if verdict.shared_gb is None else f"{verdict.shared_gb:.1f}",
+        "-" if verdict.ranks is None else str(verdict.ranks),
+    ]
+    return [
+        verdict.name,
+        f"`{verdict.model_type}`",
+        verdict.quantisation,
+        verdict.on_cpu,
+        verdict.on_gpu,
+        *numbers,
+        verdict.reason,
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
