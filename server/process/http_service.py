@@ -27,7 +27,7 @@ from server.api.chat import chat_routes
 from server.api.completions import completion_routes
 from server.api.generate import generate_routes
 from server.api.ollama.routes import ollama_routes
-from server.api.parsers.registry import markup_of
+from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.responses.routes import responses_routes
 from server.api.served import ServedModel
 from server.api.service_routes import service_routes
@@ -51,7 +51,7 @@ from server.front.readiness import why_no_change, why_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
 from server.front.structure.structure_checks import StructureChecks
-from server.front.tokenizer import Tokenizer
+from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.http.app import build_app
 from server.http.docs_page import docs_routes
 from server.http.exchanges import HttpExchange, asker_of_exchange, note_answer, seeds_from
@@ -315,7 +315,18 @@ def _steps(ranks: Ranks) -> dict[int, int]:
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
 
 
+def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
+    """Report a template with tools whose calls no parser reads: the default would leave them in the content."""
+    if options.tool_call_parser is None and template.knows_tools and not shows_known_calls(template.text):
+        _LOG.warning(
+            "no tool parser fits the chat template of %s: calls are read in Hermes' form (<tool_call>{...}</tool_call>) and "
+            "stay in the content if the model writes another; choose a parser with --tool-call-parser",
+            options.chat_template or options.model,
+        )
+
+
 def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
+    warn_of_unknown_calls(options, tokenizer.template)
     return ServedModel(
         names=options.served_model_names,
         directory=options.model,

@@ -6,6 +6,7 @@ kind concatenate: the parts of a call's `arguments` make one JSON text, whatever
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 
@@ -62,23 +63,18 @@ class PlainParser:
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
     """Join neighbours of one kind."""
-    merged: list[Delta] = []
-    for delta in deltas:
-        joined = _joined(merged[-1], delta) if merged else None
-        if joined is None:
-            merged.append(delta)
-        else:
-            merged[-1] = joined
-    return merged
+    return [_joined(list(each)) for _, each in groupby(deltas, key=_kind)]
 
 
-def _joined(first: Delta, second: Delta) -> Delta | None:
-    """Return both as one, None if they do not belong together."""
-    match first, second:
-        case ContentDelta(), ContentDelta():
-            return ContentDelta(first.text + second.text)
-        case ReasoningDelta(), ReasoningDelta():
-            return ReasoningDelta(first.text + second.text)
-        case ToolCallDelta(), ToolCallDelta() if first.index == second.index:
-            return ToolCallDelta(first.index, first.arguments + second.arguments, first.call_id, first.name)
-    return None
+def _kind(delta: Delta) -> tuple[type, int]:
+    return type(delta), delta.index if isinstance(delta, ToolCallDelta) else 0
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    """Return deltas of one kind as one."""
+    match deltas[0]:
+        case ToolCallDelta() as first:
+            arguments = "".join(each.arguments for each in deltas if isinstance(each, ToolCallDelta))
+            return ToolCallDelta(first.index, arguments, first.call_id, first.name)
+        case first:
+            return type(first)("".join(each.text for each in deltas if not isinstance(each, ToolCallDelta)))

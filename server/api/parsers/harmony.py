@@ -3,14 +3,17 @@
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-analysis is reasoning, final is content, a message to a function is a call, and commentary to nobody is content: it is
-meant for the user. The prompt ends inside a message's header, which the answer goes on with.
+analysis is reasoning, final is content, a message to an offered function is a call, and commentary to nobody is content:
+it is meant for the user. The prompt ends inside a message's header, which the answer goes on with. A header that is broken
+off (by <|end|>, or by the next message) has no message; of several channels in one header the last one counts.
 """
 
 import re
 from collections.abc import Callable
 
-from server.api.parsers.reader import JsonSpan, MarkupParser, Reading
+from server.api.parsers.arguments import ArgumentTypes
+from server.api.parsers.json_span import JsonSpan
+from server.api.parsers.reader import MarkupParser, Reading
 
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -24,12 +27,20 @@ class HarmonyParser(MarkupParser):
 
     markers = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 
-    def __init__(self, *, prompt: str, takes_calls: bool) -> None:
-        """Args: prompt is what the answer goes on from; without takes_calls a call is content."""
-        super().__init__()
+    def __init__(self, *, prompt: str, types: ArgumentTypes | None) -> None:
+        """Args: prompt is what the answer goes on from; without types a call is content."""
+        super().__init__(types.offered if types else str)
         self._header = _open_header(prompt)
-        self._takes_calls = takes_calls
+        self._takes_calls = types is not None
         self._spoken: set[str] = set()
+
+    @staticmethod
+    def content_header(prompt: str) -> str:
+        """Return what a prompt needs for content to come next."""
+        header, final = _open_header(prompt), f"{CHANNEL}final{MESSAGE}"
+        if MESSAGE not in header:
+            return "" if prompt.endswith(MESSAGE) else final
+        return f"{END}{START}assistant{final}" if _CHANNEL.findall(header)[-1:] == ["analysis"] else ""
 
     def run(self) -> Reading[None]:
         """Read messages to the end."""
@@ -41,47 +52,70 @@ class HarmonyParser(MarkupParser):
         while header:
             mark = yield from self._body(header)
             if mark not in (START, CHANNEL):
-                mark = (yield from self.until(START, CHANNEL)).mark
-            header = yield from self._rest_of(mark)
+                mark = yield from self._next_message()
+            header = (yield from self._rest_of(mark)) if mark else ""
+
+    def _next_message(self) -> Reading[str]:
+        """Read up to the begin of a message; text that stands outside of messages is content."""
+        yield from self.skip_space()
+        return (yield from self.stream_until(self._message("final", self.say), START, CHANNEL))
 
     def _rest_of(self, header: str) -> Reading[str]:
-        """Read a header to its end; one that is cut off is none."""
-        found = yield from self.until(MESSAGE)
-        return header + found.text + found.mark if found.mark else ""
+        """Read a header to its end; what is broken off is none, and the next one counts."""
+        while True:
+            found = yield from self._header_part()
+            header += found
+            if not found or found.endswith(MESSAGE):
+                return header if found else ""
+            if found.endswith(START):
+                header = START
+            else:
+                header = yield from self._next_message()
+                if not header:
+                    return ""
+
+    def _header_part(self) -> Reading[str]:
+        """Read up to what ends a header, or breaks it off; empty if the text ends first."""
+        parts: list[str] = []
+        mark = yield from self.stream_until(parts.append, MESSAGE, START, END, CALL, RETURN)
+        return "".join(parts) + self.gap + mark if mark else ""
 
     def _goes_on(self) -> Reading[bool]:
         """Tell whether the text goes on with a header."""
         space = yield from self.skip_space()
-        for mark in (CHANNEL, MESSAGE, START, CONSTRAIN, "to="):
-            if (yield from self.accept(mark)):
-                self.unread = space + mark + self.unread
-                return True
-        self.unread = space + self.unread
-        return False
+        comes = yield from self.coming(CHANNEL, MESSAGE, START, CONSTRAIN, "to=")
+        self.put_back(space)
+        return bool(comes)
 
     def _body(self, header: str) -> Reading[str]:
         """Read a message's body and the mark that ends it."""
-        channel = _CHANNEL.search(header)
+        channels = _CHANNEL.findall(header)
         recipient = _RECIPIENT.search(header)
-        if recipient is not None and recipient[1].startswith("functions.") and self._takes_calls:
-            return (yield from self._call(recipient[1].removeprefix("functions.")))
-        if channel is not None and channel[1] == "analysis":
+        name = recipient[1] if recipient is not None and recipient[1].startswith("functions.") else ""
+        function = self._offered(name.removeprefix("functions.")) if name and self._takes_calls else None
+        if function:
+            return (yield from self._call(function))
+        if channels[-1:] == ["analysis"]:
             return (yield from self.stream_until(self._message("analysis", self.think), *_ENDS))
         return (yield from self.stream_until(self._message("final", self.say), *_ENDS))
 
     def _call(self, name: str) -> Reading[str]:
+        """Read a call's arguments; what stands behind them is content."""
         yield from self.skip_space()
+        span, rest = JsonSpan(), self._message("final", self.say)
+        if not (yield from self.coming(*_ENDS)) and not (yield from self.object_comes()):
+            return (yield from self.stream_until(rest, *_ENDS))
         self.begin_call(name)
-        if (yield from self.peek()) == "<":
+        if (yield from self.coming(*_ENDS)):
             self.add_arguments("{}")
-            return (yield from self.until(*_ENDS)).mark
-        span = JsonSpan()
 
         def add(text: str) -> None:
             length, as_json = span.push(text)
-            self.add_arguments(as_json + text[length:])
+            self.add_arguments(as_json)
+            if text[length:].strip():
+                rest(text[length:])
 
-        return (yield from self.stream_until(add, *_ENDS, keeps_rest=False))
+        return (yield from self.stream_until(add, *_ENDS))
 
     def _message(self, kind: str, out: Callable[[str], None]) -> Callable[[str], None]:
         """Return `out` with a blank line before the first text, if another message of this kind came before."""

@@ -1,152 +1,203 @@
 """Calls that are written as JSON objects: {"name": ..., "arguments": {...}}, alone or in a list, with or without tags.
 
 Documented formats: Hermes function calling (NousResearch/Hermes-Function-Calling; Qwen2.5, Qwen3, ERNIE 4.5, EXAONE
-write it too), Granite and Hunyuan model cards (a list after a tag), Llama 3.1 prompt format ("parameters", the whole
-answer), Mistral's tokenizer guide ([TOOL_CALLS], a list or name[ARGS]{...}).
+write it too), Granite and Hunyuan model cards (a list after a tag), MiniMax-M1's function call guide (several objects in
+<tool_calls>), Llama 3.1 prompt format ("parameters", the whole answer), Mistral's tokenizer guide ([TOOL_CALLS], a list
+or name[ARGS]{...}), GigaChat 3's chat template (a message of the role "function call"), Cohere's tool use guide
+("tool_name", "parameters", a list between <|START_ACTION|> and <|END_ACTION|>).
 
 Arguments are passed on as they come. The name may stand after them; then they wait for it.
 """
 
+import re
 import secrets
 
-from server.api.parsers.reader import NOTHING, MarkupParser, Reading, decode_json
+from server.api.parsers.reader import NOTHING, MarkupParser, NoCall, Offered, Reading, decode_json
 
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-
-
-class Malformed(Exception):  # noqa: N818 - not a fault: the text is content then
-    """What should be a call is none."""
+_ABOUT_THE_CALL = (
+    "id",
+    "type",
+    "index",
+    "tool_call_id",
+)  # other fields are no call's, unless arguments stand beside them
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class JsonCallParser(MarkupParser):
     """Reads call objects; subclasses know where they stand."""
 
-    def json_calls(self) -> Reading[bool]:
-        """Read a call object or a list of them; tell whether it was whole and well-formed."""
-        try:
-            if not (yield from self.accept("[")):
-                yield from self._call()
-                return True
-            while True:
-                yield from self.skip_space()
-                if (yield from self.accept("]")):
-                    return True
-                if not (yield from self.accept(",")):
-                    yield from self._call()
-        except Malformed:
-            return False
+    def json_calls(self) -> Reading[None]:
+        """Read a call object or a list of them; what follows the last one that is a call stays unread.
+
+        Raises:
+            NoCall: it begins with none.
+        """
+        if not (yield from self.accept("[")):
+            yield from self._call()
+            return
+        while True:
+            space = yield from self.skip_space()
+            if (yield from self.accept("]")):
+                return
+            if not (yield from self.attempt(NOTHING, self._call())):
+                self.put_back(space)
+                return
+            yield from self.skip_space()
+            yield from self.accept(",")
 
     def _call(self) -> Reading[None]:
         yield from self._expect("{")
-        reader = _CallFields(self)
+        fields = _CallFields(self)
         while True:
             yield from self.skip_space()
             if (yield from self.accept("}")):
                 break
             if (yield from self.accept(",")):
                 continue
-            if (yield from self.peek()) != '"':
-                raise Malformed
-            key = yield from self.json_value()
+            yield from fields.field((yield from self._field_name()))
+            if fields.has_begun:
+                yield from self.attempt(NOTHING, self._rest_of_object())
+                return
+        fields.end()
+
+    def _rest_of_object(self) -> Reading[None]:
+        """Read what stands behind a call's name and arguments."""
+        while True:
             yield from self.skip_space()
-            yield from self._expect(":")
-            yield from self.skip_space()
-            yield from reader.field(key)
-        reader.end()
+            if not (yield from self.peek()) or (yield from self.accept("}")):
+                return
+            if (yield from self.accept(",")):
+                continue
+            yield from self._field_name()
+            if not (yield from self.json_text(_nowhere)) and (yield from self.peek()):
+                raise NoCall
+
+    def _field_name(self) -> Reading[object]:
+        if (yield from self.peek()) != '"':
+            raise NoCall
+        key = yield from self.json_value()
+        yield from self.skip_space()
+        yield from self._expect(":")
+        yield from self.skip_space()
+        return key
 
     def json_value(self) -> Reading[object]:
         """Read one JSON value.
 
         Raises:
-            Malformed: it is none.
+            NoCall: it is none.
         """
         parts: list[str] = []
         yield from self.json_text(parts.append)
         try:
             return decode_json("".join(parts))
         except ValueError as error:
-            raise Malformed from error
+            raise NoCall from error
 
     def _expect(self, mark: str) -> Reading[None]:
         if not (yield from self.accept(mark)):
-            raise Malformed
+            raise NoCall
 
 
 class _CallFields:
-    """The fields of one call object, in any order."""
+    """The fields of one call object, in any order, until the call begins."""
 
     def __init__(self, parser: JsonCallParser) -> None:
         self._parser = parser
-        self._begun = False
+        self._name = ""
         self._early: str | None = None  # arguments that came before the name
-        self._has_arguments = False
+        self._has_others = False
+        self.has_begun = False
 
     def field(self, key: object) -> Reading[None]:
         """Read a field's value."""
-        if key == "name" and not self._begun:
-            name = yield from self._parser.json_value()
-            if not isinstance(name, str) or not name:
-                raise Malformed
-            self._parser.begin_call(name)
-            self._begun = True
-            self._parser.add_arguments(self._early or "")
-        elif key in _ARGUMENTS and not self._has_arguments:
-            self._has_arguments = True
+        parser = self._parser
+        if key in _NAMES and not self._name:
+            name = yield from parser.json_value()
+            self._name = parser.function(name if isinstance(name, str) else "")
+            if self._early is not None:
+                self._begin(self._early)
+        elif key in _ARGUMENTS and self._early is None:
             yield from self._arguments()
         else:
-            yield from self._parser.json_value()
+            self._has_others |= key not in _ABOUT_THE_CALL
+            yield from parser.json_value()
 
     def _arguments(self) -> Reading[None]:
-        if (yield from self._parser.peek()) == "{":
-            parts: list[str] = []
-            out = self._parser.add_arguments if self._begun else parts.append
-            if not (yield from self._parser.json_text(out)):
-                raise Malformed
-            text = "".join(parts)
+        parser = self._parser
+        if not (yield from parser.object_comes()):
+            text = _object_text((yield from parser.json_value()))
+        elif self._name:
+            self._begin("")
+            yield from parser.json_text(parser.add_arguments)
+            return
         else:
-            text = _object_text((yield from self._parser.json_value()))
-        if self._begun:
-            self._parser.add_arguments(text)
+            parts: list[str] = []
+            if not (yield from parser.json_text(parts.append)):
+                raise NoCall
+            text = "".join(parts)
+        if self._name:
+            self._begin(text)
         else:
             self._early = text
 
+    def _begin(self, arguments: str) -> None:
+        self._parser.begin_call(self._name)
+        self._parser.add_arguments(arguments)
+        self.has_begun = True
+
     def end(self) -> None:
-        """Close the call."""
-        if not self._begun:
-            raise Malformed
-        if not self._has_arguments:
-            self._parser.add_arguments("{}")
+        """Close the call. An object with a name and fields of its own is an answer, not a call without arguments."""
+        if not self._name or self._has_others:
+            raise NoCall
+        self._begin("{}")
+
+
+def _nowhere(_: str) -> None:
+    pass
 
 
 def _object_text(value: object) -> str:
     """Arguments that are no object: JSON in a string, which some models write, or nothing at all."""
     if isinstance(value, str) and value.strip():
-        return value
+        try:
+            decoded = decode_json(value)
+        except ValueError as error:
+            raise NoCall from error
+        if isinstance(decoded, dict):
+            return value
+        raise NoCall
     if value:
-        raise Malformed
+        raise NoCall
     return "{}"
 
 
 class TaggedJsonParser(JsonCallParser):
     """Call objects, each or all after a tag."""
 
-    def __init__(self, opening: str, closing: str | None = None) -> None:
-        super().__init__()
-        self._opening = opening
-        self._ends = (opening,) if closing is None else (opening, closing)
-        self.markers = self._ends
+    def __init__(self, offered: Offered, openings: tuple[str, ...], closing: str = NOTHING) -> None:
+        super().__init__(offered)
+        self.openings = openings
+        self._closings = (closing,) if closing else ()
+        self.markers = (*openings, *self._closings)
 
     def run(self) -> Reading[None]:
         """Read content and calls in turn."""
-        while (yield from self.content_until(self._opening)):
-            self.keep(self._opening)
-            yield from self.skip_space()
-            whole = yield from self.json_calls()
-            if not (whole and len(self._ends) == 1):
-                mark = (yield from self.until(*self._ends)).mark
-                if mark == self._opening:
-                    self.put_back(mark)
-            self.say_kept()
+        yield from self.find_calls(*self.openings, read=self._calls)
+
+    def _calls(self, _: str) -> Reading[None]:
+        yield from self.skip_space()
+        yield from self.json_calls()
+        space = yield from self.skip_space()
+        while (yield from self.peek()) in ("{", "["):
+            if not (yield from self.attempt(NOTHING, self.json_calls())):
+                self.put_back(space)
+                return
+            space = yield from self.skip_space()
+        self.put_back(space)
+        yield from self.end_tag(*self._closings)
 
 
 class WholeJsonParser(JsonCallParser):
@@ -156,53 +207,50 @@ class WholeJsonParser(JsonCallParser):
 
     def run(self) -> Reading[None]:
         """Read calls, separated by white space, commas or semicolons, as long as there are any."""
-        whole = True
-        while whole:
-            while self.num_calls and (yield from self.peek()) in (";", ",", " ", "\n"):
-                self.take(1)
-            self.keep(NOTHING)
+        while (yield from self.attempt(NOTHING, self._calls())):
+            pass
+
+    def _calls(self) -> Reading[None]:
+        yield from self.skip_space()
+        if self.num_calls:
+            yield from self.accept(";", ",")
             yield from self.skip_space()
-            yield from self.accept("<|python_tag|>")
-            if (yield from self.peek()) not in ("{", "["):
-                break
-            whole = yield from self.json_calls()
-        self.say_kept()
+        yield from self.accept("<|python_tag|>")
+        if (yield from self.peek()) not in ("{", "["):
+            raise NoCall
+        yield from self.json_calls()
 
 
 class MistralParser(JsonCallParser):
     """[TOOL_CALLS] and a list of call objects, or for each call its name, [ARGS] and its arguments."""
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    openings = ("[TOOL_CALLS]",)
 
-    def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """Put out a call's id and name; Mistral's templates refuse ids of other than nine letters and digits."""
-        super().begin_call(name, call_id or secrets.token_hex(5)[:9])
+    def new_call_id(self) -> str:
+        """Return an id: Mistral's templates refuse ids of other than nine letters and digits."""
+        return secrets.token_hex(5)[:9]
 
     def run(self) -> Reading[None]:
         """Read content, then calls."""
-        mark = yield from self.content_until("[TOOL_CALLS]")
-        while mark:
-            self.keep(mark)
-            yield from self.skip_space()
-            if (yield from self.peek()) in ("[", "{"):
-                yield from self.json_calls()
-            else:
-                yield from self._named_call()
-            self.say_kept()
-            mark = yield from self.content_until("[TOOL_CALLS]")
+        yield from self.find_calls(*self.openings, read=self._calls)
 
-    def _named_call(self) -> Reading[None]:
-        found = yield from self.until("[ARGS]", "[CALL_ID]", "{", "[TOOL_CALLS]")
-        name = found.text.strip()
+    def _calls(self, _: str) -> Reading[None]:
+        yield from self.skip_space()
+        if (yield from self.peek()) in ("[", "{"):
+            yield from self.json_calls()
+            return
+        found = yield from self.head("[ARGS]", "[CALL_ID]", "{", "[TOOL_CALLS]")
+        name, call_id = self.function(found.text.strip()), ""
         if found.mark == "[CALL_ID]":
-            yield from self.until("[ARGS]")
-        if found.mark in ("{", "[TOOL_CALLS]"):
+            call_id = (yield from self.head("[ARGS]")).text
+        elif found.mark == "{":
             self.put_back(found.mark)
-        else:
-            yield from self.skip_space()
-        if name and found.mark and (yield from self.peek()) == "{":
-            self.begin_call(name)
-            yield from self.json_text(self.add_arguments)
+        yield from self.skip_space()
+        if not (yield from self.object_comes()):
+            raise NoCall
+        self.begin_call(name, call_id if _MISTRAL_ID.fullmatch(call_id) else None)
+        yield from self.json_text(self.add_arguments)
 
 
 class NamedCallParser(MarkupParser):
@@ -225,8 +273,8 @@ class JsonListParser(JsonCallParser):
 
     def run(self) -> Reading[None]:
         """Read the calls; what is no list is content."""
-        yield from self.skip_space()
+        space = yield from self.skip_space()
         if (yield from self.peek()) == "[":
-            self.keep(NOTHING)
-            yield from self.json_calls()
-            self.say_kept()
+            yield from self.attempt(NOTHING, self.json_calls())
+        else:
+            self.put_back(space)

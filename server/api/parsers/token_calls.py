@@ -6,22 +6,36 @@ Documented in the chat templates of DeepSeek-V3 and V3.1 and in Kimi-K2's tool c
     <|tool_calls_begin|><|tool_call_begin|>NAME<|tool_sep|>{...}<|tool_call_end|>...                           (V3.1)
     <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}<|tool_call_end|>...
 
-(DeepSeek writes its bars and underscores as U+FF5C and U+2581.)
+(DeepSeek writes its bars and underscores as U+FF5C and U+2581. Kimi-K2 also writes its section tokens in the singular,
+<|tool_call_section_begin|>: llama.cpp#17376.)
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from server.api.parsers.reader import MarkupParser, Reading
+from server.api.parsers.arguments import ArgumentTypes
+from server.api.parsers.reader import MarkupParser, NoCall, Reading
+
+_FENCES = ("```json", "```")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTokens:
     """A family's special tokens."""
 
-    section: tuple[str, str]
+    sections: tuple[tuple[str, str], ...]
     call: tuple[str, str]
     separator: str
+
+    @property
+    def section(self) -> tuple[str, str]:
+        """The section's tokens as the template writes them."""
+        return self.sections[0]
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every token."""
+        return (*(token for section in self.sections for token in section), *self.call, self.separator)
 
 
 def _deepseek(token: str) -> str:
@@ -30,12 +44,15 @@ def _deepseek(token: str) -> str:
 
 
 DEEPSEEK = CallTokens(
-    section=(_deepseek("<|tool_calls_begin|>"), _deepseek("<|tool_calls_end|>")),
+    sections=((_deepseek("<|tool_calls_begin|>"), _deepseek("<|tool_calls_end|>")),),
     call=(_deepseek("<|tool_call_begin|>"), _deepseek("<|tool_call_end|>")),
     separator=_deepseek("<|tool_sep|>"),
 )
 KIMI = CallTokens(
-    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    sections=(
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+    ),
     call=("<|tool_call_begin|>", "<|tool_call_end|>"),
     separator="<|tool_call_argument_begin|>",
 )
@@ -46,74 +63,65 @@ class TokenCallParser(MarkupParser):
 
     tokens: CallTokens
 
+    def __init__(self, types: ArgumentTypes) -> None:
+        super().__init__(types.offered)
+        self._types = types
+        self.openings = (*(opening for opening, _ in self.tokens.sections), self.tokens.call[0])
+        self._closings = tuple(closing for _, closing in self.tokens.sections)
+        self.markers = self.tokens.all
+
     def run(self) -> Reading[None]:
         """Read content and sections in turn. A call outside a section is one too."""
-        opening = self.tokens.section[0]
-        while mark := (yield from self.content_until(opening, self.tokens.call[0])):
-            self.keep(mark)
-            if mark != opening:
-                self.put_back(mark)
-            yield from self._section()
-            self.say_kept()
+        yield from self.find_calls(*self.openings, read=self._section)
 
-    def _section(self) -> Reading[None]:
-        while (yield from self.until(self.tokens.call[0], self.tokens.section[1])).mark == self.tokens.call[
-            0
-        ]:
-            yield from self._call()
+    def _section(self, mark: str) -> Reading[None]:
+        return self.section(mark, self.tokens.call[0], self._closings, self._call)
 
     def _call(self) -> Reading[None]:
-        ends = (self.tokens.call[1], self.tokens.section[1])
-        found = yield from self.until(self.tokens.separator, *ends)
-        if found.mark == self.tokens.separator:
-            name, call_id = yield from self.head(found.text.strip())
-            yield from self.skip_space()
-            yield from self._arguments(name, call_id)
-            found = yield from self.until(*ends)
-        if found.mark == self.tokens.section[1]:
-            self.put_back(found.mark)
-
-    @abstractmethod
-    def head(self, text: str) -> Reading[tuple[str, str | None]]:
-        """Return a call's name, and its id if it has one; `text` is what came before the separator."""
-
-    def _arguments(self, name: str, call_id: str | None) -> Reading[None]:
-        first = yield from self.peek()
-        if name and first == "{":
+        found = yield from self.head(self.tokens.separator, self.tokens.call[1])
+        if found.mark != self.tokens.separator:
+            raise NoCall
+        name, call_id = yield from self.name(found.text.strip())
+        self.function(name)
+        yield from self.skip_space()
+        fence = yield from self.accept(*_FENCES)
+        yield from self.skip_space()
+        if (yield from self.object_comes()):
             self.begin_call(name, call_id)
             yield from self.json_text(self.add_arguments)
-        elif name and first in ("<", "`"):  # the end, at once
+        elif (yield from self.coming(self.tokens.call[1], "```")):
             self.begin_call(name, call_id)
             self.add_arguments("{}")
+        else:
+            raise NoCall
+        if fence:
+            yield from self.end_tag(_FENCES[1])
+        yield from self.end_tag(self.tokens.call[1])
+
+    @abstractmethod
+    def name(self, text: str) -> Reading[tuple[str, str | None]]:
+        """Return a call's function, and its id if it has one; `text` is what came before the separator."""
 
 
 class DeepseekParser(TokenCallParser):
     """V3.1 has the name before the separator; V3 and R1 a kind, then the name, and the arguments in a fence."""
 
     tokens = DEEPSEEK
-    markers = (*DEEPSEEK.section, *DEEPSEEK.call, DEEPSEEK.separator)
 
-    def head(self, text: str) -> Reading[tuple[str, str | None]]:
+    def name(self, text: str) -> Reading[tuple[str, str | None]]:
         """Return the name; what comes next tells the two forms apart."""
         yield from self.skip_space()
-        if text != "function" or (yield from self.peek()) in ("{", "<"):
+        if text != "function" or (yield from self.peek()) in ("{", "<", "`"):
             return text, None
-        found = yield from self.until("\n", self.tokens.call[1])
-        if found.mark != "\n":
-            self.put_back(found.mark)
-        yield from self.skip_space()
-        if (yield from self.accept("```")):
-            yield from self.accept("json")
-        return found.text.strip(), None
+        return (yield from self.head("\n")).text.strip(), None
 
 
 class KimiParser(TokenCallParser):
     """functions.NAME:NUMBER stands before the separator; it is the call's id, which the template wants back."""
 
     tokens = KIMI
-    markers = (*KIMI.section, *KIMI.call, KIMI.separator)
 
-    def head(self, text: str) -> Reading[tuple[str, str | None]]:
-        """Return the name and the id."""
+    def name(self, text: str) -> Reading[tuple[str, str | None]]:
+        """Return the function that the id names, and the id."""
         yield from ()
-        return text.split(":")[0].removeprefix("functions."), text
+        return self._types.of_call_id(text) or "", text

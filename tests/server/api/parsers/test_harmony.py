@@ -2,6 +2,7 @@
 
 from server.api.parsers.harmony import HarmonyParser
 from tests.server.api.parsers.reading import Said, read
+from tests.server.api.parsers.texts import TYPES
 
 ANSWER = "<|channel|>analysis<|message|>User asks.<|end|><|start|>assistant<|channel|>final<|message|>It is 5.<|return|>"
 TWO = (
@@ -15,7 +16,7 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1
 def harmony(
     text: str, prompt: str = "<|start|>user<|message|>x<|end|><|start|>assistant", calls: bool = True
 ) -> Said:
-    return read(lambda: HarmonyParser(prompt=prompt, takes_calls=calls), text)
+    return read(lambda: HarmonyParser(prompt=prompt, types=TYPES if calls else None), text)
 
 
 def test_analysis_is_reasoning_and_final_is_content() -> None:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.parsers.reader import JsonSpan, decode_json
-from server.api.parsers.tag_calls import ArgumentTypes
+from server.api.parsers.arguments import ArgumentTypes
+from server.api.parsers.json_span import JsonSpan
+from server.api.parsers.reader import decode_json
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

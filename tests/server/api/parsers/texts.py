@@ -6,10 +6,10 @@ The formats' sources are named in the modules of server.api.parsers.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.harmony import HarmonyParser
 from server.api.parsers.registry import Markup
-from server.api.parsers.tag_calls import ArgumentTypes
 
 TYPES = ArgumentTypes(
     {
@@ -21,7 +21,10 @@ TYPES = ArgumentTypes(
                 "tags": {"type": "array"},
                 "exact": {"type": "boolean"},
             },
-        }
+        },
+        "get_time": {},
+        "now": {},
+        "f": {},
     }
 )
 WEATHER = ("get_weather", '{"city": "Paris"}')
@@ -42,7 +45,7 @@ class Text:
 def parser_of(family: str) -> Callable[[], TextParser]:
     """Return a maker of the family's call parser, without reasoning."""
     if family == "openai":
-        return lambda: HarmonyParser(prompt="<|start|>assistant", takes_calls=True)
+        return lambda: HarmonyParser(prompt="<|start|>assistant", types=TYPES)
     return lambda: Markup(tools=family).parser("", TYPES)
 
 
