@@ -11,13 +11,18 @@ CLIENTS_VENV := .venv-clients
 CLIENTS := $(CLIENTS_VENV)/.installed
 LOWEST_VENV := .venv-lowest
 LOWEST := $(LOWEST_VENV)/.installed
-LOWEST_TESTS := tests/house tests/server/link tests/server/http tests/server/options tests/scheduler tests/moe/load
+NEWEST_VENV := .venv-newest
+# What other versions of the dependencies may break: the service's parts that call them, loading, parity of all families that
+# `make test` covers, drafts, the demo model, and one whole service.
+VERSION_TESTS := tests/house tests/server/link tests/server/http tests/server/options tests/scheduler tests/moe/load \
+  tests/moe/test_parity.py tests/moe/test_families.py tests/moe/test_text_part.py tests/moe/test_mtp.py tests/moe/test_survey.py \
+  tests/moe/demo_model tests/server/process/preflight/test_versions.py tests/server/test_service.py
 QUICK_TESTS := tests/house tests/server/options tests/server/http tests/server/api tests/server/test_cli.py tests/scheduler/policy \
 	tests/expert_placement tests/kvcache
 NPM := tests/clients/npm
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: serve test test-quick test-all test-clients test-lowest lint sizes bench-serve bench-peers clean
+.PHONY: serve test test-quick test-all test-clients test-lowest test-newest lint sizes bench-serve bench-peers clean
 
 # In a terminal's foreground (+) the service is a job of its own (set -m): Ctrl-C reaches it and not make, so that make ends as
 # the service does. Nobody could continue it after a Ctrl-Z.
@@ -37,9 +42,16 @@ test-all: $(DEVELOP)
 test-clients: $(CLIENTS)
 	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)
 
-# The lowest versions that pyproject.toml allows, but for torch, in an environment of their own.
+# The lowest versions that pyproject.toml allows, but for torch, in an environment of their own. Some ten minutes on two cores.
 test-lowest: $(LOWEST)
-	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" $(LOWEST_TESTS) $(ARGS)
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(VERSION_TESTS) $(ARGS)
+
+# The same tests with the newest release of every dependency that pyproject.toml allows, but for torch: looked up each time.
+test-newest: $(DEVELOP) | $(NEWEST_VENV)/bin/pip
+	$(BIN)/python -m tests.house.allowed_versions newest > $(NEWEST_VENV)/requirements.txt
+	$(NEWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -r $(NEWEST_VENV)/requirements.txt
+	$(NEWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(NEWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" $(SIDE_BY_SIDE) $(VERSION_TESTS) $(ARGS)
 
 lint: $(DEVELOP)
 	$(BIN)/ruff check .
@@ -57,11 +69,14 @@ bench-peers: $(DEVELOP)
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) $(LOWEST_VENV) $(NPM)/node_modules
+	rm -rf $(VENV) $(CLIENTS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(NPM)/node_modules
 
 $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "WideEP needs $(PYTHON) (set PYTHON=... to use another one, 3.11 or later)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+
+$(NEWEST_VENV)/bin/pip:
+	$(PYTHON) -m venv $(NEWEST_VENV)
 
 $(RUNTIME): requirements-cpu.txt pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing WideEP into $(VENV) (once, a few minutes)"
@@ -84,7 +99,7 @@ $(CLIENTS): requirements-clients.txt $(NPM)/package.json $(DEVELOP)
 
 $(LOWEST): requirements-cpu.txt requirements-dev.txt pyproject.toml | $(DEVELOP)
 	$(PYTHON) -m venv $(LOWEST_VENV)
-	$(BIN)/python -m tests.house.lowest > $(LOWEST_VENV)/requirements.txt
+	$(BIN)/python -m tests.house.allowed_versions lowest > $(LOWEST_VENV)/requirements.txt
 	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check -r $(LOWEST_VENV)/requirements.txt
 	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attention.recurrences import mixers
+from attention.transformers_names import CACHE
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
 from kvcache.paged_cache import PagedCache
@@ -244,10 +245,10 @@ class Model:
             output: Any = run(
                 input_ids=token_T[None],
                 position_ids=self.step.positions[None],
-                past_key_values=cache,
                 use_cache=self._uses_cache,
                 logits_to_keep=logits_R,
                 pages=cache,
+                **{CACHE: cache},
             )
         logits: Tensor = output.logits[0].float()
         if self._drafting is not None:

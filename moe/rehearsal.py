@@ -27,6 +27,7 @@ from attention.sparse import index as sparse_index
 from attention.sparse import pools as pooled_index
 from attention.sparse.index import AnyMask
 from attention.sparse.pools import ChosenMask
+from attention.transformers_names import CACHE, MIXER_CACHES
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
 from moe import long_rotary
@@ -414,10 +415,10 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
         logits = model(
             input_ids=rows,
             position_ids=rows,
-            past_key_values=notes,
             use_cache=not mixers.lightning_modules(model),
             logits_to_keep=rows[0, :2],
             pages=notes,
+            **{CACHE: notes},
         ).logits
         _rehearse_drafts(model, rows[0], notes)
     except UnsupportedModelError:
@@ -458,6 +459,6 @@ def _is_row_by_row(layer: torch.nn.Module) -> bool:
     parts = [module for module in layer.modules() if module is not layer]
     return not any(
         isinstance(module, torch.nn.Conv1d)
-        or set(mixers.CACHE_NAMES) & set(inspect.signature(type(module).forward).parameters)
+        or set(MIXER_CACHES) & set(inspect.signature(type(module).forward).parameters)
         for module in parts
     )

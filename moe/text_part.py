@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
+from attention.transformers_names import CACHE
+
 # What a decoder is given of all that the class's forward passes on.
-_PASSED = ("input_ids", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "pages")
+_PASSED = ("input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep", "pages")
 
 
 def is_wrapped(config: Any) -> bool:
@@ -45,7 +47,10 @@ def keep_text(model: PreTrainedModel) -> bool:
     for name, part in [*joining.named_children()]:
         if part is not decoder and part is not head:
             delattr(joining, name)
-    if joining is not model:
+    if joining is model:
+        # In transformers 5.24 the class reads outputs for images off this output, which has none, and fails on every text.
+        decoder.forward = _with_output(decoder)
+    else:
         joining.forward = _running(decoder)
     model.left_out = frozenset(whole - set(model.state_dict()))
     return True
@@ -156,6 +161,16 @@ class Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name, None)
+
+
+def _with_output(decoder: nn.Module) -> Callable[..., Any]:
+    own = ref(decoder)
+
+    def forward(*inputs: Any, **options: Any) -> Any:
+        run: Any = own()
+        return Output(type(run).forward(run, *inputs, **options))
+
+    return forward
 
 
 def _running(decoder: nn.Module) -> Callable[..., Any]:

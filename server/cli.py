@@ -27,6 +27,7 @@ from server.options.help import HelpAction
 from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
+from server.process.preflight.versions import VersionError, check_transformers, why_unfit
 from server.roots import RootError, check_roots
 from server.simulation.flags import add_simulate_parser
 from server.sizing.flags import add_size_parser
@@ -44,6 +45,7 @@ _COMMANDS = (
     "experts",
     "completion",
 )  # that --help shows
+_BUILDING_MODELS = ("serve", "worker", "models", "size", "simulate")  # with transformers
 _SERVICES = ("serve", "worker", "run-batch", "doctor")  # whose flags are those of a service
 _MOST_TEMPERATURE = 2.0  # of answers: OpenAI's, and the service's
 _DESCRIPTION = """\
@@ -119,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         check_roots()
+        version_note = check_transformers() if args.command in _BUILDING_MODELS else None
         if args.command == "chat":
             return _run_chat(args)
         if args.command == "models":
@@ -142,11 +145,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_lines_as(options.log.format)
         if args.command != "serve":
             write_times()
-        _say_notes(args)
+        _say_notes(args, *([version_note] if version_note else []))
         return _run_service(args, options)
     except (OptionsError, RootError) as error:
         print(f"wideep {args.command}: {error}", file=sys.stderr)
         return 2
+    except VersionError as error:
+        print(f"wideep {args.command}: {error}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        if (why := why_unfit(error)) is None:
+            raise
+        print(f"wideep {args.command}: {why}", file=sys.stderr)
+        return 1
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -249,10 +260,10 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     return parser, commands.choices
 
 
-def _say_notes(args: argparse.Namespace) -> None:
+def _say_notes(args: argparse.Namespace, *more: str) -> None:
     """Say of flags that change nothing here that they do not, and why; of several workers on a node the first says it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        for note in notes_on(args):
+        for note in (*more, *notes_on(args)):
             say(f"wideep {args.command}: {note}", error=True, level="info")
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention.transformers_names import mixer_cache
+
 # What a modeling module may call them, by kind.
 CONVOLUTION, DELTA, MAMBA2, MAMBA, LIGHTNING = "convolution", "delta", "mamba2", "mamba", "lightning"
 KIND_OF_NAME = {
@@ -34,7 +36,6 @@ KIND_OF_NAME = {
 LIGHTNING_PARTS = (
     "slope_rate", "qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "num_attention_heads", "head_dim", "layer_idx",
 )  # fmt: skip
-CACHE_NAMES = ("cache_params", "past_key_values")  # how a mixer calls the cache that it is given
 
 
 class MixerCall:
@@ -80,11 +81,9 @@ def lightning_modules(net: nn.Module) -> list[Any]:
 def _lightning(module: Any, recurrence: Recurrence) -> Callable[..., Any]:
     call, own = MixerCall(int(module.layer_idx)), weakref.ref(module)
 
-    def run(
-        hidden_states: Tensor, *_inputs: Any, past_key_values: Any = None, **_options: Any
-    ) -> tuple[Tensor, None]:
+    def run(hidden_states: Tensor, *_inputs: Any, **options: Any) -> tuple[Tensor, None]:
         layer: Any = own()
-        call.pages = past_key_values
+        call.pages = mixer_cache(options)
         heads, dim = int(layer.num_attention_heads), int(layer.head_dim)
         rows = layer.act_fn(layer.qkv_proj(hidden_states))
         query, key, value = rows.view(*rows.shape[:2], heads, 3 * dim).split(dim, 3)
@@ -115,7 +114,7 @@ def _bound(module: Any, forward: FunctionType, recurrences: Mapping[str, Recurre
     own.__kwdefaults__ = forward.__kwdefaults__
 
     def run(*inputs: Any, **options: Any) -> Any:
-        call.pages = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+        call.pages = mixer_cache(options)
         return own(module, *inputs, **options)
 
     return run

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention.transformers_names import CACHE
+
 INDEXED = "_indexed"  # behind an organ's name, for models with a sparse index, whose code wants a mask
 FAR = 1 << 40  # keys that the dense code believes to see: it chooses as many as it may
 
@@ -136,8 +138,8 @@ def exchange(net: nn.Module, choose: Choose) -> bool:
 def _choosing(module: Any, choose: Choose) -> Callable[..., Any]:
     forward = type(module).forward
 
-    def run(*inputs: Any, past_key_values: Any = None, **options: Any) -> Any:
-        return forward(module, *inputs, past_key_values=_Pages(past_key_values, choose), **options)
+    def run(*inputs: Any, **options: Any) -> Any:
+        return forward(module, *inputs, **{**options, CACHE: _Pages(options.get(CACHE), choose)})
 
     return run
 

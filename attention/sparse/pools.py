@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - everybody's name for it
 from torch import Tensor, nn
 
 from attention.sparse.index import AnyMask
+from attention.transformers_names import CACHE
 
 _PARTS = (
     "index_kpool", "index_kpool_always_select_tail", "index_kpool_compress_ape", "index_kpool_compress_gate", "index_topk",
@@ -80,15 +81,16 @@ def choosing(module: Any, choose: ChoosePools) -> Callable[..., Tensor]:
     """Return the forward of a module that chooses from pages."""
     own, layer = ref(module), int(module.layer_idx)
 
-    def run(hidden_states: Tensor, q_resid: Tensor, attention_mask: Any, past_key_values: Any) -> Tensor:
+    def run(hidden_states: Tensor, q_resid: Tensor, attention_mask: Any, **options: Any) -> Tensor:
         index: Any = own()
+        pages = options[CACHE]
         heads, dim, pool_tokens = int(index.n_heads), int(index.head_dim), int(index.index_kpool)
         query_TID = index.wq_b(q_resid).view(-1, heads, dim)
         key = index.k_norm(index.wk(hidden_states))
         gate = F.linear(hidden_states, index.index_kpool_compress_gate)
-        past_key_values.update_indexer(torch.cat((key, gate), -1), layer, more=dim // pool_tokens)
+        pages.update_indexer(torch.cat((key, gate), -1), layer, more=dim // pool_tokens)
         weight_TI = index.weights_proj(hidden_states)[0].float() * heads**-0.5
         pooling = Pooling(pool_tokens, index.index_topk // pool_tokens, index.index_kpool_compress_ape)
-        return choose(past_key_values, layer, query_TID, weight_TI, index.softmax_scale, pooling)
+        return choose(pages, layer, query_TID, weight_TI, index.softmax_scale, pooling)
 
     return run

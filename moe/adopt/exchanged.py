@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.recurrences.mixers import lightning_modules
+from attention.transformers_names import CACHE
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import SampleRows
@@ -39,7 +40,7 @@ def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
         pages = SimpleNamespace(step=step, states=states)
         x = rows.draw(1, step.num_padded, module.qkv_proj.weight.shape[1])
         wanted = type(module).forward(module, x, None, None)[0][:, : step.num_tokens]
-        found = module.forward(x, past_key_values=pages)[0][:, : step.num_tokens]
+        found = module.forward(x, **{CACHE: pages})[0][:, : step.num_tokens]
         tolerance = _TOLERANCE[rows.dtype]
         if not torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
             raise UnsupportedModelError(
@@ -73,7 +74,7 @@ def try_pools(
         module.index_topk = _CHOSEN * size
         try:
             wanted = type(module).forward(module, hidden[:, :tokens], query[:, :tokens], seen, None)[0]
-            found = module.forward(hidden, query, None, pages)[0, :tokens]
+            found = module.forward(hidden, query, None, **{CACHE: pages})[0, :tokens]
         finally:
             module.index_topk = topk
         if _share_alike(found, wanted) < _LIKE[rows.dtype]:

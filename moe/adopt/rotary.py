@@ -6,6 +6,7 @@ Families that rotate otherwise (angles of half a head, pairs taken apart) keep t
 Rejected: exchanging the function in the file, which would change every model of the process.
 """
 
+import inspect
 from collections.abc import Iterator
 from functools import partial
 from types import FunctionType, MethodType
@@ -25,7 +26,7 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 
 def rotary(module: Any, rows: SampleRows) -> Iterator[Candidate]:
     """Propose the kernel for a module whose forward calls the function."""
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)  # what renames old keywords is not wanted
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
         return
     own = forward.__globals__[_NAME]

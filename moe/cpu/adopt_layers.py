@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.recurrences import mixers
+from attention.transformers_names import CACHE
 from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
@@ -140,9 +141,9 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
     tokens = torch.randint(vocabulary, (step.num_tokens,), generator=torch.Generator().manual_seed(0))
     inputs = step.inputs(tokens.tolist(), range(step.num_tokens))
     output = net(
-        input_ids=inputs.token_T[None], position_ids=step.positions[None], past_key_values=cache,
+        input_ids=inputs.token_T[None], position_ids=step.positions[None],
         use_cache=not mixers.lightning_modules(net),
-        logits_to_keep=inputs.row_R, pages=cache,
+        logits_to_keep=inputs.row_R, pages=cache, **{CACHE: cache},
     )  # fmt: skip
     logits: Tensor = output.logits
     return logits

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.cpu_tiles import LANES, TILES_VERSION
+from attention.transformers_names import CACHE
 from dispatch.native import copy, int32s, uint16s, words
 from dispatch.team import WORDS, Kernel
 from kvcache.step import Step
@@ -75,7 +76,7 @@ EMBED, ANGLES = Kernel(_embed, TILES_VERSION), Kernel(_angles, TILES_VERSION)
 # Words of rows that steps tell, the kernel's address being 0.
 IDS, ROWS_FROM, ROW_OF = 1, 1, 3
 _COSINES, _SINES, _LOGITS = 2, 3, 11
-_ANSWERED = {"position_ids", "past_key_values", "use_cache"}  # options that are the step's, or always so
+_ANSWERED = {"position_ids", CACHE, "use_cache"}  # options that are the step's, or always so
 
 
 class Angles:

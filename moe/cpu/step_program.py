@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from attention.cpu_attention import NUM_TILES, TILES
 from attention.cpu_norm import norm_rows
+from attention.transformers_names import CACHE
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
@@ -201,6 +202,4 @@ class DecoderProgram:
         ):
             room[:rows] = value[0]
         program.run(pages, rotary_dim)
-        return self._output(
-            last_hidden_state=program.normed_TD[None, :rows], past_key_values=options["past_key_values"]
-        )
+        return self._output(last_hidden_state=program.normed_TD[None, :rows], **{CACHE: options[CACHE]})

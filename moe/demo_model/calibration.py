@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from attention.transformers_names import CACHE
 from moe.demo_model.source import DemoModelError
 
 SEQUENCE_TOKENS = 512
@@ -152,11 +153,11 @@ def greedy_chats(
             ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+        cache, ids = getattr(output, CACHE), output.logits[:, -1].argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         for row, token in enumerate(ids[:, 0].tolist()):
             if is_open[row]:

@@ -246,7 +246,7 @@ class LoadPlan:
                 missing += self._missing_experts(name)
             elif name not in self._num_experts and name not in self.plain and name not in tied:
                 missing.append(name)
-        produced = {target for source in self.plain.values() for target in self._outputs(source)}
+        produced = {name for target, source in self.plain.items() for name in _outputs(target, source)}
         missing = [name for name in missing if name not in produced]
         return self._not_ignored(missing, "_keys_to_ignore_on_load_missing")
 
@@ -258,13 +258,6 @@ class LoadPlan:
             elif absent := sources[expert].absent():
                 missing.append(f"{', '.join(absent)} for {target} of expert {expert}")
         return missing
-
-    def _outputs(self, source: ParameterSource) -> list[str]:
-        """All parameters of a one-to-many conversion; the plan is keyed by the first."""
-        if source.converter is None or len(source.converter.target_patterns) < 2:
-            return []
-        name, pattern = source.names[0]
-        return [name.replace(pattern, target, 1) for target in source.converter.target_patterns]
 
     def _parts(self) -> Iterator[ParameterPart]:
         for target, source in (*self.plain.items(), *self.fused.items()):
@@ -366,6 +359,14 @@ def _without_scope(transforms: list[Any]) -> list[Any]:
     for each in copies:
         each.scope_prefix = None
     return copies
+
+
+def _outputs(target: str, source: ParameterSource) -> list[str]:
+    """All parameters of a one-to-many conversion. The plan is keyed by the first of them, `target`."""
+    if source.converter is None or len(source.converter.target_patterns) < 2:
+        return []
+    first, *others = source.converter.target_patterns
+    return [target, *(target.replace(first, other, 1) for other in others)]
 
 
 def _only_turns(converter: WeightConverter) -> bool:

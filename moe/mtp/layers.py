@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from attention.transformers_names import CACHE
 from moe.mtp.names import MtpBlock
 from moe.text_part import Output, body_of, project
 
@@ -146,8 +147,8 @@ class Drafting(nn.Module):
             kind = (_attention_kind(decoder.config, block),) if by_kind else ()
             angles["position_embeddings"] = rotary(x, positions, *kind)
         out = self.layers[str(block.number)](
-            x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions, past_key_values=pages,
-            use_cache=True, pages=pages, **angles,
+            x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions,
+            use_cache=True, pages=pages, **angles, **{CACHE: pages},
         )  # fmt: skip
         rows: Tensor = out[0] if isinstance(out, tuple) else out  # some return what their index chose as well
         return rows
@@ -158,7 +159,7 @@ class Drafting(nn.Module):
         slides = _attention_kind(config, block) == "sliding_attention"
         make = create_sliding_window_causal_mask if slides else create_causal_mask
         return make(
-            config=config, inputs_embeds=x, attention_mask=None, past_key_values=pages, position_ids=positions
+            config=config, inputs_embeds=x, attention_mask=None, position_ids=positions, **{CACHE: pages}
         )
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor
 from attention.cpu_latents import latent_attention
 from attention.sparse import index as sparse_index
 from attention.sparse.cpu import choose_tokens, chosen_attention
+from attention.transformers_names import CACHE
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
@@ -136,10 +137,8 @@ class Indexer(torch.nn.Module):
         super().__init__()
         self.spoil = spoil
 
-    def forward(
-        self, query: Tensor, weight: Tensor, key: Tensor, mask: Any, past_key_values: Any = None
-    ) -> Tensor:
-        keys = past_key_values.update_indexer(key, 3)
+    def forward(self, query: Tensor, weight: Tensor, key: Tensor, mask: Any, **options: Any) -> Tensor:
+        keys = options[CACHE].update_indexer(key, 3)
         scores = torch.matmul(query.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * 0.5
         scores = torch.tanh(scores) if self.spoil else torch.nn.functional.relu(scores)
         sums = torch.matmul(weight.unsqueeze(-2), scores).squeeze(-2) + mask
@@ -163,7 +162,7 @@ def test_an_index_is_read_off_the_module_s_own_code() -> None:
 
     assert sparse_index.exchange(indexer, choose)
     query, weight, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3), torch.randn(1, 2, 8)
-    found = indexer(query, weight, key, sparse_index.ANY_MASK, past_key_values=cache)
+    found = indexer(query, weight, key, sparse_index.ANY_MASK, **{CACHE: cache})
     assert found.shape == (1, 2, 4) and cache.layer == 3 and cache.key is key
     pages, layer, query_TID, weight_TI, scale, count = asked[0]
     assert (pages, layer, scale, count) == (cache, 3, 0.5, 4)
@@ -175,4 +174,4 @@ def test_an_index_of_another_kind_is_not_guessed() -> None:
     sparse_index.exchange(indexer, lambda *_: torch.zeros(1))
     with pytest.raises(TypeError, match="tanh"):
         indexer(*(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3), torch.randn(1, 2, 8)), sparse_index.ANY_MASK,
-                past_key_values=Told())  # fmt: skip
+                **{CACHE: Told()})  # fmt: skip

@@ -109,7 +109,7 @@ ORDER = (
         "attention.reference",
         "attention.sparse.index",
     ),
-    ("attention.cpu_codes",),
+    ("attention.cpu_codes", "attention.transformers_names"),
     ("attention.cpu_tiles",),
     ("dispatch.deep_ep_shim",),
     ("dispatch.gpu.deep_ep", "dispatch.gpu.open"),

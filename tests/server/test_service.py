@@ -69,6 +69,11 @@ def test_a_streamed_answer_equals_the_whole_one(client: OpenAI) -> None:
     )
 
 
+def test_no_library_warns_on_the_terminal(client: OpenAI, service: RealService) -> None:
+    complete(client, "hello")
+    assert not [line for line in service.output().splitlines() if "Warning" in line or "deprecated" in line]
+
+
 def test_answers_are_the_same_alone_and_among_many(client: OpenAI) -> None:
     prompts = [f"{index} the cat sat " * (1 + index % 5) for index in range(16)]
     alone = [complete(client, prompt) for prompt in prompts]

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, MtpCache
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
+from attention.transformers_names import CACHE
 from tests.support.models.families import make_model, seed_special_tensors
 
 Tensors = dict[str, Tensor]
@@ -162,7 +163,7 @@ class NemotronMtp(nn.Module):
         past, rows = cache.get_seq_length(0), x.shape[1]
         mask = torch.full((1, 1, rows, past + rows), -torch.inf).triu(past + 1)
         for block in layer.blocks:
-            x = block(x, attention_mask=mask, past_key_values=cache, use_cache=use_cache)
+            x = block(x, attention_mask=mask, use_cache=use_cache, **{CACHE: cache})
         normed: Tensor = layer.final_layernorm(x)
         return normed
 

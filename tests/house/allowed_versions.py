@@ -1,9 +1,10 @@
-"""The lowest versions that pyproject.toml allows, as a requirements file: `python -m tests.house.lowest` (see `make test-lowest`).
+"""The versions that pyproject.toml allows, as a requirements file: `python -m tests.house.allowed_versions lowest` or `newest`.
 
-Not lowered, but as pinned in requirements-*.txt, are torch, of which package indices have the newest CPU build only, triton, which
-belongs to it, and the tools that run the tests.
+`make test-lowest` and `make test-newest` install them. As pinned in requirements-*.txt are torch, of which package indices have the
+newest CPU build only, triton, which belongs to it, and the tools that run the tests.
 """
 
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +13,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-NOT_LOWERED = ("torch", "triton")
+PINNED = ("torch", "triton")
 
 
 def main() -> None:
     """Print one requirement per line."""
+    (which,) = sys.argv[1:]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [Requirement(line) for line in project["dependencies"]]
     tools = [Requirement(line).name for line in project["optional-dependencies"]["test"]]
-    print(*_lowest([each for each in needed if each.name not in NOT_LOWERED]), sep="\n")
-    print(*_pinned({canonicalize_name(name) for name in (*NOT_LOWERED, *tools)}), sep="\n")
+    moving = [each for each in needed if each.name not in PINNED]
+    print(*({"lowest": _lowest, "newest": _ranges}[which](moving)), sep="\n")
+    print(*_pinned({canonicalize_name(name) for name in (*PINNED, *tools)}), sep="\n")
 
 
 def _lowest(requirements: list[Requirement]) -> Iterator[str]:
@@ -29,6 +32,11 @@ def _lowest(requirements: list[Requirement]) -> Iterator[str]:
         lowest = next((bound.version for bound in each.specifier if bound.operator == ">="), None)
         assert lowest is not None, f"pyproject.toml gives no lowest version of {each.name}"
         yield f"{each.name}=={lowest}"
+
+
+def _ranges(requirements: list[Requirement]) -> Iterator[str]:
+    """The ranges themselves, of which pip takes the newest versions if it is told to upgrade."""
+    return map(str, requirements)
 
 
 def _pinned(names: set[str]) -> Iterator[str]:

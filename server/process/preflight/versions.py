@@ -1,0 +1,63 @@
+"""Which versions of `transformers` are supported, checked before torch is imported. `attention.transformers_names` has what differs.
+
+A version below the range fails at the start. A version above the tested ones runs, with a note: most releases rename nothing that we
+use, and a new release is often needed for a new model. If a name is missing, the error says so. Rejected: an upper bound at
+the newest tested version, which would make `pip install` keep an old transformers for every user of a new model.
+"""
+
+import importlib.metadata
+import re
+
+PACKAGE = "transformers"
+LOWEST, NEWEST_TESTED, END = (5, 21), (5, 24), (6, 0)
+"""As in pyproject.toml; all minor versions between the first two are tested (`make test-lowest`, `test`, `test-newest`)."""
+
+
+class VersionError(ValueError):
+    """The installed `transformers` is not supported; the message says what to install."""
+
+
+def check_transformers() -> str | None:
+    """Return a note if the installed version is newer than the tested ones.
+
+    Raises:
+        VersionError: it is outside of the range, or not installed.
+    """
+    installed = _installed()
+    if installed is None:
+        raise VersionError(f"transformers is not installed; {_remedy()}")
+    release = _release(installed)
+    if not LOWEST <= release < END:
+        raise VersionError(f"transformers {installed} is not supported; {_remedy()}")
+    if release > NEWEST_TESTED:
+        return f"transformers {installed} is newer than {_shown(NEWEST_TESTED)}, the newest version that WideEP is tested with"
+    return None
+
+
+def why_unfit(error: ImportError) -> str | None:
+    """Return what to tell the user if an import failed because `transformers` lacks a name. Returns None for other packages."""
+    if (error.name or "").partition(".")[0] != PACKAGE:
+        return None
+    return f"transformers {_installed() or '(not installed)'} lacks what WideEP needs of it ({error.msg}); {_remedy()}"
+
+
+def _remedy() -> str:
+    span = f"{PACKAGE}>={_shown(LOWEST)},<{_shown((NEWEST_TESTED[0], NEWEST_TESTED[1] + 1))}"
+    return f"versions {_shown(LOWEST)} to {_shown(NEWEST_TESTED)} are tested: pip install '{span}'"
+
+
+def _installed() -> str | None:
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number. A development build counts as the release that it precedes."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _shown(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"
