@@ -19,6 +19,7 @@ NOT_TYPES = {"mistral3", "minimax_m3_vl"}
     ("model_type", "status", "said"),
     [
         ("qwen3_moe", SupportStatus.SERVED, ""),
+        ("kimi_k2", SupportStatus.SERVED, ""),
         ("qwen3_vl_moe", SupportStatus.TEXT_PART, ""),
         ("deepseek_v4", SupportStatus.REFUSED, "asks its cache for"),
         ("switch_transformers", SupportStatus.REFUSED, "encoder-decoder"),

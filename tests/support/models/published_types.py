@@ -1,0 +1,143 @@
+"""Checkpoints of types that transformers lacks, in their published form, with an oracle of its class for the architecture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.support.models.families import make_model
+from tests.support.models.quantise import quantise_fp8
+
+BLOCK = (32, 32)
+HEADS, GROUPS, HEAD_DIM, VALUE_DIM, WINDOW = 4, 2, 32, 16, 8
+PATTERN = [0, 1, 1]  # of layers: 1 slides
+
+
+def write_kimi_k2(directory: Path) -> PreTrainedModel:
+    """Write DeepSeek-V3's files under Kimi-K2's type, which names code of its own."""
+    oracle = make_model("deepseek_v3")
+    oracle.save_pretrained(directory)
+    _rewrite_config(
+        directory, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    )
+    return oracle
+
+
+def write_mimo_v2(
+    directory: Path,
+    *,
+    is_fused: bool = True,
+    sliding_kv_heads: int = 2 * GROUPS,
+    is_fp8: bool = False,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Write MiMo-V2.5's files (vLLM's mimo_v2.py, and tools that convert them, say how): fused and in FP8 by groups.
+
+    Args:
+        is_fused: query, key and value are one tensor.
+        sliding_kv_heads: in sliding layers. MiMo-V2.5-Pro has as many as in others; the oracle then has each twice.
+        changes: fields of config.json.
+    """
+    rotary = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    oracle = make_model(
+        "mimo_v2_flash",
+        sliding_window=WINDOW + 1,
+        attention_value_scale=0.61,
+        rms_norm_eps=1e-3,
+        layer_types=["sliding_attention" if each else "full_attention" for each in PATTERN],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters={
+            "full_attention": {**rotary, "rope_theta": 500.0}, "sliding_attention": {**rotary, "rope_theta": 50.0}
+        },
+    )  # fmt: skip
+    repeats = 2 * GROUPS // sliding_kv_heads
+    weights = dict(oracle.named_parameters())
+    with torch.no_grad():
+        for layer, slides in enumerate(PATTERN):
+            for name, dim in (("k", HEAD_DIM), ("v", VALUE_DIM)) if slides else ():
+                weight = weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+                heads = weight.unflatten(0, (-1, dim))[::repeats]
+                weight.copy_(heads.repeat_interleave(repeats, dim=0).flatten(0, 1))
+    oracle.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    meanings = _fuse(tensors, sliding_kv_heads, is_fp8=is_fp8) if is_fused else {}
+    with torch.no_grad():
+        for name, meaning in meanings.items():
+            weights[name].copy_(meaning)
+    tensors |= {"visual.patch_embed.weight": torch.zeros(3), "audio_encoder.x": torch.zeros(2)}
+    tensors |= {
+        "model.mtp.layers.0.self_attn.qkv_proj.weight": torch.zeros(4, 4),
+        "speech_embeddings.0.weight": torch.zeros(2),
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    _write_mimo_config(
+        directory, is_fused=is_fused, sliding_kv_heads=sliding_kv_heads, is_fp8=is_fp8, **changes
+    )
+    return oracle
+
+
+def _write_mimo_config(
+    directory: Path, *, is_fused: bool, sliding_kv_heads: int, is_fp8: bool, **changes: Any
+) -> None:
+    gone = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "sliding_window")
+    fp8 = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [*BLOCK],
+        "activation_scheme": "dynamic",
+    }
+    values = {
+        "model_type": "mimo_v2", "architectures": ["MiMoV2ForCausalLM"], "auto_map": {"AutoConfig": "configuration_mimo_v2.X"},
+        "hybrid_layer_pattern": PATTERN, "moe_layer_freq": [1, 0, 1], "rope_theta": 500.0, "swa_rope_theta": 50.0,
+        "partial_rotary_factor": 0.25, "layernorm_epsilon": 1e-3, "sliding_window": WINDOW, "attention_value_scale": 0.61,
+        "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": sliding_kv_heads, "swa_head_dim": HEAD_DIM,
+        "swa_v_head_dim": VALUE_DIM, "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "attention_projection_layout": "fused_qkv" if is_fused else "split", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "n_shared_experts": None, "routed_scaling_factor": None, "vision_config": {"depth": 1}, "audio_config": {},
+    }  # fmt: skip
+    _rewrite_config(directory, *gone, **values | ({"quantization_config": fp8} if is_fp8 else {}) | changes)
+
+
+def _fuse(tensors: dict[str, Tensor], sliding_kv_heads: int, *, is_fp8: bool) -> dict[str, Tensor]:
+    """Put query, key and value into one tensor by groups; returns what the three mean then, if in FP8."""
+    meanings: dict[str, Tensor] = {}
+    for layer, slides in enumerate(PATTERN):
+        names = [f"model.layers.{layer}.self_attn.{each}_proj.weight" for each in "qkv"]
+        parts = [tensors.pop(name) for name in names]
+        kv_heads = sliding_kv_heads if slides else GROUPS
+        repeats = parts[1].shape[0] // HEAD_DIM // kv_heads
+        if repeats > 1:  # the oracle has each key and value head several times
+            dims = (HEAD_DIM, VALUE_DIM)
+            once = [
+                part.unflatten(0, (-1, dim))[::repeats].flatten(0, 1)
+                for part, dim in zip(parts[1:], dims, strict=True)
+            ]
+            parts = [parts[0], *once]
+        groups = [torch.cat(group) for group in zip(*(part.chunk(GROUPS) for part in parts), strict=True)]
+        fused = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+        if not is_fp8:
+            tensors[fused] = torch.cat(groups)
+            continue
+        stored = [quantise_fp8(group, BLOCK) for group in groups]
+        tensors[fused] = torch.cat([each.stored[""] for each in stored])
+        tensors[f"{fused}_scale_inv"] = torch.cat([each.stored["_scale_inv"] for each in stored])
+        rows = [part.shape[0] // GROUPS for part in parts]
+        meant = [torch.cat(each) for each in zip(*(each.meaning.split(rows) for each in stored), strict=True)]
+        if repeats > 1:
+            meant[1:] = [
+                part.unflatten(0, (kv_heads, -1)).repeat_interleave(repeats, dim=0).flatten(0, 1)
+                for part in meant[1:]
+            ]
+        meanings |= dict(zip(names, meant, strict=True))
+    return meanings
+
+
+def _rewrite_config(directory: Path, *gone: str, **changes: Any) -> None:
+    path = directory / "config.json"
+    values = {name: value for name, value in json.loads(path.read_text()).items() if name not in gone}
+    path.write_text(json.dumps(values | changes))
