@@ -29,7 +29,6 @@ from server.front.published.kimi_tokenizer import byte_level_alphabet, is_kimi, 
 from server.front.published.tokenizer_files import load_tokenizer
 
 DEEPSEEK_V32 = "deepseek_v32"  # its type, and its mode of the tokenizer
-MODES = ("auto", "hf", "slow", DEEPSEEK_V32)  # vLLM's names; the first three are one
 _DEEPSEEK_V32_TEMPLATE = Path(__file__).parent / "published" / "deepseek_v32.jinja"
 _CALLS = "tool_calls"
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag; parsed without it
