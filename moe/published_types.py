@@ -10,6 +10,9 @@ express is refused with its name; nothing is left to a default that happens to f
   models/mimo_v2.py, `_shard_fp8_qkv_proj`). The Pro has as many key and value heads in sliding layers as in others, where
   transformers has twice as many. `mimo_v2_flash` in its published form is read the same way: transformers takes layer
   patterns, rotary bases and epsilon of that form for granted.
+- `bailing_moe` (Ling 2.0, Ring-1T: BailingMoeV2ForCausalLM) is GLM-4.5 under other names, with one tensor for query, key and
+  value (modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0).
+- `intern_s2_preview` (Intern-S2-Preview) is Qwen3.5 MoE with a tower for time series, as vLLM and SGLang have it.
 """
 
 import json
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 Values = dict[str, Any]
 
@@ -74,25 +77,28 @@ def _find(values: Values) -> _Published | None:
 
 def settle(model: PreTrainedModel) -> None:
     """Give a model, on the meta device, the sizes and the names of tensors that its published form has."""
-    settings: Mapping[str, Any] = getattr(model.config, _MIMO, None) or {}
-    if not settings:
-        return
-    for layer in model.base_model.layers:
-        attention = layer.self_attn
-        if attention.sliding_window is not None:
-            _set_heads(attention, int(settings["sliding_kv_heads"]))
-    if settings["is_fused"]:
-        parts = [f"self_attn.{name}_proj.weight" for name in "qkv"]
-        converter = WeightConverter([_FUSED], parts, operations=[_SplitGroups(int(settings["groups"]))])
-        model.conversions = [*get_model_conversion_mapping(model), converter]
-    ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
-    model._keys_to_ignore_on_load_unexpected = [*ignored, r"^(visual|audio_encoder|speech_embeddings)\."]
+    form: Mapping[str, Any] = getattr(model.config, _FORM, None) or {}
+    if "sliding_kv_heads" in form:
+        for layer in model.base_model.layers:
+            if layer.self_attn.sliding_window is not None:
+                _set_heads(layer.self_attn, int(form["sliding_kv_heads"]))
+    transforms: list[Any] = [WeightRenaming(old, new) for old, new in form.get("renamed", {}).items()]
+    if "fused" in form:
+        parts = [f"{name}_proj.weight" for name in "qkv"]
+        transforms.append(
+            WeightConverter([form["fused"]], parts, operations=[_SplitGroups(int(form["groups"]))])
+        )
+    if transforms:
+        model.conversions = [*get_model_conversion_mapping(model), *transforms]
+    if "left_out" in form:
+        ignored = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+        model._keys_to_ignore_on_load_unexpected = [*ignored, form["left_out"]]
 
 
 def row_parts(config: Any) -> tuple[str, int] | None:
     """Return the weights, by the end of their name, that were quantised in parts of their rows, and in how many."""
-    settings = getattr(config, _MIMO, None) or {}
-    return (_FUSED, int(settings["groups"])) if settings.get("is_fused") else None
+    form = getattr(config, _FORM, None) or {}
+    return (form["fused"], int(form["groups"])) if form.get("groups", 1) > 1 else None
 
 
 def _set_heads(attention: Any, num_kv_heads: int) -> None:
@@ -113,13 +119,13 @@ def _set_heads(attention: Any, num_kv_heads: int) -> None:
     attention.num_key_value_groups = query.out_features // attention.head_dim // num_kv_heads
 
 
-class _SplitGroups(ConversionOps):
+class _SplitGroups(ConversionOps):  # type: ignore[misc]  # transformers has no type for it
     """Cut a fused projection into query, key and value: its rows are groups of [query, key, value]."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
 
-    @torch.no_grad
+    @torch.no_grad()
     def convert(
         self,
         input_dict: dict[str, Any],
@@ -136,7 +142,7 @@ class _SplitGroups(ConversionOps):
         rows = [model.get_parameter(before + name).shape[0] for name in target_patterns]
         if any(each % self._num_groups for each in rows) or sum(rows) != fused.shape[0]:
             raise ValueError(f"{fused.shape[0]} rows are not {self._num_groups} groups of {rows} rows")
-        groups = fused.unflatten(0, (self._num_groups, -1))
+        groups = fused.view(self._num_groups, -1, *fused.shape[1:])
         parts = groups.split([each // self._num_groups for each in rows], dim=1)
         return {name: part.flatten(0, 1) for name, part in zip(target_patterns, parts, strict=True)}
 
@@ -145,8 +151,7 @@ class _SplitGroups(ConversionOps):
         raise NotImplementedError("checkpoints are not written in this form")
 
 
-_MIMO = "mimo_v2_layout"  # of a configuration: what `settle` and `row_parts` need
-_FUSED = "self_attn.qkv_proj.weight"
+_FORM = "published_form"  # of a configuration: what `settle` and `row_parts` need
 _MIMO_SAME = (  # of sliding layers and of all others: transformers has one field
     ("swa_num_attention_heads", "num_attention_heads"),
     ("swa_head_dim", "head_dim"),
@@ -186,6 +191,7 @@ def _translate_mimo(values: Values) -> Values:
         "sliding_attention": values.get("swa_rope_theta", values["rope_theta"]),
     }
     kv_heads = int(values["num_key_value_heads"])
+    is_fused = values.get("attention_projection_layout") == "fused_qkv"
     gone = {
         "hybrid_layer_pattern", "moe_layer_freq", "rope_theta", "swa_rope_theta", "partial_rotary_factor", "layernorm_epsilon",
         "rope_scaling", "vision_config", "audio_config", *_MIMO_FIXED, *(name for name, _ in _MIMO_SAME),
@@ -198,15 +204,86 @@ def _translate_mimo(values: Values) -> Values:
         "attention_value_scale": values.get("attention_value_scale"),
         # transformers adds the token itself to this.
         "sliding_window_size": values.get("sliding_window_size", values.get("sliding_window")),
-        _MIMO: {
+        _FORM: {
             "sliding_kv_heads": values.get("swa_num_key_value_heads", 2 * kv_heads),
-            "groups": kv_heads,
-            "is_fused": values.get("attention_projection_layout") == "fused_qkv",
+            "left_out": r"^(visual|audio_encoder|speech_embeddings)\.",
+            **({"fused": "qkv_proj.weight", "groups": kv_heads} if is_fused else {}),
         },
     }
 
 
+_BAILING_FIXED: dict[str, tuple[Any, ...]] = {  # what transformers' class computes
+    "architectures": (["BailingMoeV2ForCausalLM"],),
+    "score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+    "use_qkv_bias": (False,),
+    "use_bias": (False,),
+    "norm_head": (False,),
+    "use_sliding_window": (False,),
+}
+
+
+def _translate_bailing(values: Values) -> Values:
+    """Return a published Ling 2.0 configuration with the fields of transformers' Glm4MoeConfig."""
+    _check_fixed(values, _BAILING_FIXED)
+    shared = int(values["num_shared_experts"])
+    size = values.get("moe_shared_expert_intermediate_size")
+    if size not in (None, shared * values["moe_intermediate_size"]):
+        raise PublishedTypeError(
+            f"moe_shared_expert_intermediate_size = {size}; served is num_shared_experts times moe_intermediate_size"
+        )
+    gone = {"num_experts", "num_shared_experts", "architectures"}
+    return {name: value for name, value in values.items() if name not in gone} | {
+        "n_routed_experts": values["num_experts"],
+        "n_shared_experts": shared,
+        "n_group": values["n_group"],
+        "topk_group": values["topk_group"],
+        "routed_scaling_factor": values["routed_scaling_factor"],
+        "first_k_dense_replace": values["first_k_dense_replace"],
+        "use_qk_norm": values.get("use_qk_norm", False),
+        "attention_bias": False,
+        "partial_rotary_factor": values.get("partial_rotary_factor", 1.0),
+        _FORM: {
+            "fused": "query_key_value.weight",
+            "groups": 1,
+            "renamed": {
+                r"^model\.word_embeddings\.": "model.embed_tokens.",
+                r"\.attention\.": ".self_attn.",
+                r"\.self_attn\.dense\.": ".self_attn.o_proj.",
+                r"\.query_layernorm\.": ".q_norm.",
+                r"\.key_layernorm\.": ".k_norm.",
+                r"\.mlp\.gate\.expert_bias": ".mlp.gate.e_score_correction_bias",
+            },
+        },
+    }
+
+
+def _translate_intern_s2(values: Values) -> Values:
+    """Return Intern-S2-Preview's configuration as one of Qwen3.5 MoE."""
+    text, vision = values.get("text_config"), values.get("vision_config")
+    if not isinstance(text, dict) or not isinstance(vision, dict) or not text.get("num_experts"):
+        raise PublishedTypeError(
+            "it has no text_config with num_experts, or no vision_config; served is Qwen3.5 MoE's form"
+        )
+    types = {"text_config": (text, "qwen3_5_moe_text"), "vision_config": (vision, "qwen3_5_moe_vision")}
+    inner = {name: {**part, "model_type": kind} for name, (part, kind) in types.items()}
+    left_out = r"^(model\.time_series|time_series|time_series_forecaster)\."
+    return (
+        {name: value for name, value in values.items() if name != "ts_config"}
+        | inner
+        | {_FORM: {"left_out": left_out}}
+    )
+
+
+def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, served in fixed.items():
+        if values.get(name, served[0]) not in served:
+            raise PublishedTypeError(f"{name} = {values[name]!r}; served is {' or '.join(map(repr, served))}")
+
+
 _TYPES: Mapping[str, _Published] = {
+    "bailing_moe": _Published("glm4_moe", _translate_bailing),
+    "intern_s2_preview": _Published("qwen3_5_moe", _translate_intern_s2),
     "kimi_k2": _Published("deepseek_v3", lambda values: values),
     "mimo_v2": _Published("mimo_v2_flash", _translate_mimo),
     "mimo_v2_flash": _Published("mimo_v2_flash", _translate_mimo),

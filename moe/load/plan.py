@@ -246,7 +246,7 @@ class LoadPlan:
                 missing += self._missing_experts(name)
             elif name not in self._num_experts and name not in self.plain and name not in tied:
                 missing.append(name)
-        produced = {target for source in self.plain.values() for target in self._outputs(source)}
+        produced = {made for target, source in self.plain.items() for made in self._outputs(target, source)}
         missing = [name for name in missing if name not in produced]
         return self._not_ignored(missing, "_keys_to_ignore_on_load_missing")
 
@@ -259,12 +259,18 @@ class LoadPlan:
                 missing.append(f"{', '.join(absent)} for {target} of expert {expert}")
         return missing
 
-    def _outputs(self, source: ParameterSource) -> list[str]:
+    def _outputs(self, target: str, source: ParameterSource) -> list[str]:
         """All parameters of a one-to-many conversion; the plan is keyed by the first."""
         if source.converter is None or len(source.converter.target_patterns) < 2:
             return []
         name, pattern = source.names[0]
-        return [name.replace(pattern, target, 1) for target in source.converter.target_patterns]
+        first, *_ = patterns = source.converter.target_patterns
+        # The second holds where a renaming changed what stands before the pattern.
+        return [
+            made
+            for each in patterns
+            for made in (name.replace(pattern, each, 1), target.replace(first, each, 1))
+        ]
 
     def _parts(self) -> Iterator[ParameterPart]:
         for target, source in (*self.plain.items(), *self.fused.items()):

@@ -424,8 +424,8 @@ def _per_row(stored: _Stored, part: str, seen: Tensor) -> Tensor:
     n = stored.shape[-2]
     rows = (stored.format.block_rows or n) if part == "scales" else n // seen.shape[-2]
     if part == "scales" and stored.num_parts > 1 and rows > 1:
-        by_part = seen.unflatten(-2, (stored.num_parts, -1)).repeat_interleave(rows, dim=-2)
-        return by_part[..., : n // stored.num_parts, :].flatten(-3, -2).contiguous()
+        parts = seen.repeat_interleave(rows, dim=-2).chunk(stored.num_parts, dim=-2)
+        return torch.cat([part[..., : n // stored.num_parts, :] for part in parts], dim=-2)
     return (seen if rows == 1 else seen.repeat_interleave(rows, dim=-2)[..., :n, :]).contiguous()
 
 

@@ -181,6 +181,7 @@ class Tokenizer:
         parts = [
             part for place, piece in enumerate(pieces) for part in ([piece] if place % 2 else parts_of(piece))
         ]
+        assert self._fast is not None, "a tokenizer that is built here is a fast one"
         return [
             each
             for encoded in self._fast.encode_batch(parts, add_special_tokens=False)

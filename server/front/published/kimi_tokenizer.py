@@ -90,7 +90,7 @@ def load_kimi(directory: Path, config: dict[str, Any], vocab_size: int | None) -
     return _KimiTokenizer(tokenizer_object=tokenizer, chat_template=_template(directory, config), **said)
 
 
-class _KimiTokenizer(PreTrainedTokenizerFast):
+class _KimiTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers has no type for it
     """Kimi's, by which users of the tokenizer know that long texts are encoded in parts and tools are sorted."""
 
 
@@ -231,5 +231,5 @@ def _split_in(code: Path) -> str | None:
                     func=ast.Attribute(value=ast.Constant(value="|"), attr="join"), args=[ast.List() as parts]
                 ),
             ):
-                return "|".join(part.value for part in parts.elts if isinstance(part, ast.Constant))
+                return "|".join(str(part.value) for part in parts.elts if isinstance(part, ast.Constant))
     return None

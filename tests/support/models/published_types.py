@@ -141,3 +141,72 @@ def _rewrite_config(directory: Path, *gone: str, **changes: Any) -> None:
     path = directory / "config.json"
     values = {name: value for name, value in json.loads(path.read_text()).items() if name not in gone}
     path.write_text(json.dumps(values | changes))
+
+
+def write_bailing_moe(directory: Path, *, is_fp8: bool = False, **changes: Any) -> PreTrainedModel:
+    """Write GLM-4.5's weights under the names of Ling 2.0 (modeling_bailing_moe_v2.py), query, key and value as one."""
+    oracle = make_model(
+        "glm4_moe", use_qk_norm=True, attention_bias=False, n_group=4, topk_group=2, routed_scaling_factor=2.5, rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    weights = dict(oracle.named_parameters())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            if name.endswith("_norm.weight"):
+                weight.copy_(torch.rand(weight.shape, generator=generator) + 0.5)
+    oracle.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    tensors = {_bailing_name(name): tensor for name, tensor in load_file(file).items()}
+    for layer in range(oracle.config.num_hidden_layers):
+        before = f"model.layers.{layer}.attention."
+        parts = [tensors.pop(f"{before}{each}_proj.weight") for each in "qkv"]
+        fused = f"{before}query_key_value.weight"
+        tensors[fused] = torch.cat(parts)
+        if is_fp8:
+            stored = quantise_fp8(tensors.pop(fused), BLOCK)
+            tensors |= {fused + suffix: tensor for suffix, tensor in stored.stored.items()}
+            with torch.no_grad():
+                meant = stored.meaning.split([len(part) for part in parts])
+                for each, meaning in zip("qkv", meant, strict=True):
+                    weights[f"model.layers.{layer}.self_attn.{each}_proj.weight"].copy_(meaning)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = oracle.config
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK]}
+    values = {
+        "model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], "num_experts": config.n_routed_experts,
+        "num_shared_experts": config.n_shared_experts, "score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "use_qkv_bias": False, "use_bias": False, "norm_head": False, "rope_theta": 500.0, "partial_rotary_factor": 0.5,
+        "rope_scaling": None, "auto_map": {"AutoConfig": "configuration_bailing_moe_v2.BailingMoeV2Config"},
+    }  # fmt: skip
+    gone = ("n_routed_experts", "n_shared_experts", "rope_parameters", "attention_bias")
+    _rewrite_config(directory, *gone, **values | ({"quantization_config": fp8} if is_fp8 else {}) | changes)
+    return oracle
+
+
+def _bailing_name(name: str) -> str:
+    for ours, theirs in (
+        ("embed_tokens", "word_embeddings"), ("self_attn.o_proj", "attention.dense"), ("self_attn", "attention"),
+        ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"), ("gate.e_score_correction_bias", "gate.expert_bias"),
+    ):  # fmt: skip
+        name = name.replace(ours, theirs)
+    return name
+
+
+def write_intern_s2(directory: Path) -> PreTrainedModel:
+    """Write Qwen3.5 MoE's files under Intern-S2-Preview's type, with a tower for time series."""
+    oracle = make_model("qwen3_5_moe")
+    oracle.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    save_file(
+        load_file(file) | {"model.time_series.encoder.weight": torch.zeros(3)},
+        file,
+        metadata={"format": "pt"},
+    )
+    values = json.loads((directory / "config.json").read_text())
+    _rewrite_config(
+        directory, model_type="intern_s2_preview", ts_config={"model_type": "interns2_preview_time_series"},
+        vision_config={**values["vision_config"], "model_type": "intern_s2_preview"},
+        auto_map={"AutoConfig": "configuration_interns2_preview.X"},
+    )  # fmt: skip
+    return oracle

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import regex
+import regex  # type: ignore[import-untyped]
 
 # As in the published tokenization_kimi.py (moonshotai/Kimi-Linear-48B-A3B-Instruct, revision 919416f).
 PUBLISHED_SPLIT = (
