@@ -12,6 +12,8 @@ express is refused with its name; nothing is left to a default that happens to f
   patterns, rotary bases and epsilon of that form for granted.
 - `bailing_moe` (Ling 2.0, Ring-1T: BailingMoeV2ForCausalLM) is GLM-4.5 under other names, with one tensor for query, key and
   value (modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0).
+- `step3p5` (Step-3.5) is the decoder of Step-3.7: its config.json is what that one's has as text_config, and transformers has
+  no class for it alone.
 - `intern_s2_preview` (Intern-S2-Preview) is Qwen3.5 MoE with a tower for time series, as vLLM and SGLang have it.
 """
 
@@ -143,7 +145,7 @@ class _SplitGroups(ConversionOps):  # type: ignore[misc]  # transformers has no 
         if any(each % self._num_groups for each in rows) or sum(rows) != fused.shape[0]:
             raise ValueError(f"{fused.shape[0]} rows are not {self._num_groups} groups of {rows} rows")
         groups = fused.view(self._num_groups, -1, *fused.shape[1:])
-        parts = groups.split([each // self._num_groups for each in rows], dim=1)
+        parts = torch.split(groups, [each // self._num_groups for each in rows], dim=1)
         return {name: part.flatten(0, 1) for name, part in zip(target_patterns, parts, strict=True)}
 
     @property
@@ -275,6 +277,12 @@ def _translate_intern_s2(values: Values) -> Values:
     )
 
 
+def _translate_step(values: Values) -> Values:
+    """Return Step-3.5's configuration as Step-3.7's, whose towers are left out."""
+    outer = ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    return {"text_config": values, **{name: values[name] for name in outer if name in values}}
+
+
 def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, served in fixed.items():
         if values.get(name, served[0]) not in served:
@@ -285,6 +293,7 @@ _TYPES: Mapping[str, _Published] = {
     "bailing_moe": _Published("glm4_moe", _translate_bailing),
     "intern_s2_preview": _Published("qwen3_5_moe", _translate_intern_s2),
     "kimi_k2": _Published("deepseek_v3", lambda values: values),
+    "step3p5": _Published("step3p7", _translate_step),
     "mimo_v2": _Published("mimo_v2_flash", _translate_mimo),
     "mimo_v2_flash": _Published("mimo_v2_flash", _translate_mimo),
 }

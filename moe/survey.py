@@ -59,6 +59,8 @@ _SET: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": _MINIMAX_M3,
     "qwen3_omni_moe_thinker": {"head_dim": 128, "num_attention_heads": 32},
     "qwen4_exp": _QWEN4,
+    "step3p5": {"sliding_window": 512},
+    "step3p7": {"sliding_window": 512},
     "qwen4_exp_text": _QWEN4,
 }
 

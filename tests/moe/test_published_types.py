@@ -21,6 +21,7 @@ from tests.support.models.published_types import (
     write_intern_s2,
     write_kimi_k2,
     write_mimo_v2,
+    write_step,
 )
 
 
@@ -123,7 +124,15 @@ def _bailing_logits(tensors: dict[str, Tensor], config: dict[str, Any], ids: Ten
         inner = norm(x, f"{name}.post_attention_layernorm.weight")
         is_dense = layer < config["first_k_dense_replace"]
         x = x + (mlp(inner, f"{name}.mlp") if is_dense else experts(inner, f"{name}.mlp"))
-    return norm(x, "model.norm.weight") @ tensors["lm_head.weight"].T
+    logits: Tensor = norm(x, "model.norm.weight") @ tensors["lm_head.weight"].T
+    return logits
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_step_3_7_and_its_decoder_step_3_5_have_experts_that_only_lack_the_interface(
+    is_wrapped: bool, tmp_path: Path
+) -> None:
+    check_logits(write_step(tmp_path, is_wrapped=is_wrapped), tmp_path)
 
 
 @pytest.mark.slow

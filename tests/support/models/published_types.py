@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.support.models.families import make_model
+from tests.support.models.family_sweep import write_tiny_wrapped
 from tests.support.models.quantise import quantise_fp8
 
 BLOCK = (32, 32)
@@ -191,6 +192,21 @@ def _bailing_name(name: str) -> str:
     ):  # fmt: skip
         name = name.replace(ours, theirs)
     return name
+
+
+def write_step(directory: Path, *, is_wrapped: bool) -> PreTrainedModel:
+    """Write Step-3.7's files, or Step-3.5's: heads by kind of layer, gates for each of them, experts that are clamped."""
+    oracle = write_tiny_wrapped(
+        "step3p7", directory, n_routed_experts=8, moe_intermediate_size=32, share_expert_dim=32, sliding_window=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"], num_sliding_attention_heads=8, moe_router_scaling_factor=3.0,
+        swiglu_limits=[0.0, 0.0, 0.5], swiglu_limits_shared=[0.0, 0.0, 0.7],
+    )  # fmt: skip
+    if not is_wrapped:
+        path = directory / "config.json"
+        text = json.loads(path.read_text())["text_config"]
+        path.write_text(json.dumps(text | {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"]}))
+    return oracle
 
 
 def write_intern_s2(directory: Path) -> PreTrainedModel:
