@@ -10,6 +10,8 @@ express is refused with its name; nothing is left to a default that happens to f
   models/mimo_v2.py, `_shard_fp8_qkv_proj`). The Pro has as many key and value heads in sliding layers as in others, where
   transformers has twice as many. `mimo_v2_flash` in its published form is read the same way: transformers takes layer
   patterns, rotary bases and epsilon of that form for granted.
+- `bailing_hybrid` is Ling 3.0 in transformers (Kimi delta attention); Ling 2.6 and Ring 2.6 (BailingMoeV2_5ForCausalLM, lightning
+  attention) publish the same type and are refused.
 - `bailing_moe` (Ling 2.0, Ring-1T: BailingMoeV2ForCausalLM) is GLM-4.5 under other names, with one tensor for query, key and
   value (modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0).
 - `step3p5` (Step-3.5) is the decoder of Step-3.7: its config.json is what that one's has as text_config, and transformers has
@@ -283,6 +285,12 @@ def _translate_step(values: Values) -> Values:
     return {"text_config": values, **{name: values[name] for name in outer if name in values}}
 
 
+def _translate_bailing_hybrid(values: Values) -> Values:
+    """Refuse Ling 2.6, which has Ling 3.0's type and another linear attention than transformers' class."""
+    _check_fixed(values, {"architectures": (["BailingMoeV3ForCausalLM"], ["BailingHybridForCausalLM"], None)})
+    return values
+
+
 def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, served in fixed.items():
         if values.get(name, served[0]) not in served:
@@ -290,6 +298,7 @@ def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 _TYPES: Mapping[str, _Published] = {
+    "bailing_hybrid": _Published("bailing_hybrid", _translate_bailing_hybrid),
     "bailing_moe": _Published("glm4_moe", _translate_bailing),
     "intern_s2_preview": _Published("qwen3_5_moe", _translate_intern_s2),
     "kimi_k2": _Published("deepseek_v3", lambda values: values),

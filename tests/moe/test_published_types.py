@@ -15,6 +15,7 @@ from moe.load.checkpoint import CheckpointError
 from moe.model import Skeleton
 from tests.moe.test_families import check_logits
 from tests.support.engines.serving import build
+from tests.support.models.families import make_model
 from tests.support.models.published_types import (
     GROUPS,
     write_bailing_moe,
@@ -208,6 +209,18 @@ def test_what_the_architecture_cannot_express_is_refused(case: str, tmp_path: Pa
     is_ling = list(REFUSED).index(case) < 4
     (write_bailing_moe if is_ling else write_mimo_v2)(tmp_path, **changes)
     with pytest.raises(UnsupportedModelError, match=f"config.json cannot be served: {why}"):
+        read_config(tmp_path)
+
+
+def test_ling_2_6_is_not_taken_for_ling_3_0_which_has_its_type(tmp_path: Path) -> None:
+    make_model("bailing_hybrid").save_pretrained(tmp_path)
+    assert read_config(tmp_path).model_type == "bailing_hybrid", "as transformers writes it"
+    _change(tmp_path, architectures=["BailingMoeV3ForCausalLM"])
+    assert Skeleton(tmp_path).experts, "as Ling 3.0 is published"
+    _change(tmp_path, architectures=["BailingMoeV2_5ForCausalLM"])
+    with pytest.raises(
+        UnsupportedModelError, match=r"architectures = \['BailingMoeV2_5ForCausalLM'\]; served is"
+    ):
         read_config(tmp_path)
 
 

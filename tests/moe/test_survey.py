@@ -34,6 +34,21 @@ def test_a_type_is_judged_with_a_reason(model_type: str, status: SupportStatus, 
     assert bool(found.why) == (status is SupportStatus.REFUSED)
 
 
+def test_the_page_of_published_models_agrees_with_the_list_of_types() -> None:
+    page = (DOCS.parent / "published.md").read_text()
+    rows = re.findall(r"^\| (\S+/\S+) \| (?:`(\S+)`|-) \| \w+ \| (.+) \|$", page, re.MULTILINE)
+    accepted = [(name, kind) for name, kind, verdict in rows if verdict.startswith("accepted")]
+    refused = [(name, kind) for name, kind, verdict in rows if verdict.startswith("refused: ")]
+    said = re.search(r"The (\d+) Mixture.*?: (\d+) are accepted, (\d+) are refused", page, re.DOTALL)
+    assert said is not None
+    assert [*map(int, said.groups())] == [len({name for name, _, _ in rows}), len(accepted), len(refused)]
+    assert len(accepted) >= 65
+    section = DOCS.read_text().partition("## Every type with experts")[2].partition("\n| refused")[0]
+    served = {*names_in(section)} | {"mistral3"}  # whose decoder has experts or has not
+    assert {kind for _, kind in accepted} <= served
+    assert {kind for _, kind in refused} & served <= {"bailing_hybrid"}, "one type of two architectures"
+
+
 @pytest.mark.slow
 def test_types_with_experts_are_found_and_others_are_not() -> None:
     known = moe_types()
