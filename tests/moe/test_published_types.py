@@ -79,7 +79,8 @@ def _bailing_logits(tensors: dict[str, Tensor], config: dict[str, Any], ids: Ten
 
     def mlp(x: Tensor, name: str) -> Tensor:
         gate, up = x @ tensors[f"{name}.gate_proj.weight"].T, x @ tensors[f"{name}.up_proj.weight"].T
-        return (functional.silu(gate) * up) @ tensors[f"{name}.down_proj.weight"].T
+        gated: Tensor = functional.silu(gate) * up
+        return gated @ tensors[f"{name}.down_proj.weight"].T
 
     rotary = int(dim * config["partial_rotary_factor"])
     angles = torch.arange(len(ids))[:, None] / config["rope_theta"] ** (torch.arange(0, rotary, 2) / rotary)
@@ -106,7 +107,8 @@ def _bailing_logits(tensors: dict[str, Tensor], config: dict[str, Any], ids: Ten
             [mlp(x, f"{name}.experts.{each}") for each in range(config["num_experts"])], dim=1
         )
         picked = outputs.gather(1, chosen[..., None].expand(-1, -1, x.shape[1]))
-        return (picked * weights[..., None]).sum(1) + mlp(x, f"{name}.shared_experts")
+        routed: Tensor = (picked * weights[..., None]).sum(1)
+        return routed + mlp(x, f"{name}.shared_experts")
 
     x = tensors["model.word_embeddings.weight"][ids]
     for layer in range(config["num_hidden_layers"]):
