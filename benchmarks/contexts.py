@@ -79,7 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
 def max_length(directory: Path) -> int:
     """Positions of a model."""
     return int(
-        AutoModelForCausalLM.from_pretrained(directory, device_map="meta").config.max_position_embeddings
+        AutoModelForCausalLM.from_pretrained(
+            directory, trust_remote_code=False, device_map="meta"
+        ).config.max_position_embeddings
     )
 
 
@@ -120,7 +122,9 @@ def step_times(directory: Path, contexts: list[int], threads: int) -> dict[int, 
 def peer_time(directory: Path, context: int, threads: int) -> float:
     """Milliseconds per token of `generate` behind a prompt of so many tokens."""
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=False, dtype=torch.float32
+    ).eval()
     prompt = torch.randint(
         5, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
     )

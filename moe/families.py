@@ -8,6 +8,7 @@ interface and every layer's attention goes through its attention interface with 
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -27,6 +28,7 @@ from moe.load.quantisation import (
 from moe.long_rotary import KIND, limit_of
 from moe.mtp.layers import add_drafting
 from moe.mtp.names import MtpBlock, MtpNames, layers_of_config, why_no_mtp
+from moe.published_types import PublishedTypeError, read_published, row_parts, settle
 from moe.text_part import is_wrapped, keep_text
 
 # What the code of transformers' configurations and models raises for values that make no model: lists that are too short,
@@ -54,8 +56,12 @@ def read_config(directory: Path) -> Any:
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(f"{directory} is not a model directory: it has no config.json")
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = read_published(directory / "config.json")
+        if config is None:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         config.get_text_config(decoder=True)  # where Gemma 4 looks at its values
+    except PublishedTypeError as error:
+        raise UnsupportedModelError(f"{directory / 'config.json'} cannot be served: {error}") from error
     except (OSError, StrictDataclassError, *FOREIGN_ERRORS) as error:
         raise UnsupportedModelError(
             f"transformers cannot use {directory / 'config.json'}: {_said(error)} (code that comes with a "
@@ -97,6 +103,7 @@ def build_on_meta(
             f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
             f"models do; give a checkpoint of the text model alone"
         )
+    settle(model)
     if mtp_layers:
         _add_drafting(model, mtp_layers)
     scaled_experts.exchange(model)
@@ -208,9 +215,10 @@ def quantisation_of(directory: Path, config: Any) -> Quantisation | None:
         (found for part in parts if (found := getattr(part, "quantization_config", None))), None
     )
     try:
-        return read_quantisation(find_configuration(directory, configured))
+        found = read_quantisation(find_configuration(directory, configured))
     except UnservedQuantisationError as error:
         raise UnsupportedModelError(f"{config.model_type}: {error}") from error
+    return None if found is None else replace(found, row_parts=row_parts(config))
 
 
 def rotary_types(config: Any) -> set[str]:

@@ -1,4 +1,7 @@
-"""Experts whose inputs are scaled by their routing weights, not their outputs (Llama 4, 2025), behind the experts interface.
+"""Experts outside of `transformers`' experts interface, put behind it where trying shows that they compute the same.
+
+Some experts only lack the interface (Step-3.5 and 3.7, 2026): `gate_up_proj` and `down_proj`, a gate, weighted outputs. Others
+have inputs that are scaled by their routing weights, not outputs (Llama 4, 2025).
 
 Their blocks multiply every row by its score for every expert, 0 where it was not chosen, run all experts on all rows, and add:
 nothing is dispatched, and `transformers` has no interface to put experts behind. Exchanged, a block scales each row once for
@@ -44,7 +47,10 @@ def blocks(model: nn.Module) -> list[Any]:
 
 
 def exchange(model: PreTrainedModel) -> None:
-    """Put experts that stand outside the experts interface behind it, where trying shows that theirs are scaled inputs."""
+    """Put experts that stand outside the experts interface behind it, where trying shows how they compute."""
+    for experts in [each for block in model.modules() if (each := _plain_experts(block)) is not None]:
+        if _is_plain(experts):
+            _put_behind(experts, _PlainExperts)
     verdicts: dict[type[nn.Module], bool] = {}
     for module in [module for module in model.modules() if _may_scale(module)]:
         kind = type(module)
@@ -52,6 +58,48 @@ def exchange(model: PreTrainedModel) -> None:
             verdicts[kind] = _scales(kind, model.config.get_text_config(decoder=True))
         if verdicts[kind]:
             _exchange(module)
+
+
+def _plain_experts(block: nn.Module) -> Any:
+    """Return a block's experts that have what the interface asks of weights, but not the interface; else None."""
+    experts = getattr(block, "experts", None)
+    if (
+        not isinstance(experts, nn.Module)
+        or hasattr(experts, "is_concatenated")
+        or not hasattr(experts, "_apply_gate")
+    ):
+        return None
+    held = {name: tensor.dim() for name, tensor in experts.named_parameters()}
+    return experts if held == {"gate_up_proj": 3, "down_proj": 3} and not [*experts.named_buffers()] else None
+
+
+@torch.no_grad()
+def _is_plain(experts: Any) -> bool:
+    """Whether a small twin gives, behind the interface, what it gives by itself; on the CPU."""
+    num_experts, dim, inner = 5, 16, 8
+    generator = torch.Generator().manual_seed(0)
+    twin = copy.copy(experts)
+    twin._parameters = {
+        "gate_up_proj": nn.Parameter(torch.randn(num_experts, 2 * inner, dim, generator=generator) * 2),
+        "down_proj": nn.Parameter(torch.randn(num_experts, dim, inner, generator=generator)),
+    }
+    twin.num_experts = num_experts
+    x_TD = torch.randn(_TRIED_ROWS, dim, generator=generator)
+    ids_TK = torch.rand(_TRIED_ROWS, num_experts, generator=generator).topk(2).indices
+    weights_TK = torch.rand(_TRIED_ROWS, 2, generator=generator)
+    try:
+        wanted = twin(x_TD, ids_TK, weights_TK).clone()
+        _put_behind(twin, _PlainExperts)
+        found = twin(x_TD, ids_TK, weights_TK)
+    except _FOREIGN_ERRORS:
+        return False
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE)
+
+
+def _put_behind(experts: Any, interface: type[nn.Module]) -> None:
+    own = type(experts)
+    experts.__class__ = type(own.__name__, (interface, own), {})
+    experts.implementation = _PLAIN
 
 
 def _may_scale(module: Any) -> bool:
@@ -88,9 +136,7 @@ def _scales(kind: Any, config: Any) -> bool:
 
 
 def _exchange(block: Any) -> None:
-    own = type(block.experts)
-    block.experts.__class__ = type(own.__name__, (_ScaledExperts, own), {})
-    block.experts.implementation = _PLAIN
+    _put_behind(block.experts, _ScaledExperts)
     this = ref(block)
 
     def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,22 +155,27 @@ def _exchange(block: Any) -> None:
     block.forward = forward
 
 
-class _ScaledExperts(nn.Module):
-    """What the experts interface asks of a module, for weights [E, D, 2 * I] of gates and then ups, and [E, I, D]."""
+class _PlainExperts(nn.Module):
+    """What the experts interface asks of a module, for weights [E, 2 * I, D] of gates and then ups, and [E, D, I]."""
 
-    has_gate = is_concatenated = is_transposed = True
-    has_bias = has_post_expert_norm = _is_expert_parallel = False
+    has_gate = is_concatenated = True
+    is_transposed = has_bias = has_post_expert_norm = _is_expert_parallel = False
     implementation: str
-    act_fn: Any
-    num_experts: int
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        gated: Tensor = self.act_fn(gate) * up
-        return gated
 
     def forward(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """See `transformers`' experts modules."""
         run = ALL_EXPERTS_FUNCTIONS[self.implementation]
         out_TD: Tensor = run(self, hidden_TD, ids_TK, weights_TK)
         return out_TD
+
+
+class _ScaledExperts(_PlainExperts):
+    """Likewise for weights [E, D, 2 * I] and [E, I, D], and experts without a gate of their own."""
+
+    is_transposed = True
+    act_fn: Any
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated: Tensor = self.act_fn(gate) * up
+        return gated

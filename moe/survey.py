@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from moe.families import UnsupportedModelError
 from moe.model import Skeleton
+from moe.published_types import architecture_of, published_types
 from moe.text_part import is_wrapped
 
 
@@ -58,13 +59,15 @@ _SET: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": _MINIMAX_M3,
     "qwen3_omni_moe_thinker": {"head_dim": 128, "num_attention_heads": 32},
     "qwen4_exp": _QWEN4,
+    "step3p5": {"sliding_window": 512},
+    "step3p7": {"sliding_window": 512},
     "qwen4_exp_text": _QWEN4,
 }
 
 
 def moe_types() -> list[str]:
-    """Names of all types whose configuration knows of experts."""
-    return [name for name in sorted(CONFIG_MAPPING_NAMES) if _config(name) is not None]
+    """Names of all types whose configuration knows of experts, transformers' own and those read as one of them."""
+    return [name for name in sorted({*CONFIG_MAPPING_NAMES, *published_types()}) if _config(name) is not None]
 
 
 def survey(model_types: list[str]) -> Iterator[Verdict]:
@@ -82,7 +85,7 @@ def survey(model_types: list[str]) -> Iterator[Verdict]:
 def _config(model_type: str) -> PreTrainedConfig | None:
     """A type's configuration; None where it has no experts, or where there is no making it."""
     try:
-        config = AutoConfig.for_model(model_type)
+        config = AutoConfig.for_model(architecture_of(model_type))
         text = config.get_text_config(decoder=True)
         names = {*config.to_dict(), *text.to_dict()}
     except (AttributeError, ImportError, KeyError, StrictDataclassError, TypeError, ValueError):

@@ -147,7 +147,7 @@ def ensure_random_model(
     target = demo_model_path(cache_root).with_name(f"random-{shape}{kind}-v1")
     if target.exists():
         return target
-    tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model(cache_root))
+    tokenizer = AutoTokenizer.from_pretrained(ensure_demo_model(cache_root), trust_remote_code=False)
     scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     try:
         draw_model(shape).to(dtype).save_pretrained(scratch)

@@ -172,7 +172,9 @@ def main() -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, trust_remote_code=False, dtype=torch.float32, attn_implementation="sdpa"
+    )
     peer = Peer(model, max_num_seqs=args.max_num_seqs, max_model_len=args.max_model_len)
     try:
         answer("ready")

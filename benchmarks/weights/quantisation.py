@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     card = environment_card()
     print_card(card)
     directory = Path(resolve_model(options.model))
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     prompts = prompts_of(options.files, options.prompts)
     sequences = [tokenizer(prompt)["input_ids"][: options.tokens] for prompt in prompts]
     sequences = [sequence for sequence in sequences if sequence]

@@ -64,7 +64,11 @@ def read_dense_model(path: Path) -> DenseModel:
 def dense_llama(model: DenseModel) -> LlamaForCausalLM:
     """Return transformers' model with these weights, in fp32 and for inference. It shares their memory."""
     return LlamaForCausalLM.from_pretrained(
-        None, config=model.config, state_dict=dict(model.weights), dtype=torch.float32
+        None,
+        config=model.config,
+        state_dict=dict(model.weights),
+        dtype=torch.float32,
+        trust_remote_code=False,
     ).eval()
 
 

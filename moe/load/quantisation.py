@@ -56,6 +56,13 @@ class Quantisation:
     plain_modules: tuple[str, ...] = ()  # the configuration's list of modules that are not quantised
     zeros_above: int = 0  # what a stored zero is less than it means (GPTQ's first format)
     quantises_rows: bool = False  # it says how rows would be quantised, which is left alone
+    row_parts: tuple[str, int] | None = (
+        None  # weights whose name ends so: in so many parts of rows with blocks of their own
+    )
+
+    def parts_of(self, name: str) -> int:
+        """How many parts of a weight's rows have blocks of their own, of which the last may be short."""
+        return self.row_parts[1] if self.row_parts and name.endswith(self.row_parts[0]) else 1
 
     def leaves_plain(self, module: str) -> bool:
         """Whether `plain_modules` names a module."""

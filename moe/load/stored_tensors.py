@@ -56,6 +56,7 @@ class _Stored(NamedTuple):
     format: WeightFormat
     shape: tuple[int, ...]
     is_shown_turned: bool = False  # for modules that keep [..., K, N]
+    num_parts: int = 1  # of rows, with blocks of their own
 
 
 class StoredTensors:
@@ -192,7 +193,9 @@ class StoredTensors:
         rows, block = stored.format.block_rows, stored.format.block
         if stored.layout.is_turned and not (block == 0 and rows == 0):
             scales = scales.transpose(-1, -2)
-        return scales.reshape(*lead, -1, 1) if block == 0 else scales.reshape(*lead, -(-n // rows), -1)
+        if block == 0:
+            return scales.reshape(*lead, -1, 1)
+        return scales.reshape(*lead, _num_row_blocks(stored.format, n, stored.num_parts), -1)
 
     def _row_scales(self, stored: _Stored, row: int | None) -> Tensor:
         """One, or gate's and up's: [..., 1 or 2, 1]."""
@@ -337,9 +340,10 @@ class StoredTensors:
         count = 1 if second is None else prod(self._checkpoint.shape(second))
         if count not in _second_counts(shape):
             return f"{second} has {count} numbers; {codes} takes one for a matrix, or one for gate and one for up"
+        parts = quantisation.parts_of(name)
         for each in could:
-            if seen in _scale_shapes(each, shape, is_turned=layout.is_turned):
-                self._stored.setdefault(name, _Stored(names, layout, each, shape))
+            if seen in _scale_shapes(each, shape, is_turned=layout.is_turned, num_parts=parts):
+                self._stored.setdefault(name, _Stored(names, layout, each, shape, num_parts=parts))
             if turned is not None:
                 other = turned.shape(self._checkpoint.shape(codes))
                 if seen in _scale_shapes(each, other, is_turned=True):
@@ -348,7 +352,8 @@ class StoredTensors:
             self._stored[name] = self._turned.pop(name)
         if name in self._stored:
             return self._why_no_zeros(names, self._stored[name])
-        wanted = [list(each) for each in _scale_shapes(could[0], shape, is_turned=layout.is_turned)]
+        fitting = _scale_shapes(could[0], shape, is_turned=layout.is_turned, num_parts=parts)
+        wanted = [list(each) for each in fitting]
         return f"{scales} is {list(seen)}; {codes} {list(self._checkpoint.shape(codes))} takes {wanted[0]}"
 
     def _why_no_zeros(self, names: dict[str, str], stored: _Stored) -> str | None:
@@ -418,6 +423,9 @@ def _per_row(stored: _Stored, part: str, seen: Tensor) -> Tensor:
     """Give every output the scales, or the second scale, of its block."""
     n = stored.shape[-2]
     rows = (stored.format.block_rows or n) if part == "scales" else n // seen.shape[-2]
+    if part == "scales" and stored.num_parts > 1 and rows > 1:
+        parts = seen.repeat_interleave(rows, dim=-2).chunk(stored.num_parts, dim=-2)
+        return torch.cat([part[..., : n // stored.num_parts, :] for part in parts], dim=-2)
     return (seen if rows == 1 else seen.repeat_interleave(rows, dim=-2)[..., :n, :]).contiguous()
 
 
@@ -426,12 +434,19 @@ def _second_counts(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, experts, 2 * experts) if len(shape) == 3 else (1,)
 
 
-def _scale_shapes(form: WeightFormat, shape: tuple[int, ...], *, is_turned: bool) -> list[tuple[int, ...]]:
+def _num_row_blocks(form: WeightFormat, num_rows: int, num_parts: int) -> int:
+    """Blocks of rows; each part begins with a new one."""
+    return num_parts * -(-(num_rows // num_parts) // form.block_rows)
+
+
+def _scale_shapes(
+    form: WeightFormat, shape: tuple[int, ...], *, is_turned: bool, num_parts: int = 1
+) -> list[tuple[int, ...]]:
     """Which shapes scales of a format may have for a weight; the first is the usual one."""
     *lead, n, k = shape
     if form.block == 0 and form.block_rows == 0:
         return [tuple(lead), (*lead, 1), (*lead, 1, 1), (), (1,)]
-    rows, blocks = -(-n // form.block_rows), -(-k // (form.block or k))
+    rows, blocks = _num_row_blocks(form, n, num_parts), -(-k // (form.block or k))
     if is_turned:
         return [(*lead, blocks, rows)]
     return [(*lead, rows, blocks), (*lead, rows, 1, blocks, 1), *([] if form.block else [(*lead, n)])]

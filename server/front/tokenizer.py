@@ -22,10 +22,14 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from tokenizers import AddedToken
-from transformers import AutoTokenizer
 
 from scheduler.structure.compiler import Vocabulary
+from server.front.published import kimi_tools
+from server.front.published.kimi_tokenizer import byte_level_alphabet, is_kimi, is_long, parts_of
+from server.front.published.tokenizer_files import load_tokenizer
 
+DEEPSEEK_V32 = "deepseek_v32"  # its type, and its mode of the tokenizer
+_DEEPSEEK_V32_TEMPLATE = Path(__file__).parent / "published" / "deepseek_v32.jinja"
 _CALLS = "tool_calls"
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag; parsed without it
 
@@ -115,32 +119,42 @@ class ChatTemplateError(ValueError):
 class Tokenizer:
     """Text to token ids and back, for one model."""
 
-    def __init__(self, directory: str, chat_template: str | None = None) -> None:
+    def __init__(self, directory: str, chat_template: str | None = None, mode: str = "auto") -> None:
         """Load from a model's directory.
 
         Args:
             chat_template: a file with the template of chats; None is the model's own.
+            mode: "deepseek_v32" is that model's encoding of chats, which it publishes as code; "auto" chooses it by
+                the model's type if there is no template.
 
         Raises:
             TokenizerError: there is none, or it does not load.
         """
+        config = _read_json(Path(directory) / "config.json")
+        text_config = config.get("text_config") or config.get("llm_config") or {}
+        vocab_size: int | None = (config | text_config).get("vocab_size")
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(directory)
+            self._hf: Any = load_tokenizer(Path(directory), vocab_size)
         except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
             raise TokenizerError(f"cannot load a tokenizer from {directory}: {error}") from error
         if chat_template is not None:
             self._hf.chat_template = _template_in(chat_template)
+        elif mode == DEEPSEEK_V32 or (
+            config.get("model_type") == DEEPSEEK_V32 and not self._hf.chat_template
+        ):
+            self._hf.chat_template = _template_in(str(_DEEPSEEK_V32_TEMPLATE))
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
-        config = _read_json(Path(directory) / "config.json")
-        text_config = config.get("text_config") or config.get("llm_config") or {}
+        self._is_kimi = is_kimi(self._hf)
         # The model's: a tokenizer may know fewer tokens, or more, which no request can have.
-        self.vocab_size: int = (config | text_config).get("vocab_size") or len(self._hf)
+        self.vocab_size: int = vocab_size or len(self._hf)
         self.num_spelled: int = max(self.vocab_size, len(self._hf))
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
         self.longest_token_chars: int = max(map(len, self._hf.get_vocab()), default=1)
         self.model_max_len: int | None = (config | text_config).get("max_position_embeddings")
         self._not_for_clients = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
-        self._byte_of = _byte_level_alphabet() if self._is_byte_level() else None
+        self._byte_of = (
+            {char: byte for byte, char in byte_level_alphabet().items()} if self._is_byte_level() else None
+        )
         self.template = facts_of(self._hf.chat_template)
         self.special_ids = self._find_special_ids()
 
@@ -151,10 +165,28 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenize. Releases the interpreter's lock while it works."""
+        if self._is_kimi and is_long(text):
+            return self._encode_in_parts(text)
         if self._fast is not None:
             ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
             return ids
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def _encode_in_parts(self, text: str) -> list[int]:
+        """Encode what stands between special tokens in the parts that Kimi's published tokenizer makes of it."""
+        known = sorted(
+            (token.content for token in self._hf.added_tokens_decoder.values()), key=len, reverse=True
+        )
+        pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)  # every second one is such a token
+        parts = [
+            part for place, piece in enumerate(pieces) for part in ([piece] if place % 2 else parts_of(piece))
+        ]
+        assert self._fast is not None, "a tokenizer that is built here is a fast one"
+        return [
+            each
+            for encoded in self._fast.encode_batch(parts, add_special_tokens=False)
+            for each in encoded.ids
+        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a token sequence; bytes that are no UTF-8 become U+FFFD."""
@@ -183,6 +215,10 @@ class Tokenizer:
         for name in template_kwargs or {}:
             if name in self._not_for_clients:
                 raise ChatTemplateError(f"chat_template_kwargs cannot set {name!r}")
+        variables = dict(template_kwargs or {})
+        if tools and (self._is_kimi or kimi_tools.VARIABLE in self.template.text):
+            tools, prepared = kimi_tools.prepared(tools)
+            variables = prepared | variables
         try:
             text: str = self._hf.apply_chat_template(
                 list(messages),
@@ -191,7 +227,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(template_kwargs or {}),
+                **variables,
             )
         except (
             jinja2.TemplateError,
@@ -301,11 +337,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     return content if isinstance(content, dict) else {}
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """Return GPT-2's spelling: printable bytes stand for themselves, the others for U+0100 and on, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    spelled = {chr(byte): byte for byte in printable}
-    return spelled | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -240,7 +240,7 @@ _SERVER = (
 SGLANG_FLAGS: tuple[ForeignFlag, ...] = (*_MODEL, *_RANKS, *_STEPS, *_SERVER)
 SAME_AS_SGLANG = (
     "--model --revision --download-dir --dtype --quantization --device --config --served-model-name --host --port --api-key "
-    "--ssl-certfile --ssl-keyfile --chat-template --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
+    "--ssl-certfile --ssl-keyfile --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
     "--enable-torch-compile --log-level --log-requests --otlp-traces-endpoint"
 )
 DIFFERS_FROM_SGLANG = {
@@ -248,7 +248,7 @@ DIFFERS_FROM_SGLANG = {
     "--data-parallel-size": "ranks on this node, each with all of attention and its share of the experts",
 }
 SHARED_WITH_VLLM = (  # what becomes of them stands in `vllm_flags`
-    "--trust-remote-code --load-format --model-loader-extra-config --model-impl --tokenizer-mode --skip-tokenizer-init "
+    "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "
     "--kv-cache-dtype --tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
     "--enable-lora --ep-num-redundant-experts --eplb-rebalance-num-iterations --max-lora-rank --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "

@@ -319,6 +319,11 @@ class Options:
         TOOLS, "--chat-template", read=_template_file, metavar="FILE", default_text="the model's own",
         help="render chats with this Jinja template",
     )  # fmt: skip
+    tokenizer_mode: str = flag(
+        TOOLS, "--tokenizer-mode", read=one_of("auto", "hf", "slow", "deepseek_v32"), metavar="NAME", default="auto",
+        help="deepseek_v32 renders chats as DeepSeek-V3.2's published code does, which auto chooses for that model if it has no "
+        "chat template; hf and slow are auto",
+    )  # fmt: skip
 
     data_parallel_size: int | None = flag(
         RANKS, "--data-parallel-size", "-dp", read=whole(1), metavar="N",

@@ -79,11 +79,6 @@ _MODEL = (
         "others on the machine can read a command line: give the token in the variable HF_TOKEN", values="--hf-token"
     ),
     *harmless(
-        "the tokenizer is the one that transformers loads", fits=of("auto", "hf", "slow"),
-        otherwise="tokenizers are those that transformers loads; say auto, or give a folder with --tokenizer",
-        values="--tokenizer-mode",
-    ),
-    *harmless(
         "config.json is transformers' form", fits=of("auto", "hf"),
         otherwise="the model needs a config.json in transformers' form; say auto", values="--config-format",
     ),
@@ -381,7 +376,7 @@ SAME_AS_VLLM = (
     "--model --tokenizer --revision --download-dir --dtype --quantization -q --seed --max-model-len --max-logprobs "
     "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --uds --api-key "
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
-    "--shutdown-timeout --chat-template --tool-call-parser --reasoning-parser --enable-per-request-metrics "
+    "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
     "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "

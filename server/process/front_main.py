@@ -127,7 +127,9 @@ async def _run(
     metrics = Metrics(options.served_model_names[0], num_ranks, drafts)
     epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
     try:
-        tokenizer = await asyncio.to_thread(slow.Tokenizer, options.model, options.chat_template)
+        tokenizer = await asyncio.to_thread(
+            slow.Tokenizer, options.model, options.chat_template, options.tokenizer_mode
+        )
         http = slow.HttpService(
             options,
             tokenizer,

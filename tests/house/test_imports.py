@@ -75,6 +75,7 @@ ORDER = (
         "moe.kernel_weight",
         "moe.load",
         "moe.long_rotary",
+        "moe.published_types",
         "moe.load_counts",
         "moe.routing",
         "moe.scaled_experts",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.model import Skeleton
@@ -15,6 +16,7 @@ from moe.scaled_experts import blocks
 from tests.support.engines.serving import build, request, serve, teacher_forced
 from tests.support.models.families import make_config, write_checkpoint
 from tests.support.models.family_sweep import prompts
+from tests.support.models.published_types import write_step
 
 TOLERANCE = 1e-4
 
@@ -36,6 +38,17 @@ def test_a_block_that_scales_what_experts_give_is_refused(
     make_config("llama4").save_pretrained(tmp_path)
     assert Skeleton(tmp_path).experts
     monkeypatch.setattr(Llama4TextMoe, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="its experts do not use the experts interface"):
+        Skeleton(tmp_path)
+
+
+def test_experts_without_the_interface_that_compute_otherwise_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_step(tmp_path, is_wrapped=True)
+    assert Skeleton(tmp_path).experts
+    own = Step3p7Experts.forward
+    monkeypatch.setattr(Step3p7Experts, "forward", lambda experts, *given: own(experts, *given) * 2)
     with pytest.raises(UnsupportedModelError, match="its experts do not use the experts interface"):
         Skeleton(tmp_path)
 

@@ -20,7 +20,9 @@ NOT_TYPES = {"mistral3", "minimax_m3_vl"}
     ("model_type", "status", "said"),
     [
         ("qwen3_moe", SupportStatus.SERVED, ""),
+        ("kimi_k2", SupportStatus.SERVED, ""),
         ("qwen3_vl_moe", SupportStatus.TEXT_PART, ""),
+        ("step3p5", SupportStatus.TEXT_PART, ""),
         ("deepseek_v4", SupportStatus.REFUSED, "asks its cache for"),
         ("switch_transformers", SupportStatus.REFUSED, "encoder-decoder"),
         ("zaya", SupportStatus.REFUSED, "no kernel"),
@@ -31,6 +33,21 @@ def test_a_type_is_judged_with_a_reason(model_type: str, status: SupportStatus, 
     assert found.status is status
     assert said in found.why
     assert bool(found.why) == (status is SupportStatus.REFUSED)
+
+
+def test_the_page_of_published_models_agrees_with_the_list_of_types() -> None:
+    page = (DOCS.parent / "published.md").read_text()
+    rows = re.findall(r"^\| (\S+/\S+) \| (?:`(\S+)`|-) \| \w+ \| (.+) \|$", page, re.MULTILINE)
+    accepted = [(name, kind) for name, kind, verdict in rows if verdict.startswith("accepted")]
+    refused = [(name, kind) for name, kind, verdict in rows if verdict.startswith("refused: ")]
+    said = re.search(r"The (\d+) Mixture.*?: (\d+) are accepted, (\d+) are refused", page, re.DOTALL)
+    assert said is not None
+    assert [*map(int, said.groups())] == [len({name for name, _, _ in rows}), len(accepted), len(refused)]
+    assert len(accepted) >= 65
+    section = DOCS.read_text().partition("## Every type with experts")[2].partition("\n| refused")[0]
+    served = {*names_in(section)} | {"mistral3"}  # whose decoder has experts or has not
+    assert {kind for _, kind in accepted} <= served
+    assert {kind for _, kind in refused} & served <= {"bailing_hybrid"}, "one type of two architectures"
 
 
 @pytest.mark.slow

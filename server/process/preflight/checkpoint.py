@@ -23,8 +23,8 @@ from server.process.preflight.model import PreflightError, check_quantisation, r
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _TOKENIZER_FILES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "spiece.model",
-    "sentencepiece*.model", "chat_template*", "*.jinja",
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken", "tiktoken.model",
+    "tokenization_*.py", "spiece.model", "sentencepiece*.model", "chat_template*", "*.jinja",
 )  # fmt: skip
 
 

@@ -137,7 +137,14 @@ def _why_not_fetched(error: Exception) -> str:
 
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k", "num_experts_per_token")
+_TOP_K_FIELDS = (
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_top_k",
+    "top_k_experts",
+    "moe_k",
+    "num_experts_per_token",
+)
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
@@ -151,7 +158,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         )
     path = directory / "config.json"
     if not path.is_file():
-        raise PreflightError(f"{directory} is not a model directory: it has no config.json")
+        hint = ""
+        if (directory / "params.json").is_file():
+            hint = "; params.json is Mistral's own format, which is not read: give the checkpoint in transformers' format"
+        raise PreflightError(f"{directory} is not a model directory: it has no config.json{hint}")
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
