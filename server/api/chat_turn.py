@@ -15,11 +15,12 @@ from server.api.answer_json import usage_of
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
 from server.api.parsers.reader import decode_json
 from server.api.parsers.registry import Markup
-from server.api.prompts import encode, render_chat, template_messages
+from server.api.prompts import encode, render_chat
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
 from server.api.served import ServedModel
 from server.api.structure import check_structure, refuse_second_structure, structure_of
+from server.api.template_messages import template_messages
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.generations import Answer, Ask, Piece

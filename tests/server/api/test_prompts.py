@@ -17,19 +17,21 @@ from server.api.prompts import (
     LONG_TEXT,
     SLACK_TOKENS,
     SLICE_CHARS,
+    encode,
+    render_chat,
+)
+from server.api.responses.request import messages_of
+from server.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest, Message
+from server.api.served import MAX_LONG_WORK, ServedModel
+from server.api.template_messages import (
     as_text,
     beginning_with,
-    encode,
     mentions_tools,
-    render_chat,
     template_messages,
     tool_text,
     with_parts,
     with_text_arguments,
 )
-from server.api.responses.request import messages_of
-from server.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest, Message
-from server.api.served import MAX_LONG_WORK, ServedModel
 from server.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts
