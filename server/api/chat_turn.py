@@ -20,7 +20,7 @@ from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
 from server.api.served import ServedModel
 from server.api.structure import check_structure, refuse_second_structure, structure_of
-from server.api.template_messages import template_messages
+from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
@@ -224,7 +224,7 @@ class ChatTurn:
         last = self.body.messages[-1]
         if not self.body.echo or last.role != "assistant":
             return ""
-        return str(template_messages([last])[0].get("content") or "")
+        return text_of(template_messages([last])[0].get("content"))
 
     def message(self, index: int, piece: Piece) -> AnswerMessage:
         """Read a whole choice. A call that must be made and was cut off is none: its arguments are no JSON."""

@@ -15,8 +15,11 @@ from server.api.template_messages import (
     beginning_with,
     mentions_tools,
     template_messages,
+    text_of,
     tool_text,
-    with_parts,
+    with_content,
+    with_object_arguments,
+    with_systems,
     with_text_arguments,
 )
 from server.api.tools import ToolUse, tool_use_of
@@ -146,10 +149,10 @@ def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse) -> str:
     template = model.tokenizer.template
     refusal = ""
     given = template_messages(body.messages)
-    _check_length(sum(len(message.get("content") or "") for message in given), model, "messages")
-    for messages in _spellings(given, model, tools):
+    _check_length(sum(len(text_of(message.get("content"))) for message in given), model, "messages")
+    for messages in _spellings(with_systems(given, template), model, tools):
         try:
-            return _render(body, model, with_parts(messages) if template.wants_parts else messages, tools)
+            return _render(body, model, messages, tools)
         except ChatTemplateError as error:
             refusal = refusal or f"{error}"
     raise bad_request(refusal, "messages")
@@ -168,9 +171,11 @@ def _spellings(
     else:
         candidates = [messages]
     for candidate in candidates:
-        yield candidate
+        spelled = with_content(candidate, template.form_of)
+        yield spelled
         if any(message.get("tool_calls") for message in candidate):
-            yield with_text_arguments(candidate)
+            yield with_text_arguments(spelled)
+            yield with_object_arguments(spelled)
 
 
 def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessage], tools: ToolUse) -> str:

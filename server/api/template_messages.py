@@ -1,9 +1,9 @@
 """A chat's messages in the forms that chat templates take.
 
-A chat's messages become what templates take: text or parts, calls with arguments as objects, reasoning by both names.
-Everything else a client puts into a message (name, tool_call_id, ...) reaches the template as sent. What OpenAI's clients
-send and templates trip over is brought to one form here: content null beside calls, an empty list of calls, arguments
-as a JSON string.
+A chat's messages become what templates take: text or parts, calls with arguments as objects, reasoning by both names,
+instructions in roles that the template shows. Everything else a client puts into a message (name, tool_call_id, ...) reaches
+the template as sent. What OpenAI's clients send and templates trip over is brought to one form here: content null beside
+calls, an empty list of calls, arguments as a JSON string, also one that was cut off.
 
 Where the template knows no tools, they are described in the system message, and calls and results become text. The form is
 one that the model's parser reads: DeepSeek's own, which its templates leave to the server (the tool-call section of
@@ -12,12 +12,16 @@ with tool_choice "required" or a named function it then at least knows what the 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import Message, is_deeper
 from server.errors import bad_request
+from server.front.template_probe import ContentForm
+from server.front.tokenizer import TemplateFacts
 
 TemplateMessage = dict[str, Any]
 MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
@@ -25,7 +29,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Return a chat's messages for the template, content as text.
+    """Return a chat's messages for the template, content as a text, or as a list of text parts if there are several.
 
     Raises:
         ApiError: 400, naming the message and the field.
@@ -33,14 +37,63 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
     return [_template_message(place, message) for place, message in enumerate(messages)]
 
 
-def with_parts(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Return messages with content as a list of text parts."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}] if message["content"] else []}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
+def text_of(content: Any) -> str:
+    """Return content as a text; several parts are lines, as vLLM makes them for templates that take text."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def with_content(
+    messages: Sequence[TemplateMessage], form_of: Callable[[str], ContentForm]
+) -> list[TemplateMessage]:
+    """Return messages with content as the template takes it from each role."""
+    return [_with_content(message, form_of(message["role"])) for message in messages]
+
+
+def _with_content(message: TemplateMessage, form: ContentForm) -> TemplateMessage:
+    content = message.get("content")
+    if form is ContentForm.PARTS and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    if form is ContentForm.TEXT and isinstance(content, list):
+        return {**message, "content": text_of(content)}
+    return message
+
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def with_systems(messages: Sequence[TemplateMessage], template: TemplateFacts) -> list[TemplateMessage]:
+    """Return messages whose instructions all come out of the template.
+
+    The role `developer` becomes `system` if the template does not know it. Several instructions stay as they are if the
+    template shows them, and become one in front otherwise, as vLLM makes them beside a `developer`.
+    """
+    known = [*messages] if template.knows_developer else [_without_developer(message) for message in messages]
+    head = 0
+    while head < len(known) and known[head]["role"] in _INSTRUCTIONS:
+        head += 1
+    is_late = any(message["role"] in _INSTRUCTIONS for message in known[head:])
+    if is_late and not template.takes_late_systems:
+        return in_one_system(known)
+    if head > 1 and not template.takes_two_systems:
+        return [*in_one_system(known[:head]), *known[head:]]
+    return known
+
+
+def in_one_system(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages with one instruction in front, which has the texts of all; there is one at least."""
+    systems = [message for message in messages if message["role"] in _INSTRUCTIONS]
+    texts = [text for message in systems if (text := text_of(message.get("content")))]
+    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
+    return [{**systems[0], "content": "\n\n".join(texts)}, *others]
+
+
+def _without_developer(message: TemplateMessage) -> TemplateMessage:
+    """Return a message of a role that the template knows; a developer's `tools` are for templates that know the role."""
+    if message["role"] != "developer":
+        return message
+    return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
 
 
 def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -58,9 +111,9 @@ def _template_message(place: int, message: Message) -> TemplateMessage:
     content = message.content
     where = f"messages.{place}"
     if isinstance(content, list):
-        fields["content"] = "\n".join(
-            _part_text(f"{where}.content.{number}", part) for number, part in enumerate(content)
-        )
+        texts = [_part_text(f"{where}.content.{number}", part) for number, part in enumerate(content)]
+        parts = [{"type": "text", "text": text} for text in texts]
+        fields["content"] = parts if len(parts) > 1 else "".join(texts)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
     elif content is None and (message.role == "assistant" or "content" in fields):
@@ -125,6 +178,31 @@ def _object_of(arguments: str | dict[str, Any] | None) -> Any:
     return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
 
 
+def with_object_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages whose calls all have an object as arguments: some templates take nothing else.
+
+    Of arguments that were cut off (`{"city": "Pa`) it has what came; text that begins no object is under one name.
+    """
+    return [
+        {**message, "tool_calls": [_with_object_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        try:
+            read = from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
+        except ValueError:
+            read = None
+        is_object = isinstance(read, dict) and not is_deeper(read, MAX_DEPTH)
+        arguments = read if is_object else {"arguments": arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -178,12 +256,20 @@ def beginning_with(
         role: "system", or "user" for templates that take no system message.
     """
     first = messages[0]
-    content = first.get("content") or ""
     if first["role"] == role == "user":
-        return [{**first, "content": f"{text}\n\n{content}"}, *messages[1:]]
+        return [{**first, "content": _joined(text, first.get("content"))}, *messages[1:]]
     if role == "system" and first["role"] in ("system", "developer"):
-        return [{**first, "content": f"{content}\n\n{text}"}, *messages[1:]]
+        return [{**first, "content": _joined(first.get("content"), text)}, *messages[1:]]
     return [{"role": role, "content": text}, *messages]
+
+
+def _joined(before: Any, behind: Any) -> Any:
+    """Join two contents with a blank line; the parts of a list stay parts."""
+    if isinstance(before, list):
+        return [*before, {"type": "text", "text": f"\n\n{behind}"}]
+    if isinstance(behind, list):
+        return [{"type": "text", "text": f"{before}\n\n"}, *behind]
+    return f"{before or ''}\n\n{behind or ''}"
 
 
 def as_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
@@ -192,7 +278,7 @@ def as_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def _as_text(message: TemplateMessage) -> TemplateMessage:
-    content = message.get("content") or ""
+    content = text_of(message.get("content"))
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     if not message.get("tool_calls"):
