@@ -22,6 +22,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from scheduler.policy.request import Request, Structure
 from scheduler.policy.sequence import Row
 from scheduler.structure.compiler import StructureError, Vocabulary
+from scheduler.structure.schema import enforceable
 
 # Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
@@ -39,6 +40,11 @@ LIMITS = LLParserLimits(
 MAX_MESSAGE = 500  # characters
 
 _BODY = "structure"
+
+_ONE_OF = (
+    "a value may fit two branches of a oneOf: let them differ by type, by const or enum, or by a required property with "
+    "different constants, or use anyOf"
+)
 
 _OPTIONS = (
     '{"no_forcing": true}'  # else only one spelling is allowed where a text has no choice but its spelling
@@ -71,6 +77,8 @@ def error_of(matcher: LLMatcher) -> str | None:
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
     if error == "NoExtensionBias":
         return "no token of this model can go on with the structure"
+    if error.startswith("oneOf constraints are not supported"):
+        return _ONE_OF
     return _in_one_line(error) if error else None
 
 
@@ -122,7 +130,7 @@ def _json_grammar(schema: Any) -> dict[str, Any]:
     if not isinstance(said, dict | None):
         raise StructureError("x-guidance must be an object")
     options = {"whitespace_pattern": WHITESPACE}
-    return {"json_schema": {**schema, "x-guidance": {**(options if said is None else said)}}}
+    return {"json_schema": {**enforceable(schema), "x-guidance": {**(options if said is None else said)}}}
 
 
 def _without_anchors(regex: str) -> str:

@@ -41,7 +41,7 @@ ORDER = (
     ("server.api.blocks", "server.api.tokenize"),
     ("server.api.chat_turn",),
     ("server.api.prompts", "server.api.sampling", "server.api.streaming", "server.api.structure"),
-    ("server.api.answer_json", "server.api.served", "server.api.tools"),
+    ("server.api.answer_json", "server.api.served", "server.api.template_messages", "server.api.tools"),
     ("server.api.schemas",),
     ("server.http",),
     ("server.front",),
