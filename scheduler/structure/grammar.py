@@ -24,8 +24,9 @@ from scheduler.policy.sequence import Row
 from scheduler.structure.compiler import StructureError, Vocabulary
 from scheduler.structure.schema import enforceable
 
-# Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Room between the parts of JSON, as much as indented text needs: a few blanks, or one or two line ends and an indentation.
+# Without a bound a weak model writes blanks until max_tokens. llama.cpp's grammars allow one blank, or two line ends and 20 blanks.
+WHITESPACE = r"([\x20\x09]{1,4}|(\x0D?\x0A){1,2}[\x20\x09]{0,64})"
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,  # an object of 500 optional properties
@@ -129,8 +130,10 @@ def _json_grammar(schema: Any) -> dict[str, Any]:
     said = schema.get("x-guidance")
     if not isinstance(said, dict | None):
         raise StructureError("x-guidance must be an object")
-    options = {"whitespace_pattern": WHITESPACE}
-    return {"json_schema": {**enforceable(schema), "x-guidance": {**(options if said is None else said)}}}
+    options = {} if said is None else said
+    if options.get("whitespace_pattern") is None and options.get("whitespace_flexible", True):
+        options = {**options, "whitespace_pattern": WHITESPACE}
+    return {"json_schema": {**enforceable(schema), "x-guidance": options}}
 
 
 def _without_anchors(regex: str) -> str:
