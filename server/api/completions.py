@@ -77,10 +77,9 @@ async def answer_completion(
 
 
 def _max_tokens(body: CompletionRequest) -> int | None:
-    """Return how many tokens are generated: 1, not shown, where 0 are wanted; a prompt that is cut to fit leaves room for the
-    default."""
+    """Return how many tokens are wanted; a prompt that is cut to fit leaves room for the default."""
     if body.max_tokens is not None:
-        return max(1, body.max_tokens)
+        return body.max_tokens
     return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
 
 

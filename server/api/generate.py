@@ -121,7 +121,14 @@ async def answer_generate(
     )
     answer = requests.open(asks[0].request.request_id, asks)
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    json = _GenerateJson(answer, body, request_id, model.tokenizer, is_list=is_list or len(asks) > 1)
+    json = _GenerateJson(
+        answer,
+        body,
+        request_id,
+        model.tokenizer,
+        is_list=is_list or len(asks) > 1,
+        only_scores=fields.max_tokens == 0,
+    )
     if body.stream:
         return EventStream(answer, json)
     choices = await collect(answer, http)
@@ -170,11 +177,18 @@ class _GenerateJson:
     """The JSON of an answer, whole or in events."""
 
     def __init__(
-        self, answer: Answer, body: GenerateRequest, request_id: str, tokenizer: Tokenizer, *, is_list: bool
+        self,
+        answer: Answer,
+        body: GenerateRequest,
+        request_id: str,
+        tokenizer: Tokenizer,
+        *,
+        is_list: bool,
+        only_scores: bool = False,
     ) -> None:
-        """Args: is_list: there may be several objects."""
+        """Args: is_list: there may be several objects; only_scores: no tokens are wanted, and what was made is hidden."""
         self._answer, self._body, self._tokenizer = answer, body, tokenizer
-        self._request_id, self._is_list = request_id, is_list
+        self._request_id, self._is_list, self._only_scores = request_id, is_list, only_scores
         self._so_far = [Choice() for _ in answer.generations]
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -200,6 +214,8 @@ class _GenerateJson:
         return b""
 
     def _object(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        if self._only_scores:
+            choice = Choice(last=Piece(finish_reason=choice.finish_reason and FinishReason.LENGTH))
         request = generation.ask.request
         name = f"{self._request_id}_{generation.index}" if self._is_list else self._request_id
         info: dict[str, Any] = {

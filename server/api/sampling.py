@@ -10,7 +10,7 @@ from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
 from server import errors
-from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields
+from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
 from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
 from server.front.generations import Ask
@@ -56,6 +56,7 @@ def refuse_unserved(body: SamplingFields) -> None:
         ApiError: 400, naming the field.
     """
     extra = body.model_extra or {}
+    refuse_foreign(extra, form="response_format", stop="stop")
     for name, harmless in _UNSERVED.items():
         value = extra.get(name)
         is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
@@ -97,7 +98,7 @@ def asks_for(
         model: what is served.
         prompts: token ids, not empty.
         request_id: the ranks' ids begin with it.
-        max_tokens: None is the default.
+        max_tokens: None is the default; 0 scores the prompt, which may fill the context: a rank makes one token, to be hidden.
         default_max_tokens: of each choice, less where the context ends before; None: the checkpoint's max_new_tokens where it
             has one, else up to the context's end.
         num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
@@ -129,7 +130,9 @@ def asks_for(
     asks: list[Ask] = []
     for whole_prompt in prompts:
         max_len = model.max_len()
-        prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
+        prompt_ids = truncated(
+            body, whole_prompt, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len
+        )
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
         if max_tokens is None:
             room = min(room, default_max_tokens or model.sampling_defaults.get("max_new_tokens") or room)
@@ -219,11 +222,11 @@ def _room(
     num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
 ) -> int:
     """Return how many tokens may be generated."""
-    room = max_len - num_prompt_tokens
-    if room < 1 or (max_tokens is not None and max_tokens > room):
-        to_change = prompt_field if room < 1 else max_tokens_field
-        raise errors.too_long(num_prompt_tokens, max_len, max_tokens, to_change)
-    return room if max_tokens is None else max_tokens
+    room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
+    if room < least or (max_tokens is not None and max_tokens > room):
+        to_change = prompt_field if room < least else max_tokens_field
+        raise errors.too_long(num_prompt_tokens, max_len, max_tokens or None, to_change)
+    return room if max_tokens is None else max(1, max_tokens)
 
 
 def _sampling(

@@ -67,9 +67,10 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
         ApiError: 400, naming the field.
     """
     choice, tools = body.tool_choice, body.tools
-    if tools is None and choice not in (None, "none"):
+    may_be_without = (None, "none") if tools is None else (None, "none", "auto")
+    if not tools and choice not in may_be_without:
         raise bad_request(
-            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called.",
+            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called, and there are none.",
             "tool_choice",
         )
     if not tools or choice == "none":

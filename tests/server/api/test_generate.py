@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from scheduler.policy.request import FinishReason
+from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import FrontProcess
 
 
@@ -113,6 +114,19 @@ def test_logprobs_are_pairs_of_value_and_token(front: FrontProcess) -> None:
     assert "".join(entry[2] for entry in tokens).endswith("g-logprobs")
     later = generate(front, **ask, logprob_start_len=2)["meta_info"]["input_token_logprobs"]
     assert [entry[:2] for entry in later] == [entry[:2] for entry in tokens[2:]]
+
+
+def test_a_prompt_that_fills_the_context_is_scored(front: FrontProcess) -> None:
+    body = {"input_ids": [40] * MAX_LEN, "sampling_params": {"max_new_tokens": 0}}
+    info = generate(front, **body, return_logprob=True, logprob_start_len=0)["meta_info"]
+    assert len(info["input_token_logprobs"]) == info["prompt_tokens"] == MAX_LEN
+    assert info["output_token_logprobs"] == []
+    whole = generate(front, **body)
+    events = front.post("/generate", json=body | {"stream": True}).text.split("\n\n")
+    for content in (whole, json.loads(events[-3].removeprefix("data: "))):
+        info = content["meta_info"]
+        assert (content["text"], content["output_ids"], info["completion_tokens"]) == ("", [], 0)
+        assert info["finish_reason"] == {"type": "length", "length": 0}
 
 
 def test_a_stop_string_is_the_match_and_may_be_kept(front: FrontProcess) -> None:
