@@ -48,6 +48,9 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the client's stop string or token, if one ended it
     matched_stop: str | int | None = None  # likewise, or the model's own end-of-sequence token
+    ends: list[int] = field(
+        default_factory=list
+    )  # per token with log-probabilities: how long the text was with it
 
 
 class ClientGone(Exception):  # noqa: N818 - not a fault
@@ -89,7 +92,8 @@ class Generation:
         """
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += max(0, len(output.token_ids) - 1)
-        if len(output.token_ids) <= 1 or not self.ask.stops:
+        is_cut = self.ask.stops or self.ask.request.params.num_logprobs is not None
+        if len(output.token_ids) <= 1 or not is_cut:
             return self._push(output)
         for each in one_by_one(output):
             reason = self._push(each)
@@ -107,7 +111,14 @@ class Generation:
         text = self._detokenizer.push(self._visible(output))
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
-        stop = None
+        reason = self._show(text, output)
+        if output.logprobs:
+            piece.ends.append(len(piece.text))
+        return reason
+
+    def _show(self, text: str, output: RequestOutput) -> FinishReason | None:
+        """Screen what an output's tokens added; return how the choice ended, if it did."""
+        piece, stop = self._piece, None
         if self.num_tokens <= self.ask.request.params.min_tokens:
             piece.text += self._screen.pass_by(text)
         else:
