@@ -19,7 +19,12 @@ from server.api.prompts import encode, render_chat
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
 from server.api.served import ServedModel
-from server.api.structure import check_structure, refuse_second_structure, structure_of
+from server.api.structure import (
+    check_structure,
+    refuse_second_structure,
+    stop_patterns_of,
+    structure_of,
+)
 from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
@@ -201,6 +206,7 @@ class ChatTurn:
             prompt_field="messages",
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
+            patterns=await stop_patterns_of(body, model),
         )
         # The client's structure has no room for calls.
         finds_calls = tools.choice == "auto" and structure is None

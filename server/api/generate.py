@@ -21,7 +21,7 @@ from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import MAX_LOGPROBS, CompletionRequest
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
-from server.api.structure import structure_of
+from server.api.structure import stop_patterns_of, structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
@@ -45,6 +45,7 @@ _FIELD_OF = {  # of sampling_params -> a completion's
                 "min_p",
                 "n",
                 "stop",
+                "stop_regex",
                 "stop_token_ids",
                 "ignore_eos",
                 "logit_bias",
@@ -118,6 +119,7 @@ async def answer_generate(
         prompt_field="input_ids" if body.text is None else "text",
         max_tokens_field=f"{_WHERE}.max_new_tokens",
         structure=await structure_of(fields, model),
+        patterns=await stop_patterns_of(fields, model),
     )
     answer = requests.open(asks[0].request.request_id, asks)
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)

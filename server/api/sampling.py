@@ -13,7 +13,7 @@ from server import errors
 from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
 from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
-from server.front.generations import Ask
+from server.front.generations import Ask, Pattern
 from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed
 
@@ -90,6 +90,7 @@ def asks_for(
     default_max_tokens: int | None = None,
     structure: Structure | None = None,
     num_prompt_logprobs: int | None = None,
+    patterns: tuple[Pattern, ...] = (),
 ) -> list[Ask]:
     """Return n asks per prompt, in the order of the choices' indexes.
 
@@ -107,6 +108,7 @@ def asks_for(
         max_tokens_field: likewise.
         structure: what answers must have, checked (`api.structure`).
         num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
+        patterns: regexes that end answers (`structure.stop_patterns_of`).
 
     Raises:
         ApiError: 400, naming the field.
@@ -155,7 +157,7 @@ def asks_for(
                 arrival_s=0.0,
                 priority=body.priority or 0,
             )
-            asks.append(_ask(body, model, request, stops))
+            asks.append(replace(_ask(body, model, request, stops), patterns=patterns))
     return asks
 
 
@@ -253,7 +255,7 @@ def _sampling(
         )
     tokenizer = model.tokenizer
     vocab_size = tokenizer.vocab_size
-    stop_ids = set(check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size))
+    stop_ids = set(_stop_ids(body, vocab_size))
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
     temperature = float(said("temperature", 1.0))
@@ -275,6 +277,13 @@ def _sampling(
         allowed_token_ids=check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
         bad_words=bad_words_of(body.bad_words, tokenizer),
         logit_bias=logit_bias_of(body.logit_bias, vocab_size),
+    )
+
+
+def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end an answer; one beyond the vocabulary never comes, and SGLang's kits send such ones."""
+    return check_ids(
+        "stop_token_ids", [each for each in body.stop_token_ids or () if each < vocab_size], vocab_size
     )
 
 

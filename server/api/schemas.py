@@ -74,6 +74,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Stops = None  # a string or a list of them; checked in sampling
+    stop_regex: Stops = None  # SGLang's, likewise; checked in structure
     user: str | None = None
     # vLLM's extras
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)

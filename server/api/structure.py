@@ -5,18 +5,23 @@ llama.cpp (json_schema, regex, ebnf, grammar). One request may ask for one struc
 accepted, so what cannot be is a 400 that says why.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
+from scheduler.structure.compiler import StructureError
 from server.api.schemas import UNSET, SamplingFields, json_text
 from server.api.served import ServedModel
 from server.errors import bad_request
+from server.front.generations import Pattern
 
 MAX_CHARS = 1 << 18  # of a schema, regex or grammar
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 10_000
+MAX_STOP_REGEXES = 8
+MAX_STOP_REGEX_CHARS = 512
 _FORMATS = "response_format.type must be one of 'text', 'json_object', 'json_schema'"
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own key in a schema
 
@@ -39,6 +44,36 @@ async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | 
         return None
     await check_structure(asked.structure, model, asked.param)
     return asked.structure
+
+
+async def stop_patterns_of(body: SamplingFields, model: ServedModel) -> tuple[Pattern, ...]:
+    """Return the regexes that end a request's answers, compiled.
+
+    Raises:
+        ApiError: 400, a regex that cannot be used; 429, too many wait that take long to compile.
+    """
+    regexes = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex or []
+    if not isinstance(regexes, list) or not all(isinstance(regex, str) and regex for regex in regexes):
+        raise bad_request(
+            "stop_regex must be a string or a list of strings that are not empty.", "stop_regex"
+        )
+    if len(regexes) > MAX_STOP_REGEXES or any(len(regex) > MAX_STOP_REGEX_CHARS for regex in regexes):
+        raise bad_request(
+            f"stop_regex takes up to {MAX_STOP_REGEXES} regexes of up to {MAX_STOP_REGEX_CHARS} characters.",
+            "stop_regex",
+        )
+    for regex in regexes:  # in a process with limits, before a thread of this one does it
+        await check_structure(Structure("regex", regex), model, "stop_regex")
+    if not regexes:
+        return ()
+    module = importlib.import_module(
+        "scheduler.structure.stop_pattern"
+    )  # only now: llguidance takes 0.1 s to import
+    try:
+        patterns: tuple[Pattern, ...] = await model.run(lambda: module.compile_all(regexes), is_long=True)
+    except StructureError as error:
+        raise bad_request(f"stop_regex {error}.", "stop_regex") from None
+    return patterns
 
 
 async def check_structure(structure: Structure, model: ServedModel, param: str) -> None:
