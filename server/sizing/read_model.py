@@ -24,16 +24,9 @@ from moe.families import UnsupportedModelError, leaves
 from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from scheduler.policy.config import model_length
+from server.model_fields import experts_per_token, field_of, largest
 from server.process.preflight.memory import DEQUANTISED, WeightBytes, weight_bytes
-from server.process.preflight.model import (
-    PreflightError,
-    check_is_moe,
-    check_quantisation,
-    experts_per_token,
-    field_of,
-    largest,
-    read_config,
-)
+from server.process.preflight.model import PreflightError, check_is_moe, check_quantisation, read_config
 from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}

@@ -52,6 +52,7 @@ ORDER = (
         "server.errors",
         "server.interrupts",
         "server.lines",
+        "server.model_fields",
         "server.parent_death",
         "server.roots",
         "server.traces",

@@ -151,7 +151,12 @@ ELSEWHERE: dict[str, Any] = {
 def test_a_form_under_any_api_s_name_binds_or_is_refused(front: FrontProcess, path: str, name: str) -> None:
     word = f"e{name}{path}".replace("_", "").replace("/", "")
     chat = {"messages": [{"role": "user", "content": word}]}
-    of_path = {"/v1/responses": {"input": word}, "/v1/messages": chat, CHAT: chat, "/api/chat": chat}
+    of_path: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": word},
+        "/v1/messages": chat,
+        CHAT: chat,
+        "/api/chat": chat,
+    }
     body = {"model": "tiny", "max_tokens": 2, "stream": False, **of_path.get(path, {"prompt": word})}
     response = front.post(path, json={**body, name: ELSEWHERE[name]})
     if name in OWN[path]:
