@@ -39,9 +39,6 @@ def why_unservable(request: Request, max_model_len: int) -> str | None:
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
         return "the prompt has no tokens; give at least one"
-    if num_tokens >= max_model_len:
-        return (
-            f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} fit, because max_model_len is "
-            f"{max_model_len} and at least one token is generated; shorten the prompt"
-        )
+    if num_tokens > max_model_len:
+        return f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}; shorten the prompt"
     return None

@@ -193,10 +193,12 @@ class Sequence:
         return self.num_left(max_model_len) <= num_more_tokens
 
     def num_left(self, max_model_len: int) -> int:
-        """Tokens that may still be generated before max_tokens or the model's length is reached."""
-        return min(
-            self.request.params.max_tokens - self.num_output_tokens, max_model_len - len(self.token_ids)
-        )
+        """Tokens that may still be generated before max_tokens or the model's length is reached.
+
+        A prompt may fill the model's length: its one token follows from what is there, and is never run itself.
+        """
+        most_tokens = max(max_model_len, self.num_prompt_tokens + 1)
+        return min(self.request.params.max_tokens - self.num_output_tokens, most_tokens - len(self.token_ids))
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Say whether the last token ended the sequence, and why.

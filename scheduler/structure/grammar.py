@@ -22,9 +22,11 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from scheduler.policy.request import Request, Structure
 from scheduler.policy.sequence import Row
 from scheduler.structure.compiler import StructureError, Vocabulary
+from scheduler.structure.schema import enforceable
 
-# Room between the parts of JSON, as much as indented text needs. Without a bound a weak model writes blanks for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Room between the parts of JSON, as much as indented text needs: a few blanks, or one or two line ends and an indentation.
+# Without a bound a weak model writes blanks until max_tokens. llama.cpp's grammars allow one blank, or two line ends and 20 blanks.
+WHITESPACE = r"([\x20\x09]{1,4}|(\x0D?\x0A){1,2}[\x20\x09]{0,64})"
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,  # an object of 500 optional properties
@@ -39,6 +41,11 @@ LIMITS = LLParserLimits(
 MAX_MESSAGE = 500  # characters
 
 _BODY = "structure"
+
+_ONE_OF = (
+    "a value may fit two branches of a oneOf: let them differ by type, by const or enum, or by a required property with "
+    "different constants, or use anyOf"
+)
 
 _OPTIONS = (
     '{"no_forcing": true}'  # else only one spelling is allowed where a text has no choice but its spelling
@@ -71,6 +78,8 @@ def error_of(matcher: LLMatcher) -> str | None:
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
     if error == "NoExtensionBias":
         return "no token of this model can go on with the structure"
+    if error.startswith("oneOf constraints are not supported"):
+        return _ONE_OF
     return _in_one_line(error) if error else None
 
 
@@ -121,8 +130,10 @@ def _json_grammar(schema: Any) -> dict[str, Any]:
     said = schema.get("x-guidance")
     if not isinstance(said, dict | None):
         raise StructureError("x-guidance must be an object")
-    options = {"whitespace_pattern": WHITESPACE}
-    return {"json_schema": {**schema, "x-guidance": {**(options if said is None else said)}}}
+    options = {} if said is None else said
+    if options.get("whitespace_pattern") is None and options.get("whitespace_flexible", True):
+        options = {**options, "whitespace_pattern": WHITESPACE}
+    return {"json_schema": {**enforceable(schema), "x-guidance": options}}
 
 
 def _without_anchors(regex: str) -> str:

@@ -8,7 +8,7 @@ Anthropic's own API refuses such blocks when they are sent back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -178,6 +178,24 @@ class Draft(Protocol):
         ...
 
 
+def token_by_token(piece: Piece) -> list[Piece]:
+    """Cut a piece with log-probabilities into one for each token; the last one has the end."""
+    if len(piece.logprobs) < 2 or len(piece.ends) != len(piece.logprobs):
+        return [piece]
+    starts, last = [0, *piece.ends[:-1]], len(piece.ends) - 1
+    cut = [
+        Piece(piece.text[start:end], [token_id], [logprobs])
+        for start, end, token_id, logprobs in zip(
+            starts, piece.ends, piece.token_ids, piece.logprobs, strict=True
+        )
+    ]
+    text = piece.text[starts[last] :]
+    cut[last] = replace(
+        piece, text=text, token_ids=piece.token_ids[last:], logprobs=piece.logprobs[last:], ends=[]
+    )
+    return cut
+
+
 class DraftChunks:
     """Feeds a draft from the answer's only choice, and encodes its events."""
 
@@ -201,7 +219,10 @@ class DraftChunks:
         return self._draft.begin()
 
     def feed(self, piece: Piece) -> list[Event]:
-        """Let the draft grow by a piece."""
+        """Let the draft grow by a piece; token by token, if it has log-probabilities that are to be found again."""
+        return [event for each in token_by_token(piece) for event in self._feed(each)]
+
+    def _feed(self, piece: Piece) -> list[Event]:
         deltas = list(self._parser.push(piece))
         if piece.finish_reason is None:
             return self._draft.push(deltas, piece)

@@ -15,11 +15,17 @@ from server.api.answer_json import usage_of
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
 from server.api.parsers.reader import decode_json
 from server.api.parsers.registry import Markup
-from server.api.prompts import encode, render_chat, template_messages
+from server.api.prompts import encode, render_chat
 from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import ChatRequest
 from server.api.served import ServedModel
-from server.api.structure import check_structure, refuse_second_structure, structure_of
+from server.api.structure import (
+    check_structure,
+    refuse_second_structure,
+    stop_patterns_of,
+    structure_of,
+)
+from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
@@ -200,6 +206,7 @@ class ChatTurn:
             prompt_field="messages",
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
+            patterns=await stop_patterns_of(body, model),
         )
         # The client's structure has no room for calls.
         finds_calls = tools.choice == "auto" and structure is None
@@ -223,7 +230,7 @@ class ChatTurn:
         last = self.body.messages[-1]
         if not self.body.echo or last.role != "assistant":
             return ""
-        return str(template_messages([last])[0].get("content") or "")
+        return text_of(template_messages([last])[0].get("content"))
 
     def message(self, index: int, piece: Piece) -> AnswerMessage:
         """Read a whole choice. A call that must be made and was cut off is none: its arguments are no JSON."""

@@ -16,7 +16,7 @@ from server.api.sampling import asks_for, count_of, refuse_unserved
 from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, JsonChunks, collect, json_answer
-from server.api.structure import structure_of
+from server.api.structure import stop_patterns_of, structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
@@ -66,6 +66,7 @@ async def answer_completion(
         prompt_field="prompt",
         num_prompt_logprobs=body.logprobs if body.echo else None,
         structure=structure,
+        patterns=await stop_patterns_of(body, model),
     )
     answer = requests.open(request_id, asks)
     chunks = CompletionChunks(answer, body, name, model)
@@ -77,10 +78,9 @@ async def answer_completion(
 
 
 def _max_tokens(body: CompletionRequest) -> int | None:
-    """Return how many tokens are generated: 1, not shown, where 0 are wanted; a prompt that is cut to fit leaves room for the
-    default."""
+    """Return how many tokens are wanted; a prompt that is cut to fit leaves room for the default."""
     if body.max_tokens is not None:
-        return max(1, body.max_tokens)
+        return body.max_tokens
     return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
 
 

@@ -21,7 +21,7 @@ from server.api.sampling import asks_for, refuse_unserved
 from server.api.schemas import MAX_LOGPROBS, CompletionRequest
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
-from server.api.structure import structure_of
+from server.api.structure import stop_patterns_of, structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
@@ -45,6 +45,7 @@ _FIELD_OF = {  # of sampling_params -> a completion's
                 "min_p",
                 "n",
                 "stop",
+                "stop_regex",
                 "stop_token_ids",
                 "ignore_eos",
                 "logit_bias",
@@ -118,10 +119,18 @@ async def answer_generate(
         prompt_field="input_ids" if body.text is None else "text",
         max_tokens_field=f"{_WHERE}.max_new_tokens",
         structure=await structure_of(fields, model),
+        patterns=await stop_patterns_of(fields, model),
     )
     answer = requests.open(asks[0].request.request_id, asks)
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    json = _GenerateJson(answer, body, request_id, model.tokenizer, is_list=is_list or len(asks) > 1)
+    json = _GenerateJson(
+        answer,
+        body,
+        request_id,
+        model.tokenizer,
+        is_list=is_list or len(asks) > 1,
+        only_scores=fields.max_tokens == 0,
+    )
     if body.stream:
         return EventStream(answer, json)
     choices = await collect(answer, http)
@@ -170,11 +179,18 @@ class _GenerateJson:
     """The JSON of an answer, whole or in events."""
 
     def __init__(
-        self, answer: Answer, body: GenerateRequest, request_id: str, tokenizer: Tokenizer, *, is_list: bool
+        self,
+        answer: Answer,
+        body: GenerateRequest,
+        request_id: str,
+        tokenizer: Tokenizer,
+        *,
+        is_list: bool,
+        only_scores: bool = False,
     ) -> None:
-        """Args: is_list: there may be several objects."""
+        """Args: is_list: there may be several objects; only_scores: no tokens are wanted, and what was made is hidden."""
         self._answer, self._body, self._tokenizer = answer, body, tokenizer
-        self._request_id, self._is_list = request_id, is_list
+        self._request_id, self._is_list, self._only_scores = request_id, is_list, only_scores
         self._so_far = [Choice() for _ in answer.generations]
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -200,6 +216,8 @@ class _GenerateJson:
         return b""
 
     def _object(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        if self._only_scores:
+            choice = Choice(last=Piece(finish_reason=choice.finish_reason and FinishReason.LENGTH))
         request = generation.ask.request
         name = f"{self._request_id}_{generation.index}" if self._is_list else self._request_id
         info: dict[str, Any] = {

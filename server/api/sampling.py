@@ -10,10 +10,10 @@ from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
 from server import errors
-from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields
+from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
 from server.api.served import ServedModel
 from server.errors import ApiError, bad_request
-from server.front.generations import Ask
+from server.front.generations import Ask, Pattern
 from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed
 
@@ -56,6 +56,7 @@ def refuse_unserved(body: SamplingFields) -> None:
         ApiError: 400, naming the field.
     """
     extra = body.model_extra or {}
+    refuse_foreign(extra, form="response_format", stop="stop")
     for name, harmless in _UNSERVED.items():
         value = extra.get(name)
         is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
@@ -89,6 +90,7 @@ def asks_for(
     default_max_tokens: int | None = None,
     structure: Structure | None = None,
     num_prompt_logprobs: int | None = None,
+    patterns: tuple[Pattern, ...] = (),
 ) -> list[Ask]:
     """Return n asks per prompt, in the order of the choices' indexes.
 
@@ -97,7 +99,7 @@ def asks_for(
         model: what is served.
         prompts: token ids, not empty.
         request_id: the ranks' ids begin with it.
-        max_tokens: None is the default.
+        max_tokens: None is the default; 0 scores the prompt, which may fill the context: a rank makes one token, to be hidden.
         default_max_tokens: of each choice, less where the context ends before; None: the checkpoint's max_new_tokens where it
             has one, else up to the context's end.
         num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
@@ -106,6 +108,7 @@ def asks_for(
         max_tokens_field: likewise.
         structure: what answers must have, checked (`api.structure`).
         num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
+        patterns: regexes that end answers (`structure.stop_patterns_of`).
 
     Raises:
         ApiError: 400, naming the field.
@@ -129,7 +132,9 @@ def asks_for(
     asks: list[Ask] = []
     for whole_prompt in prompts:
         max_len = model.max_len()
-        prompt_ids = truncated(body, whole_prompt, max_len - (max_tokens or 1), max_len=max_len)
+        prompt_ids = truncated(
+            body, whole_prompt, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len
+        )
         room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
         if max_tokens is None:
             room = min(room, default_max_tokens or model.sampling_defaults.get("max_new_tokens") or room)
@@ -152,7 +157,7 @@ def asks_for(
                 arrival_s=0.0,
                 priority=body.priority or 0,
             )
-            asks.append(_ask(body, model, request, stops))
+            asks.append(replace(_ask(body, model, request, stops), patterns=patterns))
     return asks
 
 
@@ -219,11 +224,11 @@ def _room(
     num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
 ) -> int:
     """Return how many tokens may be generated."""
-    room = max_len - num_prompt_tokens
-    if room < 1 or (max_tokens is not None and max_tokens > room):
-        to_change = prompt_field if room < 1 else max_tokens_field
-        raise errors.too_long(num_prompt_tokens, max_len, max_tokens, to_change)
-    return room if max_tokens is None else max_tokens
+    room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
+    if room < least or (max_tokens is not None and max_tokens > room):
+        to_change = prompt_field if room < least else max_tokens_field
+        raise errors.too_long(num_prompt_tokens, max_len, max_tokens or None, to_change)
+    return room if max_tokens is None else max(1, max_tokens)
 
 
 def _sampling(
@@ -250,7 +255,7 @@ def _sampling(
         )
     tokenizer = model.tokenizer
     vocab_size = tokenizer.vocab_size
-    stop_ids = set(check_ids("stop_token_ids", body.stop_token_ids or (), vocab_size))
+    stop_ids = set(_stop_ids(body, vocab_size))
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
     temperature = float(said("temperature", 1.0))
@@ -272,6 +277,13 @@ def _sampling(
         allowed_token_ids=check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
         bad_words=bad_words_of(body.bad_words, tokenizer),
         logit_bias=logit_bias_of(body.logit_bias, vocab_size),
+    )
+
+
+def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end an answer; one beyond the vocabulary never comes, and SGLang's kits send such ones."""
+    return check_ids(
+        "stop_token_ids", [each for each in body.stop_token_ids or () if each < vocab_size], vocab_size
     )
 
 

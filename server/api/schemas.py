@@ -1,6 +1,8 @@
 """What clients may send, as pydantic models. Unknown keys are accepted and ignored, as vLLM does.
 
-A key that is known but not served is refused by name (`sampling.refuse_unserved`). None always means: not said.
+A key that is known but not served is refused by name (`sampling.refuse_unserved`), and so is one by which another API asks
+for a structure or says where an answer stops (`refuse_foreign`): an answer that ignores it looks like one that obeys. None
+always means: not said.
 """
 
 import json
@@ -21,6 +23,13 @@ MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
 MAX_BAD_WORDS = 128
 MAX_ALLOWED_IDS = 4096  # vLLM takes 1,024; every choice carries its own to its rank
 
+UNSET: tuple[Any, ...] = (None, {}, "", [])  # what clients send where they ask for nothing
+_FORMS_ELSEWHERE = (  # by which APIs ask for a structure; an endpoint's own ones are among its declared fields
+    *("format", "output_config", "output_format", "response_format", "structured_outputs", "text"),
+    *("guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex"),
+    *("ebnf", "grammar", "json_schema", "regex"),
+)
+_STOPS_ELSEWHERE = ("stop", "stop_regex", "stop_sequences", "stop_token_ids")
 ChatMessage = dict[str, Any]  # a message that another API's became, before it is checked
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked by hand, for better words than a union's; described here for /openapi.json.
@@ -65,6 +74,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Stops = None  # a string or a list of them; checked in sampling
+    stop_regex: Stops = None  # SGLang's, likewise; checked in structure
     user: str | None = None
     # vLLM's extras
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
@@ -94,6 +104,12 @@ class SamplingFields(BaseModel):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    guided_json_object: bool | None = None
+    # SGLang's and llama.cpp's names for the form
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
 
 
 class Message(BaseModel):
@@ -177,6 +193,27 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
         first = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"])
         raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
+
+
+def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:
+    """Refuse fields that other APIs have for what this one has under another name.
+
+    Args:
+        extra: the fields that the endpoint does not declare.
+        form: the endpoint's own field for a structure.
+        stop: its own field for what ends an answer.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    for names, own in ((_FORMS_ELSEWHERE, form), (_STOPS_ELSEWHERE, stop)):
+        for name in names:
+            value = (extra or {}).get(name)
+            if isinstance(value, dict) and name in ("output_config", "text"):
+                value = value.get("format")  # what else they say binds nothing
+            is_text = isinstance(value, dict) and value.get("type") == "text"
+            if value not in UNSET and value is not False and not is_text:
+                raise bad_request(f"{name} is not a field of this endpoint; use {own}.", name)
 
 
 def check_num_parts(contents: Iterable[Any], param: str) -> None:

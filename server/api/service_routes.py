@@ -44,12 +44,14 @@ def service_routes(
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]] = tuple,
     forget_prefixes: Callable[[], None] = lambda: None,
+    target_itl_ms: float | None = None,
 ) -> APIRouter:
     """Return the endpoints' routes.
 
     Args:
         facts: of the ranks that are attached.
         forget_prefixes: tells all ranks.
+        target_itl_ms: the time between two tokens that steps with prompts keep to; None: no such time is set.
     """
     router = new_router()
 
@@ -75,7 +77,15 @@ def service_routes(
         """Show the tokenizer's configuration and its chat template."""
         return model.tokenizer.configuration()
 
-    _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks, facts=facts)
+    _add_sglang_routes(
+        router,
+        model,
+        requests,
+        version=version,
+        num_ranks=num_ranks,
+        facts=facts,
+        target_itl_ms=target_itl_ms,
+    )
 
     _add_cache_routes(router, forget_prefixes)
 
@@ -129,6 +139,7 @@ def _add_sglang_routes(
     version: str,
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]],
+    target_itl_ms: float | None,
 ) -> None:
     """Add what SGLang's clients ask a server."""
     health = _GenerationCheck(requests)
@@ -163,6 +174,7 @@ def _add_sglang_routes(
             "device": ranks[0].device if ranks else None,
             "page_size": ranks[0].block_tokens if ranks else None,
             "chunked_prefill_size": ranks[0].max_num_batched_tokens if ranks else None,
+            "target_itl_ms": target_itl_ms,
             "max_total_num_tokens": sum(rank.num_blocks * rank.block_tokens for rank in ranks),
             "max_running_requests": sum(rank.max_num_seqs for rank in ranks),
             "internal_states": [_state(rank) for rank in ranks],

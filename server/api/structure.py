@@ -1,22 +1,27 @@
-"""From response_format, structured_outputs and guided_* to the structure that an answer must have.
+"""From response_format, structured_outputs, guided_* and others to the structure that an answer must have.
 
-OpenAI's response_format, vLLM's structured_outputs, and the guided_* fields that vLLM had before. One request may ask
-for one structure; it is compiled before the request is accepted, so what cannot be is a 400 that says why.
+OpenAI's response_format, vLLM's structured_outputs, the guided_* fields that vLLM had before, and the fields of SGLang and
+llama.cpp (json_schema, regex, ebnf, grammar). One request may ask for one structure; it is compiled before the request is
+accepted, so what cannot be is a 400 that says why.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
-from server.api.schemas import SamplingFields, json_text
+from scheduler.structure.compiler import StructureError
+from server.api.schemas import UNSET, SamplingFields, json_text
 from server.api.served import ServedModel
 from server.errors import bad_request
+from server.front.generations import Pattern
 
 MAX_CHARS = 1 << 18  # of a schema, regex or grammar
 MAX_DEPTH = 64  # of a schema
 MAX_CHOICES = 10_000
-_UNSET: tuple[Any, ...] = (None, {}, "", [])
+MAX_STOP_REGEXES = 8
+MAX_STOP_REGEX_CHARS = 512
 _FORMATS = "response_format.type must be one of 'text', 'json_object', 'json_schema'"
 _COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own key in a schema
 
@@ -39,6 +44,36 @@ async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | 
         return None
     await check_structure(asked.structure, model, asked.param)
     return asked.structure
+
+
+async def stop_patterns_of(body: SamplingFields, model: ServedModel) -> tuple[Pattern, ...]:
+    """Return the regexes that end a request's answers, compiled.
+
+    Raises:
+        ApiError: 400, a regex that cannot be used; 429, too many wait that take long to compile.
+    """
+    regexes = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex or []
+    if not isinstance(regexes, list) or not all(isinstance(regex, str) and regex for regex in regexes):
+        raise bad_request(
+            "stop_regex must be a string or a list of strings that are not empty.", "stop_regex"
+        )
+    if len(regexes) > MAX_STOP_REGEXES or any(len(regex) > MAX_STOP_REGEX_CHARS for regex in regexes):
+        raise bad_request(
+            f"stop_regex takes up to {MAX_STOP_REGEXES} regexes of up to {MAX_STOP_REGEX_CHARS} characters.",
+            "stop_regex",
+        )
+    for regex in regexes:  # in a process with limits, before a thread of this one does it
+        await check_structure(Structure("regex", regex), model, "stop_regex")
+    if not regexes:
+        return ()
+    module = importlib.import_module(
+        "scheduler.structure.stop_pattern"
+    )  # only now: llguidance takes 0.1 s to import
+    try:
+        patterns: tuple[Pattern, ...] = await model.run(lambda: module.compile_all(regexes), is_long=True)
+    except StructureError as error:
+        raise bad_request(f"stop_regex {error}.", "stop_regex") from None
+    return patterns
 
 
 async def check_structure(structure: Structure, model: ServedModel, param: str) -> None:
@@ -93,15 +128,21 @@ def asked_structure(body: SamplingFields) -> WantedStructure | None:
 
 
 def _asked(body: SamplingFields) -> Iterator[WantedStructure]:
-    if body.response_format not in _UNSET:
+    if body.response_format not in UNSET:
         structure = _from_response_format(body.response_format)
         if structure is not None:
             yield WantedStructure("response_format", structure)
-    if body.structured_outputs not in _UNSET:
+    if body.structured_outputs not in UNSET:
         yield from _from_fields(_object(body.structured_outputs, "structured_outputs"), "structured_outputs.")
-    yield from _from_fields(
-        {name: getattr(body, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}, "guided_"
-    )
+    older = {
+        name: getattr(body, f"guided_{name}")
+        for name in ("json", "regex", "choice", "grammar", "json_object")
+    }
+    yield from _from_fields(older, "guided_")
+    for name, read in _PEERS_FIELDS.items():
+        value = getattr(body, name)
+        if value not in UNSET:
+            yield WantedStructure(name, read(value, name))
 
 
 def _from_response_format(value: Any) -> Structure | None:
@@ -110,6 +151,8 @@ def _from_response_format(value: Any) -> Structure | None:
     if kind == "text":
         return None
     if kind == "json_object":
+        if value.get("schema") is not None:  # llama.cpp's, and other servers'
+            return _json(value["schema"], "response_format.schema")
         return Structure("json_object")
     if kind == "json_schema":
         if value.get("json_schema") is None:
@@ -126,8 +169,14 @@ def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[WantedStruc
     for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
         if fields.get(name):
             raise bad_request(f"{prefix}{name} is not supported; leave it out.", f"{prefix}{name}")
+    unknown = [name for name, value in fields.items() if name not in _KNOWN and value not in UNSET]
+    if unknown:
+        raise bad_request(
+            f"{prefix}{unknown[0]} is unknown; use one of {', '.join(_READERS)}, json_object.",
+            f"{prefix}{unknown[0]}",
+        )
     is_compact = bool(fields.get("disable_any_whitespace"))
-    unset = _UNSET if prefix == "guided_" else (None,)  # clients of the older fields send empty ones
+    unset = UNSET if prefix == "guided_" else (None,)  # clients of the older fields send empty ones
     for name, read in _READERS.items():
         if fields.get(name) not in unset:
             structure = read(fields[name], f"{prefix}{name}")
@@ -181,6 +230,17 @@ _READERS: Mapping[str, Callable[[Any, str], Structure]] = {
     "json": _json,
     "regex": _regex,
     "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+_KNOWN = {*_READERS, "json_object", "disable_any_whitespace", "_backend", "_backend_was_auto"} | {
+    *("structural_tag", "whitespace_pattern", "disable_additional_properties")
+}
+_PEERS_FIELDS: Mapping[str, Callable[[Any, str], Structure]] = {  # SGLang's and llama.cpp's
+    "json_schema": _json,
+    "regex": _regex,
+    "ebnf": _grammar,
     "grammar": _grammar,
 }
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.policy.request import Structure
+from scheduler.structure.schema import relocated
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
 from server.api.parsers.tag_calls import ArgumentTypes
@@ -66,9 +67,10 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
         ApiError: 400, naming the field.
     """
     choice, tools = body.tool_choice, body.tools
-    if tools is None and choice not in (None, "none"):
+    may_be_without = (None, "none") if tools is None else (None, "none", "auto")
+    if not tools and choice not in may_be_without:
         raise bad_request(
-            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called.",
+            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called, and there are none.",
             "tool_choice",
         )
     if not tools or choice == "none":
@@ -155,19 +157,7 @@ def _list_schema(parameters: Mapping[str, Mapping[str, Any]], *, parallel: bool)
         **({} if parallel else {"maxItems": 1}),
         "items": {"anyOf": calls},
         "$defs": {
-            str(number): _moved(schema, f"#/$defs/{number}")
+            str(number): relocated(schema, f"#/$defs/{number}")
             for number, schema in enumerate(parameters.values())
         },
     }
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """Return a schema whose references start at a new root."""
-    if isinstance(schema, Mapping):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, root)
-            for key, value in schema.items()
-        }
-    return [_moved(each, root) for each in schema] if isinstance(schema, list) else schema

@@ -20,7 +20,8 @@ from server.doctor.links import STAGE_S, Gathers, listening, measure, reach
 from server.doctor.meeting import SAY_AFTER_S
 from server.doctor.report import Check, CheckStatus, as_json, failure, from_json, not_here, ok
 from server.lines import say
-from server.process.preflight.model import experts_per_token, field_of, largest, num_experts, read_config
+from server.model_fields import experts_per_token, field_of, largest, num_experts
+from server.process.preflight.model import read_config
 from server.roots import WIDEEP_COMMAND
 
 TRIAL_COMMAND = (*WIDEEP_COMMAND, "dispatch-trial")

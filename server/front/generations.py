@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from server.errors import ApiError
@@ -26,12 +26,31 @@ class Asker(NamedTuple):
 NOBODY = Asker()
 
 
+class Follower(Protocol):
+    """A regex that follows one growing text."""
+
+    def push(self, text: str) -> int | None:
+        """Return how many characters of a text end the first match, None if it goes on."""
+        ...
+
+
+class Pattern(Protocol):
+    """A regex that ends a text, compiled: `scheduler.structure.stop_pattern` has it."""
+
+    regex: str
+
+    def open(self) -> Follower:
+        """Return one that is at the beginning."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """One choice as the client wants it: what goes to the rank, and how its tokens become text."""
 
     request: Request
     stops: tuple[str, ...] = ()
+    patterns: tuple[Pattern, ...] = ()  # what they match is shown, and ends the text
     include_stop: bool = False  # show the stop string or token that ended the text
     skip_special_tokens: bool = True
     hidden_ids: frozenset[int] = frozenset()  # special tokens that are not shown although others are
@@ -48,6 +67,9 @@ class Piece:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the client's stop string or token, if one ended it
     matched_stop: str | int | None = None  # likewise, or the model's own end-of-sequence token
+    ends: list[int] = field(
+        default_factory=list
+    )  # per token with log-probabilities: how long the text was with it
 
 
 class ClientGone(Exception):  # noqa: N818 - not a fault
@@ -80,6 +102,7 @@ class Generation:
             decoder, ask.request.prompt_ids, skip_special_tokens=ask.skip_special_tokens
         )
         self._screen = StopScreen(ask.stops, include_stop=ask.include_stop)
+        self._followers = [(pattern.regex, pattern.open()) for pattern in ask.patterns]
         self._piece = Piece()
 
     def push(self, output: RequestOutput) -> FinishReason | None:
@@ -89,7 +112,8 @@ class Generation:
         """
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += max(0, len(output.token_ids) - 1)
-        if len(output.token_ids) <= 1 or not self.ask.stops:
+        is_cut = self.ask.stops or self.ask.patterns or self.ask.request.params.num_logprobs is not None
+        if len(output.token_ids) <= 1 or not is_cut:
             return self._push(output)
         for each in one_by_one(output):
             reason = self._push(each)
@@ -107,18 +131,34 @@ class Generation:
         text = self._detokenizer.push(self._visible(output))
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
-        stop = None
-        if self.num_tokens <= self.ask.request.params.min_tokens:
-            piece.text += self._screen.pass_by(text)
+        reason = self._show(text, output)
+        if output.logprobs:
+            piece.ends.append(len(piece.text))
+        return reason
+
+    def _show(self, text: str, output: RequestOutput) -> FinishReason | None:
+        """Screen what an output's tokens added; return how the choice ended, if it did."""
+        piece, stop = self._piece, None
+        is_early = self.num_tokens <= self.ask.request.params.min_tokens
+        if is_early:
+            shown = self._screen.pass_by(text)
         else:
             shown, stop = self._screen.push(text)
-            piece.text += shown
-        if stop is not None:
-            piece.stop_reason = piece.matched_stop = stop
-            return FinishReason.STOP
-        if output.finish_reason is not None:
-            piece.text += self._screen.flush()
-        return output.finish_reason
+        if stop is None and output.finish_reason is not None:
+            shown += self._screen.flush()
+        at, regex = self._first_match(shown)
+        if regex is not None and not is_early:
+            shown, stop = shown[:at], regex
+        piece.text += shown
+        if stop is None:
+            return output.finish_reason
+        piece.stop_reason = piece.matched_stop = stop
+        return FinishReason.STOP
+
+    def _first_match(self, text: str) -> tuple[int, str | None]:
+        """Let the regexes follow a text; return where the first of them that matches ends it."""
+        ends = [(follower.push(text), regex) for regex, follower in self._followers]
+        return min(((at, regex) for at, regex in ends if at is not None), default=(len(text), None))
 
     def _take_beginning(self, output: RequestOutput) -> None:
         """Take what comes with the first token, which another rank's first one, after a replay, is not."""

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput
+from scheduler.structure.compiler import StructureError
 from server import errors
 from server.errors import ApiError
 from server.front.admission import Admission
@@ -307,6 +308,10 @@ class Requests:
         """Feed one answer; an error of ours on the way ends that one only, not its rank and all that the rank serves."""
         try:
             self._feed(generation, output, now_s)
+        except StructureError as error:
+            self._abort(
+                generation, FinishReason.ERROR, errors.bad_request(f"stop_regex: {error}.", "stop_regex")
+            )
         except Exception as error:  # noqa: BLE001 - as its docstring says
             _LOG.exception("request %s failed", output.request_id)
             if not generation.finished:

@@ -6,16 +6,18 @@ there is one: decoding takes 2.5 us there against 8 us (measured), encoding 13 u
 before it imports this (see `front_main`); transformers then costs 65 MB and 1.3 s instead of 245 MB and 5 s. Rejected:
 the `tokenizers` package alone, which is lighter still (16 MB) but encodes some families' prompts differently.
 
-Templates do not declare what they take. One that loops over a message's content and never asks whether it is a string
-wants a list of parts (vLLM detects this from the syntax tree, too); every other gets text. One that never mentions
-`tools` would drop them in silence.
+Templates do not declare what they take. Which content a role may have is probed (`template_probe`); where that fails, one
+that loops over a message's content and never asks whether it is a string wants a list of parts, and every other text. One
+that never mentions `tools` would drop them in silence, and so would many with the role `developer` (vLLM's rule: a template
+that does not name it does not know it).
 """
 
 import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,12 @@ from scheduler.structure.compiler import Vocabulary
 from server.front.published import kimi_tools
 from server.front.published.kimi_tokenizer import byte_level_alphabet, is_kimi, is_long, parts_of
 from server.front.published.tokenizer_files import load_tokenizer
+from server.front.template_probe import ContentForm, content_forms, shows_instructions
 
 DEEPSEEK_V32 = "deepseek_v32"  # its type, and its mode of the tokenizer
 _DEEPSEEK_V32_TEMPLATE = Path(__file__).parent / "published" / "deepseek_v32.jinja"
 _CALLS = "tool_calls"
+_DEVELOPER = re.compile(r"""(["'])developer\1""")
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag; parsed without it
 
 
@@ -42,6 +46,17 @@ class TemplateFacts:
     wants_parts: bool = False
     knows_tools: bool = False
     knows_calls: bool = False  # of a history's messages
+    knows_developer: bool = False  # the role; below, its messages are system messages
+    forms: Mapping[str, ContentForm] = field(
+        default_factory=dict
+    )  # of content, by role, as far as it was probed
+    takes_two_systems: bool = True  # messages, at the head
+    takes_late_systems: bool = True  # between the turns
+
+    def form_of(self, role: str) -> ContentForm:
+        """Return what the content of a role's messages may be."""
+        form = self.forms.get("system" if role == "developer" else role)
+        return form or (ContentForm.PARTS if self.wants_parts else ContentForm.TEXT)
 
 
 def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
@@ -55,16 +70,24 @@ def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
             wants_parts=default.wants_parts,
             knows_tools=default.knows_tools or "tool_use" in template,
             knows_calls=default.knows_calls or "tool_use" in template,
+            knows_developer=default.knows_developer,
         )
+    knows_calls, knows_developer = _CALLS in template, _DEVELOPER.search(template) is not None
     try:
         tree = parse_template(template)
     except jinja2.TemplateSyntaxError:  # an extension that only the rendering side has
-        return TemplateFacts(text=template, knows_tools="tools" in template, knows_calls=_CALLS in template)
+        return TemplateFacts(
+            text=template,
+            knows_tools="tools" in template,
+            knows_calls=knows_calls,
+            knows_developer=knows_developer,
+        )
     return TemplateFacts(
         text=template,
         wants_parts=_wants_parts(tree),
         knows_tools=any(name.name == "tools" for name in tree.find_all(nodes.Name)),
-        knows_calls=_CALLS in template,
+        knows_calls=knows_calls,
+        knows_developer=knows_developer,
     )
 
 
@@ -80,11 +103,13 @@ def parse_template(template: str) -> nodes.Template:
 
 def _wants_parts(tree: nodes.Template) -> bool:
     """Tell whether content is looped over, and never asked whether it is text."""
-    names = {"content"} | {
-        assign.target.name
-        for assign in tree.find_all(nodes.Assign)
-        if isinstance(assign.target, nodes.Name) and _is_content(assign.node, set())
-    }
+    values: dict[str, list[bool]] = {}
+    for assign in tree.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name):
+            name = assign.target.name
+            values.setdefault(name, []).append(_is_content(assign.node, {name}))
+    # One that is content here and something else there, such as calls, says nothing.
+    names = {"content"} | {name for name, are_content in values.items() if all(are_content)}
     asks = any(test.name == "string" and _is_content(test.node, names) for test in tree.find_all(nodes.Test))
     return not asks and any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
 
@@ -155,7 +180,7 @@ class Tokenizer:
         self._byte_of = (
             {char: byte for byte, char in byte_level_alphabet().items()} if self._is_byte_level() else None
         )
-        self.template = facts_of(self._hf.chat_template)
+        self.template = self._template_facts()
         self.special_ids = self._find_special_ids()
 
     @property
@@ -279,6 +304,31 @@ class Tokenizer:
             },
             "chat_template": self._hf.chat_template,
         }
+
+    def _template_facts(self) -> TemplateFacts:
+        facts, render = facts_of(self._hf.chat_template), self._render_probe
+        if not facts.text:
+            return facts
+        facts = replace(facts, forms=content_forms(render))
+        shows = partial(shows_instructions, render, facts.form_of("system"))
+        knows = facts.knows_developer and shows("developer") is not False
+        roles = ("system", "developer") if knows else ("system",)
+        return replace(
+            facts,
+            knows_developer=knows,
+            takes_two_systems=all(shows("system", role) is not False for role in roles),
+            takes_late_systems=all(
+                shows(*before, role, is_late=True) is not False
+                for role in roles
+                for before in ((), ("system",))
+            ),
+        )
+
+    def _render_probe(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self.render_chat(messages)
+        except ChatTemplateError:
+            return None
 
     def _is_byte_level(self) -> bool:
         """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""

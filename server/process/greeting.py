@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server.model_fields import field_of
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
 from server.process.preflight.memory import rank_bytes
-from server.process.preflight.model import field_of, read_config
+from server.process.preflight.model import read_config
 from server.process.preflight.probe import Capacity, reachable_host
 
 

@@ -193,6 +193,7 @@ class HttpService:
                 num_ranks=self._ranks.num_ranks,
                 forget_prefixes=self._ranks.forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
+                target_itl_ms=options.target_itl_ms,
             ),
             placement_routes(self.placement, options.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),

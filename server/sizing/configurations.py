@@ -22,7 +22,8 @@ from moe.load.quantisation import (
     read_quantisation,
 )
 from scheduler.policy.config import ConfigError
-from server.process.preflight.model import PreflightError, check_is_moe, field_of, read_config
+from server.model_fields import field_of
+from server.process.preflight.model import PreflightError, check_is_moe, read_config
 from server.sizing.fit import SizeError
 from server.sizing.flags import SizeOptions, add_size_parser
 from server.sizing.read_model import ReadModel, read_model

@@ -26,16 +26,9 @@ from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
+from server.model_fields import experts_per_token, field_of, largest
 from server.process.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
-from server.process.preflight.model import (
-    PreflightError,
-    check_is_moe,
-    check_quantisation,
-    experts_per_token,
-    field_of,
-    largest,
-    read_config,
-)
+from server.process.preflight.model import PreflightError, check_is_moe, check_quantisation, read_config
 from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}

@@ -1,6 +1,6 @@
 """A /v1/messages request: its fields, its content blocks as chat messages, and the chat request that asks for the same.
 
-Unknown keys are accepted and ignored, as Anthropic's newer ones must be.
+Unknown keys are accepted and ignored, as Anthropic's newer ones must be; not those by which other APIs bind an answer.
 """
 
 import json
@@ -15,6 +15,7 @@ from server.api.schemas import (
     ChatMessage,
     ChatRequest,
     check_num_parts,
+    refuse_foreign,
     validated,
 )
 from server.errors import bad_request
@@ -75,6 +76,7 @@ class CountTokensRequest(_Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # of structured-outputs-2025-11-13, now output_config.format
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extra
 
 
@@ -249,6 +251,7 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
+    refuse_foreign(body.model_extra, form="output_config.format", stop="stop_sequences")
     fields = prompt_fields(body) | body.model_dump(include=set(_SAMPLING), exclude_unset=True)
     fields["max_completion_tokens"] = body.max_tokens
     if body.stop_sequences:
@@ -321,13 +324,27 @@ def _output_fields(body: CountTokensRequest) -> dict[str, Any]:
     config = body.output_config
     if config is not None and config.effort is not None:
         fields["reasoning_effort"] = config.effort
-    wanted = config.format if config is not None else None
-    if wanted is not None:
-        if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
-            raise bad_request(
-                "output_config.format must be {'type': 'json_schema', 'schema': {...}}.",
-                "output_config.format",
-            )
-        inner = {"name": "output", "schema": wanted["schema"]}
+    schema = _wanted_schema(body)
+    if schema is not None:
+        inner = {"name": "output", "schema": schema}
         fields["response_format"] = {"type": "json_schema", "json_schema": inner}
     return fields
+
+
+def _wanted_schema(body: CountTokensRequest) -> dict[str, Any] | None:
+    """Return the schema that the answer is bound to, under the field's newer name or the older one."""
+    newer = body.output_config.format if body.output_config is not None else None
+    if newer is not None and body.output_format is not None:
+        raise bad_request(
+            "output_format and output_config.format both ask for a form: leave output_format, the older name, out.",
+            "output_format",
+        )
+    field, wanted = (
+        ("output_config.format", newer) if newer is not None else ("output_format", body.output_format)
+    )
+    if wanted is None:
+        return None
+    schema = wanted.get("schema")
+    if wanted.get("type") != "json_schema" or not isinstance(schema, dict):
+        raise bad_request(f"{field} must be {{'type': 'json_schema', 'schema': {{...}}}}.", field)
+    return schema

@@ -10,6 +10,7 @@ from typing import Any
 from server.api.ollama.answer import timestamp
 from server.api.parsers.registry import NONE
 from server.api.served import ServedModel
+from server.model_fields import experts_per_token, num_experts
 
 _WEIGHTS = "*.safetensors"
 _NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory; clients want a time
@@ -22,8 +23,6 @@ _SIZES = {  # of config.json -> Ollama's names, after the architecture's
     "num_key_value_heads": "attention.head_count_kv",
     "vocab_size": "vocab_size",
 }
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_USED_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +105,11 @@ class ModelCard:
     def _sizes(self) -> dict[str, Any]:
         family = str(self.config.get("model_type", ""))
         sizes = {name: self.config[key] for key, name in _SIZES.items() if self.config.get(key) is not None}
-        for name, keys in (("expert_count", _EXPERTS), ("expert_used_count", _USED_EXPERTS)):
-            found = [self.config[key] for key in keys if self.config.get(key) is not None]
-            sizes |= {name: found[0]} if found else {}
+        for name, count in (
+            ("expert_count", num_experts(self.config)),
+            ("expert_used_count", experts_per_token(self.config)),
+        ):
+            sizes |= {name: count} if count else {}
         return {
             "general.architecture": family,
             f"{family}.context_length": self.model.max_len(),

@@ -13,7 +13,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from server.api.parsers.registry import NONE
-from server.api.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, CompletionRequest, SamplingFields
+from server.api.schemas import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    refuse_foreign,
+)
 from server.api.served import ServedModel
 from server.errors import bad_request
 from server.http.routes import refusal
@@ -70,7 +77,7 @@ _KeepAlive = Annotated[
 
 
 class _Body(BaseModel):
-    """What both endpoints take. Unknown keys are accepted and ignored, as Ollama does."""
+    """What both endpoints take. Unknown keys are accepted and ignored, as Ollama does, but for those that bind an answer."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -147,6 +154,16 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     return _validated(CompletionRequest, {"prompt": body.prompt} | _shared_fields(body, model))
 
 
+def check_fields(body: _Body) -> None:
+    """Refuse fields that would be silently ignored; before `own_name`, for these are in nobody else's words.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    _refuse_unserved(body.model_extra or {}, "")
+    refuse_foreign(body.model_extra, form="format", stop="options.stop")
+
+
 def own_name(param: str) -> str:
     """Return the name under which Ollama has a field of a chat or a completion."""
     for pattern, name in _OWN_NAMES:
@@ -161,7 +178,6 @@ def own_prompt_name(param: str) -> str:
 
 
 def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
-    _refuse_unserved(body.model_extra or {}, "")
     return {
         "model": served_name(body.model, model),
         "stream": body.stream is not False,

@@ -24,6 +24,7 @@ from server.api.ollama.request import (
     OllamaChat,
     OllamaPrompt,
     chat_request,
+    check_fields,
     own_name,
     own_prompt_name,
     prompt_request,
@@ -85,6 +86,7 @@ def ollama_routes(
         name = served_name(body.model, model)
         if not body.messages:
             return _loaded(body, name)
+        check_fields(body)
         with named_by(own_name):
             turn = await ChatTurn.open(chat_request(body, model), model, requests, cut_to_fit=True)
         return await _answer(body, turn.answer, turn.parser(0), http, is_chat=True)
@@ -95,6 +97,7 @@ def ollama_routes(
         name = served_name(body.model, model)
         if not body.prompt:
             return _loaded(body, name)
+        check_fields(body)
         with named_by(own_prompt_name):
             if body.raw:
                 answer = await _open_raw(body, model, requests)

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scheduler.policy.request import FinishReason, Logprobs
+from scheduler.policy.request import FinishReason
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.api.parsers.deltas import Delta
 from server.api.responses.request import ResponsesRequest
+from server.api.responses.text_logprobs import TextLogprobs
 from server.errors import ApiError
 from server.front.generations import Piece
 
@@ -39,19 +40,18 @@ class ResponseDraft:
         *,
         temperature: float,
         top_p: float,
-        logprobs_of: Callable[[Sequence[Logprobs]], list[dict[str, Any]]],
+        logprobs: TextLogprobs,
         usage: Callable[[], dict[str, Any]],
         prompt: str = "",
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """Args: usage is asked at the end, logprobs_of as log-probabilities come; prompt is shown where
-        the client wants it."""
+        """Args: logprobs finds those of the output text; usage is asked at the end; prompt is shown where the client
+        wants it."""
         self.response = _head(response_id, body, model, temperature=temperature, top_p=top_p)
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of text blocks
-        self._waiting: list[Logprobs] = []  # of tokens whose text is held back
-        self._logprobs_of = logprobs_of
+        self._of_text = logprobs
         self._usage = usage
         self._number = 0
         self._is_queued = bool(body.background)
@@ -75,14 +75,10 @@ class ResponseDraft:
         if self._raw is not None:
             self._raw.append(piece)
         happened = self._blocks.push(deltas)
-        self._waiting += piece.logprobs
-        texts = [each for each in happened if isinstance(each, Grew) and each.block.kind is BlockKind.TEXT]
-        events: list[Event] = begun
-        for each in happened:
-            logprobs = self._take_logprobs() if texts and each is texts[-1] else []
-            events += self._events_of(each, logprobs)
-        if happened and not texts:
-            self._waiting = []  # of reasoning or a call, which show none
+        self._of_text.push(piece.logprobs)
+        events = [*begun, *(event for each in happened for event in self._events_of(each))]
+        if any(isinstance(each, Grew) for each in happened) and not any(map(_is_text, happened)):
+            self._of_text.drop()  # they became reasoning or a call, which show none
         return events
 
     def finish(self, piece: Piece) -> list[Event]:
@@ -90,7 +86,7 @@ class ResponseDraft:
         cut = piece.finish_reason is FinishReason.LENGTH
         happened = self._blocks.finish()
         last = self._blocks.all[-1] if cut and self._blocks.all else None
-        events = [event for each in happened for event in self._events_of(each, [], cut=cut)]
+        events = [event for each in happened for event in self._events_of(each, cut=cut)]
         self.response["output"] = self._output(last)
         if self._raw is not None:
             text = "".join(each.text for each in self._raw)
@@ -104,7 +100,7 @@ class ResponseDraft:
 
     def cancel(self) -> list[Event]:
         """Return the events of a cancelled response, and keep what there is; no event is documented for it but this."""
-        events = [event for each in self._blocks.finish() for event in self._events_of(each, [], cut=True)]
+        events = [event for each in self._blocks.finish() for event in self._events_of(each, cut=True)]
         self.response["output"] = self._output(self._blocks.all[-1] if self._blocks.all else None)
         self.response["status"] = "cancelled"
         return [*events, self._event("response.incomplete", response=self.response)]
@@ -130,18 +126,12 @@ class ResponseDraft:
             self.response["status"] = "in_progress"
         return [self._event("response.in_progress", response=self.response | {"status": "in_progress"})]
 
-    def _take_logprobs(self) -> list[dict[str, Any]]:
-        waiting, self._waiting = self._waiting, []
-        return self._logprobs_of(waiting) if waiting else []
-
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return event
 
-    def _events_of(
-        self, happened: BlockEvent, logprobs: list[dict[str, Any]], *, cut: bool = False
-    ) -> list[Event]:
+    def _events_of(self, happened: BlockEvent, *, cut: bool = False) -> list[Event]:
         block = happened.block
         if isinstance(happened, Opened):
             self._ids[block.index] = f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}"
@@ -149,8 +139,8 @@ class ResponseDraft:
         if isinstance(happened, Grew):
             about = self._place(block)
             if block.kind is BlockKind.TEXT:
-                about["logprobs"] = logprobs
-                self._logprobs.setdefault(block.index, []).extend(logprobs)
+                about["logprobs"] = self._of_text.take(happened.text)
+                self._of_text.extend(self._logprobs.setdefault(block.index, []), about["logprobs"])
             return [self._event(f"{_DELTAS[block.kind]}.delta", **about, delta=happened.text)]
         assert isinstance(happened, Closed), happened
         return self._closing_events(block, cut=cut)
@@ -198,6 +188,10 @@ class ResponseDraft:
             return item | {"type": "message", "role": "assistant", "content": content}
         call = {"type": "function_call", "call_id": block.call_id, "name": block.name}
         return item | call | {"arguments": "" if opening else block.text}
+
+
+def _is_text(happened: BlockEvent) -> bool:
+    return isinstance(happened, Grew) and happened.block.kind is BlockKind.TEXT
 
 
 def _raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:

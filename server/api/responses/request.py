@@ -18,6 +18,7 @@ from server.api.schemas import (
     ChatRequest,
     SamplingFields,
     check_num_parts,
+    refuse_foreign,
     validated,
 )
 from server.errors import bad_request
@@ -102,6 +103,7 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     if body.background and body.store is False:
         raise bad_request("background can only be used when `store` is true: leave store out.", "background")
     extra = body.model_extra or {}
+    refuse_foreign(extra, form="text.format", stop="stop")
     for name, instead in _UNSERVED.items():
         if extra.get(name):
             raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
@@ -276,8 +278,9 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     fields |= _tool_fields(body)
     response_format = _response_format(body)
     if response_format is not None:
-        if body.structured_outputs:
-            raise bad_request("Cannot specify both structured_outputs and text.format.", "structured_outputs")
+        for name in ("structured_outputs", "response_format"):
+            if getattr(body, name):
+                raise bad_request(f"Cannot specify both {name} and text.format.", name)
         fields["response_format"] = response_format
     fields |= _reasoning_fields(body)
     if _goes_on(body.input, history[-1]):

@@ -21,6 +21,7 @@ from server.api.responses.request import (
     own_name,
     refuse_unserved_responses,
 )
+from server.api.responses.text_logprobs import TextLogprobs
 from server.api.schemas import ChatMessage
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
@@ -156,7 +157,10 @@ def _draft(body: ResponsesRequest, name: str, turn: ChatTurn) -> ResponseDraft:
         name,
         temperature=params.temperature,
         top_p=params.top_p,
-        logprobs_of=lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
+        logprobs=TextLogprobs(
+            lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
+            tokenizer.special_ids.values(),
+        ),
         usage=lambda: _usage(turn),
         prompt=turn.prompt,
         prompt_ids=request.prompt_ids,

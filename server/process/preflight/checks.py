@@ -11,6 +11,7 @@ from typing import Any
 from dispatch.wires.availability import why_not_served_by
 from moe.mtp.names import why_no_mtp
 from scheduler.policy.config import why_no_compiler, why_no_nodes
+from server.model_fields import num_experts
 from server.options.table import Options
 from server.process.preflight.memory import (
     ExpertMemory,
@@ -29,7 +30,6 @@ from server.process.preflight.model import (
     check_is_moe,
     check_length,
     check_quantisation,
-    num_experts,
     read_config,
     read_headers,
     why_unfit,

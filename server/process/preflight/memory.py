@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
 from scheduler.policy.speculative import Method
+from server.model_fields import field_of, largest, num_experts
 from server.options.table import Options
 from server.process.preflight.model import (
     PreflightError,
-    field_of,
-    largest,
-    num_experts,
     read_config,
     read_headers,
     slots_in,

@@ -17,6 +17,7 @@ from typing import Any
 
 from moe.load.quantisation import UnservedQuantisationError, find_configuration, read_quantisation
 from server.lines import is_json, say
+from server.model_fields import EXPERT_COUNT_FIELDS, field_of, largest, num_experts
 from server.options.checkpoint import STORED_METHODS
 from server.options.table import DEMO_MODEL
 
@@ -136,15 +137,6 @@ def _why_not_fetched(error: Exception) -> str:
     return f"the hub did not give it ({type(error).__name__}: {reason})"
 
 
-EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K_FIELDS = (
-    "num_experts_per_tok",
-    "moe_topk",
-    "moe_top_k",
-    "top_k_experts",
-    "moe_k",
-    "num_experts_per_token",
-)
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
@@ -210,28 +202,6 @@ def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
     longest = max(largest(field_of(config, name)) for name in _LENGTH_FIELDS)
     if max_model_len is not None and 0 < longest < max_model_len:
         raise PreflightError(f"--max-model-len is {max_model_len}; the model takes at most {longest} tokens")
-
-
-def num_experts(config: dict[str, Any]) -> int:
-    """Return the routed experts per layer that a config names, 0 where it names none."""
-    return max((largest(field_of(config, name)) for name in EXPERT_COUNT_FIELDS), default=0)
-
-
-def experts_per_token(config: dict[str, Any]) -> int:
-    """Return the routed experts of a token that a config names, 0 where it names none."""
-    return max((largest(field_of(config, name)) for name in _TOP_K_FIELDS), default=0)
-
-
-def field_of(config: dict[str, Any], name: str) -> Any:
-    """Look a field up in the config or, for models of several parts, in its text model's."""
-    parts = (config, config.get("text_config"), config.get("llm_config"))
-    return next((part[name] for part in parts if isinstance(part, dict) and part.get(name) is not None), None)
-
-
-def largest(value: Any) -> int:
-    """Return a count, or the largest of a count per layer."""
-    counts = value if isinstance(value, list) else [value]
-    return max((count for count in counts if isinstance(count, int)), default=0)
 
 
 _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth")

@@ -25,7 +25,7 @@ def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len:
         wanted = request.params.num_prompt_logprobs is not None and not request.replayed_ids
         assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "with the first token, whole"
         assert not any(of_prompt[1:])
-    if len(request.prompt_ids) >= max_model_len:
+    if len(request.prompt_ids) > max_model_len:
         assert (tokens, outputs[-1].finish_reason) == ([], FinishReason.ERROR)
         return
     expected, reason = serve_alone(request, max_model_len)
@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             key_id=key_id,
         )
-        if len(prompt_ids) < self.max_model_len:
+        if len(prompt_ids) <= self.max_model_len:
             tokens, _ = serve_alone(request, self.max_model_len)
             replayed_ids = tuple(tokens[: min(num_replayed, len(tokens) - 1)])
             request = Request(**{**vars(request), "replayed_ids": replayed_ids})

@@ -108,12 +108,12 @@ def test_fewer_state_slots_than_a_request_needs_beside_the_snapshot_that_it_begi
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(64, "the prompt has 64 tokens; at most 63 fit"), (0, "the prompt has no tokens")],
+    [(65, "the prompt has 65 tokens; max_model_len is 64"), (0, "the prompt has no tokens")],
 )
 def test_an_unservable_prompt_ends_with_an_error_and_costs_nobody_else(prompt: int, message: str) -> None:
     rank = rank_of(length=64)
     rank.scheduler.add(request_of("bad", prompt))
-    rank.scheduler.add(request_of("good", 63, max_tokens=5))
+    rank.scheduler.add(request_of("good", 64, max_tokens=5))
     assert rank.scheduler.has_work
     rank.drain()
     (output,) = rank.outputs["bad"]
@@ -123,7 +123,7 @@ def test_an_unservable_prompt_ends_with_an_error_and_costs_nobody_else(prompt: i
 
 def test_an_unservable_prompt_alone_is_handed_out_by_expire() -> None:
     rank = rank_of(length=8)
-    rank.scheduler.add(request_of("bad", 8))
+    rank.scheduler.add(request_of("bad", 9))
     assert [output.finish_reason for output in rank.scheduler.expire(0.0)] == [FinishReason.ERROR]
     assert not rank.scheduler.has_work
     assert rank.scheduler.abort("bad") is None

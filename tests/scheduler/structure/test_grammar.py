@@ -43,9 +43,42 @@ def test_a_schema_takes_what_is_valid_under_it(text: str, is_accepted: bool) -> 
     assert accepts(schema(PERSON), text) is is_accepted
 
 
-def test_blanks_between_the_parts_of_json_are_bounded() -> None:
-    assert accepts(schema(PERSON), '{"name":' + " " * 64 + '"Ada", "age": 36}')
-    assert not accepts(schema(PERSON), '{"name":' + " " * 65 + '"Ada", "age": 36}')
+GAPS = [
+    ("", True),
+    (" " * 4, True),
+    (" " * 5, False),
+    ("\t", True),
+    ("\n\n" + " " * 64, True),
+    ("\r\n  ", True),
+    ("\n" * 3, False),
+    ("\n" + " " * 65, False),
+    (" \n", False),
+]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"x-guidance": {}},
+        {"x-guidance": {"lenient": True}},
+        {"x-guidance": {"whitespace_flexible": True}},
+    ],
+)
+@pytest.mark.parametrize(("gap", "is_accepted"), GAPS)
+def test_blanks_between_the_parts_of_json_are_bounded(
+    said: dict[str, object], gap: str, is_accepted: bool
+) -> None:
+    text = f'{{"name":{gap}"Ada", "age": 36{gap}}}'
+    assert accepts(schema(PERSON | said), text) is is_accepted
+
+
+def test_a_schema_may_say_which_blanks_it_takes() -> None:
+    wide = {"x-guidance": {"whitespace_pattern": " {0,9}"}}
+    assert accepts(schema(PERSON | wide), '{"name":' + " " * 9 + '"Ada", "age": 36}')
+    none = {"x-guidance": {"whitespace_flexible": False}}
+    assert not accepts(schema(PERSON | none), '{"name": "Ada", "age": 36}')
+    assert accepts(schema(PERSON | none), '{"name":"Ada","age":36}')
 
 
 def test_json_object_takes_any_object_and_nothing_else() -> None:

@@ -56,6 +56,16 @@ def test_the_prompt_is_the_chat_template_s(front: FrontProcess, client: openai.O
     assert list(request.prompt_ids).count(0) == 3, "special tokens are single ids"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chat", "/tokenize"])
+def test_a_developer_s_instruction_is_in_the_prompt(front: FrontProcess, path: str) -> None:
+    word = f"w-developer{path.replace('/', '-')}"
+    messages = [{"role": "developer", "content": word}, {"role": "user", "content": "hi"}]
+    answer = front.post(path, json={"model": "tiny", "messages": messages, "stream": False})
+    assert answer.status_code == 200, answer.text
+    ids = answer.json()["tokens"] if path == "/tokenize" else front.asked(word).prompt_ids
+    assert front.decode(ids).startswith(f"<|start|>system\n{word}<|end|>\n<|start|>user\nhi<|end|>")
+
+
 def test_a_stream_has_the_role_first_one_finish_reason_and_usage_last(
     front: FrontProcess, client: openai.OpenAI
 ) -> None:

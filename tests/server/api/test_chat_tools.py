@@ -292,3 +292,12 @@ def test_a_call_that_must_be_made_and_is_cut_off_is_none(
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": len(front.encode(text))}
     [answer] = chat(client, word, **how).choices
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_call_that_must_be_made_needs_a_tool(front: FrontProcess, choice: Any) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    answer = front.post(
+        "/v1/chat/completions", json={"messages": messages, "tools": [], "tool_choice": choice}
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")

@@ -1,6 +1,5 @@
 """A chat's prompt as templates of every kind get it, and how one choice is read."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,10 @@ import pytest
 from scheduler.policy.request import FinishReason
 from server.api.chat_turn import MessageParser, ReasoningCount
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
-from server.api.parsers.registry import markup_of
-from server.api.prompts import render_chat
-from server.api.schemas import ChatRequest
-from server.api.served import ServedModel
 from server.errors import ApiError
 from server.front.generations import Piece
-from server.front.structure.structure_checks import StructureChecks
-from server.front.tokenizer import Tokenizer
-from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
+from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.requests.chats import rendered
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
@@ -35,17 +29,7 @@ KWARGS = "{{ reasoning_effort }} {{ enable_thinking }}{% for m in messages %}{{ 
 
 
 def render(directory: Path, template: str, **fields: Any) -> str:
-    tokenizer = Tokenizer(str(write_tokenizer(directory, chat_template=template)))
-    model = ServedModel(
-        names=("m",),
-        tokenizer=tokenizer,
-        sampling_defaults={},
-        max_len=lambda: 512,
-        created=0,
-        structures=StructureChecks(tokenizer.vocabulary),
-        markup=markup_of(template),
-    )
-    return asyncio.run(render_chat(ChatRequest.model_validate({"messages": HISTORY, **fields}), model))
+    return rendered(directory, template, **{"messages": HISTORY, **fields})
 
 
 def test_a_template_that_wants_parts_gets_parts(tmp_path: Path) -> None:

@@ -165,6 +165,19 @@ def test_echo_of_no_tokens_scores_the_prompt_alone(front: FrontProcess, stream: 
     assert front.asked("c-none").params.max_tokens == 1
 
 
+def test_a_prompt_that_fills_the_context_is_scored(front: FrontProcess) -> None:
+    ids = [40] * MAX_LEN
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = front.post("/v1/completions", json=body).json()
+    [choice] = answer["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None] + [-0.5] * (MAX_LEN - 1)
+    assert answer["usage"]["total_tokens"] == MAX_LEN
+    longer = front.post("/v1/completions", json=body | {"prompt": [*ids, 40]})
+    assert longer.status_code == 400 and f"{MAX_LEN + 1} prompt tokens." in longer.text
+    more = front.post("/v1/completions", json=body | {"max_tokens": 1})
+    assert more.status_code == 400 and "1 output tokens" in more.text
+
+
 def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("c-prompted", "ok")
     ids = front.encode("c-prompted")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from scheduler.policy.request import FinishReason
+from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import FrontProcess
 
 
@@ -115,12 +116,42 @@ def test_logprobs_are_pairs_of_value_and_token(front: FrontProcess) -> None:
     assert [entry[:2] for entry in later] == [entry[:2] for entry in tokens[2:]]
 
 
+def test_a_prompt_that_fills_the_context_is_scored(front: FrontProcess) -> None:
+    body = {"input_ids": [40] * MAX_LEN, "sampling_params": {"max_new_tokens": 0}}
+    info = generate(front, **body, return_logprob=True, logprob_start_len=0)["meta_info"]
+    assert len(info["input_token_logprobs"]) == info["prompt_tokens"] == MAX_LEN
+    assert info["output_token_logprobs"] == []
+    whole = generate(front, **body)
+    events = front.post("/generate", json=body | {"stream": True}).text.split("\n\n")
+    for content in (whole, json.loads(events[-3].removeprefix("data: "))):
+        info = content["meta_info"]
+        assert (content["text"], content["output_ids"], info["completion_tokens"]) == ("", [], 0)
+        assert info["finish_reason"] == {"type": "length", "length": 0}
+
+
 def test_a_stop_string_is_the_match_and_may_be_kept(front: FrontProcess) -> None:
     front.script("g-stop", "one END two", finish=FinishReason.LENGTH)
     for keeps, text in ((False, "one "), (True, "one END")):
         answer = generate(front, text="g-stop", sampling_params={"stop": "END", "no_stop_trim": keeps})
         assert answer["text"] == text
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "END"}
+
+
+def test_a_regex_ends_an_answer_and_its_match_stays(front: FrontProcess) -> None:
+    front.script("g-matched", "one 27 two 345 six", finish=FinishReason.LENGTH)
+    for regex in ("[0-9]{3}", ["END", "[0-9]{3}"]):
+        answer = generate(front, text="g-matched", sampling_params={"stop_regex": regex})
+        assert answer["text"] == "one 27 two 345"
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "[0-9]{3}"}
+    later = generate(front, text="g-matched", sampling_params={"stop_regex": "[0-9]+", "min_new_tokens": 8})
+    assert later["text"] == "one 27 two 3"
+    both = generate(front, text="g-matched", sampling_params={"stop_regex": "[0-9]{3}", "stop": "two"})
+    assert both["text"] == "one 27 "
+
+
+def test_stop_token_ids_beyond_the_vocabulary_are_never_seen(front: FrontProcess) -> None:
+    generate(front, text="g-beyond", sampling_params={"stop_token_ids": [77, 320, 10**9]})
+    assert front.asked("g-beyond").params.stop_token_ids == (1, 77)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +161,10 @@ def test_a_stop_string_is_the_match_and_may_be_kept(front: FrontProcess) -> None
         ({"text": "a", "input_ids": [5]}, "text", "as text or as input_ids, one of them"),
         ({"text": "a", "image_data": "x"}, "image_data", "not supported by this server; leave it out"),
         ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
-        (
-            {"text": "a", "sampling_params": {"stop_regex": "a"}},
-            "sampling_params.stop_regex",
-            "not supported",
-        ),
+        ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex", "fits the empty text"),
+        ({"text": "a", "sampling_params": {"stop_regex": ["^a"]}}, "stop_regex", "'^a' cannot be used"),
+        ({"text": "a", "sampling_params": {"stop_regex": 5}}, "stop_regex", "must be a string or a list"),
+        ({"text": "a", "sampling_params": {"stop_regex": ["a"] * 9}}, "stop_regex", "up to 8"),
         ({"text": "a", "sampling_params": {"top_q": 1}}, "sampling_params.top_q", "not supported"),
         ({"text": "a", "sampling_params": {"top_p": 7}}, "sampling_params.top_p", "got 7"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 10**6}}, None, "maximum context length"),

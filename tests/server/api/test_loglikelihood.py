@@ -107,6 +107,20 @@ def as_lm_eval_scores(choices: list[dict[str, Any]], context_lengths: list[int])
     return scored
 
 
+def test_a_prompt_as_long_as_the_context_is_scored_whole(oracle: tuple[Path, Any], model_dir: Path) -> None:
+    directory, net = oracle
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, net.config.vocab_size, (128,), generator=generator).tolist()
+    with torch.inference_mode():
+        rows = net(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    body = {"model": "tiny", "prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+    [choice] = answer(directory, model_dir, body)["choices"]
+    found = choice["logprobs"]["token_logprobs"]
+    assert found[0] is None and len(found) == len(ids)
+    wanted = [float(rows[at - 1, ids[at]]) for at in range(1, len(ids))]
+    assert max(abs(ours - theirs) for ours, theirs in zip(found[1:], wanted, strict=True)) < TOLERANCE
+
+
 def test_loglikelihoods_are_transformers_own(oracle: tuple[Path, Any], model_dir: Path) -> None:
     directory, net = oracle
     vocabulary = net.config.vocab_size

@@ -17,21 +17,24 @@ from server.api.prompts import (
     LONG_TEXT,
     SLACK_TOKENS,
     SLICE_CHARS,
-    as_text,
-    beginning_with,
     encode,
-    mentions_tools,
     render_chat,
-    template_messages,
-    tool_text,
-    with_parts,
-    with_text_arguments,
 )
 from server.api.responses.request import messages_of
 from server.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest, Message
 from server.api.served import MAX_LONG_WORK, ServedModel
+from server.api.template_messages import (
+    as_text,
+    beginning_with,
+    mentions_tools,
+    template_messages,
+    tool_text,
+    with_content,
+    with_text_arguments,
+)
 from server.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
+from server.front.template_probe import ContentForm
 from server.front.tokenizer import TemplateFacts
 from tests.server.api.parsers.reading import read
 from tests.server.api.parsers.texts import TYPES
@@ -230,7 +233,10 @@ def test_a_whole_history_reaches_the_template() -> None:
     assistant = {"role": "assistant", "content": None, "tool_calls": [CALL], "name": "bot"}
     tool = {"role": "tool", "tool_call_id": "call_1", "content": "5"}
     asked, called, answered = messages(user, assistant, tool)
-    assert asked == {"role": "user", "content": "a\nb"}
+    assert asked == {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+    }
     assert called == {
         "role": "assistant",
         "name": "bot",
@@ -289,7 +295,8 @@ def test_a_wrong_message_says_where(message: dict[str, Any], param: str) -> None
 
 def test_parts_and_text_arguments_are_other_spellings() -> None:
     history = messages({"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [CALL]})
-    assert [each["content"] for each in with_parts(history)] == [[{"type": "text", "text": "a"}], []]
+    listed = with_content(history, lambda role: ContentForm.PARTS)
+    assert [each["content"] for each in listed] == [[{"type": "text", "text": "a"}], []]
     assert with_text_arguments(history)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
 

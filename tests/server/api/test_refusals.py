@@ -61,7 +61,6 @@ SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and its wrong value, whi
         ("stop", 5),
         ("stop", [""]),
         ("stop", ["a"] * 1000),
-        ("stop_token_ids", [10_000]),
         ("stop_token_ids", [-1]),
         ("top_logprobs", 21),
         ("top_logprobs", 2),  # without logprobs

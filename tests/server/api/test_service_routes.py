@@ -2,12 +2,18 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
 import pytest
 
 from scheduler.policy.request import FinishReason
+from server.api.served import ServedModel
+from server.api.service_routes import service_routes
+from server.http.app import build_app
+from server.http.guards import ApiKeys
 from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.requests.asgi import ask
 from tests.support.service.front_process import FrontProcess
 
 
@@ -55,6 +61,22 @@ def test_sglang_s_clients_find_the_model_and_the_server(front: FrontProcess) -> 
     assert server == front.get("/server_info").json()
     assert (server["served_model_name"], server["context_length"]) == ("tiny", MAX_LEN)
     assert server["dp_size"] == server["ep_size"] == 2 and server["version"]
+
+
+@pytest.mark.parametrize("target_itl_ms", [None, 40.0])
+def test_the_target_between_tokens_is_told(target_itl_ms: float | None) -> None:
+    nothing: Any = None
+    model = ServedModel(
+        names=("m",),
+        tokenizer=nothing,
+        sampling_defaults={},
+        max_len=lambda: 9,
+        created=0,
+        structures=nothing,
+    )
+    routes = service_routes(model, nothing, version="0", num_ranks=1, target_itl_ms=target_itl_ms)
+    told = ask(build_app([routes], version="0", keys=ApiKeys()), "GET", "/server_info").json()
+    assert told["target_itl_ms"] == target_itl_ms
 
 
 def test_sglang_s_clients_find_the_server_s_capacity(front: FrontProcess) -> None:

@@ -53,6 +53,12 @@ def asked(front: FrontProcess, word: str) -> Structure | None:
         ({"guided_regex": "[0-9]{3}"}, "regex", "[0-9]{3}"),
         ({"guided_choice": ["yes", "no"]}, "choice", ["yes", "no"]),
         ({"guided_grammar": LARK}, "grammar", LARK),
+        ({"guided_json_object": True}, "json_object", ""),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        ({"json_schema": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+        ({"regex": "[0-9]{3}"}, "regex", "[0-9]{3}"),
+        ({"ebnf": LARK, "regex": None}, "grammar", LARK),
+        ({"grammar": LARK}, "grammar", LARK),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -119,3 +125,80 @@ def test_compact_json_leaves_no_room_for_blanks(front: FrontProcess) -> None:
     assert structure is not None and json.loads(structure.text)["x-guidance"] == {
         "whitespace_flexible": False
     }
+
+
+BINDING = {"type": "json_schema", "schema": SCHEMA}
+OWN = {
+    CHAT: {"response_format", "structured_outputs"},
+    COMPLETIONS: {"response_format", "structured_outputs"},
+    "/v1/responses": {"text", "response_format", "structured_outputs"},
+    "/v1/messages": {"output_config", "output_format"},
+    "/api/chat": {"format"},
+    "/api/generate": {"format"},
+}
+ELSEWHERE: dict[str, Any] = {
+    "response_format": NAMED,
+    "structured_outputs": {"json": SCHEMA},
+    "text": {"format": {"name": "one", **BINDING}},
+    "output_config": {"format": BINDING},
+    "output_format": BINDING,
+    "format": SCHEMA,
+}
+
+
+@pytest.mark.parametrize("path", OWN)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_form_under_any_api_s_name_binds_or_is_refused(front: FrontProcess, path: str, name: str) -> None:
+    word = f"e{name}{path}".replace("_", "").replace("/", "")
+    chat = {"messages": [{"role": "user", "content": word}]}
+    of_path: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": word},
+        "/v1/messages": chat,
+        CHAT: chat,
+        "/api/chat": chat,
+    }
+    body = {"model": "tiny", "max_tokens": 2, "stream": False, **of_path.get(path, {"prompt": word})}
+    response = front.post(path, json={**body, name: ELSEWHERE[name]})
+    if name in OWN[path]:
+        assert response.status_code == 200, response.text
+        structure = asked(front, word)
+        assert structure is not None and json.loads(structure.text) == SCHEMA
+    else:
+        assert (
+            response.status_code == 400 and f"{name} is not a field of this endpoint; use " in response.text
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (CHAT, {"stop_sequences": ["a"]}, "stop_sequences is not a field of this endpoint; use stop."),
+        ("/v1/messages", {"stop": ["a"]}, "stop is not a field of this endpoint; use stop_sequences."),
+        ("/v1/messages", {"output_format": {"type": "json_object"}}, "output_format must be"),
+        (
+            "/v1/messages",
+            {"output_format": BINDING, "output_config": {"format": BINDING}},
+            "output_format and output_config.format both ask",
+        ),
+        ("/api/chat", {"stop": "a"}, "stop is not a field of this endpoint; use options.stop."),
+        (CHAT, {"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn is unknown"),
+        (CHAT, {"regex": "a", "response_format": NAMED}, "one kind of constraints"),
+        (CHAT, {"json_schema": 5}, "json_schema must be a JSON schema"),
+        ("/v1/responses", {"text": {"format": {"name": "one", **BINDING}}, "response_format": NAMED}, "both"),
+    ],
+)
+def test_what_cannot_bind_is_named(
+    front: FrontProcess, path: str, fields: dict[str, Any], words: str
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    body = {"model": "tiny", "max_tokens": 2, **({"input": "x"} if path == "/v1/responses" else chat)}
+    response = front.post(path, json=body | fields)
+    assert response.status_code == 400 and words in response.text, response.text
+
+
+@pytest.mark.parametrize(
+    "fields", [{"text": {"verbosity": "low"}}, {"format": ""}, {"output_config": {"effort": "low"}}]
+)
+def test_what_binds_nothing_is_no_form(front: FrontProcess, fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert front.post(CHAT, json=body | fields).status_code == 200

@@ -30,7 +30,7 @@ def use(**fields: Any) -> ToolUse:
         {},
         {"tools": None},
         {"tools": []},
-        {"tools": [], "tool_choice": "required"},
+        {"tools": [], "tool_choice": "auto"},
         {"tool_choice": "none"},
         {"tools": [tool()], "tool_choice": "none"},
     ],

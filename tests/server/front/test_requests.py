@@ -1,10 +1,12 @@
 """Accepted requests against stub ranks: each gets exactly one outcome, whatever happens (I3)."""
 
 import asyncio
+import random
 
 import pytest
 
 from scheduler.policy.request import FinishReason, Request, SamplingParams
+from scheduler.structure.stop_pattern import compile_all
 from server.errors import ApiError
 from server.front.generations import Answer, Ask, ClientGone
 from tests.support.requests.desk import Desk, in_loop
@@ -42,6 +44,20 @@ async def test_one_more_than_may_be_open_is_refused_until_one_has_ended_but_a_pr
     for name in "bd":
         desk.deliver(name, "x", FinishReason.STOP)
     assert len(desk.reasons()) == 4 and desk.requests.num_refused == 1
+
+
+@in_loop
+async def test_a_regex_that_is_too_much_work_ends_its_own_choice_with_a_400() -> None:
+    desk = Desk()
+    answer = desk.open("a", patterns=compile_all(["[ab]*a[ab]{12}x"]))
+    other = desk.open("b")
+    desk.deliver("a", "".join(random.Random(1).choices("ab", k=9000)))
+    with pytest.raises(ApiError, match="stop_regex: it is too much work") as caught:
+        await answer.next()
+    assert (caught.value.status, caught.value.param) == (400, "stop_regex")
+    assert desk.ranks.aborted == [(desk.rank_of("a"), "a")]
+    desk.deliver("b", "x", FinishReason.STOP)
+    assert await other.next() and desk.reasons() == [FinishReason.ERROR, FinishReason.STOP]
 
 
 @in_loop

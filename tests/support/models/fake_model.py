@@ -34,7 +34,7 @@ def serve_alone(request: Request, max_model_len: int) -> tuple[list[int], Finish
         assert not is_replayed or generated[-1] == request.replayed_ids[len(generated) - 1]
         if generated[-1] in params.stop_token_ids and len(generated) > params.min_tokens:
             reason = FinishReason.STOP
-        elif len(generated) == params.max_tokens or len(request.prompt_ids) + len(generated) == max_model_len:
+        elif len(generated) == params.max_tokens or len(request.prompt_ids) + len(generated) >= max_model_len:
             reason = FinishReason.LENGTH
         else:
             continue

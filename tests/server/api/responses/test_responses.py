@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import openai
@@ -133,6 +134,33 @@ def test_log_probabilities_come_with_the_text(front: FrontProcess, client: opena
     events = list(create(client, "r-logprobs", stream=True, **asked))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in entries]
+
+
+@pytest.mark.parametrize("gap", [1, 3, 64])
+def test_log_probabilities_spell_the_text_and_nothing_else(
+    front: FrontProcess, client: openai.OpenAI, gap: int
+) -> None:
+    word = f"r-spelled{gap}"
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    front.script(word, f"<think>hm, é.</think>\n\nLook é 😀.\n{call}", tokens_per_step=gap)
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "tools": [ADD]}
+    response = create(client, word, **asked)
+    [text] = [item.content[0] for item in response.output if item.type == "message"]
+    assert "Look é 😀." in text.text and spelled(text.logprobs) == text.text
+    events = list(create(client, word, stream=True, **asked))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == text.text
+    assert spelled(entry for event in deltas for entry in event.logprobs) == text.text
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert spelled(done.logprobs) == text.text
+
+
+def spelled(entries: Iterable[Any]) -> str:
+    """The text that entries have in their bytes; events have no bytes, but tokens of one byte each, shown as U+FFFD."""
+    given = list(entries)
+    if any(getattr(entry, "bytes", None) is None for entry in given):
+        raise AssertionError("entries have bytes")
+    return b"".join(bytes(entry.bytes) for entry in given).decode()
 
 
 def test_a_response_is_kept_and_continued(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -11,6 +11,7 @@ from server.api.parsers.deltas import Delta, PlainParser
 from server.api.responses.answer import ResponseDraft
 from server.api.responses.kept import BackgroundRun, BackgroundRuns, ResponseStore
 from server.api.responses.request import ResponsesRequest
+from server.api.responses.text_logprobs import TextLogprobs
 from server.errors import ApiError
 from server.front.generations import Answer
 from tests.support.requests.answers import ByteDecoder, ask_of
@@ -71,7 +72,7 @@ def run_of(response_id: str, answer: Answer, text_parser: PlainParser | None = N
         "tiny",
         temperature=1.0,
         top_p=1.0,
-        logprobs_of=lambda _: [],
+        logprobs=TextLogprobs(lambda _: []),
         usage=dict,
     )
     parser = MessageParser(

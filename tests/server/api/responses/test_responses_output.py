@@ -7,11 +7,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from scheduler.policy.request import FinishReason, Logprobs
+from scheduler.policy.request import FinishReason
 from server.api.chat_turn import ReasoningCount
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.responses.answer import ResponseDraft
 from server.api.responses.request import ResponsesRequest
+from server.api.responses.text_logprobs import TextLogprobs
 from server.errors import ApiError
 from server.front.generations import Piece
 
@@ -33,10 +34,7 @@ def draft_of(**fields: Any) -> ResponseDraft:
         "tiny",
         temperature=1.0,
         top_p=0.5,
-        logprobs_of=lambda entries: [
-            {"token": str(each.token_id), "logprob": each.logprob, "bytes": [], "top_logprobs": []}
-            for each in entries
-        ],
+        logprobs=TextLogprobs(lambda entries: []),
         usage=lambda: dict(USAGE),
     )
 
@@ -141,19 +139,6 @@ def test_a_failure_is_the_last_event() -> None:
     [event] = draft.fail(ApiError(500, "out of luck"))
     assert event["type"] == "response.failed"
     assert event["response"]["error"] == {"code": "server_error", "message": "out of luck"}
-
-
-def test_log_probabilities_follow_the_text_they_belong_to() -> None:
-    draft = draft_of(include=["message.output_text.logprobs"])
-    entries = [Logprobs(number, -0.5, [], []) for number in range(4)]
-    draft.begin()
-    draft.push([ReasoningDelta("r")], Piece(logprobs=entries[:1]))
-    draft.push([], Piece(logprobs=entries[1:2]))  # half a character, or a stop string's head
-    [*_, delta] = draft.push([ContentDelta("a"), ContentDelta("b")], Piece(logprobs=entries[2:]))
-    assert [each["token"] for each in delta["logprobs"]] == ["1", "2", "3"]
-    draft.finish(Piece(finish_reason=FinishReason.STOP))
-    [_, message] = draft.response["output"]
-    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["1", "2", "3"]
 
 
 def test_the_tokens_of_reasoning_are_counted_with_their_markup() -> None:

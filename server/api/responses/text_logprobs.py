@@ -1,0 +1,96 @@
+"""Log-probabilities of the tokens that an output text is made of, and of no others.
+
+Parsers take reasoning, calls and markup out of what the model wrote, and give text, not tokens. So which tokens made a text is
+found by their bytes. The parser is fed token by token (`blocks.token_by_token`): what it gives then is the end of what it
+was given since it gave something, but for the little that it holds back, and the last place where the bytes fit is the right
+one. A token that is only partly in the text (a blank that was trimmed, a tag that begins within) is cut to that part, so that
+the tokens spell exactly the text.
+
+Chats have all tokens in `logprobs.content`, whatever became of them, as OpenAI's and vLLM's have.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from scheduler.policy.request import Logprobs
+
+Entry = dict[str, Any]  # as `chat_logprobs` writes one
+
+
+class _Waiting(NamedTuple):
+    """A token that no text had yet, or not all of it."""
+
+    entry: Entry
+    spelling: bytes
+    is_special: bool
+    is_rest: bool = False  # the text before has its beginning
+
+
+class TextLogprobs:
+    """The log-probabilities of one answer's output text."""
+
+    def __init__(
+        self, spell: Callable[[Sequence[Logprobs]], list[Entry]], special_ids: Collection[int] = ()
+    ) -> None:
+        """Args: spell writes entries; special_ids are tokens that a text may leave out."""
+        self._spell = spell
+        self._special_ids = frozenset(special_ids)
+        self._waiting: list[_Waiting] = []
+        self._goes_on = False  # the text taken last begins within a token
+
+    def push(self, logprobs: Sequence[Logprobs]) -> None:
+        """Take the next tokens'."""
+        for each, entry in zip(logprobs, self._spell(logprobs), strict=True):
+            spelling = bytes(entry["bytes"])
+            self._waiting.append(_Waiting(entry, spelling, each.token_id in self._special_ids))
+
+    def take(self, text: str) -> list[Entry]:
+        """Return those of a text that goes on behind the one before, and forget what came before it."""
+        if not self._waiting:
+            return []
+        shown = [each for each in self._waiting if not each.is_special]
+        for tokens in (self._waiting, shown):
+            at = b"".join(each.spelling for each in tokens).rfind(text.encode())
+            if at >= 0:
+                return self._cut(tokens, at, at + len(text.encode()))
+        self._goes_on = False
+        # Bytes that are no UTF-8 are shown as U+FFFD; then the tokens' own bytes are all that there is to tell.
+        found = [each.entry for each in shown]
+        self.drop()
+        return found
+
+    def drop(self) -> None:
+        """Forget the tokens so far: they became reasoning or a call."""
+        self._waiting = []
+
+    def extend(self, whole: list[Entry], taken: Sequence[Entry]) -> None:
+        """Put what was taken last behind what was taken before; a token that was cut between them is one again."""
+        if whole and taken and self._goes_on:
+            before = whole.pop()
+            whole.append(_part_of(before, bytes([*before["bytes"], *taken[0]["bytes"]])))
+            taken = taken[1:]
+        whole.extend(taken)
+
+    def _cut(self, tokens: Sequence[_Waiting], start: int, end: int) -> list[Entry]:
+        """Return the entries of the bytes from start to end; keep what is behind them."""
+        found: list[Entry] = []
+        kept: list[_Waiting] = []
+        begin = 0
+        self._goes_on = False
+        for each in tokens:
+            first, last = max(start - begin, 0), end - begin
+            begin += len(each.spelling)
+            part, rest = each.spelling[first : max(last, 0)], each.spelling[max(last, 0) :]
+            if part:
+                self._goes_on |= not found and each.is_rest
+                found.append(_part_of(each.entry, part))
+            if rest:
+                kept.append(each._replace(spelling=rest, is_rest=bool(part)))
+        self._waiting = kept
+        return found
+
+
+def _part_of(entry: Entry, part: bytes) -> Entry:
+    if len(part) == len(entry["bytes"]):
+        return entry
+    return {**entry, "token": part.decode(errors="replace"), "bytes": list(part)}

@@ -1,0 +1,294 @@
+"""A chat's messages in the forms that chat templates take.
+
+A chat's messages become what templates take: text or parts, calls with arguments as objects, reasoning by both names,
+instructions in roles that the template shows. Everything else a client puts into a message (name, tool_call_id, ...) reaches
+the template as sent. What OpenAI's clients send and templates trip over is brought to one form here: content null beside
+calls, an empty list of calls, arguments as a JSON string, also one that was cut off.
+
+Where the template knows no tools, they are described in the system message, and calls and results become text. The form is
+one that the model's parser reads: DeepSeek's own, which its templates leave to the server (the tool-call section of
+DeepSeek-V3.1's model card), or Hermes' tags for everybody else. A model that was never taught tools may still not use them;
+with tool_choice "required" or a named function it then at least knows what the arguments mean.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from server.api.parsers.token_calls import DEEPSEEK
+from server.api.schemas import Message, is_deeper
+from server.errors import bad_request
+from server.front.template_probe import ContentForm
+from server.front.tokenizer import TemplateFacts
+
+TemplateMessage = dict[str, Any]
+MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
+    """Return a chat's messages for the template, content as a text, or as a list of text parts if there are several.
+
+    Raises:
+        ApiError: 400, naming the message and the field.
+    """
+    return [_template_message(place, message) for place, message in enumerate(messages)]
+
+
+def text_of(content: Any) -> str:
+    """Return content as a text; several parts are lines, as vLLM makes them for templates that take text."""
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
+
+
+def with_content(
+    messages: Sequence[TemplateMessage], form_of: Callable[[str], ContentForm]
+) -> list[TemplateMessage]:
+    """Return messages with content as the template takes it from each role."""
+    return [_with_content(message, form_of(message["role"])) for message in messages]
+
+
+def _with_content(message: TemplateMessage, form: ContentForm) -> TemplateMessage:
+    content = message.get("content")
+    if form is ContentForm.PARTS and isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    if form is ContentForm.TEXT and isinstance(content, list):
+        return {**message, "content": text_of(content)}
+    return message
+
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+def with_systems(messages: Sequence[TemplateMessage], template: TemplateFacts) -> list[TemplateMessage]:
+    """Return messages whose instructions all come out of the template.
+
+    The role `developer` becomes `system` if the template does not know it. Several instructions stay as they are if the
+    template shows them, and become one in front otherwise, as vLLM makes them beside a `developer`.
+    """
+    known = [*messages] if template.knows_developer else [_without_developer(message) for message in messages]
+    head = 0
+    while head < len(known) and known[head]["role"] in _INSTRUCTIONS:
+        head += 1
+    is_late = any(message["role"] in _INSTRUCTIONS for message in known[head:])
+    if is_late and not template.takes_late_systems:
+        return in_one_system(known)
+    if head > 1 and not template.takes_two_systems:
+        return [*in_one_system(known[:head]), *known[head:]]
+    return known
+
+
+def in_one_system(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages with one instruction in front, which has the texts of all; there is one at least."""
+    systems = [message for message in messages if message["role"] in _INSTRUCTIONS]
+    texts = [text for message in systems if (text := text_of(message.get("content")))]
+    others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
+    return [{**systems[0], "content": "\n\n".join(texts)}, *others]
+
+
+def _without_developer(message: TemplateMessage) -> TemplateMessage:
+    """Return a message of a role that the template knows; a developer's `tools` are for templates that know the role."""
+    if message["role"] != "developer":
+        return message
+    return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
+
+
+def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages whose calls have their arguments as JSON text: some templates paste them as they are."""
+    return [
+        {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _template_message(place: int, message: Message) -> TemplateMessage:
+    fields = message.model_dump(exclude_unset=True)
+    content = message.content
+    where = f"messages.{place}"
+    if isinstance(content, list):
+        texts = [_part_text(f"{where}.content.{number}", part) for number, part in enumerate(content)]
+        parts = [{"type": "text", "text": text} for text in texts]
+        fields["content"] = parts if len(parts) > 1 else "".join(texts)
+    elif content is not None and not isinstance(content, str):
+        raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
+    elif content is None and (message.role == "assistant" or "content" in fields):
+        fields["content"] = ""  # templates would print "None"
+    calls = fields.pop("tool_calls", None)
+    if calls is not None:
+        parsed = _calls(calls, f"{where}.tool_calls")
+        fields |= {"tool_calls": parsed} if parsed else {}
+    reasoning = fields.get("reasoning", fields.get("reasoning_content"))  # vLLM's order
+    if isinstance(reasoning, str):
+        fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if fields.get("tool_calls") and not fields.get("content"):
+            fields.setdefault("thinking", reasoning)  # gpt-oss' name, taken beside calls without content
+    return fields
+
+
+def _part_text(where: str, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise bad_request(f"{where} must be an object with a type.", where)
+    if part["type"] not in _TEXT_PARTS:
+        raise bad_request(
+            f"{where} is of type {part['type']!r}; this model takes only text.", f"{where}.type"
+        )
+    name = _TEXT_PARTS[part["type"]]
+    if not isinstance(part.get(name), str):
+        raise bad_request(f"{where}.{name} must be a string.", f"{where}.{name}")
+    text: str = part[name]
+    return text
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise bad_request(f"{where} must be a list of calls.", where)
+    return [_call(call, f"{where}.{number}") for number, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise bad_request(
+            f"{where} must be an object with function.name and function.arguments.", f"{where}.function"
+        )
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None) or is_deeper(arguments, MAX_DEPTH):
+        raise bad_request(
+            f"{where}.function.arguments must be an object as JSON in a string.",
+            f"{where}.function.arguments",
+        )
+    return {**call, "function": {**function, "arguments": _object_of(arguments)}}
+
+
+def _object_of(arguments: str | dict[str, Any] | None) -> Any:
+    """Return arguments as an object; as sent, if they are none: a history may hold a call that was cut off."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
+
+
+def with_object_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages whose calls all have an object as arguments: some templates take nothing else.
+
+    Of arguments that were cut off (`{"city": "Pa`) it has what came; text that begins no object is under one name.
+    """
+    return [
+        {**message, "tool_calls": [_with_object_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        try:
+            read = from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
+        except ValueError:
+            read = None
+        is_object = isinstance(read, dict) and not is_deeper(read, MAX_DEPTH)
+        arguments = read if is_object else {"arguments": arguments}
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+_HERMES = (
+    "You can call these functions, each described in JSON:\n<tools>\n{tools}\n</tools>\n"
+    "To call one, write its name and arguments like this, once per call, and nothing after it:\n"
+    '<tool_call>\n{{"name": "NAME", "arguments": {{...}}}}\n</tool_call>'
+)
+_DEEPSEEK = (
+    "## Tools\nYou have access to the following tools:\n\n{tools}\n\n"
+    "IMPORTANT: ALWAYS adhere to this exact format for tool use:\n{call}\n\n"
+    "The name must be that of a tool above, the arguments JSON by its parameters. Chain calls without separators."
+)
+_DEEPSEEK_CALL = {
+    "deepseek_v3": f"function{DEEPSEEK.separator}NAME\n```json\nARGUMENTS\n```",
+    "deepseek_v31": f"NAME{DEEPSEEK.separator}ARGUMENTS",
+}
+
+
+def tool_text(tools: Sequence[dict[str, Any]], form: str) -> str:
+    """Return the description of tools for the system message.
+
+    Args:
+        form: "hermes", "deepseek_v3" or "deepseek_v31".
+    """
+    if form == "hermes":
+        return _HERMES.format(tools="\n".join(map(_json, tools)))
+    call = _DEEPSEEK_CALL[form].join(DEEPSEEK.call).join(DEEPSEEK.section)
+    described = [
+        f"### {tool['function']['name']}\nDescription: {tool['function'].get('description') or ''}\n\n"
+        f"Parameters: {_json(tool['function']['parameters'])}"
+        for tool in tools
+    ]
+    return _DEEPSEEK.format(tools="\n\n".join(described), call=call)
+
+
+def mentions_tools(messages: Sequence[TemplateMessage]) -> bool:
+    """Tell whether a chat has calls or results in it."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def beginning_with(
+    messages: Sequence[TemplateMessage], text: str, *, role: str = "system"
+) -> list[TemplateMessage]:
+    """Return messages that begin with a text.
+
+    Args:
+        role: "system", or "user" for templates that take no system message.
+    """
+    first = messages[0]
+    if first["role"] == role == "user":
+        return [{**first, "content": _joined(text, first.get("content"))}, *messages[1:]]
+    if role == "system" and first["role"] in ("system", "developer"):
+        return [{**first, "content": _joined(first.get("content"), text)}, *messages[1:]]
+    return [{"role": role, "content": text}, *messages]
+
+
+def _joined(before: Any, behind: Any) -> Any:
+    """Join two contents with a blank line; the parts of a list stay parts."""
+    if isinstance(before, list):
+        return [*before, {"type": "text", "text": f"\n\n{behind}"}]
+    if isinstance(behind, list):
+        return [{"type": "text", "text": f"{before}\n\n"}, *behind]
+    return f"{before or ''}\n\n{behind or ''}"
+
+
+def as_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Return messages with calls and results written out in Hermes' tags."""
+    return [_as_text(message) for message in messages]
+
+
+def _as_text(message: TemplateMessage) -> TemplateMessage:
+    content = text_of(message.get("content"))
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+    texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
