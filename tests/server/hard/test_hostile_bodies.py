@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.processes import cpu_s
-from server.http.bodies import MAX_JSON_NODES
+from server.http.json_text import MAX_JSON_NODES
 from tests.support.requests.hostile_values import PLANES
 from tests.support.requests.mutations import RawRequest
 from tests.support.requests.raw_http import RawAnswer, RawClient
