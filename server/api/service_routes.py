@@ -44,12 +44,14 @@ def service_routes(
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]] = tuple,
     forget_prefixes: Callable[[], None] = lambda: None,
+    shows_path: bool = True,
 ) -> APIRouter:
     """Return the endpoints' routes.
 
     Args:
         facts: of the ranks that are attached.
         forget_prefixes: tells all ranks.
+        shows_path: /server_info, which needs no key, has the model's path.
     """
     router = new_router()
 
@@ -75,7 +77,10 @@ def service_routes(
         """Show the tokenizer's configuration and its chat template."""
         return model.tokenizer.configuration()
 
-    _add_sglang_routes(router, model, requests, version=version, num_ranks=num_ranks, facts=facts)
+    path = model.directory if shows_path else model.names[0]
+    _add_sglang_routes(
+        router, model, requests, version=version, num_ranks=num_ranks, facts=facts, shown_path=path
+    )
 
     _add_cache_routes(router, forget_prefixes)
 
@@ -129,6 +134,7 @@ def _add_sglang_routes(
     version: str,
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]],
+    shown_path: str,
 ) -> None:
     """Add what SGLang's clients ask a server."""
     health = _GenerationCheck(requests)
@@ -154,7 +160,7 @@ def _add_sglang_routes(
         ranks = facts()
         return {
             "version": version,
-            "model_path": model.directory,
+            "model_path": shown_path,
             "served_model_name": model.names[0],
             "context_length": model.max_len(),
             "tp_size": 1,
