@@ -8,7 +8,7 @@ Where nothing is to be sent for long, a comment is: proxies close connections th
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from server.http.json_parts import encode as encode_in_parts
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
+_MANY_ENTRIES = 4096  # the JSON of more is made beside the event loop
 COMMENT = b": keep-alive\n\n"  # which every reader of server-sent events passes over
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
@@ -256,6 +257,11 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
                 choice.logprobs += piece.logprobs
                 choice.last = piece
     return choices
+
+
+def has_many_entries(choices: Sequence[Choice], num_top: int | None) -> bool:
+    """Tell whether an answer's JSON takes milliseconds to make: of tokens, and of log-probabilities beside each."""
+    return sum(len(choice.token_ids) for choice in choices) * (1 + (num_top or 0)) > _MANY_ENTRIES
 
 
 async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: bool) -> Response:

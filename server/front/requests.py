@@ -320,7 +320,9 @@ class Requests:
             self._router.progress(output.request_id, num_tokens)
             self._note_tokens(generation, output, now_s)
         reason = generation.push(output)
-        if reason is None:
+        if reason is None and generation.is_left_unread(now_s):
+            self._abort(generation, FinishReason.ERROR, errors.left_unread())
+        elif reason is None:
             generation.notify()
         elif output.finish_reason is None:
             self._abort(generation, reason)  # a stop string: the rank does not know yet

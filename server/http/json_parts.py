@@ -5,16 +5,25 @@ for 30 ms as if it ran there. Here a part is a row of a matrix or a plain value.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-_NESTED = (dict, list, tuple, np.ndarray)
+
+@dataclass(frozen=True, slots=True)
+class EncodedList:
+    """A list whose items are JSON already: what occurs in several places of an answer, or in several answers, is encoded once."""
+
+    items: Sequence[str]
+
+
+_NESTED = (dict, list, tuple, np.ndarray, EncodedList)
 
 
 def encode(value: Any) -> bytes:
-    """Encode dicts, sequences, arrays of up to two dimensions, and plain values."""
+    """Encode dicts, sequences, arrays of up to two dimensions, encoded lists, and plain values."""
     return "".join(json_parts(value)).encode()
 
 
@@ -26,6 +35,8 @@ def json_parts(value: Any) -> Iterator[str]:
             yield f"{', ' if index else ''}{json.dumps(key)}: "
             yield from json_parts(item)
         yield "}"
+    elif isinstance(value, EncodedList):
+        yield f"[{', '.join(value.items)}]"
     elif isinstance(value, np.ndarray) and value.ndim == 1:
         yield json.dumps(value.tolist())
     elif isinstance(value, list | tuple) and not any(isinstance(item, _NESTED) for item in value):
