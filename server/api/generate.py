@@ -36,7 +36,7 @@ from server.http.json_parts import EncodedList, encode
 from server.http.routes import STREAM_RESPONSE, new_router, refusal
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
-LONG_EVENT = 64 << 10  # characters of log-probabilities
+LONG_EVENT = 16 << 10  # characters of log-probabilities
 _GROWTH = 1 / 16  # of an event over the one before it, if that was long
 _WHERE = "sampling_params"
 _FIELD_OF = {  # of sampling_params -> a completion's
