@@ -25,6 +25,7 @@ from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
+_MANY_IDS = 20_000  # looking through more takes milliseconds and leaves the event loop
 
 
 def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -249,17 +250,33 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
     if not isinstance(prompt, list):
         raise bad_request(_FORMS, "prompt")
     _check_lengths(body, prompt, model)
+    if type(prompt[0]) is int or isinstance(prompt[0], list):
+        num_ids = len(prompt) if isinstance(prompt[0], int) else sum(map(_num_ids, prompt))
+        return await model.run(lambda: _id_lists(prompt, model), is_long=num_ids > _MANY_IDS)
+    _check_count(prompt)
+    if all(isinstance(each, str) for each in prompt):
+        return await _encode_texts(body, prompt, model)
+    raise bad_request(_FORMS, "prompt")
+
+
+def _id_lists(prompt: list[Any], model: ServedModel) -> list[list[int]]:
     if all(type(each) is int for each in prompt):
         return [_check_ids(prompt, model)]
+    _check_count(prompt)
+    if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
+        return [_check_ids(each, model) for each in prompt]
+    raise bad_request(_FORMS, "prompt")
+
+
+def _num_ids(ids: Any) -> int:
+    return len(ids) if isinstance(ids, list) else 0
+
+
+def _check_count(prompt: list[Any]) -> None:
     if len(prompt) > MAX_CHOICES:
         raise bad_request(
             f"prompt is a list of {len(prompt)}; up to {MAX_CHOICES} are taken at once.", "prompt"
         )
-    if all(isinstance(each, str) for each in prompt):
-        return await _encode_texts(body, prompt, model)
-    if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
-        return [_check_ids(each, model) for each in prompt]
-    raise bad_request(_FORMS, "prompt")
 
 
 def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:

@@ -273,7 +273,6 @@ class _GenerateJson:
         if not self._body.wants_prompt_logprobs:
             return found
         of_prompt, start = self._prompt_logprobs(generation), self._body.logprob_start_len or 0
-        spelled.num_told += of_prompt.num_chars
         found["input_token_logprobs"] = EncodedList(of_prompt.own[start:])
         if has_top:
             found["input_top_logprobs"] = EncodedList(of_prompt.top[start:])

@@ -20,8 +20,9 @@ from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import ChatRequest, Message, check_num_parts, is_deeper
 from server.api.served import ServedModel
 from server.api.tools import ToolUse, tool_use_of
-from server.errors import bad_request
+from server.errors import ApiError, bad_request
 from server.front.tokenizer import ChatTemplateError
+from server.http.json_text import parse_json, trouble_with_nesting
 
 TemplateMessage = dict[str, Any]
 LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds and leaves the event loop
@@ -220,9 +221,12 @@ def _object_of(arguments: str | dict[str, Any] | None) -> Any:
         return {} if arguments is None else arguments
     if not arguments.strip():
         return {}
+    text = arguments.encode("utf-8", "surrogatepass")
+    if trouble_with_nesting(text) is not None:
+        return arguments
     try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
+        parsed = parse_json(text)  # in pieces: it may be megabytes
+    except ApiError:
         return arguments
     return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
 

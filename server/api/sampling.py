@@ -145,11 +145,12 @@ def asks_for(
     asks: list[Ask] = []
     for prompt_ids, room in zip(cut, rooms, strict=True):
         _check_min_tokens(body, room, max_tokens_field)
+        shared_ids = tuple(prompt_ids)
         for choice in range(n):
             params = later if choice else shared
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
-                prompt_ids=tuple(prompt_ids),
+                prompt_ids=shared_ids,
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
                 priority=body.priority or 0,

@@ -33,6 +33,7 @@ _QUOTE, _OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT, _COMMA, _COLON = r
 _CODES = bytearray(256)  # a byte -> its code, 0 for all that is not structure
 for _code, _mark in enumerate(b'"[{]},:', start=1):
     _CODES[_mark] = _code
+_Places = NDArray[np.int64]
 _STEPS = np.array([0, 0, 1, 1, -1, -1, 0, 0], np.int8)  # a code -> how much deeper it leads
 _CLOSING = {_OPEN_LIST: _CLOSE_LIST, _OPEN_OBJECT: _CLOSE_OBJECT}
 _BLANKS = b" \t\n\r"
@@ -50,7 +51,7 @@ class JsonShape(NamedTuple):
 class _Marks(NamedTuple):
     """Structural characters outside strings, in order."""
 
-    places: NDArray[np.int64]  # in the text, bytes
+    places: _Places  # in the text, bytes
     codes: NDArray[np.uint8]
     levels: NDArray[np.int64]  # how deep the text is nested behind each
 
@@ -128,45 +129,44 @@ class _Pieces:
         if closes_at != len(places) - 1 or places[-1] != end - 1:
             raise self._error("Extra data", int(places[closes_at]) + 1)
         commas = np.flatnonzero((codes == _COMMA) & (levels == inside))
-        edges = [begin, *places[commas].tolist(), end - 1]  # children are between them
-        bounds = [first, *(first + commas).tolist(), last - 1]  # their marks likewise
+        bounds = np.concatenate(([0], commas, [len(places) - 1]))
+        edges = places[bounds]  # children are between them
+        bounds += first
         return (self._list if opening == _OPEN_LIST else self._object)(edges, bounds)
 
-    def _list(self, edges: list[int], bounds: list[int]) -> list[Any]:
+    def _list(self, edges: _Places, bounds: _Places) -> list[Any]:
         items: list[Any] = []
         for start, stop in self._groups(edges):
-            begin, end = edges[start] + 1, edges[stop]
+            begin, end = int(edges[start]) + 1, int(edges[stop])
             if stop == start + 1 and end - begin > PIECE_BYTES:
-                items.append(self._value(begin, end, bounds[start] + 1, bounds[stop]))
+                items.append(self._value(begin, end, int(bounds[start]) + 1, int(bounds[stop])))
             else:
                 items += self._loads(begin, end, b"[", b"]")
         return items
 
-    def _object(self, edges: list[int], bounds: list[int]) -> dict[str, Any]:
+    def _object(self, edges: _Places, bounds: _Places) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for start, stop in self._groups(edges):
-            begin, end = edges[start] + 1, edges[stop]
+            begin, end = int(edges[start]) + 1, int(edges[stop])
             if stop == start + 1 and end - begin > PIECE_BYTES:
-                colon = bounds[start] + 1
-                if colon == bounds[stop] or self._marks.codes[colon] != _COLON:
+                colon, behind = int(bounds[start]) + 1, int(bounds[stop])
+                if colon == behind or self._marks.codes[colon] != _COLON:
                     raise self._error("Expecting ':' delimiter", begin)
                 at = int(self._marks.places[colon])
                 key = self._loads(begin, at)
                 if not isinstance(key, str):
                     raise self._error("Expecting property name enclosed in double quotes", begin)
-                found[key] = self._value(at + 1, end, colon + 1, bounds[stop])
+                found[key] = self._value(at + 1, end, colon + 1, behind)
             else:
                 found |= self._loads(begin, end, b"{", b"}")
         return found
 
-    def _groups(self, edges: list[int]) -> Iterator[tuple[int, int]]:
+    def _groups(self, edges: _Places) -> Iterator[tuple[int, int]]:
         """Yield neighbours that are parsed in one go, as indexes of their edges. A large child comes alone."""
-        start, num_edges = 0, len(edges)
-        while start < num_edges - 1:
+        start = 0
+        while start < len(edges) - 1:
             most = edges[start] + 1 + PIECE_BYTES
-            stop = start + 1
-            while stop < num_edges - 1 and edges[stop + 1] <= most:
-                stop += 1
+            stop = max(start + 1, int(np.searchsorted(edges, most, "right")) - 1)
             yield start, stop
             start = stop
 

@@ -179,6 +179,10 @@ def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) 
             assert list(entry) == [str(token_id), str(token_id + 1)]
             assert entry[str(token_id)]["rank"] == 1 and entry[str(token_id)]["logprob"] == -0.5
             assert entry[str(token_id)]["decoded_token"] == front.decode([token_id])
+    several: Any = client.completions.create(
+        model="tiny", prompt="c-prompted", n=3, extra_body={"prompt_logprobs": 2}
+    )
+    assert [choice.prompt_logprobs for choice in several.choices] == 3 * [answer.choices[0].prompt_logprobs]
     plain: Any = client.completions.create(model="tiny", prompt="c-prompted")
     assert plain.choices[0].prompt_logprobs is None
 

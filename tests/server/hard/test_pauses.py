@@ -24,6 +24,7 @@ from tests.support.service.process_figures import rss_bytes
 
 MOST_S = 0.25
 MOST_TIMES_CONTROL = 3  # on a machine where streams pause by themselves
+MAX_TRIES = 3
 CONTROL_S = 1.5
 ATTACK_S = 2.0  # at least: what comes late counts
 TIMEOUT_S = 60.0
@@ -63,8 +64,8 @@ def fields(path: str, **given: Any) -> Client:
 
 
 def tool(properties: str) -> str:
-    schema = '{"type": "object", "properties": %s}' % properties
-    return ', "tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}]' % schema
+    schema = '{"type": "object", "properties": ' + properties + "}"
+    return ', "tools": [{"type": "function", "function": {"name": "f", "parameters": ' + schema + "}}]"
 
 
 def arguments(text: str) -> bytes:
@@ -114,7 +115,11 @@ ATTACKS: dict[str, Attack] = {
     "8: properties of a tool": lambda: [Client(CHAT, chat(tool(keys(MOST))))],
     "8: keys in a call's arguments": lambda: [Client(CHAT, arguments(keys(MANY)))],
     "8: keys in a schema's text": lambda: [
-        fields(CHAT, messages=HELLO, max_tokens=1, guided_json='{"properties": %s}' % keys(MANY))
+        fields(CHAT, messages=HELLO, max_tokens=1, guided_json='{"properties": ' + keys(MANY) + "}")
+    ],
+    "8: values of a schema": lambda: [
+        fields(CHAT, messages=HELLO, max_tokens=1, guided_json={"enum": [7] * MANY}),
+        Client(CHAT, chat(tool('{"a": {"enum": [0' + ",7" * MANY + "]}}"))),
     ],
     "8: two million token ids": lambda: [
         fields(COMPLETIONS, prompt=[7] * 1_900_000, max_tokens=1, truncate_prompt_tokens=100),
@@ -165,8 +170,22 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontAlone]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_streams_do_not_pause_while(front: FrontAlone, name: str) -> None:
-    clients = ATTACKS[name]()
-    address, before = ("127.0.0.1", front.port), rss_bytes(front.front_pid)
+    """Of three tries: a machine that is busy with other things makes pauses of its own."""
+    clients, before = ATTACKS[name](), rss_bytes(front.front_pid)
+    tried: list[str] = []
+    for _ in range(MAX_TRIES):
+        control_s, attacked_s = pauses_without_and_with(clients, ("127.0.0.1", front.port))
+        growth = rss_bytes(front.front_pid) - before
+        tried.append(f"{1000 * attacked_s:.0f} ms, without {1000 * control_s:.0f} ms, {growth >> 20} MiB")
+        print(f"{name}: {tried[-1]}")
+        assert growth < MOST_GROWTH_BYTES
+        if attacked_s < max(MOST_S, MOST_TIMES_CONTROL * control_s):
+            return
+    raise AssertionError(f"streams paused for {'; '.join(tried)}")
+
+
+def pauses_without_and_with(clients: list[Client], address: tuple[str, int]) -> tuple[float, float]:
+    """Return the streams' longest pauses in a phase without the clients and in one with them."""
     with Pauses(address) as control:
         time.sleep(CONTROL_S)
     with Pauses(address) as attacked, contextlib.ExitStack() as connections:
@@ -180,13 +199,7 @@ def test_streams_do_not_pause_while(front: FrontAlone, name: str) -> None:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "a client was not answered"
         time.sleep(max(0.0, begun_s + ATTACK_S - time.monotonic()))
-        growth = rss_bytes(front.front_pid) - before
-    most_s = max(MOST_S, MOST_TIMES_CONTROL * control.longest_s)
-    print(
-        f"{name}: {1000 * attacked.longest_s:.0f} ms, without {1000 * control.longest_s:.0f} ms, {growth >> 20} MiB"
-    )
-    assert attacked.longest_s < most_s, f"without it {control.longest_s:.3f} s"
-    assert growth < MOST_GROWTH_BYTES
+    return control.longest_s, attacked.longest_s
 
 
 def send(address: tuple[str, int], client: Client, connections: contextlib.ExitStack) -> None:

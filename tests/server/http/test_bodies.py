@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Receive, Scope, Send
 
-from server.http import bodies
+from server.http import bodies, routes
 from server.http.app import build_app
 from server.http.bodies import LEAST_BYTES_PER_S, SMALL_BODY, BodyBudget, BodyGuard
 from server.http.guards import ApiKeys
@@ -73,6 +74,26 @@ def test_ollama_s_routes_read_json_whatever_its_type() -> None:
     form = {"content-type": "application/x-www-form-urlencoded"}
     response = length_of(deep, path="/api/chat", **form)
     assert response.status_code == 400 and "nests deeper than 100" in response.text
+
+
+@pytest.mark.parametrize("num_items", [10, 100_000])
+def test_a_long_body_is_parsed_once_and_not_in_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, num_items: int
+) -> None:
+    threads: list[int] = []
+    for module in (bodies, routes):
+        monkeypatch.setattr(
+            module, "parse_json", lambda body: (threads.append(get_ident()), json.loads(body))[1]
+        )
+    router = new_router()
+
+    @router.post("/sum")
+    async def tell_sum(body: list[int]) -> int:
+        return sum(body)
+
+    app = build_app([router], version="0", keys=ApiKeys())
+    assert ask(app, "POST", "/sum", json=list(range(num_items))).json() == sum(range(num_items))
+    assert len(threads) == 1 and (threads[0] != get_ident()) is (num_items > 10)
 
 
 @pytest.mark.parametrize("order", [1, -1])
