@@ -34,9 +34,8 @@ from server.link.ranks import Ranks
 _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any one: until it is submitted
 MOVE_EVERY_S = 0.05  # that moves are looked for, at most
-TOKENS_AT_ONCE = (
-    200_000  # of prompts, given to ranks in one go: 128 choices of a prompt of 100,000 would take 1.5 s
-)
+# Of prompts, given to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
+TOKENS_AT_ONCE = 200_000
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
 
@@ -103,9 +102,7 @@ class Requests:
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
-        self._held: dict[
-            str, None
-        ] = {}  # of the parked ones, those that get to a rank when others had their turn
+        self._held: dict[str, None] = {}  # of the parked ones, those that wait for their turn only
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks

@@ -202,7 +202,8 @@ class PunctualProtocol(HttpToolsProtocol):
             raise ValueError("the head is too long")  # which stops the parser
         super().on_headers_complete()  # raises where the target is none, as CONNECT's
         self._is_in_head, self._is_in_body = False, True
-        self._stop_watching()
+        if not self.flow.write_paused:  # what is written next is no measure of what was read
+            self._stop_watching()
         if self.bound is not None:
             self.bound.work(self)
         if self._is_ending:
