@@ -104,6 +104,7 @@ class BodyBudget:
             for share in self._shares
             if share is not besides
             and share.limit is not None
+            and not share.limit.expired()
             and share.num_charged
             and now_s - share.begun_s > _PRESSED_GRACE_S
             and (rate := share.bytes_per_s(now_s)) < PRESSED_BYTES_PER_S
