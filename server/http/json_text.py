@@ -121,7 +121,8 @@ class _Pieces:
         begin, end = self._strip(begin, end)
         if first == last:
             return self._loads(begin, end)  # one long string
-        places, codes, levels = (each[first:last] for each in self._marks)
+        places, codes = self._marks.places[first:last], self._marks.codes[first:last]
+        levels = self._marks.levels[first:last]
         opening, inside = int(codes[0]), int(levels[0])
         closes_at = int(np.argmax(levels < inside)) if len(levels) > 1 else 0
         if places[0] != begin or codes[closes_at] != _CLOSING.get(opening):

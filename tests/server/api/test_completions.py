@@ -165,6 +165,16 @@ def test_echo_of_no_tokens_scores_the_prompt_alone(front: FrontProcess, stream: 
     assert front.asked("c-none").params.max_tokens == 1
 
 
+def test_a_rank_s_long_message_comes_in_its_place(front: FrontProcess) -> None:
+    """It is read beside the event loop; what the rank says next comes after it."""
+    front.script("c-long", "abc")
+    prompt = front.encode("c-long") + [5] * 200
+    asked = {"model": "tiny", "prompt": prompt, "prompt_logprobs": -1, "max_tokens": 3}
+    (choice,) = front.post("/v1/completions", json=asked).json()["choices"]
+    assert choice["text"] == "abc" and len(choice["prompt_logprobs"]) == len(prompt)
+    assert all(len(each) == 320 for each in choice["prompt_logprobs"][1:])
+
+
 def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("c-prompted", "ok")
     ids = front.encode("c-prompted")

@@ -171,7 +171,8 @@ def test_a_hostile_body_delays_others_by_less_than_a_quarter_of_a_second(
 ) -> None:
     """Of three tries, on a machine that may be busy; test_pauses.py has all attacks, and streams."""
     path, make = QUICK[name]
-    request, longest_s = RawRequest(path=path, body=make()), []
+    request = RawRequest(path=path, body=make())
+    longest_s: list[float] = []
     while not longest_s or (min(longest_s) >= MOST_PAUSE_S and len(longest_s) < 3):
         with Pings(hard_front) as pings:
             check(client.send(request))
