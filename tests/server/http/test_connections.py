@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -17,6 +18,7 @@ from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.protocol import PunctualProtocol
 from server.options.table import HttpOptions
 from server.process.http_service import _bound, _Server, _server_config
+from server.process.unix_socket import listening_at
 
 HEAD = b"GET /x HTTP/1.1\r\nhost: x\r\n"
 TIMEOUT_S = 30.0
@@ -87,7 +89,7 @@ def test_the_defaults_follow_the_limit_of_open_files() -> None:
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     """An application that answers with its scope's client."""
-    said = str(scope["client"][0]).encode()
+    said = str((scope["client"] or ["nobody"])[0]).encode()
     headers = [(b"content-length", b"%d" % len(said))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": said})
@@ -231,6 +233,25 @@ def test_forwarded_addresses_are_those_of_trusted_proxies(trusted: tuple[str, ..
             return await asked(address, HEAD + b"x-forwarded-for: 203.0.113.9\r\n")
 
     assert asyncio.run(scenario()).endswith(shown)
+
+
+def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
+    async def scenario() -> bytes:
+        listener = listening_at(str(tmp_path / "socket"))
+        with listener as bound_socket:
+            server = _Server(_server_config(answer, HttpOptions()), ConnectionBound(100, 1))
+            task = asyncio.create_task(server.serve(sockets=[bound_socket]))
+            said = b""
+            for _ in range(3):
+                reader, writer = await asyncio.open_unix_connection(tmp_path / "socket")
+                writer.write(HEAD + b"connection: close\r\n\r\n")
+                said += await asyncio.wait_for(reader.read(), TIMEOUT_S)
+                writer.close()
+            server.should_exit = True
+            await task
+        return said
+
+    assert asyncio.run(scenario()).count(b"nobody") == 3
 
 
 class Hurried(PunctualProtocol):
