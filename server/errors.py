@@ -134,6 +134,14 @@ def failed(reason: str) -> ApiError:
     return ApiError(500, f"Internal server error: {reason.rstrip('.') or 'the request failed on its rank'}.")
 
 
+def left_unread() -> ApiError:
+    """A 408: the client does not read its stream, which grows in memory."""
+    return ApiError(
+        408,
+        "The stream's log-probabilities were not read: this server keeps only a few of them for a slow client.",
+    )
+
+
 def timed_out(timeout_s: float) -> ApiError:
     """A 504: the request's deadline passed."""
     return ApiError(504, f"The request did not end within {timeout_s:g} s (--request-timeout).")

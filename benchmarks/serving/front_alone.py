@@ -23,21 +23,22 @@ _ROOT = Path(__file__).parents[2]
 class FrontAlone:
     """A running front with attached ranks; a context that ends them."""
 
-    def __init__(self, model: Path, *, num_ranks: int, step_s: float, log: IO[bytes]) -> None:
+    def __init__(self, model: Path, *flags: str, num_ranks: int, step_s: float, log: IO[bytes]) -> None:
         """Start, and wait until every rank is attached.
 
         Args:
             model: a directory with a tokenizer.
+            flags: the front's, besides those that it needs here.
             step_s: least time between a rank's steps.
 
         Raises:
             BenchServiceError: the front did not start; quotes its log.
         """
         read_fd, write_fd = os.pipe()
-        flags = ["--port=0", f"--ranks={num_ranks}", f"--ready-fd={write_fd}"]
+        needed = ["--port=0", f"--ranks={num_ranks}", f"--ready-fd={write_fd}"]
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            self._start("server", "front", str(model), *flags, log=log, pass_fds=(write_fd,))
+            self._start("server", "front", str(model), *needed, *flags, log=log, pass_fds=(write_fd,))
             os.close(write_fd)
             with os.fdopen(read_fd) as ready:
                 line = ready.readline()
@@ -46,6 +47,7 @@ class FrontAlone:
                     f"the front did not start:\n{Path(log.name).read_text(errors='replace')}"
                 )
             said = json.loads(line)
+            self.front_pid = self._processes[0].pid
             self.port = int(said["http"].rpartition(":")[2])
             os.environ[TOKEN_VARIABLE] = said["token"]
             for rank in range(num_ranks):

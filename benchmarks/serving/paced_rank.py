@@ -218,6 +218,7 @@ class PacedRank:
             request_id=request.request_id,
             token_ids=[token],
             logprobs=[] if params.num_logprobs is None else [logprobs_of(token, params.num_logprobs)],
+            prompt_logprobs=prompt_logprobs_of(request) if each.num_done == 1 else [],
             finish_reason=finish,
         )
 
@@ -240,6 +241,14 @@ def logprobs_of(token: int, num_top: int) -> Logprobs:
     """The chosen token is the likeliest, then the ids after it, half as likely each."""
     tops = [token + place for place in range(num_top)]
     return Logprobs(token, -0.5, tops, [-0.5 - 0.693 * place for place in range(num_top)])
+
+
+def prompt_logprobs_of(request: Request) -> list[Logprobs]:
+    """Of prompt tokens 1 and on, if they are asked for: as of generated ones, and of rank 1."""
+    num_top = request.params.num_prompt_logprobs
+    if num_top is None:
+        return []
+    return [logprobs_of(token, num_top)._replace(rank=1) for token in request.prompt_ids[1:]]
 
 
 def main(arguments: list[str] | None = None) -> int:

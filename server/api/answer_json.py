@@ -9,7 +9,7 @@ must not become one key. Chats have a field for the bytes and show U+FFFD.
 
 import codecs
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from scheduler.policy.request import Logprobs
 from server.front.generations import Answer, Generation
 from server.front.timing import timing_of
 from server.front.tokenizer import Tokenizer
+from server.http.json_parts import EncodedList
 
 _MARK = "\ue000text\ue000"  # of Unicode's private use: in no name
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
@@ -190,9 +191,9 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs_list(
-    entries: Sequence[Logprobs], tokenizer: Tokenizer, num_top: int
-) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: None for the first token, then {id: {logprob, rank, decoded_token}}, the
+    entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the items of vLLM's `prompt_logprobs`: None for the first token, then {id: {logprob, rank, decoded_token}}, the
     prompt's own token first.
 
     Args:
@@ -200,22 +201,24 @@ def prompt_logprobs_list(
         tokenizer: spells them.
         num_top: likeliest shown.
     """
-    shown: list[dict[str, Any] | None] = [None]
+    yield None
     for entry in entries:
         ranked = {str(entry.token_id): (entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(_likeliest(entry, num_top), start=1):
             ranked.setdefault(str(token_id), (logprob, rank))
-        shown.append(
-            {
-                token_id: {
-                    "logprob": _finite(logprob),
-                    "rank": rank,
-                    "decoded_token": tokenizer.token_bytes(int(token_id)).decode(errors="replace"),
-                }
-                for token_id, (logprob, rank) in ranked.items()
+        yield {
+            token_id: {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_bytes(int(token_id)).decode(errors="replace"),
             }
-        )
-    return shown
+            for token_id, (logprob, rank) in ranked.items()
+        }
+
+
+def encoded_prompt_logprobs(entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int) -> EncodedList:
+    """Return `prompt_logprobs_list` as text, token by token: as objects a long prompt's would be a gigabyte."""
+    return EncodedList([json.dumps(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
 
 
 def _empty() -> dict[str, list[Any]]:

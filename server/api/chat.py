@@ -8,19 +8,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import Logprobs
-from server.api.answer_json import chat_logprobs, event, prompt_logprobs_list
+from server.api.answer_json import chat_logprobs, encoded_prompt_logprobs, event
 from server.api.chat_turn import AnswerMessage, ChatTurn
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.sampling import count_of
 from server.api.schemas import ALL, ChatRequest
 from server.api.served import ServedModel
-from server.api.streaming import Choice, EventStream, JsonChunks, collect, json_answer
+from server.api.streaming import Choice, EventStream, JsonChunks, collect, has_many_entries, json_answer
 from server.front.generations import Piece
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/chat/completions"
-_MANY_TOKENS = 4096  # the JSON of more is made beside the event loop
 
 
 def chat_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -49,9 +48,9 @@ async def answer_chat(
     if body.stream:
         return EventStream(turn.answer, chunks)
     choices = await collect(turn.answer, http)
-    num_tokens = sum(len(choice.token_ids) for choice in choices)
     # A long prompt's logprobs take seconds to spell, long reasoning is tokenized again to be counted.
-    is_long = body.prompt_logprobs is not None or body.top_logprobs == ALL or num_tokens > _MANY_TOKENS
+    has_many = has_many_entries(choices, body.top_logprobs if body.logprobs else None)
+    is_long = body.prompt_logprobs is not None or body.top_logprobs == ALL or has_many
     return await json_answer(lambda: _whole(turn, chunks, choices), model, is_long=is_long)
 
 
@@ -73,7 +72,7 @@ def _about_prompt(turn: ChatTurn) -> dict[str, Any]:
     logprobs = None
     if num_top is not None:
         num_top = count_of(num_top, turn.model)
-        logprobs = prompt_logprobs_list(first.prompt_logprobs, turn.model.tokenizer, num_top)
+        logprobs = encoded_prompt_logprobs(first.prompt_logprobs, turn.model.tokenizer, num_top)
     shown_ids = list(first.ask.request.prompt_ids) if turn.body.return_token_ids else None
     return {"prompt_logprobs": logprobs, "prompt_token_ids": shown_ids}
 

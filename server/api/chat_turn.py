@@ -207,6 +207,7 @@ class ChatTurn:
             max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
             patterns=await stop_patterns_of(body, model),
+            shows_prompt_once=True,
         )
         # The client's structure has no room for calls.
         finds_calls = tools.choice == "auto" and structure is None

@@ -10,20 +10,22 @@ from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
 from server import errors
-from server.api.answer_json import CompletionLogprobs, event, prompt_logprobs_list, usage_of
+from server.api.answer_json import CompletionLogprobs, encoded_prompt_logprobs, event, usage_of
 from server.api.prompts import encode_all
 from server.api.sampling import asks_for, count_of, refuse_unserved
 from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest
 from server.api.served import ServedModel
-from server.api.streaming import Choice, EventStream, JsonChunks, collect, json_answer
+from server.api.streaming import Choice, EventStream, JsonChunks, collect, has_many_entries, json_answer
 from server.api.structure import stop_patterns_of, structure_of
 from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
+from server.http.json_parts import EncodedList
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
+_MANY_IDS = 20_000  # looking through more takes milliseconds and leaves the event loop
 
 
 def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -74,6 +76,7 @@ async def answer_completion(
         return EventStream(answer, chunks)
     choices = await collect(answer, http)
     is_long = body.echo or body.prompt_logprobs is not None or body.logprobs == ALL
+    is_long = is_long or has_many_entries(choices, body.logprobs)
     return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(is_long))
 
 
@@ -96,7 +99,7 @@ class CompletionChunks(JsonChunks):
             self._count,
             has_metrics=model.has_metrics,
         )
-        self._answer = answer
+        self._answer, self._model = answer, model
         self._body = body
         self._n = body.n or 1
         self._has_only_text = (  # of pieces in the middle
@@ -106,16 +109,18 @@ class CompletionChunks(JsonChunks):
             and body.max_tokens != 0
         )
         self._choices = [
-            _ChoiceJson(generation, body, self._echo(generation, model), model)
+            _ChoiceJson(answer, generation, body, self._echo(generation, model), model)
             for generation in answer.generations
         ]
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return a whole answer."""
+        of_prompts = [self._prompt_logprobs(place) for place in range(0, len(choices), self._n)]
         return {
             **self.head,
             "choices": [
-                json.whole(choice.piece()) for json, choice in zip(self._choices, choices, strict=True)
+                json.whole(choice.piece(), of_prompts[place // self._n])
+                for place, (json, choice) in enumerate(zip(self._choices, choices, strict=True))
             ],
             "usage": self._count(),
             **self.metrics(),
@@ -132,6 +137,14 @@ class CompletionChunks(JsonChunks):
         if choice is None:
             return b""
         return event(self.chunk(choice, self._count() if self.has_usage_always else None))
+
+    def _prompt_logprobs(self, index: int) -> EncodedList | None:
+        """Return those of the prompt that a choice is the first of: they are encoded once, and shown with each."""
+        if self._body.prompt_logprobs is None:
+            return None
+        num_top = count_of(self._body.prompt_logprobs, self._model)
+        entries = self._answer.generations[index].prompt_logprobs
+        return encoded_prompt_logprobs(entries, self._model.tokenizer, num_top)
 
     def _echo(self, generation: Generation, model: ServedModel) -> str:
         """Return the text that precedes a choice's."""
@@ -151,9 +164,14 @@ class _ChoiceJson:
     """The JSON of one choice: the echo first, then what it gains."""
 
     def __init__(
-        self, generation: Generation, body: CompletionRequest, echo: str, model: ServedModel
+        self,
+        answer: Answer,
+        generation: Generation,
+        body: CompletionRequest,
+        echo: str,
+        model: ServedModel,
     ) -> None:
-        self._generation = generation
+        self._answer, self._generation = answer, generation
         self._body = body
         self._tokenizer = model.tokenizer
         self._echo = echo
@@ -163,20 +181,14 @@ class _ChoiceJson:
             num_top = len(body.logprob_token_ids or ()) or count_of(body.logprobs, model)
             as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs = CompletionLogprobs(model.tokenizer, num_top, as_ids=as_ids)
-        self._num_prompt_top = None if body.prompt_logprobs is None else count_of(body.prompt_logprobs, model)
 
-    def whole(self, piece: Piece) -> dict[str, Any]:
+    def whole(self, piece: Piece, prompt_logprobs: EncodedList | None) -> dict[str, Any]:
         """Return a whole choice."""
-        of_prompt = None
-        if self._num_prompt_top is not None:
-            of_prompt = prompt_logprobs_list(
-                self._generation.prompt_logprobs, self._tokenizer, self._num_prompt_top
-            )
         return {
             "token_ids": None,
             "prompt_token_ids": None,
             **self.of_piece(piece),
-            "prompt_logprobs": of_prompt,
+            "prompt_logprobs": prompt_logprobs,
         }
 
     def gained(self, piece: Piece) -> dict[str, Any] | None:
@@ -214,7 +226,8 @@ class _ChoiceJson:
             return None
         if begins and self._body.echo:
             self._logprobs.push_first(self._generation.ask.request.prompt_ids[0])
-            self._logprobs.push(self._generation.prompt_logprobs)
+            of_prompt = self._answer.prompt_logprobs_of(self._generation.index, self._body.n or 1)
+            self._logprobs.push(of_prompt)
         self._logprobs.push(piece.logprobs)
         return self._logprobs.take()
 
@@ -237,17 +250,33 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
     if not isinstance(prompt, list):
         raise bad_request(_FORMS, "prompt")
     _check_lengths(body, prompt, model)
+    if type(prompt[0]) is int or isinstance(prompt[0], list):
+        num_ids = len(prompt) if isinstance(prompt[0], int) else sum(map(_num_ids, prompt))
+        return await model.run(lambda: _id_lists(prompt, model), is_long=num_ids > _MANY_IDS)
+    _check_count(prompt)
+    if all(isinstance(each, str) for each in prompt):
+        return await _encode_texts(body, prompt, model)
+    raise bad_request(_FORMS, "prompt")
+
+
+def _id_lists(prompt: list[Any], model: ServedModel) -> list[list[int]]:
     if all(type(each) is int for each in prompt):
         return [_check_ids(prompt, model)]
+    _check_count(prompt)
+    if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
+        return [_check_ids(each, model) for each in prompt]
+    raise bad_request(_FORMS, "prompt")
+
+
+def _num_ids(ids: Any) -> int:
+    return len(ids) if isinstance(ids, list) else 0
+
+
+def _check_count(prompt: list[Any]) -> None:
     if len(prompt) > MAX_CHOICES:
         raise bad_request(
             f"prompt is a list of {len(prompt)}; up to {MAX_CHOICES} are taken at once.", "prompt"
         )
-    if all(isinstance(each, str) for each in prompt):
-        return await _encode_texts(body, prompt, model)
-    if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
-        return [_check_ids(each, model) for each in prompt]
-    raise bad_request(_FORMS, "prompt")
 
 
 def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:

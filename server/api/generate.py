@@ -2,9 +2,15 @@
 
 The request is translated into a completion's fields and checked as one; answers have SGLang's form: `text`, `output_ids`
 and `meta_info`, one object, or a list where there are several prompts or choices. A stream's events hold all that was said so
-far, as SGLang's do. Fields of features that are not served are refused by name.
+far, as SGLang's do (its default: `--incremental-streaming-output` is off). Fields of features that are not served are refused by
+name.
+
+Log-probabilities so far, again in each event, would be quadratic: 800 tokens with 20 each are 229 MB. Each is encoded once, and an
+event of more than LONG_EVENT waits until the answer has grown by a sixteenth. So a stream has at most seventeen times the bytes of
+its answer. SGLang's clients take events of several tokens (its `stream_interval`).
 """
 
+import json
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -26,9 +32,12 @@ from server.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
+from server.http.json_parts import EncodedList, encode
 from server.http.routes import STREAM_RESPONSE, new_router, refusal
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+LONG_EVENT = 16 << 10  # characters of log-probabilities
+_GROWTH = 1 / 16  # of an event over the one before it, if that was long
 _WHERE = "sampling_params"
 _FIELD_OF = {  # of sampling_params -> a completion's
     "max_new_tokens": "max_tokens",
@@ -123,18 +132,19 @@ async def answer_generate(
     )
     answer = requests.open(asks[0].request.request_id, asks)
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
-    json = _GenerateJson(
+    chunks = _GenerateJson(
         answer,
         body,
         request_id,
         model.tokenizer,
+        n=fields.n or 1,
         is_list=is_list or len(asks) > 1,
         only_scores=fields.max_tokens == 0,
     )
     if body.stream:
-        return EventStream(answer, json)
+        return EventStream(answer, chunks)
     choices = await collect(answer, http)
-    return await json_answer(lambda: json.whole(choices), model, is_long=body.wants_prompt_logprobs)
+    return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(body.return_logprob))
 
 
 def completion_of(body: GenerateRequest) -> CompletionRequest:
@@ -175,6 +185,29 @@ def _refuse_others(fields: dict[str, Any], where: str) -> None:
             )
 
 
+class _Spelled:
+    """A choice's log-probabilities as JSON, each encoded once."""
+
+    def __init__(self) -> None:
+        self.own: list[str] = []  # of the tokens themselves
+        self.top: list[str] = []  # of the likeliest instead of each
+        self.num_chars = 0
+        self.num_told = 0  # of them, in the last event
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is enough for another event."""
+        return self.num_told < LONG_EVENT or self.num_chars >= self.num_told * (1 + _GROWTH)
+
+    def add(self, own: str, top: str | None) -> None:
+        """Add a token's."""
+        self.own.append(own)
+        self.num_chars += len(own)
+        if top is not None:
+            self.top.append(top)
+            self.num_chars += len(top)
+
+
 class _GenerateJson:
     """The JSON of an answer, whole or in events."""
 
@@ -185,16 +218,22 @@ class _GenerateJson:
         request_id: str,
         tokenizer: Tokenizer,
         *,
+        n: int,
         is_list: bool,
         only_scores: bool = False,
     ) -> None:
-        """Args: is_list: there may be several objects; only_scores: no tokens are wanted, and what was made is hidden."""
+        """Args: n: choices per prompt; is_list: there may be several objects; only_scores: tokens that were made are hidden."""
         self._answer, self._body, self._tokenizer = answer, body, tokenizer
-        self._request_id, self._is_list, self._only_scores = request_id, is_list, only_scores
+        self._request_id, self._n, self._is_list = request_id, n, is_list
+        self._only_scores = only_scores
         self._so_far = [Choice() for _ in answer.generations]
+        self._spelled = [_Spelled() for _ in answer.generations]
+        self._of_prompts: dict[int, _Spelled] = {}  # by the index of the choice that they came with
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """Return a whole answer."""
+        for spelled, choice in zip(self._spelled, choices, strict=True):
+            self._spell(spelled, choice.logprobs)
         objects = [
             self._object(generation, choice)
             for generation, choice in zip(self._answer.generations, choices, strict=True)
@@ -202,14 +241,19 @@ class _GenerateJson:
         return objects if self._is_list else objects[0]
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the event of what a choice has said so far."""
-        choice = self._so_far[index]
+        """Return the event of what a choice has said so far; nothing if it is too long to be said again so soon."""
+        choice, spelled = self._so_far[index], self._spelled[index]
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
-        choice.logprobs += piece.logprobs
         choice.last = piece
+        has_logprobs = bool(self._body.return_logprob)
+        if has_logprobs:
+            self._spell(spelled, piece.logprobs)
+            if not (spelled.has_grown or piece.finish_reason):
+                return b""
         content = self._object(self._answer.generations[index], choice)
-        return event({"index": index, **content} if self._is_list else content)
+        content = {"index": index, **content} if self._is_list else content
+        return b"data: " + encode(content) + b"\n\n" if has_logprobs else event(content)
 
     def end(self) -> bytes:
         """Return nothing: every event has its counts."""
@@ -230,25 +274,37 @@ class _GenerateJson:
             "e2e_latency": generation.last_token_s - request.arrival_s,
         }
         if self._body.return_logprob:
-            info |= self._logprobs(generation, choice)
+            info |= self._logprobs(generation)
         return {"text": "".join(choice.text), "output_ids": list(choice.token_ids), "meta_info": info}
 
-    def _logprobs(self, generation: Generation, choice: Choice) -> dict[str, Any]:
-        found: dict[str, Any] = {"output_token_logprobs": [self._entry(each) for each in choice.logprobs]}
-        if self._body.top_logprobs_num:
-            found["output_top_logprobs"] = [self._top(each) for each in choice.logprobs]
+    def _logprobs(self, generation: Generation) -> dict[str, Any]:
+        spelled, has_top = self._spelled[generation.index], bool(self._body.top_logprobs_num)
+        spelled.num_told = spelled.num_chars
+        found: dict[str, Any] = {"output_token_logprobs": EncodedList(spelled.own)}
+        if has_top:
+            found["output_top_logprobs"] = EncodedList(spelled.top)
         if not self._body.wants_prompt_logprobs:
             return found
-        first_id, start = generation.ask.request.prompt_ids[0], self._body.logprob_start_len or 0
-        first = [None, first_id, self._text(first_id)]  # nothing comes before it
-        of_prompt = generation.prompt_logprobs
-        found["input_token_logprobs"] = [first, *map(self._entry, of_prompt)][start:]
-        if self._body.top_logprobs_num:
-            found["input_top_logprobs"] = [None, *map(self._top, of_prompt)][start:]
+        of_prompt, start = self._prompt_logprobs(generation), self._body.logprob_start_len or 0
+        found["input_token_logprobs"] = EncodedList(of_prompt.own[start:])
+        if has_top:
+            found["input_top_logprobs"] = EncodedList(of_prompt.top[start:])
         return found
 
-    def _entry(self, each: Logprobs) -> list[Any]:
-        return [each.logprob, each.token_id, self._text(each.token_id)]
+    def _prompt_logprobs(self, generation: Generation) -> _Spelled:
+        """Return those of a choice's prompt, which its choices share."""
+        first = generation.index - generation.index % self._n
+        if first not in self._of_prompts:
+            spelled = self._of_prompts[first] = _Spelled()
+            first_id = generation.ask.request.prompt_ids[0]
+            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # nothing comes before it
+            self._spell(spelled, self._answer.prompt_logprobs_of(generation.index, self._n))
+        return self._of_prompts[first]
+
+    def _spell(self, spelled: _Spelled, entries: Sequence[Logprobs]) -> None:
+        for each in entries:
+            top = json.dumps(self._top(each)) if self._body.top_logprobs_num else None
+            spelled.add(json.dumps([each.logprob, each.token_id, self._text(each.token_id)]), top)
 
     def _top(self, each: Logprobs) -> list[list[Any]]:
         pairs = zip(each.top_logprobs, each.top_ids, strict=True)

@@ -18,7 +18,7 @@ from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
-MAX_LOGPROB_ENTRIES = 500_000  # of an answer with all log-probabilities; they take a quarter of a gigabyte
+MAX_LOGPROB_ENTRIES = 1_000_000  # of an answer: of a prompt as often as it shows them; they are 90 MB of JSON
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Known to clients, not served yet: refused unless the value asks for nothing.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -91,8 +91,10 @@ def asks_for(
     structure: Structure | None = None,
     num_prompt_logprobs: int | None = None,
     patterns: tuple[Pattern, ...] = (),
+    shows_prompt_once: bool = False,
 ) -> list[Ask]:
-    """Return n asks per prompt, in the order of the choices' indexes.
+    """Return n asks per prompt, in the order of the choices' indexes. Of an answer that is not streamed, only the first of a
+    prompt's choices asks for the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
 
     Args:
         body: the request.
@@ -109,6 +111,7 @@ def asks_for(
         structure: what answers must have, checked (`api.structure`).
         num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
         patterns: regexes that end answers (`structure.stop_patterns_of`).
+        shows_prompt_once: the answer has the prompt's log-probabilities once, not with each choice.
 
     Raises:
         ApiError: 400, naming the field.
@@ -129,31 +132,32 @@ def asks_for(
         num_prompt_logprobs=max((count_of(count, model) for count in asked), default=None),
         structure=structure,
     )
+    max_len = model.max_len()
+    cut = [
+        truncated(body, each, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len)
+        for each in prompts
+    ]
+    if asked:
+        num_shown = sum(map(len, cut)) * (1 if shows_prompt_once else n)
+        most = max(asked, key=lambda count: count_of(count, model))
+        _check_entries(body, "prompt_logprobs", most, num_shown, model)
+    rooms = [_room(len(each), max_len, max_tokens, prompt_field, max_tokens_field) for each in cut]
+    if max_tokens is None:
+        most_tokens = default_max_tokens or model.sampling_defaults.get("max_new_tokens")
+        rooms = [min(room, most_tokens or room) for room in rooms]
+    if num_logprobs is not None and (num_logprobs == ALL or num_logprobs > MAX_LOGPROBS):
+        _check_entries(body, logprobs_field, num_logprobs, sum(rooms) * n, model)
+    later = shared if body.stream else replace(shared, num_prompt_logprobs=None)
     asks: list[Ask] = []
-    for whole_prompt in prompts:
-        max_len = model.max_len()
-        prompt_ids = truncated(
-            body, whole_prompt, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len
-        )
-        room = _room(len(prompt_ids), max_len, max_tokens, prompt_field, max_tokens_field)
-        if max_tokens is None:
-            room = min(room, default_max_tokens or model.sampling_defaults.get("max_new_tokens") or room)
+    for prompt_ids, room in zip(cut, rooms, strict=True):
         _check_min_tokens(body, room, max_tokens_field)
-        for count, field, num_tokens in (
-            (num_logprobs, logprobs_field, room),
-            (
-                max(asked, key=lambda count: count_of(count, model), default=None),
-                "prompt_logprobs",
-                len(prompt_ids),
-            ),
-        ):
-            if count is not None and (count == ALL or count > MAX_LOGPROBS):
-                _check_entries(body, field, count, len(prompts) * n * num_tokens, model)
+        shared_ids = tuple(prompt_ids)
         for choice in range(n):
+            params = later if choice else shared
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
-                prompt_ids=tuple(prompt_ids),
-                params=replace(shared, max_tokens=room, seed=(seed + choice) % 2**64),
+                prompt_ids=shared_ids,
+                params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
                 priority=body.priority or 0,
             )
@@ -190,15 +194,16 @@ def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:
 def _check_entries(
     body: SamplingFields, field: str, num_top: int, num_tokens: int, model: ServedModel
 ) -> None:
-    """Refuse more log-probabilities than an answer may have: those of a whole vocabulary are megabytes a token."""
+    """Refuse more log-probabilities than an answer may have, the token's own included: those of a whole vocabulary are
+    megabytes a token, and 20 for each token of a long prompt, with every one of many choices, are gigabytes."""
     seen = "-1, which is all log-probabilities" if num_top == ALL else str(num_top)
     if body.stream and num_top == ALL:
         raise bad_request(f"{field} is {seen}: it needs stream=false.", field)
-    each = count_of(num_top, model)
+    each = min(count_of(num_top, model) + 1, model.tokenizer.vocab_size)
     if num_tokens * each > MAX_LOGPROB_ENTRIES:
         raise bad_request(
             f"{field} is {seen}: {each} for each of {num_tokens} tokens are more than the {MAX_LOGPROB_ENTRIES} that one "
-            "answer may have.",
+            "answer may have, a prompt's counted for every choice that shows them: ask for fewer, or for fewer choices.",
             field,
         )
 

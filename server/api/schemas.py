@@ -19,6 +19,7 @@ MAX_STOPS = 128
 MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
 ALL = -1  # of the vocabulary, as a number of log-probabilities
 MAX_TOOLS = 1024
+MAX_SCHEMA_VALUES = 100_000  # of a schema, and of all tools together
 MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
 MAX_BAD_WORDS = 128
 MAX_ALLOWED_IDS = 4096  # vLLM takes 1,024; every choice carries its own to its rank
@@ -167,12 +168,36 @@ def is_deeper(value: Any, depth: int) -> bool:
     return True
 
 
+def has_more_values(value: Any, most: int) -> bool:
+    """Tell whether a JSON value has more values in it than that; looks no further than it must."""
+    num_values, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        num_values += len(each) if isinstance(each, dict | list) else 0
+        if num_values > most:
+            return True
+        children = each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+        waiting += [child for child in children if isinstance(child, dict | list)]
+    return False
+
+
+def check_num_values(value: Any, param: str) -> None:
+    """Refuse more values than a schema needs: walking over them and writing them out takes the event loop's time.
+
+    Raises:
+        ApiError: 400, naming `param`.
+    """
+    if has_more_values(value, MAX_SCHEMA_VALUES):
+        raise bad_request(f"{param} has more than {MAX_SCHEMA_VALUES} values.", param)
+
+
 def json_text(value: Any, param: str, most_depth: int) -> str:
     """Write a client's JSON out.
 
     Raises:
-        ApiError: 400, it is deeper than that, or has a number that JSON has not.
+        ApiError: 400, it is deeper than that, has too many values, or a number that JSON has not.
     """
+    check_num_values(value, param)
     if is_deeper(value, most_depth):
         raise bad_request(f"{param} is nested deeper than {most_depth} levels.", param)
     try:

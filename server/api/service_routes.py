@@ -45,6 +45,7 @@ def service_routes(
     facts: Callable[[], Sequence[RankFacts]] = tuple,
     forget_prefixes: Callable[[], None] = lambda: None,
     target_itl_ms: float | None = None,
+    shows_path: bool = True,
 ) -> APIRouter:
     """Return the endpoints' routes.
 
@@ -52,6 +53,7 @@ def service_routes(
         facts: of the ranks that are attached.
         forget_prefixes: tells all ranks.
         target_itl_ms: the time between two tokens that steps with prompts keep to; None: no such time is set.
+        shows_path: /server_info, which needs no key, has the model's path.
     """
     router = new_router()
 
@@ -85,6 +87,7 @@ def service_routes(
         num_ranks=num_ranks,
         facts=facts,
         target_itl_ms=target_itl_ms,
+        shown_path=model.directory if shows_path else model.names[0],
     )
 
     _add_cache_routes(router, forget_prefixes)
@@ -140,6 +143,7 @@ def _add_sglang_routes(
     num_ranks: int,
     facts: Callable[[], Sequence[RankFacts]],
     target_itl_ms: float | None,
+    shown_path: str,
 ) -> None:
     """Add what SGLang's clients ask a server."""
     health = _GenerationCheck(requests)
@@ -165,7 +169,7 @@ def _add_sglang_routes(
         ranks = facts()
         return {
             "version": version,
-            "model_path": model.directory,
+            "model_path": shown_path,
             "served_model_name": model.names[0],
             "context_length": model.max_len(),
             "tp_size": 1,

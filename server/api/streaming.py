@@ -8,7 +8,7 @@ Where nothing is to be sent for long, a comment is: proxies close connections th
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,10 +24,11 @@ from server.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on
-from server.http.json_parts import encode as encode_in_parts
+from server.http.json_parts import encoded_pieces
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
+_MANY_ENTRIES = 4096  # the JSON of more is made beside the event loop
 COMMENT = b": keep-alive\n\n"  # which every reader of server-sent events passes over
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
@@ -258,12 +259,34 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
     return choices
 
 
+def has_many_entries(choices: Sequence[Choice], num_top: int | None) -> bool:
+    """Tell whether an answer's JSON takes milliseconds to make: of tokens, and of log-probabilities beside each."""
+    return sum(len(choice.token_ids) for choice in choices) * (1 + (num_top or 0)) > _MANY_ENTRIES
+
+
 async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: bool) -> Response:
     """Make a whole answer's JSON; where it is long, beside the event loop, and in parts that do not hold it up."""
     if not is_long:
         return JSONResponse(make())
-    content = await model.run(lambda: encode_in_parts(make()), is_long=True)
-    return Response(content, media_type="application/json")
+    return LongJson(await model.run(lambda: list(encoded_pieces(make())), is_long=True))
+
+
+class LongJson(Response):
+    """A whole answer that is sent piece by piece: the connection's buffer holds one of them."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(headers={"content-length": str(sum(map(len, pieces)))})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; each piece when the client has read the one before."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)  # a client that reads quickly leaves others their turns
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.contextmanager

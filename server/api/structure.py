@@ -89,11 +89,15 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
         size = max(len(structure.text.encode()), len(structure.after.encode()))
     except UnicodeEncodeError as error:
         raise bad_request(f"{param} is not valid Unicode: {error.reason}.", param) from None
-    if size > MAX_CHARS:
-        raise bad_request(f"{param} has {size} bytes; up to {MAX_CHARS} are taken.", param)
+    _check_size(size, param)
     why_not = await model.structures.why_not(structure, param)
     if why_not is not None:
         raise bad_request(f"{param} cannot be compiled: {why_not}.", param)
+
+
+def _check_size(num_bytes: int, param: str) -> None:
+    if num_bytes > MAX_CHARS:
+        raise bad_request(f"{param} has {num_bytes} bytes; up to {MAX_CHARS} are taken.", param)
 
 
 def refuse_second_structure(body: SamplingFields) -> None:
@@ -201,6 +205,7 @@ def _compact(structure: Structure) -> Structure:
 def _json(value: Any, param: str) -> Structure:
     """Read a schema, given as an object or as its text."""
     if isinstance(value, str):
+        _check_size(len(value), param)  # before it is parsed
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -19,9 +19,10 @@ from pydantic_core import from_json
 
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import Message, is_deeper
-from server.errors import bad_request
+from server.errors import ApiError, bad_request
 from server.front.template_probe import ContentForm
 from server.front.tokenizer import TemplateFacts
+from server.http.json_text import parse_json, trouble_with_nesting
 
 TemplateMessage = dict[str, Any]
 MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
@@ -171,9 +172,12 @@ def _object_of(arguments: str | dict[str, Any] | None) -> Any:
         return {} if arguments is None else arguments
     if not arguments.strip():
         return {}
+    text = arguments.encode("utf-8", "surrogatepass")
+    if trouble_with_nesting(text) is not None:
+        return arguments
     try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
+        parsed = parse_json(text)  # in pieces: it may be megabytes
+    except ApiError:
         return arguments
     return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
 

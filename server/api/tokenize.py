@@ -86,14 +86,18 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Return the text of token ids, special ones shown."""
         model.check_name(body.model)
-        tokens, highest = body.tokens, model.tokenizer.num_spelled - 1
-        wrong = next((token_id for token_id in tokens if not 0 <= token_id <= highest), None)
-        if wrong is not None:
-            raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")
-        decode = partial(model.tokenizer.decode, tokens, skip_special_tokens=False)
-        return {"prompt": await model.run(decode, is_long=len(tokens) >= _MANY_TOKENS)}
+        is_long = len(body.tokens) >= _MANY_TOKENS
+        return {"prompt": await model.run(partial(_text_of, body.tokens, model), is_long=is_long)}
 
     return router
+
+
+def _text_of(tokens: list[int], model: ServedModel) -> str:
+    highest = model.tokenizer.num_spelled - 1
+    wrong = next((token_id for token_id in tokens if not 0 <= token_id <= highest), None)
+    if wrong is not None:
+        raise bad_request(f"tokens has {wrong}; token ids are 0 to {highest}.", "tokens")
+    return model.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 async def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:

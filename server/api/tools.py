@@ -14,7 +14,7 @@ from scheduler.structure.schema import relocated
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
 from server.api.parsers.tag_calls import ArgumentTypes
-from server.api.schemas import ChatRequest, json_text
+from server.api.schemas import ChatRequest, check_num_values, json_text
 from server.errors import bad_request
 
 MAX_DEPTH = 64  # of a tool's description, its schema included
@@ -75,6 +75,7 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
         )
     if not tools or choice == "none":
         return ToolUse()  # the model must not call any, so it need not know them
+    check_num_values(tools, "tools")
     checked = [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in checked]
     for place, name in enumerate(names):

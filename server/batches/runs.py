@@ -26,7 +26,7 @@ from server.batches.file_store import FileStore, is_full, new_id
 from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.batches.output_lines import BatchOutput, answer_entry, entry_without_answer
 from server.errors import bad_request
-from server.http.bodies import trouble_with_nesting
+from server.http.json_text import trouble_with_nesting
 
 SHARE = 4  # of the requests that ranks run at once, batches have one in so many
 MAX_LINES = 50_000  # OpenAI's

@@ -2,7 +2,8 @@
 
 `Generation` is one choice: one request at one rank. `Answer` is what one HTTP request waits for: one to n choices.
 What arrives while the client is slow is merged into that choice's next piece, so a slow reader holds nobody up and
-costs no more than its own answer's text. Knows no rank, journal or HTTP; `requests` feeds it.
+costs no more than its own answer's text. Log-probabilities are a hundred times larger: who leaves many of them unread
+for long loses its answer. Knows no rank, journal or HTTP; `requests` feeds it.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ class Asker(NamedTuple):
 
 
 NOBODY = Asker()
+MAX_UNREAD_TOKENS = 1024  # with log-probabilities; a piece of as many takes 60 ms to encode with 20 each
+UNREAD_S = 5.0  # that more may wait: a front that stood still is fed them all at once
 
 
 class Follower(Protocol):
@@ -104,6 +107,7 @@ class Generation:
         self._screen = StopScreen(ask.stops, include_stop=ask.include_stop)
         self._followers = [(pattern.regex, pattern.open()) for pattern in ask.patterns]
         self._piece = Piece()
+        self._unread_since_s: float | None = None  # log-probabilities
 
     def push(self, output: RequestOutput) -> FinishReason | None:
         """Take what the rank yielded; return how the choice ended, if it did.
@@ -177,6 +181,8 @@ class Generation:
         assert not self.finished, "a choice ends once"
         self.finished = True
         self.failure = failure
+        if failure is not None:
+            self._piece = Piece()  # nobody is given it any more
         self._piece.finish_reason = reason
         self._on_ready()
 
@@ -187,8 +193,16 @@ class Generation:
 
     def take(self) -> Piece:
         """Hand out what was gained; the choice keeps nothing of it."""
-        piece, self._piece = self._piece, Piece()
+        piece, self._piece, self._unread_since_s = self._piece, Piece(), None
         return piece
+
+    def is_left_unread(self, now_s: float) -> bool:
+        """Tell whether many log-probabilities have waited for the reader for long."""
+        if not self._piece.logprobs:
+            return False
+        if self._unread_since_s is None:
+            self._unread_since_s = now_s
+        return len(self._piece.logprobs) > MAX_UNREAD_TOKENS and now_s - self._unread_since_s > UNREAD_S
 
     def _visible(self, output: RequestOutput) -> list[int]:
         """Return the tokens that are shown: not the stop token that ended the answer, unless asked for."""
@@ -240,6 +254,10 @@ class Answer:
         self.generations.append(generation)
         self._num_open += 1
         return generation
+
+    def prompt_logprobs_of(self, index: int, n: int) -> list[Logprobs]:
+        """Return those of a choice's prompt; where only the first of a prompt's n choices asked for them, its."""
+        return self.generations[index].prompt_logprobs or self.generations[index - index % n].prompt_logprobs
 
     async def next(self) -> list[tuple[int, Piece]]:
         """Wait for pieces and take them, one per choice that has any; empty when every choice has ended.

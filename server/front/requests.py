@@ -35,6 +35,8 @@ from server.link.ranks import Ranks
 _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any one: until it is submitted
 MOVE_EVERY_S = 0.05  # that moves are looked for, at most
+# Of prompts, given to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
+TOKENS_AT_ONCE = 200_000
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
 
 
@@ -101,6 +103,7 @@ class Requests:
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
+        self._held: dict[str, None] = {}  # of the parked ones, those that wait for their turn only
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
@@ -144,10 +147,12 @@ class Requests:
         answer = Answer(request_id, self._close)
         self._on_answer(answer)
         try:
+            num_tokens = 0
             for ask in asks:
                 if self._closed is not None:  # the service ended while a rank was given a choice
                     raise self._closed
-                self._start(answer, ask, asker)
+                self._start(answer, ask, asker, is_held=num_tokens > TOKENS_AT_ONCE)
+                num_tokens += len(ask.request.prompt_ids)
         except BaseException:  # nobody will read the choices before it
             for generation in answer.generations:
                 if generation.ask.request.request_id in self._open:
@@ -210,7 +215,7 @@ class Requests:
     @property
     def num_parked(self) -> int:
         """Accepted choices that wait for a rank to come back."""
-        return len(self._parked)
+        return len(self._parked.keys() - self._held.keys())
 
     def enter(self, rank: int) -> None:
         """Let a rank be given requests; those that wait for one are."""
@@ -252,7 +257,7 @@ class Requests:
         for generation in list(self._open.values()):
             self._abort(generation, FinishReason.ERROR, failure)
 
-    def _start(self, answer: Answer, ask: Ask, asker: Asker) -> None:
+    def _start(self, answer: Answer, ask: Ask, asker: Asker, *, is_held: bool) -> None:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s, key_id=asker.key_id)
@@ -270,7 +275,31 @@ class Requests:
                 FinishReason.DEADLINE,
                 errors.timed_out(self._timeout_s),
             )
-        self._submit(generation, now_s)
+        if is_held:
+            self._hold(generation)
+        else:
+            self._submit(generation, now_s)
+
+    def _hold(self, generation: Generation) -> None:
+        """Give a choice to a rank a little later."""
+        request_id = generation.ask.request.request_id
+        self._parked[request_id] = generation
+        if not self._held:
+            asyncio.get_running_loop().call_soon(self._submit_held)
+        self._held[request_id] = None
+
+    def _submit_held(self) -> None:
+        """Give some held choices to ranks, and go on when others had their turn. They may have ended meanwhile."""
+        num_tokens = 0
+        while self._held and num_tokens <= TOKENS_AT_ONCE:
+            request_id = next(iter(self._held))
+            del self._held[request_id]
+            generation = self._parked.pop(request_id, None)
+            if generation is not None:
+                num_tokens += len(generation.ask.request.prompt_ids)
+                self._submit(generation, time.monotonic())
+        if self._held:
+            asyncio.get_running_loop().call_soon(self._submit_held)
 
     def _submit(
         self, generation: Generation, now_s: float, *, is_moved: bool = False, target: int | None = None
@@ -325,7 +354,9 @@ class Requests:
             self._router.progress(output.request_id, num_tokens)
             self._note_tokens(generation, output, now_s)
         reason = generation.push(output)
-        if reason is None:
+        if reason is None and generation.is_left_unread(now_s):
+            self._abort(generation, FinishReason.ERROR, errors.left_unread())
+        elif reason is None:
             generation.notify()
         elif output.finish_reason is None:
             self._abort(generation, reason)  # a stop string: the rank does not know yet

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from server.http.bodies import BodyGuard
+from server.http.bodies import BodyBudget, BodyGuard
 from server.http.errors import ERROR_HANDLERS
 from server.http.exchanges import ExchangeWatch, HttpExchange
 from server.http.guards import ApiKeys, KeyGuard, OriginGuard
@@ -46,7 +46,8 @@ def build_app(
         routes  # ours are asked more often than /openapi.json, and looked through in this order
     )
     app = Starlette(routes=described.routes, exception_handlers=ERROR_HANDLERS)
-    layered: ASGIApp = BodyGuard(answer_once(app), http.max_request_bytes)
+    budget = BodyBudget(http.most_inflight_bytes)
+    layered: ASGIApp = BodyGuard(answer_once(app), http.max_request_bytes, budget)
     if keys.are_needed:
         layered = KeyGuard(layered, keys)
     elif "*" not in http.allowed_origins:  # a page that has no key can do nothing anyway

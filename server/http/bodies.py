@@ -1,138 +1,237 @@
-"""How much of a request is read, and for how long: its body's bytes, and how deep and wide its JSON nests.
+"""How much of requests is read, and for how long: one body's bytes and time, and the sum of all that are read at once.
 
-The body is held once, up to the limit, and handed on whole. What is longer is answered 413: at once where its length
-was announced and nothing was sent yet (Expect: 100-continue), else after the rest was read and thrown away for a
-while, because a server that closes while the client still sends makes it see a broken connection, not the answer.
-What comes more slowly than LEAST_BYTES_PER_S, after a grace, is answered 408.
+The body is held once, up to the limit, and handed on whole; JSON is handed on parsed as well (`json_text`). What is longer is
+answered 413: at once if its length was announced and nothing was sent yet (Expect: 100-continue), otherwise after the rest was
+read and thrown away for a while, because a server that closes while the client still sends makes it see a broken connection,
+not the answer. What comes more slowly than LEAST_BYTES_PER_S, after a grace, is answered 408.
 
-Depth is bounded here because every later step, down to chat templates and schemas, walks the value recursively, and
-the number of arrays and objects because each costs a Python object and its parsing happens in the event loop. Both are
-told without parsing. Escapes go first, then all but quotes and brackets; of those, numpy adds up, a megabyte at a time,
-what is outside strings. That takes a third of a second for 16 MB, mostly without the interpreter's lock. Rejected: walking
-the bytes in Python (a second per 10 MB), taking out innermost pairs level by level (5 s for 16 MB that nest 99 deep), and a
-regular expression over the strings (5 s for five million of them, with the lock held).
+All bodies together have a bound (`BodyBudget`). The first SMALL_BODY bytes of each are free, so that small requests never wait
+for large ones. A body counts from its first bytes until the application has read it. If another one does not fit,
+those that come more slowly than PRESSED_BYTES_PER_S end with a 408 to make room; if that is not enough, the new one is a 503.
+Rejected: counting what a client announces, which lets a few heads without bodies fill the bound for half a minute.
 """
 
 import asyncio
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, bad_request
+from server.errors import ApiError
 from server.http.errors import OLLAMA_PATH, ErrorResponse, route_path
+from server.http.json_text import PARSED, PIECE_BYTES, parse_json, trouble_with_nesting
 
-MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
-MAX_JSON_VALUES = 2_000_000  # 128 prompts of 15,000 token ids; parsing holds the interpreter's lock
-MAX_JSON_NODES = 250_000  # arrays and objects; 10,000 messages with parts and calls are 60,000
 GRACE_S = 30.0  # for a body, however slowly it comes
-LEAST_BYTES_PER_S = 16 << 10  # after that
+LEAST_BYTES_PER_S = 64 << 10  # after that: 32 MB have 9 minutes
+SMALL_BODY = 64 << 10  # bytes of each that do not count
+PRESSED_BYTES_PER_S = 1 << 20  # of bodies that may stay while others do not fit
+_PRESSED_GRACE_S = 2.0
+_MAX_PARSED_AT_ONCE = 2  # long ones; more threads only keep the event loop from the interpreter's lock
 _DISCARD_BYTES = 64 << 20  # of what is too long
 _DISCARD_S = 5.0
-_LONG_BODY = 1 << 18  # bytes; looking through more would hold up the event loop
-TOO_LONG, TOO_SLOW = 413, 408  # statuses
+TOO_LONG, TOO_SLOW, NO_ROOM = 413, 408, 503  # statuses
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-
-
-_NO_MARK = bytes(set(range(256)) - set(b'[]{}",'))
-_CHUNK = 1 << 20  # marks looked through at once
-_STEPS = np.zeros(256, np.int8)  # a byte -> how much deeper it leads
-_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
-
-
-class JsonShape(NamedTuple):
-    """How a JSON text nests."""
-
-    depth: int  # of arrays and objects
-    num_nodes: int  # arrays and objects
-    num_commas: int  # outside strings: a value each
-
-
-def json_shape(body: bytes) -> JsonShape:
-    """Measure how a JSON text nests; of what is not JSON any shape may be told."""
-    encoding = json.detect_encoding(body)  # the parser's own guess: it takes UTF-16, too
-    if not encoding.startswith("utf-8"):
-        body = body.decode(encoding, "replace").encode()
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends a string
-    marks = np.frombuffer(plain.translate(None, _NO_MARK), np.uint8)
-    depth = level = num_quotes = num_nodes = num_commas = 0
-    for start in range(0, len(marks), _CHUNK):
-        chunk = marks[start : start + _CHUNK]
-        quotes = np.cumsum(chunk == ord('"'), dtype=np.int64) + num_quotes
-        steps = np.where(quotes & 1, np.int8(0), _STEPS[chunk])
-        levels = np.cumsum(steps, dtype=np.int64) + level
-        depth = max(depth, int(levels.max()))
-        num_nodes += int(np.count_nonzero(steps > 0))
-        num_commas += int(np.count_nonzero((chunk == ord(",")) & ((quotes & 1) == 0)))
-        num_quotes, level = int(quotes[-1]), int(levels[-1])
-    return JsonShape(depth, num_nodes, num_commas)
+_BODILESS_PATHS = ("/ping",)  # POSTs that need no key (`guards`) and take no body: what comes is not read
+_NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class _Read(NamedTuple):
     """A body as far as it was read."""
 
     body: bytes = b""
-    failure: ApiError | None = None  # it was too long, or came too slowly
+    failure: ApiError | None = None  # it was too long, came too slowly, or did not fit
     gone: Message | None = None  # the client left
+
+
+@dataclass(eq=False, slots=True)
+class _Share:
+    """What one body takes of the budget."""
+
+    begun_s: float
+    limit: asyncio.Timeout | None = None  # of reading it; None: it is whole
+    num_bytes: int = 0  # that have come
+    num_charged: int = 0
+    is_pressed: bool = False  # it ends because others need its room
+
+    def bytes_per_s(self, now_s: float) -> float:
+        """Return how fast it comes."""
+        return self.num_bytes / max(now_s - self.begun_s, 1e-6)
+
+
+class BodyBudget:
+    """Bytes of all bodies that are in memory at once."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._shares: set[_Share] = set()
+        self.num_bytes = 0  # charged
+
+    def open(self, now_s: float) -> _Share:
+        """Begin a body."""
+        share = _Share(now_s)
+        self._shares.add(share)
+        return share
+
+    def charge(self, share: _Share, num_bytes: int, now_s: float) -> bool:
+        """Count bytes that have come; returns whether they fit."""
+        share.num_bytes += num_bytes
+        more = max(0, share.num_bytes - SMALL_BODY) - share.num_charged
+        if not self.has_room(more, now_s, besides=share):
+            return False
+        share.num_charged += more
+        self.num_bytes += more
+        return True
+
+    def has_room(self, num_bytes: int, now_s: float, *, besides: _Share | None = None) -> bool:
+        """Tell whether so many bytes fit, after slow bodies were ended to make room."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            self._press(num_bytes, now_s, besides)
+        return self.num_bytes + num_bytes <= self._max_bytes
+
+    def close(self, share: _Share) -> None:
+        """Forget a body. May be called again."""
+        self._shares.discard(share)
+        self.num_bytes -= share.num_charged
+        share.num_charged, share.limit = 0, None
+
+    def _press(self, num_bytes: int, now_s: float, besides: _Share | None) -> None:
+        """End bodies that come slowly, the slowest first, until there is room."""
+        slow = [
+            (rate, share)
+            for share in self._shares
+            if share is not besides
+            and share.limit is not None
+            and not share.limit.expired()
+            and share.num_charged
+            and now_s - share.begun_s > _PRESSED_GRACE_S
+            and (rate := share.bytes_per_s(now_s)) < PRESSED_BYTES_PER_S
+        ]
+        for _, share in sorted(slow, key=lambda each: each[0]):
+            if self.num_bytes + num_bytes <= self._max_bytes:
+                return
+            assert share.limit is not None, "only those that are being read were taken"
+            share.is_pressed = True
+            share.limit.reschedule(now_s)
+            self.close(share)
 
 
 class BodyGuard:
     """Reads bodies for the application behind it."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, *, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, budget: BodyBudget | None = None, *, grace_s: float = GRACE_S
+    ) -> None:
+        """Args: budget bounds all bodies together; None is eight of the longest."""
         self._app, self._max_bytes, self._grace_s = app, max_bytes, grace_s
+        self._budget = budget or BodyBudget(8 * max_bytes)
+        self._parsing = asyncio.Semaphore(_MAX_PARSED_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a body that is short, quick and flat enough, or answer 413, 408 or 400."""
+        """Pass a body that is short, quick and flat enough and fits, or answer 413, 408, 503 or 400."""
         if scope["type"] != "http" or scope["method"] in _BODILESS:
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        if _announced(headers) > self._max_bytes and b"100-continue" in headers.get(b"expect", b"").lower():
-            await ErrorResponse(self._too_long())(scope, receive, send)
+        if route_path(scope) in _BODILESS_PATHS:
+            await self._app(scope, replaying([_NOTHING], receive), send)
             return
-        read = await self._read(receive)
+        headers = dict(scope["headers"])
+        failure = self._refusal(_announced(headers))
+        if failure is not None and b"100-continue" in headers.get(b"expect", b"").lower():
+            await ErrorResponse(failure)(scope, receive, send)
+            return
+        share = self._budget.open(_now_s())
+        try:
+            await self._read_and_pass(failure, share, scope, receive, send)
+        finally:
+            self._budget.close(share)
+
+    async def _read_and_pass(
+        self, failure: ApiError | None, share: _Share, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        read = _Read(failure=failure) if failure is not None else await self._read(share, receive)
         failure = read.failure
-        if failure is not None and failure.status == TOO_LONG:
+        if failure is not None and failure.status != TOO_SLOW:
+            self._budget.close(share)
             await _discard(receive)
-        elif failure is None and _may_be_json(scope):
-            is_long = len(read.body) >= _LONG_BODY
-            look = trouble_with_nesting
-            failure = await asyncio.to_thread(look, read.body) if is_long else look(read.body)
+        message: Message = read.gone or {"type": "http.request", "body": read.body, "more_body": False}
+        if failure is None and read.body and _may_be_json(scope):
+            failure = await self._parse(read.body, message)
         if failure is not None:
             await ErrorResponse(failure)(scope, receive, send)
             return
-        whole = {"type": "http.request", "body": read.body, "more_body": False}
-        await self._app(scope, replaying([read.gone or whole], receive), send)
+        handing_over = self._handing_over(message, share, receive)
+        del read, message  # an answer takes long, and its request's text need not be kept meanwhile
+        await self._app(scope, handing_over, send)
 
-    async def _read(self, receive: Receive) -> _Read:
+    def _refusal(self, announced: int) -> ApiError | None:
+        """Return the error for a body by its announced length, None if it may come."""
+        if announced > self._max_bytes:
+            return self._too_long()
+        num_bytes = max(0, announced - SMALL_BODY)
+        return None if self._budget.has_room(num_bytes, _now_s()) else _no_room()
+
+    def _handing_over(self, message: Message, share: _Share, receive: Receive) -> Receive:
+        """Return a `receive` that hands out the body once. Who asks for more has read it, and it does not count any more."""
+        waiting = [message]
+
+        async def next_message() -> Message:
+            if waiting:
+                return waiting.pop()
+            self._budget.close(share)
+            return await receive()
+
+        return next_message
+
+    async def _parse(self, body: bytes, message: Message) -> ApiError | None:
+        """Add the value to the message, or return the error; long bodies are parsed next to the event loop."""
+
+        def parse() -> ApiError | None:
+            failure = trouble_with_nesting(body)
+            if failure is None and len(body) > PIECE_BYTES:
+                try:
+                    message[PARSED] = parse_json(body)
+                except ApiError as error:
+                    failure = error
+            return failure
+
+        if len(body) <= PIECE_BYTES:
+            return parse()
+        async with self._parsing:
+            return await asyncio.to_thread(parse)
+
+    async def _read(self, share: _Share, receive: Receive) -> _Read:
         until_s = asyncio.get_running_loop().time() + self._grace_s
         try:
             async with asyncio.timeout_at(until_s) as limit:
-                return await self._read_within(limit, until_s, receive)
+                share.limit = limit
+                return await self._read_within(limit, until_s, share, receive)
         except TimeoutError:
-            return _Read(failure=_too_slow(self._grace_s))
+            return _Read(failure=_pressed() if share.is_pressed else _too_slow(self._grace_s))
+        finally:
+            share.limit = None
 
-    async def _read_within(self, limit: asyncio.Timeout, until_s: float, receive: Receive) -> _Read:
+    async def _read_within(
+        self, limit: asyncio.Timeout, until_s: float, share: _Share, receive: Receive
+    ) -> _Read:
         """Read to the end; what has come moves the limit."""
         chunks: list[bytes] = []
-        num_bytes = 0
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return _Read(b"".join(chunks), gone=message)
+                return _Read(gone=message)
             chunk = message.get("body", b"")
-            num_bytes += len(chunk)
-            if num_bytes > self._max_bytes:
+            if share.num_bytes + len(chunk) > self._max_bytes:
                 return _Read(failure=self._too_long())
+            if not share.is_pressed and not self._budget.charge(share, len(chunk), _now_s()):
+                return _Read(failure=_no_room())
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return _Read(b"".join(chunks))
-            limit.reschedule(until_s + num_bytes / LEAST_BYTES_PER_S)
+            if not share.is_pressed:
+                limit.reschedule(until_s + share.num_bytes / LEAST_BYTES_PER_S)
 
     def _too_long(self) -> ApiError:
         return ApiError(
@@ -150,6 +249,28 @@ def _too_slow(grace_s: float) -> ApiError:
         f"{LEAST_BYTES_PER_S} bytes.",
         headers={"Connection": "close"},
     )
+
+
+def _pressed() -> ApiError:
+    return ApiError(
+        TOO_SLOW,
+        f"The body came more slowly than {PRESSED_BYTES_PER_S} bytes a second while other requests needed its room in memory "
+        "(--max-inflight-request-bytes); try again.",
+        headers={"Connection": "close", "Retry-After": "5"},
+    )
+
+
+def _no_room() -> ApiError:
+    return ApiError(
+        NO_ROOM,
+        "The bodies of the requests that are being read leave no room for this one (--max-inflight-request-bytes); try again "
+        f"soon. Bodies of up to {SMALL_BODY} bytes are always taken.",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _may_be_json(scope: Scope) -> bool:
@@ -179,24 +300,6 @@ async def _discard(receive: Receive) -> None:
         num_bytes += len(message.get("body", b""))
         if not message.get("more_body", False):
             return
-
-
-def trouble_with_nesting(body: bytes) -> ApiError | None:
-    """Return what is wrong with a body's arrays and objects, if anything is."""
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH and body.count(b",") <= MAX_JSON_VALUES:
-        return None
-    shape = json_shape(body)
-    if shape.depth > MAX_JSON_DEPTH:
-        return bad_request(f"The body nests deeper than {MAX_JSON_DEPTH} arrays and objects.")
-    if shape.num_nodes > MAX_JSON_NODES:
-        return bad_request(
-            f"The body has {shape.num_nodes} arrays and objects; up to {MAX_JSON_NODES} are taken at once."
-        )
-    if shape.num_commas > MAX_JSON_VALUES:
-        return bad_request(
-            f"The body has {shape.num_commas} values and more; up to {MAX_JSON_VALUES} are taken at once."
-        )
-    return None
 
 
 def replaying(taken: Sequence[Message], receive: Receive) -> Receive:

@@ -27,6 +27,7 @@ SESSION_HEADER = "x-session-id"
 _SESSION = re.compile(rb"[\x20-\x7e]{1,256}")
 _PATH_CHARS = 200  # of a path, in logs
 _SHOWN_CHARS = 60  # of a session that is none
+_HOST = re.compile(r"[0-9A-Za-z.:%_-]{1,64}")  # also as a trusted proxy wrote it
 _current: ContextVar["HttpExchange | None"] = ContextVar("exchange", default=None)
 
 
@@ -159,7 +160,7 @@ def _open(scope: Scope) -> HttpExchange:
         request_id=given.decode("ascii") if _ID.fullmatch(given) else os.urandom(16).hex(),
         method=scope["method"],
         path=scope.get("raw_path", b"").decode("latin-1")[:_PATH_CHARS],
-        client=f"{host}:{port}",
+        client=f"{host if _HOST.fullmatch(host) else 'unknown'}:{port}",
         headers=headers,
         begun_s=time.perf_counter(),
         begun_ns=time.time_ns(),

@@ -27,7 +27,14 @@ from server.http.exchanges import current_exchange
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 
-_GUARDED = ("/v1", "/api/", "/experts/record")  # a record is up to 256 MB to write and to send
+_GUARDED = (
+    *("/v1", "/api/"),
+    "/experts/record",  # up to 256 MB to write and to send
+    "/experts/history",  # where every expert is, and was
+    "/health_generate",  # makes a rank work
+    *("/get_model_info", "/model_info"),  # where the model is on this machine
+    "/tokenizer_info",  # the chat template, which may be private
+)
 _OPEN_POSTS = ("/ping",)
 _OPEN_READS = (
     "/v1/fault_tolerance/status",

@@ -5,32 +5,61 @@ for 30 ms as if it ran there. Here a part is a row of a matrix or a plain value.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-_NESTED = (dict, list, tuple, np.ndarray)
+
+@dataclass(frozen=True, slots=True)
+class EncodedList:
+    """A list whose items are JSON already: what occurs in several places of an answer, or in several answers, is encoded once."""
+
+    items: Sequence[str]
+
+
+_PIECE_CHARS = 1 << 18
+_BATCH = 1024  # parts of a piece, at most
+_ITEMS = 64  # encoded ones that are a part
+_NESTED = (dict, list, tuple, np.ndarray, EncodedList)
 
 
 def encode(value: Any) -> bytes:
-    """Encode dicts, sequences, arrays of up to two dimensions, and plain values."""
-    return "".join(json_parts(value)).encode()
+    """Encode dicts, sequences, arrays of up to two dimensions, encoded lists, and plain values."""
+    return b"".join(encoded_pieces(value))
+
+
+def encoded_pieces(value: Any) -> Iterator[bytes]:
+    """Yield what `encode` returns in pieces: a hundred megabytes are never copied, or freed, in one go."""
+    batch, num_chars = list[str](), 0
+    for part in json_parts(value):
+        batch.append(part)
+        num_chars += len(part)
+        if num_chars >= _PIECE_CHARS or len(batch) >= _BATCH:
+            yield "".join(batch).encode()
+            batch, num_chars = [], 0
+    yield "".join(batch).encode()
 
 
 def json_parts(value: Any) -> Iterator[str]:
     """The text in parts; joined, it is what `json.dumps` makes of lists in the arrays' place."""
-    if isinstance(value, dict):
+    if isinstance(value, EncodedList):
+        yield "["
+        for start in range(0, len(value.items), _ITEMS):
+            yield ", " * bool(start) + ", ".join(value.items[start : start + _ITEMS])
+        yield "]"
+    elif isinstance(value, np.ndarray) and value.ndim == 1:
+        yield json.dumps(value.tolist())
+    elif isinstance(value, dict) and any(isinstance(item, _NESTED) for item in value.values()):
         yield "{"
         for index, (key, item) in enumerate(value.items()):
             yield f"{', ' if index else ''}{json.dumps(key)}: "
             yield from json_parts(item)
         yield "}"
-    elif isinstance(value, np.ndarray) and value.ndim == 1:
-        yield json.dumps(value.tolist())
-    elif isinstance(value, list | tuple) and not any(isinstance(item, _NESTED) for item in value):
-        yield json.dumps(value)
-    elif isinstance(value, list | tuple | np.ndarray):
+    elif isinstance(value, np.ndarray) or (
+        isinstance(value, list | tuple) and any(isinstance(item, _NESTED) for item in value)
+    ):
         yield "["
         for index, item in enumerate(value):
             yield ", " * bool(index)

@@ -8,6 +8,9 @@ their own (`request_body`), TLS handshakes asyncio's. Rejected: a count of bytes
 h11 in httptools' place, which takes 120 us of CPU per request and 3 us per piece of a stream where this takes 2 and
 0.2 (it bounds a head's length itself).
 
+A client that does not read holds its answer in memory. When the transport's buffer is full, or an answer is complete and not
+all of it has left, LEAST_READ bytes must leave within WRITE_S; otherwise the connection is cut.
+
 The parser declines every offer of another protocol, as RFC 9110 (7.8) lets a server. httptools takes a request with
 `Connection: upgrade` for the last of its connection and passes over its body. Java's own client offers h2c with every
 request, so its bodies would be lost. Here the parser is told, after such a head, what that head says of the body and
@@ -21,22 +24,32 @@ from array import array
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.errors import bad_request
+from server.errors import ApiError, bad_request
+from server.http.connections import ConnectionBound
 
 HEAD_S = 30.0
 MAX_HEAD_BYTES = 1 << 16  # h11's, with uvicorn
+WRITE_S = 60.0  # in which a client must read LEAST_READ
+LEAST_READ = 32 << 10  # bytes, or all that is left
+_LAST_WORD_S = 0.1  # for a request that is on its way when the service ends
 _REFUSAL = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LATE = _REFUSAL % b"408 Request Timeout"
 _TOO_LONG = _REFUSAL % b"431 Request Header Fields Too Large"
+_ERROR = (
+    b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n%b"
+)
+_FULL = json.dumps(
+    ApiError(
+        503, "All connections that this server takes are in use (--max-connections); try again soon."
+    ).body()
+).encode()
+_NO_PLACE = _ERROR % (b"503 Service Unavailable", b"retry-after: 1\r\n", len(_FULL), _FULL)
 _NO_HTTP = json.dumps(
     bad_request(
         "This is no HTTP/1.1 that can be read: a method nobody knows, or a malformed head or body."
     ).body()
 ).encode()
-_UNREADABLE = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%b" % (len(_NO_HTTP), _NO_HTTP)
-)
+_UNREADABLE = _ERROR % (b"400 Bad Request", b"", len(_NO_HTTP), _NO_HTTP)
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -135,7 +148,8 @@ class _Callbacks:
 class PunctualProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with an end to waiting."""
 
-    head_s = HEAD_S
+    head_s, write_s = HEAD_S, WRITE_S
+    bound: ConnectionBound | None = None  # of all connections
     _late: asyncio.TimerHandle | None = None  # uvicorn calls __init__ with what it likes
     _is_in_head = False  # a request has begun, its head is not whole
     _is_in_body = False  # its head is whole, the rest is not
@@ -143,11 +157,17 @@ class PunctualProtocol(HttpToolsProtocol):
     _read_bytes = 0  # in this read
     _has_ended_one = False  # in this read a request ended, so a head that began did so somewhere within
     _is_too_long = False  # a whole head, which stopped the parser
+    _is_ending = False  # the service: the next answer is the last
+    _unread: asyncio.TimerHandle | None = None  # while the client should read
+    _unread_bytes = 0  # when that timer began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a head."""
         super().connection_made(transport)
         self.parser = DecliningParser(self)
+        if self.bound is not None and not self.bound.enter(self, self.client[0] if self.client else None):
+            self._refuse(_NO_PLACE)
+            return
         self._expect()
 
     def data_received(self, data: bytes) -> None:
@@ -182,6 +202,12 @@ class PunctualProtocol(HttpToolsProtocol):
             raise ValueError("the head is too long")  # which stops the parser
         super().on_headers_complete()  # raises where the target is none, as CONNECT's
         self._is_in_head, self._is_in_body = False, True
+        if not self.flow.write_paused:  # what is written next is no measure of what was read
+            self._stop_watching()
+        if self.bound is not None:
+            self.bound.work(self)
+        if self._is_ending:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """Note that the request is whole."""
@@ -191,15 +217,69 @@ class PunctualProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Note that the answer is out: what still comes of its request, or has come of the next, has a limit as well."""
         super().on_response_complete()
+        if self._is_answered:
+            self._watch_reading()
+            if self.bound is not None:
+                self.bound.rest(self)
         if self._is_answered and (self._is_in_head or self._is_in_body):
             self._expect()
         else:
             self._rest()  # a request is being answered, or uvicorn's own timer runs
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timer."""
+        """Forget the timers, and give the place to others."""
         self._rest()
+        self._stop_watching()
+        if self.bound is not None:
+            self.bound.leave(self)
         super().connection_lost(exc)
+
+    def make_room(self) -> None:
+        """Close an idle connection: others need its place."""
+        self._rest()
+        if not self.transport.is_closing():
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """End after the answer that is being made. A request that is on its way still gets one, which says that the service ends."""
+        self._is_ending = True
+        if self._is_answered:
+            self.loop.call_later(_LAST_WORD_S, self._end_if_idle)
+        else:
+            super().shutdown()
+
+    def _end_if_idle(self) -> None:
+        if self._is_answered and not self.transport.is_closing():
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Note that the client does not read as fast as it is written to."""
+        super().pause_writing()
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        """Note that it has caught up."""
+        super().resume_writing()
+        self._stop_watching()
+
+    def _watch_reading(self) -> None:
+        """Look later whether the client has read; nothing is written until it has."""
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread is None and self._unread_bytes:
+            self._unread = self.loop.call_later(self.write_s, self._look_at_reading)
+
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _look_at_reading(self) -> None:
+        self._unread = None
+        num_read = self._unread_bytes - self.transport.get_write_buffer_size()
+        if num_read < min(LEAST_READ, self._unread_bytes):
+            self.transport.abort()
+        else:
+            self._watch_reading()
 
     @property
     def _is_answered(self) -> bool:

@@ -7,7 +7,6 @@ for endpoints with parameters in the path or the query.
 """
 
 import inspect
-import json
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +18,11 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
+from server.http.json_text import PARSED, parse_json
 
 _LOG = logging.getLogger("wideep.fields")
 _MOST_UNKNOWN = 100  # names per endpoint that are logged: clients choose them
@@ -102,23 +102,26 @@ class ShortRoute(APIRoute):
             message = await receive()
             if message["type"] != "http.request":
                 raise ClientGone
-            arguments["body"] = self._read(message.get("body", b""), scope)
+            arguments["body"] = self._read(message, scope)
+            del message  # an answer takes long, and its request's text need not be kept meanwhile
         if self._request is not None:
             arguments[self._request] = HttpRequest(scope, receive, send)
         answer = await self._call(**arguments)
         response = answer if isinstance(answer, Response) else JSONResponse(answer)
         await response(scope, receive, send)
 
-    def _read(self, content: bytes, scope: Scope) -> Any:
+    def _read(self, message: Message, scope: Scope) -> Any:
         """Read a body by the endpoint's schema.
 
         Raises:
             ApiError: it is something else.
         """
         assert self._body is not None, "the endpoint takes one"
+        content: bytes = message.get("body", b"")
         if content and self.wants_json_type:
             _check_type(scope)
-        value = _json(content) if content else None
+        # A long body was parsed next to the event loop already.
+        value = message[PARSED] if PARSED in message else parse_json(content) if content else None
         if value is None:
             if self._body.default is inspect.Parameter.empty:
                 raise bad_request("The body is missing.")
@@ -155,17 +158,6 @@ def _check_type(scope: Scope) -> None:
         raise bad_request(
             "The body is not announced as JSON: send the header 'Content-Type: application/json'."
         )
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except RecursionError as error:
-        raise bad_request("The body nests too deeply.") from error
-    except json.JSONDecodeError as error:
-        raise bad_request(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from error
-    except ValueError as error:  # no UTF, or a number of thousands of digits
-        raise bad_request(f"The body cannot be read as JSON: {error}.") from error
 
 
 def refusal(found: Mapping[str, Any], location: Sequence[Any]) -> ApiError:

@@ -48,6 +48,7 @@ from server.link.messages import (
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
+_LONG_MESSAGE = 1 << 18  # bytes: log-probabilities of a long prompt, which are read beside the event loop
 SILENCE_S = 1.0  # without a heartbeat, that is worth a word when a stream ends
 _STAYS_AWAY = "it was started again as often as --max-rank-restarts allows, and stays away"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -272,7 +273,9 @@ class Ranks:
         reason = "its connection closed"
         try:
             async for message in messages:
-                self._take(stream, decode(stream.seal.open(message)))
+                content = stream.seal.open(message)
+                is_long = len(content) > _LONG_MESSAGE
+                self._take(stream, await asyncio.to_thread(decode, content) if is_long else decode(content))
                 if stream.said_goodbye is not None:
                     reason = stream.said_goodbye or "it left without being asked"
                     break

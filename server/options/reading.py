@@ -309,6 +309,11 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
     check_limits(options.max_num_seqs, options.max_num_batched_tokens)
     if options.gpu_memory_utilization is not None and options.kv_cache_bytes is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
+    if options.http.most_inflight_bytes < options.http.max_request_bytes:
+        raise OptionsError(
+            f"--max-inflight-request-bytes is {options.http.most_inflight_bytes}; it must be at least --max-request-bytes "
+            f"({options.http.max_request_bytes}), or a body of that length never fits"
+        )
     if options.uds is not None and options.http.ssl_certfile is not None:
         raise OptionsError(
             "--ssl-certfile is for --host and --port; a socket of --uds is this machine's alone: leave it out"

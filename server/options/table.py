@@ -9,6 +9,7 @@ import json
 import math
 import os
 from dataclasses import dataclass, field
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,21 @@ def _paths(name: str, given: Any) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def _addresses(name: str, given: Any) -> tuple[str, ...]:
+    words = given.split(",") if isinstance(given, str) else texts(name, given)
+    addresses = tuple(word.strip() for word in words if word.strip())
+    for each in addresses:
+        try:
+            is_known = each == "*" or bool(ip_network(each, strict=False))
+        except ValueError:
+            is_known = False
+        if not is_known:
+            raise OptionsError(
+                f"{name} has {each!r}; give addresses such as 10.0.0.7, networks such as 10.0.0.0/8, or *"
+            )
+    return addresses
+
+
 def _traces_url(name: str, given: Any) -> str:
     if not text(name, given).startswith(("http://", "https://")):
         raise OptionsError(f"{name} is {given!r}; give a URL such as http://127.0.0.1:4317")
@@ -177,6 +193,23 @@ class HttpOptions:
     max_request_bytes: int = flag(
         HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
         help="longest body that is read, e.g. 512K or 64M; longer ones are a 413",
+    )  # fmt: skip
+    max_inflight_request_bytes: int | None = flag(
+        HTTP, "--max-inflight-request-bytes", read=size, metavar="BYTES", default_text="8 times --max-request-bytes",
+        help="bytes of all bodies that are being read at once, without the first 64K of each; a body that does not fit is a 503",
+    )  # fmt: skip
+    max_connections: int | None = flag(
+        HTTP, "--max-connections", read=whole(1), metavar="N", default_text="by the limit of open files, at most 16384",
+        help="connections that are open at once; one more closes the longest idle one, or is a 503 if none is idle",
+    )  # fmt: skip
+    max_connections_per_address: int | None = flag(
+        HTTP, "--max-connections-per-address", read=whole(1), metavar="N", default_text="half of --max-connections",
+        help="connections from one address (of IPv6, one network of 64 bits); loopback and --forwarded-allow-ips have no such "
+        "bound",
+    )  # fmt: skip
+    forwarded_allow_ips: tuple[str, ...] = flag(
+        HTTP, "--forwarded-allow-ips", read=_addresses, metavar="ADDRESSES", default=(), default_text="none",
+        help="proxies whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses or networks, separated by commas, or *",
     )  # fmt: skip
     files_dir: str | None = flag(
         HTTP, "--files-dir", read=_directory, metavar="DIR", default_text="a temporary one, removed when the service ends",
@@ -218,6 +251,11 @@ class HttpOptions:
         HTTP, "--root-path", read=_root_path, metavar="PATH", default="",
         help="path under which a proxy shows the service, e.g. /llm",
     )  # fmt: skip
+
+    @property
+    def most_inflight_bytes(self) -> int:
+        """Bytes of all bodies that are read at once."""
+        return self.max_inflight_request_bytes or 8 * self.max_request_bytes
 
     @property
     def scheme(self) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -35,7 +36,22 @@ SUPERVISOR_STATE_VARIABLE = (
     "WIDEEP_SUPERVISOR_STATE"  # a file: what a supervisor knows, for one that replaces it
 )
 FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
+_MOST_DESCRIPTORS = 1 << 20  # some programs walk over all that they may have
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, for this process and its children; returns the limit.
+
+    1,024 is common outside containers, and as many clients keep a front from accepting anybody else.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return soft
 
 
 class AdoptedProcess:

@@ -48,7 +48,12 @@ from server.link.ranks import Ranks
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE
+from server.process.children import (
+    END_NOW_SIGNAL,
+    FRONT_VARIABLE,
+    KEPT_VARIABLE,
+    raise_descriptor_limit,
+)
 from server.process.unix_socket import listening_at
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
@@ -78,6 +83,7 @@ def run_front(
         ready_fd: where the addresses are announced, closed afterwards; None announces nothing.
     """
     die_with_parent()
+    raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     with logging_to(options.log):
         try:
@@ -225,7 +231,10 @@ class _Front:
         """Lose ranks whose host does not answer any more; clients may be away for as long as they like."""
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
         if self._options.heartbeat_timeout_s:
-            break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
+            with contextlib.suppress(
+                OSError
+            ):  # no descriptor is free to list the others: the next look may have one
+                break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
         """A front that does not answer over HTTP is of no use: it ends, and says why."""

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -53,6 +54,7 @@ from server.front.routers import ROUTERS
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.http.app import build_app
+from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.docs_page import docs_routes
 from server.http.exchanges import HttpExchange, asker_of_exchange, note_answer, seeds_from
 from server.http.guards import ApiKeys
@@ -151,7 +153,7 @@ class HttpService:
             observers=_observers(options, metrics, self._traces),
             answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(_made(kept / "answers")), secret),
         )
-        self._server = _Server(_server_config(app, options.http))
+        self._server = _Server(_server_config(app, options.http), _bound(options.http))
 
     def _batching(
         self, http: HttpOptions, keys: ApiKeys, kept: Path, answering: Sequence[APIRouter], version: str
@@ -194,6 +196,7 @@ class HttpService:
                 forget_prefixes=self._ranks.forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.target_itl_ms,
+                shows_path=not options.needs_key,
             ),
             placement_routes(self.placement, options.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
@@ -261,7 +264,31 @@ class HttpService:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to the front."""
+    """uvicorn, with the signals left to the front, and connections accepted by our own listener."""
+
+    def __init__(self, config: uvicorn.Config, bound: ConnectionBound) -> None:
+        super().__init__(config)
+        self._bound = bound
+        self._listener: Listener | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections from bound sockets."""
+        assert sockets, "they were bound first"
+        self.servers = []  # none of asyncio's
+        self._listener = Listener(sockets, self._make_protocol, self._bound, self.config.ssl)
+        self._listener.start()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take the connections that wait in the kernel, then no more; end all when they are answered."""
+        assert self._listener is not None, "it was started"
+        await self._listener.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> PunctualProtocol:
+        protocol = PunctualProtocol(self.config, self.server_state, {})
+        protocol.bound = self._bound
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -281,7 +308,15 @@ def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
         timeout_graceful_shutdown=_GRACE_S,
         ssl_certfile=http.ssl_certfile,
         ssl_keyfile=http.ssl_keyfile,
+        proxy_headers=bool(http.forwarded_allow_ips),
+        forwarded_allow_ips=list(http.forwarded_allow_ips),
     )
+
+
+def _bound(http: HttpOptions) -> ConnectionBound:
+    """Return the bound of connections; by default the limit of open files decides."""
+    most = http.max_connections or default_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips)
 
 
 def _ignore(_ask: Ask) -> None:

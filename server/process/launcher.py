@@ -28,6 +28,7 @@ from server.process.children import (
     adopt_orphans,
     describe_end,
     kill_orphans,
+    raise_descriptor_limit,
     start_child,
     stop_children,
 )
@@ -58,6 +59,7 @@ def run_launcher(
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
     adopt_orphans()  # what a killed worker leaves
+    raise_descriptor_limit()
     listener = socket.create_server((_HOST, 0))
     kept: list[object] = []
 

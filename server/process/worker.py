@@ -12,7 +12,7 @@ from server.lines import say
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.parent_death import die_with_parent
-from server.process.children import StopSignals, is_gone, kill_if_it_stays
+from server.process.children import StopSignals, is_gone, kill_if_it_stays, raise_descriptor_limit
 from server.process.preflight.checkpoint import with_checkpoint
 from server.process.preflight.checks import check_start, note_on_redundancy
 from server.process.preflight.device import choose_device, on_device
@@ -49,6 +49,7 @@ def run_worker(
     parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(agent)
     die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise_descriptor_limit()  # for the engine, and the front
     try:
         place, node = place_from(environment), node_name(agent, environment)
         host = None

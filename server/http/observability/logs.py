@@ -25,6 +25,15 @@ ACCESS = "wideep.access"
 REQUESTS = "wideep.requests"
 FRONT = "wideep.front"  # why it ends: said as all processes of a service say it
 _QUEUE_LINES = 10_000
+# Control characters (C0, DEL, C1) and Unicode's ends of lines, as escapes.
+_CONTROLS = {
+    **{code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))},
+    0x0A: "\\n",
+    0x0D: "\\r",
+    0x09: "\\t",
+    0x2028: "\\u2028",
+    0x2029: "\\u2029",
+}
 _END_S = 0.5  # for what is queued when the block ends; the supervisor does not wait much longer
 
 
@@ -34,7 +43,9 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line; a traceback follows on lines of its own."""
         request_id = "".join(f" [{value}]" for value in id_of(record).values())
-        message = record.getMessage().replace("\n", "\\n")  # a client must not write lines of its own
+        message = record.getMessage().translate(
+            _CONTROLS
+        )  # a client must not write lines, or to the terminal
         name = "wideep front: " if record.name == FRONT else ""
         line = f"{stamp(record.created, record.levelname)} {name}{message}{request_id}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -104,7 +104,7 @@ def test_tokens_may_be_told_as_ids() -> None:
 
 
 def test_prompt_logprobs_are_vllm_s_list_with_the_own_token_first_and_none_for_the_first() -> None:
-    assert prompt_logprobs_list([entry(1, 4, 0, rank=9), entry(4, 4, 0)], TOKENIZER, 2) == [
+    assert list(prompt_logprobs_list([entry(1, 4, 0, rank=9), entry(4, 4, 0)], TOKENIZER, 2)) == [
         None,
         {
             "1": {"logprob": -1.0, "rank": 9, "decoded_token": "bc"},
@@ -116,7 +116,7 @@ def test_prompt_logprobs_are_vllm_s_list_with_the_own_token_first_and_none_for_t
             "0": {"logprob": -1.5, "rank": 2, "decoded_token": "a"},
         },
     ]
-    assert prompt_logprobs_list([entry(1, 4)], TOKENIZER, 0)[1] == {
+    assert list(prompt_logprobs_list([entry(1, 4)], TOKENIZER, 0))[1] == {
         "1": {"logprob": -1.0, "rank": 1, "decoded_token": "bc"}
     }
 

@@ -178,6 +178,16 @@ def test_a_prompt_that_fills_the_context_is_scored(front: FrontProcess) -> None:
     assert more.status_code == 400 and "1 output tokens" in more.text
 
 
+def test_a_rank_s_long_message_comes_in_its_place(front: FrontProcess) -> None:
+    """It is read beside the event loop; what the rank says next comes after it."""
+    front.script("c-long", "abc")
+    prompt = front.encode("c-long") + [5] * 200
+    asked = {"model": "tiny", "prompt": prompt, "prompt_logprobs": -1, "max_tokens": 3}
+    (choice,) = front.post("/v1/completions", json=asked).json()["choices"]
+    assert choice["text"] == "abc" and len(choice["prompt_logprobs"]) == len(prompt)
+    assert all(len(each) == 320 for each in choice["prompt_logprobs"][1:])
+
+
 def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) -> None:
     front.script("c-prompted", "ok")
     ids = front.encode("c-prompted")
@@ -192,6 +202,10 @@ def test_prompt_logprobs_are_vllm_s(front: FrontProcess, client: openai.OpenAI) 
             assert list(entry) == [str(token_id), str(token_id + 1)]
             assert entry[str(token_id)]["rank"] == 1 and entry[str(token_id)]["logprob"] == -0.5
             assert entry[str(token_id)]["decoded_token"] == front.decode([token_id])
+    several: Any = client.completions.create(
+        model="tiny", prompt="c-prompted", n=3, extra_body={"prompt_logprobs": 2}
+    )
+    assert [choice.prompt_logprobs for choice in several.choices] == 3 * [answer.choices[0].prompt_logprobs]
     plain: Any = client.completions.create(model="tiny", prompt="c-prompted")
     assert plain.choices[0].prompt_logprobs is None
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from scheduler.policy.request import FinishReason
+from server.api.generate import LONG_EVENT
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.service.front_process import FrontProcess
 
@@ -99,6 +100,44 @@ def test_a_stream_s_events_have_all_so_far(front: FrontProcess) -> None:
     last = events[-1]["meta_info"]
     assert last["finish_reason"]["type"] == "stop"
     assert len(last["output_token_logprobs"]) == last["completion_tokens"] == len(events[-1]["output_ids"])
+
+
+def test_a_long_stream_with_logprobs_does_not_repeat_them_with_every_token(front: FrontProcess) -> None:
+    """SGLang's form repeats all; an event comes when there is a sixteenth more, so bytes grow as the answer does."""
+    num_tokens = 400
+    front.script("g-long", [5] * num_tokens, finish=FinishReason.LENGTH)
+    ask = {"text": "g-long", "return_logprob": True, "top_logprobs_num": 20}
+    params = {"max_new_tokens": num_tokens, "n": 2}
+    whole = generate(front, **ask, sampling_params=params)
+    answer = front.post("/generate", json={**ask, "sampling_params": params, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    for each in whole:
+        mine = [event for event in events if event["meta_info"]["id"].endswith(each["meta_info"]["id"][-2:])]
+        assert len(mine) < num_tokens / 2
+        sizes = [len(json.dumps(event)) for event in mine]
+        assert all(later > 1.04 * former for former, later in pairwise(sizes[:-1]) if former > 2 * LONG_EVENT)
+        assert sum(sizes) < 20 * sizes[-1] + 2 * LONG_EVENT * num_tokens / 10
+        last = mine[-1]["meta_info"]
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert last[name] == each["meta_info"][name]
+        assert last["output_top_logprobs"][7] == [
+            [-0.5 - 0.693 * place, 5 + place, None] for place in range(20)
+        ]
+
+
+def test_of_many_choices_only_the_first_asks_for_the_prompt_s_logprobs(front: FrontProcess) -> None:
+    front.script("g-choices", "ok")
+    ask = {"text": "g-choices", "return_logprob": True, "logprob_start_len": 0}
+    answers = generate(front, **ask, sampling_params={"n": 3})
+    assert len({str(each["meta_info"]["input_token_logprobs"]) for each in answers}) == 1
+    asked = [
+        request
+        for rank in front.ranks
+        for request in rank.requests
+        if "g-choices" in front.decode(request.prompt_ids)
+    ]
+    wanted = [request.params.num_prompt_logprobs for request in asked]
+    assert sorted(map(str, wanted)) == ["0", "None", "None"]
 
 
 def test_logprobs_are_pairs_of_value_and_token(front: FrontProcess) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.front.detokenizer import REPLACEMENT
-from server.front.generations import Answer, Generation, one_by_one
+from server.front.generations import MAX_UNREAD_TOKENS, UNREAD_S, Answer, Generation, one_by_one
 from tests.support.requests.answers import ByteDecoder, ask_of
 
 ALPHABET = "aé€😀<>"
@@ -79,6 +79,23 @@ def test_prompt_logprobs_are_kept_for_the_endpoint() -> None:
     of_prompt = [Logprobs(66, -1.0, [], [])]
     choice.push(RequestOutput(request_id="r", token_ids=[67], prompt_logprobs=of_prompt))
     assert choice.prompt_logprobs == of_prompt
+
+
+def test_logprobs_that_are_left_unread_for_long_are_too_many() -> None:
+    def feed(choice: Generation, num_tokens: int) -> None:
+        logprobs = [Logprobs(65, -1.0, [], [])] * num_tokens
+        choice.push(RequestOutput(request_id="r", token_ids=[65] * num_tokens, logprobs=logprobs))
+
+    [choice] = choices(1, ())
+    feed(choice, MAX_UNREAD_TOKENS + 1)
+    assert not choice.is_left_unread(10.0), "a front that stood still is fed all at once"
+    assert not choice.is_left_unread(10.0 + UNREAD_S) and choice.is_left_unread(10.1 + UNREAD_S)
+    assert len(choice.take().logprobs) == MAX_UNREAD_TOKENS + 1
+    feed(choice, MAX_UNREAD_TOKENS)
+    assert not choice.is_left_unread(20.0) and not choice.is_left_unread(99.0), "not so many"
+    [plain] = choices(1, ())
+    push(plain, b"x" * 2 * MAX_UNREAD_TOKENS, last=False)
+    assert not plain.is_left_unread(0.0) and not plain.is_left_unread(99.0), "text is small"
 
 
 def test_several_tokens_at_once_end_at_the_one_that_completes_a_stop_string() -> None:

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from scheduler.policy.request import FinishReason, Request, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs, Request, SamplingParams
 from scheduler.structure.stop_pattern import compile_all
 from server.errors import ApiError
+from server.front import generations, requests
 from server.front.generations import Answer, Ask, ClientGone
 from tests.support.requests.desk import Desk, in_loop
 
@@ -61,6 +62,27 @@ async def test_a_regex_that_is_too_much_work_ends_its_own_choice_with_a_400() ->
 
 
 @in_loop
+async def test_many_tokens_of_prompts_get_to_ranks_in_several_turns() -> None:
+    desk = Desk()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests, "TOKENS_AT_ONCE", 1)
+        answer = desk.open(*"abcdefg")
+        assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b"]
+        assert desk.requests.num_parked == 0, "they do not wait for a rank to come back"
+        await asyncio.sleep(0)
+        assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b", "c", "d"]
+        left = desk.open(*"xyz")
+        left.close()
+        assert [request_id for _, request_id in desk.ranks.aborted] == ["x", "y"], "z was at no rank"
+        while len(desk.ranks.submitted) < 9:
+            await asyncio.sleep(0)
+    assert [request.request_id for _, request in desk.ranks.submitted] == list("abcdxyefg")
+    for name in "abcdefg":
+        desk.deliver(name, "x", FinishReason.STOP)
+    assert len(await answer.next()) == 7
+
+
+@in_loop
 async def test_a_slow_reader_gets_merged_pieces() -> None:
     desk = Desk()
     answer = desk.open("a")
@@ -68,6 +90,22 @@ async def test_a_slow_reader_gets_merged_pieces() -> None:
         desk.deliver("a", letter)
     [(_, piece)] = await answer.next()
     assert (piece.text, piece.token_ids) == ("hello", list(b"hello"))
+
+
+@in_loop
+async def test_a_client_that_leaves_logprobs_unread_loses_its_answer() -> None:
+    desk = Desk()
+    answer = desk.open("a", "b")
+    logprobs = [Logprobs(120, -1.0, [], [])] * 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generations, "UNREAD_S", -1.0)
+        for name in "aba":
+            desk.deliver(name, "x" * 1000, logprobs=logprobs)
+    with pytest.raises(ApiError) as caught:
+        await answer.next()
+    assert caught.value.status == 408 and "not read" in caught.value.message
+    assert [request_id for _, request_id in desk.ranks.aborted] == ["a"]
+    answer.close()
 
 
 @in_loop

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.serving.processes import cpu_s
-from server.http.bodies import MAX_JSON_NODES
+from server.http.json_text import MAX_JSON_KEYS, MAX_JSON_NODES
 from tests.support.requests.hostile_values import PLANES
 from tests.support.requests.mutations import RawRequest
 from tests.support.requests.raw_http import RawAnswer, RawClient
@@ -23,6 +23,7 @@ MOST_CPU_S = (
 )
 GROWTH_BYTES = 320 << 20  # for ten megabytes of JSON: 5 million Python objects are 160 MB
 MEGABYTES = 10 << 20
+MOST_PAUSE_S = 0.25
 HELLO = [{"role": "user", "content": "hello"}]
 Body = Callable[[], bytes]
 
@@ -146,6 +147,37 @@ def test_a_hostile_body_is_refused_or_answered(hard_front: PacedFront, client: R
     before_s = cpu_s(hard_front.process.pid)
     check(client.send(RawRequest(path=path, body=make())))
     assert cpu_s(hard_front.process.pid) - before_s < MOST_CPU_S / 4
+
+
+def keys(count: int) -> str:
+    return "{" + ",".join(f'"{number:07}":1' for number in range(count)) + "}"
+
+
+NUM_KEYS = 600_000  # they held up the event loop for 0.7 s
+QUICK: dict[str, tuple[str, Body]] = {
+    "too many keys": (CHAT, with_raw("x", keys(NUM_KEYS))),
+    "as many keys as are taken": (CHAT, with_raw("chat_template_kwargs", keys(MAX_JSON_KEYS - 9))),
+    "keys in a schema's text": (
+        CHAT,
+        with_raw("guided_json", json.dumps('{"properties": ' + keys(NUM_KEYS) + "}")),
+    ),
+    "arrays": (CHAT, with_raw("x", "[" + "[]," * (MAX_JSON_NODES - 9) + "0]")),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_hostile_body_delays_others_by_less_than_a_quarter_of_a_second(
+    hard_front: PacedFront, client: RawClient, name: str
+) -> None:
+    """Of three tries, on a machine that may be busy; test_pauses.py has all attacks, and streams."""
+    path, make = QUICK[name]
+    request = RawRequest(path=path, body=make())
+    longest_s: list[float] = []
+    while not longest_s or (min(longest_s) >= MOST_PAUSE_S and len(longest_s) < 3):
+        with Pings(hard_front) as pings:
+            check(client.send(request))
+        longest_s.append(pings.longest_s)
+    assert min(longest_s) < MOST_PAUSE_S
 
 
 @pytest.mark.parametrize("streams", [False, True])

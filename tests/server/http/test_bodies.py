@@ -3,25 +3,19 @@
 import asyncio
 import json
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
+from server.http import bodies, routes
 from server.http.app import build_app
-from server.http.bodies import (
-    LEAST_BYTES_PER_S,
-    MAX_JSON_DEPTH,
-    MAX_JSON_NODES,
-    MAX_JSON_VALUES,
-    BodyGuard,
-    json_shape,
-)
+from server.http.bodies import LEAST_BYTES_PER_S, SMALL_BODY, BodyBudget, BodyGuard
 from server.http.guards import ApiKeys
+from server.http.json_text import MAX_JSON_DEPTH, MAX_JSON_KEYS, MAX_JSON_NODES, MAX_JSON_VALUES
 from server.http.routes import new_router
 from server.options.table import HttpOptions
 from tests.support.requests.asgi import ask
@@ -82,6 +76,29 @@ def test_ollama_s_routes_read_json_whatever_its_type() -> None:
     assert response.status_code == 400 and "nests deeper than 100" in response.text
 
 
+@pytest.mark.parametrize("num_items", [10, 100_000])
+def test_a_long_body_is_parsed_once_and_not_in_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, num_items: int
+) -> None:
+    threads: list[int] = []
+
+    def noting(body: bytes) -> Any:
+        threads.append(get_ident())
+        return json.loads(body)
+
+    for module in (bodies, routes):
+        monkeypatch.setattr(module, "parse_json", noting)
+    router = new_router()
+
+    @router.post("/sum")
+    async def tell_sum(body: list[int]) -> int:
+        return sum(body)
+
+    app = build_app([router], version="0", keys=ApiKeys())
+    assert ask(app, "POST", "/sum", json=list(range(num_items))).json() == sum(range(num_items))
+    assert len(threads) == 1 and (threads[0] != get_ident()) is (num_items > 10)
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_second_content_type_hides_no_json(order: int) -> None:
     """Who parses the body looks at the first."""
@@ -115,6 +132,18 @@ def test_what_has_too_many_values_is_a_400_and_commas_in_a_text_are_none() -> No
         assert length_of(fits, max_bytes=len(many), **{"content-type": "application/json"}).json() == len(
             fits
         )
+
+
+def test_what_has_too_many_keys_is_a_400_and_colons_in_a_text_are_none() -> None:
+    def keys(count: int) -> bytes:
+        return json.dumps({"x": {str(key): 1 for key in range(count - 1)}, "text": ":" * 200_000}).encode()
+
+    json_type, most = {"content-type": "application/json"}, 4 << 20
+    response = length_of(keys(MAX_JSON_KEYS), max_bytes=most, **json_type)
+    assert response.status_code == 400
+    assert f"has {MAX_JSON_KEYS + 1} keys; up to {MAX_JSON_KEYS}" in response.json()["error"]["message"]
+    fits = keys(MAX_JSON_KEYS - 1)
+    assert length_of(fits, max_bytes=most, **json_type).json() == len(fits)
 
 
 def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:
@@ -221,55 +250,120 @@ def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPa
     assert [round(limit - limits[0], 6) for limit in limits] == [0, 1, 2, 3]
 
 
-def depth_of(value: Any) -> int:
-    """The slow way."""
-    if isinstance(value, dict):
-        return 1 + max(map(depth_of, value.values()), default=0)
-    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+MB = 1 << 20
 
 
-TEXT = st.text(alphabet='[]{}"\\,:ab\n', max_size=6)
-JSON = st.recursive(
-    TEXT | st.none() | st.integers(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=12,
-)
+class Uploads:
+    """Bodies that come chunk by chunk, when the test says so, to one guard."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.budget = BodyBudget(max_bytes)
+        self.guard = BodyGuard(self._app, 32 * MB, self.budget)
+        self.may_answer = asyncio.Event()
+        self.num_passed = 0
+
+    async def _app(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        self.num_passed += 1
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def begin(self, *, announced: int | None = None, path: str = "/") -> "Upload":
+        return Upload(self.guard, announced, path)
 
 
-def nodes_in(value: Any) -> int:
-    """The slow way."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return isinstance(value, dict | list) + sum(map(nodes_in, inner))
+class Upload:
+    """One body on its way."""
+
+    def __init__(self, guard: BodyGuard, announced: int | None, path: str) -> None:
+        self._chunks: asyncio.Queue[Message] = asyncio.Queue()
+        self.sent: list[Message] = []
+        headers = [(b"content-type", b"application/octet-stream")]
+        headers += [] if announced is None else [(b"content-length", b"%d" % announced)]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        self._task = asyncio.create_task(guard(scope, self._chunks.get, self._send))
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def send(self, num_bytes: int, *, is_last: bool = False) -> "Upload":
+        """Send a chunk; returns when the guard waits for the next one."""
+        self._chunks.put_nowait({"type": "http.request", "body": b"x" * num_bytes, "more_body": not is_last})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return self
+
+    async def status(self) -> int:
+        """Let the client leave, and return what it was answered, 0 for nothing."""
+        self._chunks.put_nowait({"type": "http.disconnect"})
+        await asyncio.wait_for(self._task, 30)
+        return int(self.sent[0]["status"]) if self.sent else 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self._task.done()
 
 
-def commas_in(value: Any) -> int:
-    """The slow way."""
-    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    return max(0, len(inner) - 1) + sum(map(commas_in, inner))
+def test_bodies_that_do_not_fit_together_are_a_503_and_small_ones_always_fit() -> None:
+    async def scenario() -> None:
+        uploads = Uploads(4 * MB)
+        first = await uploads.begin().send(4 * MB)
+        second = await uploads.begin().send(MB)  # of unknown length: refused while it comes
+        assert await second.status() == 503
+        error = json.loads(second.sent[1]["body"])["error"]
+        assert "--max-inflight-request-bytes" in error["message"]
+        assert (b"retry-after", b"1") in second.sent[0]["headers"]
+        announced = uploads.begin(announced=2 * MB)  # refused before it comes
+        assert await announced.status() == 503
+        small = [await uploads.begin().send(SMALL_BODY, is_last=True) for _ in range(100)]
+        assert uploads.num_passed == 100, "they have room of their own"
+        uploads.may_answer.set()
+        assert {await each.status() for each in small} == {200}
+        await first.status()
+        assert uploads.budget.num_bytes == 0
+
+    asyncio.run(scenario())
 
 
-@given(JSON, st.sampled_from(["utf-8", "utf-16", "utf-16-le", "utf-32", "utf-8-sig"]))
-def test_a_shape_is_that_of_the_parsed_value(value: Any, encoding: str) -> None:
-    text = json.dumps({"": value}, ensure_ascii=False)
-    assert json_shape(text.encode(encoding)) == (
-        1 + depth_of(value),
-        1 + nodes_in(value),
-        commas_in(value),
-    )
+def test_a_body_counts_until_the_application_has_read_it() -> None:
+    async def scenario() -> None:
+        uploads = Uploads(4 * MB)
+        await uploads.begin().send(4 * MB, is_last=True)
+        assert uploads.num_passed == 1 and uploads.budget.num_bytes == 4 * MB - SMALL_BODY
+        uploads.may_answer.set()
+        await asyncio.sleep(0.01)
+        assert uploads.budget.num_bytes == 0
+
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "body", [b"[" * 10_000_000, b"[" * 5_000_000 + b"]" * 5_000_000, b'{"a":' * 200 + b"1" + b"}" * 200]
-)
-def test_what_nests_without_end_is_too_deep(body: bytes) -> None:
-    assert json_shape(body).depth > MAX_JSON_DEPTH
+def test_slow_bodies_make_room_for_others_and_quick_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(bodies, "_now_s", lambda: now_s)
+
+    async def scenario() -> None:
+        nonlocal now_s
+        uploads = Uploads(8 * MB)
+        slow = await uploads.begin().send(2 * MB)
+        quick = await uploads.begin().send(6 * MB)
+        now_s = 4.0
+        late = await uploads.begin(announced=MB).send(MB, is_last=True)
+        assert uploads.num_passed == 1 and quick.is_open
+        assert await slow.status() == 408
+        assert "more slowly" in json.loads(slow.sent[1]["body"])["error"]["message"]
+        uploads.may_answer.set()
+        assert await late.status() == 200
+
+    asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("body", [b"", b"[]" * 10_000, b'"' + b"[" * 10_000 + b'"', b"]" * 10_000])
-def test_what_is_flat_is_not(body: bytes) -> None:
-    assert json_shape(body).depth <= 1
+def test_a_ping_s_body_is_not_read() -> None:
+    async def scenario() -> None:
+        uploads = Uploads(4 * MB)
+        uploads.may_answer.set()
+        ping = uploads.begin(announced=32 * MB, path="/ping")
+        await asyncio.sleep(0.01)
+        assert uploads.num_passed == 1 and uploads.budget.num_bytes == 0
+        assert await ping.status() == 200
 
-
-def test_strings_are_followed_from_chunk_to_chunk() -> None:
-    value = ["[" * 700_000, ["]" * 700_000, [[]]], {"a\\": '"['}]
-    assert json_shape(json.dumps(value).encode()) == (4, 5, 3)
+    asyncio.run(scenario())

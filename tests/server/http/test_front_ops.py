@@ -83,6 +83,7 @@ def test_the_root_path_may_be_there_or_taken_off(front: FrontProcess) -> None:
         assert complete(front, "root", path).status_code == 200
         assert front.post(path, json={}).status_code == 401
     assert front.get("/llm/v1/models").status_code == 401
+    assert front.get("/server_info").json()["model_path"] == "m", "not where it is on this machine"
     assert front.get("/llm/health").status_code == 200
 
 

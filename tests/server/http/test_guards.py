@@ -89,6 +89,23 @@ def test_a_file_without_keys_opens_to_nobody(tmp_path: Path) -> None:
     assert keys.are_needed and not keys.opens(b"") and not keys.opens(b"# none yet")
 
 
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *((path, 401) for path in ("/health_generate", "/get_model_info", "/model_info", "/tokenizer_info")),
+        *((path, 401) for path in ("/experts/history", "/experts/record", "/v1/models", "/api/tags")),
+        *((path, 200) for path in ("/health", "/ping", "/metrics", "/server_info", "/throughput")),
+        *((path, 200) for path in ("/experts/load", "/v1/fault_tolerance/status", "/dashboard", "/docs")),
+    ],
+)
+def test_what_costs_or_reveals_something_needs_a_key_and_probes_do_not(path: str, status: int) -> None:
+    router = new_router()
+    router.add_api_route(path, answer, methods=["GET"])
+    app = build_app([router], version="0", keys=ApiKeys(["sesame"]))
+    assert ask(app, "GET", path).status_code == status
+    assert ask(app, "GET", path, headers={"x-api-key": "sesame"}).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/llm/v1/models", "/work", "/llm/work"])
 @pytest.mark.parametrize(
     ("headers", "status"),

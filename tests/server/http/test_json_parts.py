@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from server.http.json_parts import encode, json_parts
+from server.http.json_parts import EncodedList, encode, json_parts
 
 
 def test_parts_joined_are_what_the_library_writes() -> None:
@@ -19,6 +19,10 @@ def test_parts_joined_are_what_the_library_writes() -> None:
         "pairs": [{"row": row.tolist()}] * 2,
     }  # fmt: skip
     assert encode(value).decode() == json.dumps(plain)
+    many = [{"number": number, "within": [[number]]} for number in range(3000)]
+    encoded = EncodedList([json.dumps(each) for each in many])
+    assert encode({"a": many}) == encode({"a": encoded}) == json.dumps({"a": many}).encode()
+    assert encode([EncodedList([]), {}]) == b"[[], {}]"
 
 
 def test_no_part_is_longer_than_a_row() -> None:

@@ -56,6 +56,14 @@ def test_a_stream_that_failed_after_its_status_says_why() -> None:
     assert json.loads(access_lines(exchange, format="json")[0])["error"] == "rank 1 is lost"
 
 
+def test_a_line_has_no_control_characters_of_clients() -> None:
+    exchange = ended_exchange(
+        ended_answer("p", "a", failure=ApiError(503, "\x1b[2J\u009b\n\r\u2028\x7f\u00e4"))
+    )
+    (line,) = access_lines(exchange)
+    assert line.endswith(r"failed: \x1b[2J\x9b\n\r\u2028\x7f" + "\u00e4")
+
+
 def test_probes_are_not_logged() -> None:
     probes = [ended_exchange(path=path, handler=path) for path in ("/health", "/metrics", "/ping")]
     assert access_lines(*probes, ended_exchange(path="/version", handler="/version")) != []

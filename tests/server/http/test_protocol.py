@@ -297,6 +297,27 @@ def test_what_is_no_http_is_not_guessed_at_and_answered_in_the_shape_of_other_er
     assert (error["type"], error["code"]) == ("BadRequestError", 400) and "no HTTP/1.1" in error["message"]
 
 
+def test_a_request_behind_an_answer_that_is_not_read_gives_no_more_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Impatient, "write_s", 0.2)
+
+    async def answer_at_length(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"%d" % (32 << 20))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(32 << 20)})
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        reader._limit = 1  # type: ignore[attr-defined]  # it stops reading at once
+        for _ in range(2):
+            writer.write(HEAD + b"\r\n")
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        return b"%d" % len(await hear(reader))
+
+    assert int(talk(client, answer_at_length)) < 32 << 20, "the connection was cut"
+
+
 def test_the_service_uses_it() -> None:
     assert _server_config(answer_at_once, HttpOptions()).http is PunctualProtocol
     assert PunctualProtocol.head_s == HEAD_S <= 60

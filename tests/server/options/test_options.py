@@ -95,6 +95,7 @@ def test_what_is_handed_on_is_the_same_options() -> None:
             "--enable-server-load-tracking",
         ),
         *("--allowed-origins", '["https://a", "b"]', "--allowed-methods", '["GET"]', "--allow-credentials"),
+        *("--forwarded-allow-ips=10.0.0.7, 10.1.0.0/16,::1", "--max-connections=9"),
         *("--max-request-bytes=1K", "--root-path=/llm/", "--shutdown-timeout=7", "--log-format=json"),
         *("--log-level=debug", "--log-requests", "--disable-access-log"),
         "--disable-access-log-for-endpoints=",
@@ -104,6 +105,8 @@ def test_what_is_handed_on_is_the_same_options() -> None:
         allowed_methods=("GET",),
         allow_credentials=True,
         max_request_bytes=1024,
+        max_connections=9,
+        forwarded_allow_ips=("10.0.0.7", "10.1.0.0/16", "::1"),
         root_path="/llm",
         shutdown_timeout_s=7.0,
     )
@@ -208,6 +211,16 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--allowed-origins=*"], "--allowed-origins is '*'; give a JSON list of strings"),
         (["--allowed-headers=[1]"], "--allowed-headers is '[1]'; give a JSON list of strings"),
         (["--max-request-bytes=0"], "--max-request-bytes is '0'; give a size"),
+        (
+            ["--max-inflight-request-bytes=1M"],
+            "is 1048576; it must be at least --max-request-bytes (33554432)",
+        ),
+        (["--max-connections=0"], "--max-connections is 0; it must be at least 1"),
+        (["--max-connections-per-address=0"], "--max-connections-per-address is 0; it must be at least 1"),
+        (
+            ["--forwarded-allow-ips=10.0.0.7,proxy"],
+            "--forwarded-allow-ips has 'proxy'; give addresses such as",
+        ),
         (["--shutdown-timeout-seconds=-1"], "--shutdown-timeout-seconds is -1.0; it must be 0 or more"),
         (["--shutdown-timeout-seconds=inf"], "--shutdown-timeout-seconds is inf"),
         (["--root-path=llm"], "--root-path is 'llm'; it must begin with /"),

@@ -1,6 +1,7 @@
 """Children: how they are started, described and stopped, and that they die with their parent."""
 
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from server.process.children import (
     describe_end,
     kill_if_it_stays,
     kill_orphans,
+    raise_descriptor_limit,
     start_child,
     stop_children,
 )
@@ -107,6 +109,20 @@ def descriptors_around_everything() -> tuple[list[str], list[str]]:
     with StopSignals():
         pass
     return before, os.listdir("/proc/self/fd")
+
+
+def test_the_limit_of_open_files_is_raised_for_children_too() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[0]), before[1]))
+        limit = raise_descriptor_limit()
+        assert limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == raise_descriptor_limit() > 512
+        said = subprocess.run(
+            ["sh", "-c", "ulimit -n"], capture_output=True, text=True, check=True, timeout=60
+        )
+        assert int(said.stdout) == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_no_descriptor_leaks() -> None:

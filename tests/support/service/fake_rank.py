@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of
+from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of, prompt_logprobs_of
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
-from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
+from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
 
 TIMEOUT_S = 60.0
 
@@ -146,7 +146,7 @@ class FakeRank(PacedRank):
             logprobs=[]
             if params.num_logprobs is None
             else [logprobs_of(token, params.num_logprobs) for token in step],
-            prompt_logprobs=_of_prompt(request) if at == begun == 0 else [],
+            prompt_logprobs=prompt_logprobs_of(request) if at == begun == 0 else [],
             num_cached_tokens=script.num_cached_tokens,
             finish_reason=(script.finish if is_whole else FinishReason.LENGTH) if ends else None,
             error=script.error if ends else "",
@@ -156,11 +156,3 @@ class FakeRank(PacedRank):
         """As if every tenth token of prompts had been known."""
         known = {"prefix_query_tokens": 10 * self.num_steps, "prefix_hit_tokens": self.num_steps}
         return replace(super()._stats(num_step_tokens), **known)
-
-
-def _of_prompt(request: Request) -> list[Logprobs]:
-    """Where wanted, of prompt tokens 1 and on: as of generated ones, and of rank 1."""
-    num_top = request.params.num_prompt_logprobs
-    return (
-        [] if num_top is None else [logprobs_of(t, num_top)._replace(rank=1) for t in request.prompt_ids[1:]]
-    )
