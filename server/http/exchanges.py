@@ -26,6 +26,7 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 SESSION_HEADER = "x-session-id"
 _SESSION = re.compile(rb"[\x20-\x7e]{1,256}")
 _PATH_CHARS = 200  # of a path, in logs
+_KEY_ID_CHARS = 16  # 64 bits of a digest: enough to tell keys apart, and no way back to one
 _SHOWN_CHARS = 60  # of a session that is none
 _current: ContextVar["HttpExchange | None"] = ContextVar("exchange", default=None)
 
@@ -45,8 +46,15 @@ class HttpExchange:
     status: int = CLIENT_GONE
     duration_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)  # what ranks were asked
-    key_id: str = ""  # of the API key that opened the service to it (`guards`)
+    owner: str = (
+        ""  # a digest of the API key that opened the service to it (`guards`); empty if none is needed
+    )
     seed: int | None = None  # of a request that brings none but may be made again (`idempotency`)
+
+    @property
+    def key_id(self) -> str:
+        """A short form of the owner, for ranks and logs."""
+        return self.owner[:_KEY_ID_CHARS]
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -291,8 +291,12 @@ def _made(directory: Path) -> Path:
 
 
 def _keys(options: Options) -> ApiKeys:
-    file = options.http.api_key_file
-    return ApiKeys(options.api_keys, None if file is None else Path(file))
+    file, operators = options.http.api_key_file, options.http.operator_key_file
+    return ApiKeys(
+        options.api_keys,
+        None if file is None else Path(file),
+        operators=None if operators is None else ApiKeys(file=Path(operators), flag="--operator-key-file"),
+    )
 
 
 def _own_names(host: str) -> tuple[str, ...]:
