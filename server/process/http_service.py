@@ -34,7 +34,7 @@ from server.api.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
 from server.batches.batch_store import BatchStore
 from server.batches.file_store import FileStore
-from server.batches.routes import batch_routes, file_routes, nobodys, owner_of
+from server.batches.routes import batch_routes, file_routes
 from server.batches.runs import BatchRuns, LinePlaces
 from server.errors import draining
 from server.experts.control import PlacementControl
@@ -66,6 +66,7 @@ from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
 from server.link.ranks import Ranks
 from server.options.table import PRIORITY, HttpOptions, Options
+from server.steady_clock import SteadyClock
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -137,9 +138,10 @@ class HttpService:
         answering = [
             chat_routes(self.model, self.requests),
             completion_routes(self.model, self.requests),
-            responses_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests, are_several=lambda: keys.are_several),
         ]
-        batching = self._batching(options.http, keys, kept, answering, version)
+        clock = SteadyClock()
+        batching = self._batching(options.http, keys, kept, answering, version, clock)
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -147,19 +149,29 @@ class HttpService:
             http=options.http,
             own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
-            answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(_made(kept / "answers")), secret),
+            answer_once=lambda app: IdempotentAnswers(
+                app, KeptAnswers(_made(kept / "answers"), clock=clock), secret
+            ),
         )
         self._server = _Server(_server_config(app, options.http))
 
     def _batching(
-        self, http: HttpOptions, keys: ApiKeys, kept: Path, answering: Sequence[APIRouter], version: str
+        self,
+        http: HttpOptions,
+        keys: ApiKeys,
+        kept: Path,
+        answering: Sequence[APIRouter],
+        version: str,
+        clock: SteadyClock,
     ) -> list[APIRouter]:
         """Return the routes of files and batches, whose lines are answered by `answering` alone, without a key."""
         directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
-        files = FileStore(directory, max_bytes=http.max_files_bytes)
-        batches = BatchStore(directory / "batches")
+        files = FileStore(
+            directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
+        )
+        batches = BatchStore(directory / "batches", clock=clock)
         files.is_read = lambda file_id: batches.reader_of(file_id) is not None
-        room = LinePlaces(self._num_places, lambda: self.requests.num_answers)
+        room = LinePlaces(self._num_places, lambda: self.requests.num_unbounded)
         endpoints = build_app(
             answering,
             version=version,
@@ -167,8 +179,7 @@ class HttpService:
             http=HttpOptions(max_request_bytes=http.max_request_bytes),
         )
         self._batch_runs = BatchRuns(batches, files, room, endpoints)
-        owner = owner_of if keys.are_needed else nobodys
-        return [file_routes(files, batches, owner), batch_routes(batches, files, self._batch_runs, owner)]
+        return [file_routes(files, batches), batch_routes(batches, files, self._batch_runs)]
 
     def _num_places(self) -> int:
         """Requests that ranks run at once; 0 while none can be taken."""
