@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
+from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
 from server.front.admission import Admission
 from server.front.generations import Ask
@@ -212,7 +212,7 @@ class HttpService:
             expert_load_routes(
                 self.experts_load,
                 rank_steps=lambda: _steps(self._ranks),
-                record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
+                record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
             ),
         ]
 
