@@ -210,12 +210,16 @@ class BatchRuns:
                             break  # what runs is answered
                         num_granted = await self._room.enter(num_choices(line))
                         answering = group.create_task(self._answer(batch, line, outputs, num_granted))
-                        answering.add_done_callback(lambda _, num=num_granted: self._room.leave(num))
+                        answering.add_done_callback(self._leaving(num_granted))
             except ExceptionGroup as failures:
                 first = failures.exceptions[0]
                 raise first from first.__cause__  # which says whether the disk is full
             if not has_room:
                 raise _NoRoomError("the owner's files have no room for more answers")
+
+    def _leaving(self, num_granted: int) -> Callable[[asyncio.Task[None]], None]:
+        """Return what gives places back at a task's end, also of one that was cancelled before it began."""
+        return lambda _: self._room.leave(num_granted)
 
     def _open(self, batch: Batch, files: contextlib.ExitStack) -> _Outputs:
         """Open a batch's answers, and count them."""
@@ -327,8 +331,9 @@ def num_choices(line: BatchLine) -> int:
     """Count the choices that a line asks for: its prompts times n. What no endpoint takes counts as one."""
     n, prompt = line.body.get("n"), line.body.get("prompt")
     per_prompt = n if isinstance(n, int) and n > 0 else 1
-    is_list_of_prompts = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
-    return per_prompt * (len(prompt) if is_list_of_prompts else 1)
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return per_prompt * len(prompt)
+    return per_prompt
 
 
 def _error(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:

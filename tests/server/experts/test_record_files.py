@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from server.errors import ApiError
-from server.experts import record_files
 from server.experts.record_files import MAX_DUMPS, default_folder, dump, remove_old
 from server.experts.recorder import Record
 from tests.support.placement.load_reports import expert_map
@@ -35,7 +34,7 @@ def test_a_folder_that_somebody_else_made_in_the_temporary_directory_is_not_writ
     with pytest.raises(ApiError, match=r"cannot be written to .*: somebody else made it"):
         dump(EMPTY, default_folder())
     default_folder().unlink()
-    monkeypatch.setattr(record_files.os, "getuid", lambda: 12345)
+    monkeypatch.setattr("os.getuid", lambda: 12345)
     with pytest.raises(ApiError, match="somebody else made it"):
         dump(EMPTY, default_folder())
     assert not list((tmp_path / "theirs").iterdir())
