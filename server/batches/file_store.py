@@ -192,8 +192,10 @@ class FileStore:
             self._growing[batch_id] = owner, num_bytes
 
     def may_grow(self, owner: str) -> bool:
-        """Whether a batch may write more answers: one owner alone may go beyond the bound, one of several not beyond its part."""
-        return not self._are_several() or self._bytes.has_room(owner, 0)
+        """Whether a batch may write more answers. One owner alone may go beyond the bound; of several each has an equal part,
+        which what others upload meanwhile takes nothing from.
+        """
+        return not self._are_several() or self._bytes.has_room(owner, 0) or self._bytes.has_part(owner)
 
     def find(self, file_id: str, owner: str, param: str = "file_id") -> StoredFile:
         """Return a file.

@@ -82,8 +82,9 @@ class ApiKeys:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are several keys, between which what is bounded is shared."""
-        return self.are_needed and len(self._known()) > 1
+        """Whether there are several keys, but for operators', between which what is bounded is shared."""
+        self._refresh()
+        return len({*self._fixed, *self._from_file}) > 1
 
     def opens(self, key: bytes) -> bool:
         """Say whether this is one of the keys, or an operator's."""

@@ -194,15 +194,18 @@ def _read_entry(path: Path) -> _Entry | None:
     with path.open("rb") as file:
         begin = file.readline()
         first, second = _line(begin), _line(file.readline())
-        num_left = path.stat().st_size - file.tell()
+        num_bytes = path.stat().st_size
+        num_left = num_bytes - file.tell()
     try:
+        if not begin.endswith(b"\n"):
+            raise ValueError("its first line is cut off")
         entry = _Entry(str(first.get("owner", "")), str(first["fingerprint"]), float(first["accepted_s"]))
     except (LookupError, ValueError, TypeError):
         path.unlink()
         return None
     if second and second.get("num_bytes") == num_left:
         entry.num_bytes = num_left
-    elif second or num_left:  # cut off: the next answer is written behind the first line
+    elif num_bytes > len(begin):  # cut off: the next answer is written behind the first line
         os.truncate(path, len(begin))
     return entry
 

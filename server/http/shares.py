@@ -44,16 +44,22 @@ class Shares:
         free = self.total - self._sum - amount
         return free >= 0 and (not self._are_several() or self.held_by(owner) + amount <= free)
 
+    def has_part(self, owner: str) -> bool:
+        """Whether an owner holds no more than an equal part: it may go on with what it has begun, whatever others hold."""
+        return self.held_by(owner) * max(2, len(self._held)) <= self.total
+
     def take(self, owner: str, amount: int) -> None:
         """Note that an owner holds more."""
-        self._held[owner] = self.held_by(owner) + amount
-        self._sum += amount
+        if amount:
+            self._held[owner] = self.held_by(owner) + amount
+            self._sum += amount
 
     def give_back(self, owner: str, amount: int) -> None:
         """Note that an owner holds less."""
         left = self.held_by(owner) - amount
         assert left >= 0, f"an owner gives back {amount} of {left + amount}"
         self._sum -= amount
-        self._held[owner] = left
-        if not left:
-            del self._held[owner]
+        if left:
+            self._held[owner] = left
+        else:
+            self._held.pop(owner, None)

@@ -106,9 +106,8 @@ class ResponseStore:
 
 
 MAX_RUNNING = 256
-MAX_BYTES = (
-    64 << 20
-)  # of the events of all runs; of the owner with most, those that ended first are forgotten
+# Of the events of all runs. Beyond it, those of ended ones go: the oldest of the owner that has most.
+MAX_BYTES = 64 << 20
 
 
 class BackgroundRun:

@@ -190,6 +190,11 @@ def test_an_answer_that_was_cut_off_while_it_was_written_is_made_again(tmp_path:
             assert again.json()["number"] == 2
         path.write_bytes(b'{"finger')
         assert (await ask(app_of(model, tmp_path))).json()["number"] == 3
+        begun = path.read_bytes().split(b"\n")[0]
+        for content, number in ((begun + b'\n{"headers": [', 4), (begun, 5)):
+            path.write_bytes(content)
+            for _ in range(2):
+                assert (await ask(app_of(model, tmp_path))).json()["number"] == number
 
     asyncio.run(run())
 

@@ -30,3 +30,18 @@ def test_what_is_taken_back_is_the_largest_owner_s() -> None:
     assert not shares.is_over and shares.largest == "c" and shares.held_by("b") == 1
     shares.give_back("b", 1)
     assert shares.held_by("b") == 0 and shares.held == 5
+
+
+def test_an_equal_part_is_an_owner_s_whatever_others_hold() -> None:
+    shares = Shares(12, lambda: True)
+    shares.take("a", 6)
+    assert shares.has_part("a") and shares.has_part("b")
+    shares.take("a", 1)
+    assert not shares.has_part("a"), "half, as long as there is one more to come"
+    for owner in "bc":
+        shares.take(owner, 4)
+    assert not shares.has_room("b", 0) and shares.has_part("b") and not shares.has_part("a")
+    shares.take("b", 1)
+    assert not shares.has_part("b")
+    shares.take("d", 0)
+    assert shares.largest == "a" and shares.held_by("d") == 0
