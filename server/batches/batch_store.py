@@ -123,7 +123,8 @@ class BatchStore:
             about = read_json(path)
             with passing_over(path):
                 batch = _batch_of(about)
-                batch.closes_at = taken_over(batch.expires_at, now_s=now_s, lifetime_s=WINDOW_S)
+                if not batch.has_ended:
+                    batch.closes_at = taken_over(batch.expires_at, now_s=now_s, lifetime_s=WINDOW_S)
                 self._remember(batch)
 
     @property

@@ -104,9 +104,8 @@ class Requests:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
         self._held: dict[str, Generation] = {}  # of the open ones, those that follow others
-        self._followers: dict[
-            str, deque[Generation]
-        ] = {}  # by a choice at a rank: what follows it, of the same answer
+        # By a choice at a rank, what follows it: the held ones of its answer.
+        self._followers: dict[str, deque[Generation]] = {}
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
