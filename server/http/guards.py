@@ -222,6 +222,8 @@ class OriginGuard:
         await (self._app if failure is None else ErrorResponse(failure))(scope, receive, send)
 
     def _failure(self, scope: Scope) -> ApiError | None:
+        if scope["type"] != "http":
+            return None
         host = _header(scope, b"host")
         if _changes(scope):
             origin = _header(scope, b"origin")
@@ -257,9 +259,7 @@ class OriginGuard:
 
 
 def _shows_contents(scope: Scope) -> bool:
-    return (
-        scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and route_path(scope) not in _MONITORED
-    )
+    return scope["method"] in ("GET", "HEAD") and route_path(scope) not in _MONITORED
 
 
 def _host_name(host: str) -> str:
