@@ -313,7 +313,7 @@ def _keys(options: Options) -> ApiKeys:
 def _own_names(host: str) -> tuple[str, ...]:
     """What this machine is called, in the URLs of people who use its pages."""
     name = socket.gethostname()
-    return (host, name, f"{name}.local")  # the last is multicast DNS's
+    return (host, name, name.partition(".")[0], f"{name}.local")  # the last is multicast DNS's
 
 
 def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[HttpExchange], None]]:
