@@ -297,7 +297,7 @@ def _ignore(_ask: Ask) -> None:
 
 
 def _made(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     return directory
 
 
