@@ -31,6 +31,15 @@ _SILENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
+# What a terminal would act on: C0 but tab and line feed, DEL, C1. ECMA-48's escapes begin with one of them.
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if code not in (0x09, 0x0A)
+}
+
+
+def printable(text: str) -> str:
+    """Return a text of a model, a server or a file so that a terminal only shows it."""
+    return text.translate(_CONTROLS)
 
 
 class JsonFormatter(logging.Formatter):

@@ -62,6 +62,7 @@ class PacedRank:
         num_restarts: int = 0,
         step_s: float = 0.0,
         most_tokens: int | None = None,
+        max_num_seqs: int = 1 << 12,
         after_step: Callable[["PacedRank", int], None] = lambda _rank, _step: None,
         on_prepare: Callable[["PacedRank", Placement], None] = lambda _rank, _placement: None,
     ) -> None:
@@ -71,6 +72,7 @@ class PacedRank:
             num_restarts: how often this rank was started again.
             step_s: least time between the starts of two steps.
             most_tokens: an answer ends with a stop after so many; None: only max_tokens ends it.
+            max_num_seqs: what the rank says that it runs at once; it runs all that it is given.
             after_step: called with the step's number when its outputs are queued.
             on_prepare: called when the front asks for another placement.
         """
@@ -87,7 +89,7 @@ class PacedRank:
             max_model_len=max_model_len,
             num_blocks=NUM_BLOCKS,
             block_tokens=BLOCK_TOKENS,
-            max_num_seqs=1 << 12,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=1 << 12,
             device="cpu",
             num_restarts=num_restarts,

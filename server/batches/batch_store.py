@@ -6,7 +6,6 @@ as long as their files may be.
 """
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -15,6 +14,8 @@ from typing import Any
 
 from server.batches.file_store import LIFETIME_S, new_id, not_written, passing_over, read_json, write_json
 from server.errors import ApiError
+from server.http.shares import Shares
+from server.steady_clock import GRACE_S, SteadyClock, taken_over
 
 WINDOW_S = 86_400  # the completion_window of 24h
 MAX_OPEN = 100  # batches of one owner that have not ended
@@ -58,6 +59,9 @@ class Batch:
     num_failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
+    closes_at: float | None = (
+        None  # when lines are given up; None: it is by another version, and `created_at` says it
+    )
 
     @property
     def has_ended(self) -> bool:
@@ -67,7 +71,7 @@ class Batch:
     @property
     def expires_at(self) -> int:
         """When lines are given up."""
-        return self.created_at + WINDOW_S
+        return self.created_at + WINDOW_S if self.closes_at is None else int(self.closes_at)
 
     def shown(self) -> dict[str, Any]:
         """Return OpenAI's batch object."""
@@ -106,17 +110,22 @@ class BatchStore:
         *,
         max_open: int = MAX_OPEN,
         max_batches: int = MAX_BATCHES,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Take over what is in the folder."""
-        self._directory, self._clock = directory, clock
-        self._max_open, self._max_batches = max_open, max_batches
+        self._directory, self._clock = directory, clock or SteadyClock()
+        self._max_open, self._number = max_open, Shares(max_batches)
         self._batches: dict[str, Batch] = {}
         directory.mkdir(mode=0o700, exist_ok=True)
+        now_s = self._clock()
+        self._grace_until_s = now_s + GRACE_S
         for path in sorted(directory.glob("batch_*.json")):
             about = read_json(path)
             with passing_over(path):
-                self._batches[path.stem] = _batch_of(about)
+                batch = _batch_of(about)
+                if not batch.has_ended:
+                    batch.closes_at = taken_over(batch.expires_at, now_s=now_s, lifetime_s=WINDOW_S)
+                self._remember(batch)
 
     @property
     def open_batches(self) -> list[Batch]:
@@ -142,20 +151,22 @@ class BatchStore:
                 429,
                 f"{self._max_open} of your batches have not ended, the most at a time; wait for one, or cancel it.",
             )
+        created_at = int(self._clock())
         batch = Batch(
             id=new_id("batch_"),
             owner=owner,
             endpoint=endpoint,
             input_file_id=input_file_id,
-            created_at=int(self._clock()),
+            created_at=created_at,
             metadata=metadata,
             answers_lifetime_s=answers_lifetime_s,
+            closes_at=created_at + WINDOW_S,
         )
         try:
-            self._write(batch)
+            write_json(self._path_of(batch), asdict(batch))
         except OSError as error:
             not_written(error)
-        self._batches[batch.id] = batch
+        self._remember(batch)
         self.expire()
         return batch
 
@@ -179,31 +190,58 @@ class BatchStore:
         return next((each for each in self.open_batches if each.input_file_id == file_id), None)
 
     def enter(self, batch: Batch, status: BatchStatus) -> None:
-        """Note a batch's new status. Where that cannot be written, a front that is started again repeats what led to it."""
-        batch.status = status
-        batch.times.setdefault(status, int(self._clock()))
+        """Note a batch's new status. If that cannot be written, a front that is started again repeats what led to it."""
         try:
-            self._write(batch)
+            self.record(batch, status)
         except OSError as error:
             _LOG.error("%s is %s, which cannot be written: %s", batch.id, status, error)
+
+    def record(self, batch: Batch, status: BatchStatus) -> None:
+        """Note a batch's new status, and write it.
+
+        Raises:
+            OSError: it is not.
+        """
+        self.show(batch, status)
+        write_json(self._path_of(batch), asdict(batch))
+
+    def show(self, batch: Batch, status: BatchStatus) -> None:
+        """Note a batch's new status, and do not write it."""
+        batch.status = status
+        batch.times.setdefault(status, int(self._clock()))
+
+    def record_outcome(self, batch: Batch) -> None:
+        """Write how a batch will end, whatever status is shown: a front that is started again makes its files, no more.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_json(self._path_of(batch), {**asdict(batch), "status": BatchStatus.FINALIZING})
 
     def paths_of(self, batch: Batch) -> tuple[Path, Path]:
         """Return where its answers are while it runs: the good ones, and the rest."""
         return self._directory / f"{batch.id}.output.jsonl", self._directory / f"{batch.id}.errors.jsonl"
 
     def expire(self) -> None:
-        """Forget ended batches that are too old, and the oldest where there are too many."""
-        oldest_s = self._clock() - LIFETIME_S
-        num_over = len(self._batches) - self._max_batches
-        for each in [each for each in self._batches.values() if each.has_ended]:
-            if num_over <= 0 and max(each.times.values(), default=each.created_at) >= oldest_s:
-                continue
-            del self._batches[each.id]
-            num_over -= 1
-            self._path_of(each).unlink(missing_ok=True)
+        """Forget ended batches that are too old, and the oldest of the owner with most if there are too many."""
+        now_s = self._clock()
+        if now_s >= self._grace_until_s:
+            for each in [each for each in self._batches.values() if each.has_ended]:
+                if max(each.times.values(), default=each.created_at) < now_s - LIFETIME_S:
+                    self._drop(each)
+        while self._number.is_over and (ended := [each for each in self._batches.values() if each.has_ended]):
+            self._drop(
+                max(ended, key=lambda each: self._number.held_by(each.owner))
+            )  # of equal ones the first
 
-    def _write(self, batch: Batch) -> None:
-        write_json(self._path_of(batch), asdict(batch))
+    def _remember(self, batch: Batch) -> None:
+        self._batches[batch.id] = batch
+        self._number.take(batch.owner, 1)
+
+    def _drop(self, batch: Batch) -> None:
+        del self._batches[batch.id]
+        self._number.give_back(batch.owner, 1)
+        self._path_of(batch).unlink(missing_ok=True)
 
     def _path_of(self, batch: Batch) -> Path:
         return self._directory / f"{batch.id}.json"

@@ -7,6 +7,9 @@ ends the front between the two leaves a half that the next one removes, or that 
 An id begins with its time, so that ids in order are files in order, and a list goes on behind a file that is deleted meanwhile.
 One service uses a folder at a time: a lock tells the second one. Rejected: a database file, for what a few thousand small files
 do, and which `ls` and `rm` would not read.
+
+With several API keys an owner has room for as much as it leaves free for others (`shares`). What a batch writes is counted as it
+grows. On a full disk a batch's answers can be read where they are until what is known of them can be written.
 """
 
 import asyncio
@@ -18,14 +21,17 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from server.errors import ApiError, bad_request
+from server.http.shares import Shares
 from server.options.flag import OptionsError
+from server.steady_clock import SteadyClock, taken_over
 
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
 MAX_FILES = 10_000  # OpenAI's longest list
@@ -34,6 +40,8 @@ LIFETIME_S = 30 * 86_400  # OpenAI's for files of batches, and the longest that 
 LEAST_LIFETIME_S = 3600
 _CONTENT, _ABOUT = ".jsonl", ".json"
 _OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # see `new_id` and `write_json`
+_OWN_NAMES = ("lock", "batches")  # beside what `_OURS` names
+_OF_SEVERAL = ", of one API key as much as it leaves free for others"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOG = logging.getLogger("wideep.front")
 
@@ -82,25 +90,30 @@ class FileStore:
         *,
         max_bytes: int,
         max_files: int = MAX_FILES,
-        clock: Callable[[], float] = time.time,
+        are_several: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Take over what is in the folder, which is made if it is missing.
 
         Args:
             max_bytes: of all files together; answers of batches may go beyond it, uploads may not.
+            are_several: whether several owners share that.
 
         Raises:
-            OptionsError: the folder cannot be used, or another service uses it.
+            OptionsError: the folder cannot be used, others can look into it, or another service uses it.
         """
-        self.directory, self._clock = directory, clock
-        self._max_bytes, self._max_files = max_bytes, max_files
+        self.directory, self._clock = directory, clock or SteadyClock()
+        self._bytes, self._number = Shares(max_bytes, are_several), Shares(max_files, are_several)
         self._files: dict[str, StoredFile] = {}
-        self._num_coming, self._coming_bytes = 0, 0  # uploads that are being written
+        self._lent: dict[str, Path] = {}  # by file id, answers that a batch could not make a file of yet
+        self._are_several = are_several
+        self._growing: dict[str, tuple[str, int]] = {}  # by batch, its owner and the bytes of its answers
         self.is_read: Callable[[str], bool] = lambda _: (
             False
         )  # whether a batch reads a file, which then stays
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(directory)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._take_over()
@@ -121,7 +134,7 @@ class FileStore:
             elif ending == _ABOUT:
                 about = read_json(self.directory / name)
                 with passing_over(self.directory / name):
-                    self._files[file_id] = StoredFile(**about)
+                    self._remember(_taken_over(StoredFile(**about), self.now_s))
 
     @property
     def now_s(self) -> float:
@@ -136,31 +149,53 @@ class FileStore:
         Raises:
             ApiError: 413, there is no room for it; 507, the disk is full; 500, it cannot be written.
         """
-        self._check_room(len(content))
+        self._check_room(len(content), owner)
         about = self._about(new_id("file-"), owner, filename, INPUT, len(content), lifetime_s)
-        self._num_coming, self._coming_bytes = self._num_coming + 1, self._coming_bytes + len(content)
+        self._take(about)  # while it is written
         try:
             await asyncio.to_thread(self._write, about, content)
         except OSError as error:
             self._remove(about.id)
             not_written(error)
         finally:
-            self._num_coming, self._coming_bytes = self._num_coming - 1, self._coming_bytes - len(content)
-        self._files[about.id] = about
+            self._give_back(about)
+        self._remember(about)
         return about
 
-    def adopt(self, path: Path, file_id: str, *, owner: str, filename: str, lifetime_s: int) -> None:
-        """Make a file of a batch's answers, which are written; nothing happens where that was done before.
+    def lend(self, path: Path, file_id: str, *, owner: str, filename: str, lifetime_s: int) -> None:
+        """Make a file of a batch's answers, which are written, until this process ends or `adopt` keeps it for good.
+
+        Nothing happens if that was done before.
+        """
+        if file_id not in self._files and path.exists():
+            self._remember(self._about(file_id, owner, filename, OUTPUT, path.stat().st_size, lifetime_s))
+            self._lent[file_id] = path
+
+    def adopt(self, file_id: str) -> None:
+        """Keep a file that was lent.
 
         Raises:
-            OSError: what is known of it cannot be written.
+            OSError: what is known of it cannot be written; it stays lent.
         """
-        if file_id in self._files:
-            return
-        about = self._about(file_id, owner, filename, OUTPUT, path.stat().st_size, lifetime_s)
-        write_json(self.directory / (file_id + _ABOUT), asdict(about))
-        path.replace(self.path_of(file_id))
-        self._files[file_id] = about
+        path = self._lent.get(file_id)
+        if path is not None:
+            write_json(self.directory / (file_id + _ABOUT), asdict(self._files[file_id]))
+            path.replace(self._own_path_of(file_id))
+            del self._lent[file_id]
+
+    def note_growing(self, batch_id: str, owner: str, num_bytes: int) -> None:
+        """Count what a batch has written and no file is made of yet."""
+        _, before = self._growing.pop(batch_id, (owner, 0))
+        self._bytes.give_back(owner, before)
+        if num_bytes:
+            self._bytes.take(owner, num_bytes)
+            self._growing[batch_id] = owner, num_bytes
+
+    def may_grow(self, owner: str) -> bool:
+        """Whether a batch may write more answers. One owner alone may go beyond the bound; of several each has an equal part,
+        which what others upload meanwhile takes nothing from.
+        """
+        return not self._are_several() or self._bytes.has_room(owner, 0) or self._bytes.has_part(owner)
 
     def find(self, file_id: str, owner: str, param: str = "file_id") -> StoredFile:
         """Return a file.
@@ -175,6 +210,9 @@ class FileStore:
 
     def path_of(self, file_id: str) -> Path:
         """Return where a file's content is."""
+        return self._lent.get(file_id) or self._own_path_of(file_id)
+
+    def _own_path_of(self, file_id: str) -> Path:
         return self.directory / (file_id + _CONTENT)
 
     def all_of(self, owner: str) -> list[StoredFile]:
@@ -184,7 +222,8 @@ class FileStore:
 
     def delete(self, file: StoredFile) -> None:
         """Remove a file."""
-        self._files.pop(file.id, None)
+        if self._files.pop(file.id, None) is not None:
+            self._give_back(file)
         self._remove(file.id)
 
     def expire(self) -> None:
@@ -196,20 +235,34 @@ class FileStore:
         """Let another service use the folder."""
         os.close(self._lock)
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, num_bytes: int, owner: str) -> None:
         self.expire()
-        if len(self._files) + self._num_coming >= self._max_files:
-            raise ApiError(
-                413, f"{self._max_files} files are kept, the most that this server keeps; delete some."
-            )
-        kept = sum(each.num_bytes for each in self._files.values()) + self._coming_bytes
-        if kept + num_bytes > self._max_bytes:
+        if not self._number.has_room(owner, 1):
             raise ApiError(
                 413,
-                f"A file of {num_bytes} bytes has no room: files with {kept} bytes are kept, and this server keeps "
-                f"{self._max_bytes} in all (--max-files-bytes). Delete some.",
+                f"{self._number.held} files are kept, {self._number.held_by(owner)} of them yours; this server keeps "
+                f"{self._number.total}{_OF_SEVERAL if self._are_several() else ''}. Delete some.",
+            )
+        if not self._bytes.has_room(owner, num_bytes):
+            raise ApiError(
+                413,
+                f"A file of {num_bytes} bytes has no room: files with {self._bytes.held} bytes are kept, "
+                f"{self._bytes.held_by(owner)} of them yours, and this server keeps {self._bytes.total} in all "
+                f"(--max-files-bytes){_OF_SEVERAL if self._are_several() else ''}. Delete some.",
                 param="file",
             )
+
+    def _remember(self, file: StoredFile) -> None:
+        self._files[file.id] = file
+        self._take(file)
+
+    def _take(self, file: StoredFile) -> None:
+        self._number.take(file.owner, 1)
+        self._bytes.take(file.owner, file.num_bytes)
+
+    def _give_back(self, file: StoredFile) -> None:
+        self._number.give_back(file.owner, 1)
+        self._bytes.give_back(file.owner, file.num_bytes)
 
     def _is_over(self, file: StoredFile) -> bool:
         return file.expires_at <= self.now_s and not self.is_read(file.id)
@@ -229,13 +282,45 @@ class FileStore:
         )
 
     def _write(self, about: StoredFile, content: bytes) -> None:
-        with open(self.path_of(about.id), "xb", opener=_private) as file:
+        with open(self._own_path_of(about.id), "xb", opener=_private) as file:
             file.write(content)
         write_json(self.directory / (about.id + _ABOUT), asdict(about))
 
     def _remove(self, file_id: str) -> None:
+        if lent := self._lent.pop(file_id, None):
+            lent.unlink(missing_ok=True)
         for ending in (_ABOUT, _CONTENT):
             (self.directory / (file_id + ending)).unlink(missing_ok=True)
+
+
+def _make_private(directory: Path) -> None:
+    """Let a folder be for its owner alone. One with files of others is left as it is.
+
+    Raises:
+        OptionsError: others can use it.
+    """
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if not mode & 0o077:
+        return
+    words = f"--files-dir {str(directory)!r} can be used by others (mode {mode:o})"
+    has_others = any(
+        path.name not in _OWN_NAMES and not _OURS.fullmatch(path.name) for path in directory.iterdir()
+    )
+    if has_others:
+        raise OptionsError(
+            f"{words} and holds other files; run chmod 700 on it, or give a folder of its own, which is made so"
+        )
+    try:
+        directory.chmod(0o700)
+    except PermissionError as error:
+        raise OptionsError(
+            f"{words} and is not yours; give a folder below it, which is made for its owner alone"
+        ) from error
+    _LOG.warning("%s; it is mode 700 now", words)
+
+
+def _taken_over(file: StoredFile, now_s: float) -> StoredFile:
+    return replace(file, expires_at=int(taken_over(file.expires_at, now_s=now_s, lifetime_s=LIFETIME_S)))
 
 
 def new_id(head: str) -> str:

@@ -21,8 +21,11 @@ _READ_BYTES = 1 << 16
 class BatchOutput:
     """The output file. A context manager: leaving closes it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
         """Open or create the file, cut off a torn last line, and read what is answered.
+
+        Args:
+            mode: of a file that is created; the process' umask takes away from it.
 
         Raises:
             BatchFileError: the file cannot be written, is another batch's at this moment, or holds something else.
@@ -30,7 +33,7 @@ class BatchOutput:
         self._path = path
         self.answered: dict[str, bool] = {}  # key -> whether it is a good answer
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         except OSError as error:
             raise BatchFileError(f"cannot write the answers to {path}: {error.strerror}") from error
         try:
@@ -45,6 +48,11 @@ class BatchOutput:
     def num_failed(self) -> int:
         """Lines that have no good answer."""
         return sum(not is_good for is_good in self.answered.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """How long the file is."""
+        return os.fstat(self._fd).st_size
 
     def append(self, entry: dict[str, Any]) -> bool:
         """Add a line; returns whether it is a good answer.
@@ -84,8 +92,11 @@ class BatchOutput:
         if start == size:
             return False
         if _entry(os.pread(self._fd, size - start, start)) is not None:  # only the line's end is missing
-            os.write(self._fd, b"\n")
-            return False
+            try:
+                os.write(self._fd, b"\n")
+                return False
+            except OSError:  # still a full disk: it has not been told as answered
+                pass
         os.ftruncate(self._fd, start)
         return True
 

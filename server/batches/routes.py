@@ -5,8 +5,6 @@ answers; other purposes are refused by name. With API keys a file and a batch ar
 else gets the 404 of one that is not there.
 """
 
-import hashlib
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -30,7 +28,7 @@ from server.batches.form import Part, read_form
 from server.batches.input_lines import URLS
 from server.batches.runs import BatchRuns
 from server.errors import bad_request
-from server.http.guards import key_of
+from server.http.exchanges import owner_of_exchange
 from server.http.routes import new_router
 
 _MAX_LISTED_BATCHES = 100
@@ -78,17 +76,7 @@ class BatchRequest(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-def owner_of(http: HttpRequest) -> str:
-    """Return whose a request's files are, by its API key."""
-    return hashlib.sha256(key_of(http.scope)).hexdigest()
-
-
-def nobodys(_http: HttpRequest) -> str:
-    """Return whose files are where no key is needed."""
-    return ""
-
-
-def file_routes(files: FileStore, batches: BatchStore, owner: Callable[[HttpRequest], str]) -> APIRouter:
+def file_routes(files: FileStore, batches: BatchStore) -> APIRouter:
     """Return the routes of /v1/files."""
     router = new_router()
 
@@ -106,42 +94,41 @@ def file_routes(files: FileStore, batches: BatchStore, owner: Callable[[HttpRequ
         if file is None or not file.content:
             raise bad_request("file is missing or empty.", "file")
         kept = await files.add(
-            file.content, owner=owner(http), filename=_told_name(file), lifetime_s=_lifetime_of(form)
+            file.content, owner=owner_of_exchange(), filename=_told_name(file), lifetime_s=_lifetime_of(form)
         )
         return json_response(kept.shown())
 
     @router.get("/v1/files", response_model=None)
     async def list_files(
-        http: HttpRequest,
         purpose: str | None = None,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MAX_FILES)] = MAX_FILES,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
         """List files, the newest first."""
-        found = [each for each in files.all_of(owner(http)) if purpose in (None, each.purpose)]
+        found = [each for each in files.all_of(owner_of_exchange()) if purpose in (None, each.purpose)]
         page = page_of(found, StoredFile.shown, after=after, limit=limit, newest_first=order == "desc")
         return json_response(page)
 
     @router.get("/v1/files/{file_id}", response_model=None)
-    async def retrieve_file(file_id: str, http: HttpRequest) -> Response:
+    async def retrieve_file(file_id: str) -> Response:
         """Show what is known of a file."""
-        return json_response(files.find(file_id, owner(http)).shown())
+        return json_response(files.find(file_id, owner_of_exchange()).shown())
 
     @router.get(
         "/v1/files/{file_id}/content", response_model=None, response_class=FileResponse, responses=_CONTENT
     )
-    async def download_file(file_id: str, http: HttpRequest) -> Response:
+    async def download_file(file_id: str) -> Response:
         """Send a file."""
-        found = files.find(file_id, owner(http))
+        found = files.find(file_id, owner_of_exchange())
         return FileResponse(
             files.path_of(found.id), media_type="application/octet-stream", filename=found.filename
         )
 
     @router.delete("/v1/files/{file_id}", response_model=None)
-    async def delete_file(file_id: str, http: HttpRequest) -> Response:
+    async def delete_file(file_id: str) -> Response:
         """Remove a file, unless a batch still reads it."""
-        found = files.find(file_id, owner(http))
+        found = files.find(file_id, owner_of_exchange())
         if reader := batches.reader_of(found.id):
             raise bad_request(
                 f"{file_id} is read by {reader.id}, which has not ended; cancel it first.", "file_id"
@@ -152,14 +139,12 @@ def file_routes(files: FileStore, batches: BatchStore, owner: Callable[[HttpRequ
     return router
 
 
-def batch_routes(
-    batches: BatchStore, files: FileStore, runs: BatchRuns, owner: Callable[[HttpRequest], str]
-) -> APIRouter:
+def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIRouter:
     """Return the routes of /v1/batches."""
     router = new_router()
 
     @router.post("/v1/batches", response_model=None)
-    async def create_batch(body: BatchRequest, http: HttpRequest) -> Response:
+    async def create_batch(body: BatchRequest) -> Response:
         """Begin a batch."""
         if body.endpoint not in URLS:
             raise bad_request(
@@ -172,14 +157,14 @@ def batch_routes(
             )
         expires = body.output_expires_after
         lifetime_s = expiry_of(expires.seconds, "output_expires_after.seconds") if expires else LIFETIME_S
-        file = files.find(body.input_file_id, owner(http), "input_file_id")
+        file = files.find(body.input_file_id, owner_of_exchange(), "input_file_id")
         if file.purpose != INPUT:
             raise bad_request(
                 f"{file.id} has answers of a batch; input_file_id must be a file of requests.",
                 "input_file_id",
             )
         batch = batches.create(
-            owner=owner(http),
+            owner=owner_of_exchange(),
             endpoint=body.endpoint,
             input_file_id=file.id,
             metadata=body.metadata,
@@ -190,22 +175,23 @@ def batch_routes(
 
     @router.get("/v1/batches", response_model=None)
     async def list_batches(
-        http: HttpRequest,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=_MAX_LISTED_BATCHES)] = 20,
     ) -> Response:
         """List batches, the newest first."""
-        return json_response(page_of(batches.all_of(owner(http)), Batch.shown, after=after, limit=limit))
+        return json_response(
+            page_of(batches.all_of(owner_of_exchange()), Batch.shown, after=after, limit=limit)
+        )
 
     @router.get("/v1/batches/{batch_id}", response_model=None)
-    async def retrieve_batch(batch_id: str, http: HttpRequest) -> Response:
+    async def retrieve_batch(batch_id: str) -> Response:
         """Show how far a batch is."""
-        return json_response(batches.find(batch_id, owner(http)).shown())
+        return json_response(batches.find(batch_id, owner_of_exchange()).shown())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
-    async def cancel_batch(batch_id: str, http: HttpRequest) -> Response:
+    async def cancel_batch(batch_id: str) -> Response:
         """End a batch; what is answered is kept."""
-        batch = batches.find(batch_id, owner(http))
+        batch = batches.find(batch_id, owner_of_exchange())
         runs.cancel(batch)
         return json_response(batch.shown())
 

@@ -1,7 +1,8 @@
 """Batches at work: checked, answered line by line through the service's own endpoints, and turned into files of answers.
 
-Lines of all batches share a few places, and take turns for them. They have a quarter of the requests that the ranks run at
-once, less the requests of others, and at least one: a step's time grows with its requests. With 16 requests, a quarter of a
+Lines of all batches share a few places, and take turns for them. A line takes one for each of its choices (prompts times n). They
+have a quarter of the choices that the ranks run at once, less those of others, and at least one: a step's time grows with
+them. A line with more choices than that runs alone, with as many at a time as there are places, and the rest after them. With 16 requests, a quarter of a
 CPU rank's 64, the README's model makes 80 % of the tokens per second that it makes with 32, at 29 ms between a request's tokens
 instead of 47. So somebody who chats beside a batch finds most places free, and a busy service lets batches wait.
 
@@ -26,6 +27,7 @@ from server.batches.file_store import FileStore, is_full, new_id
 from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.batches.output_lines import BatchOutput, answer_entry, entry_without_answer
 from server.errors import bad_request
+from server.http.exchanges import answering_line
 from server.http.json_text import trouble_with_nesting
 
 SHARE = 4  # of the requests that ranks run at once, batches have one in so many
@@ -38,35 +40,43 @@ _LOG = logging.getLogger("wideep.front")
 
 
 class LinePlaces:
-    """The places for lines of batches. Who waits longest is first."""
+    """The places for choices of batches' lines. The line that waits longest is first."""
 
-    def __init__(self, num_places: Callable[[], int], num_requests: Callable[[], int]) -> None:
-        """Args: num_places is what ranks run at once, num_requests what is being answered, lines included."""
-        self._num_places, self._num_requests = num_places, num_requests
+    def __init__(self, num_places: Callable[[], int], num_others: Callable[[], int]) -> None:
+        """Args: num_places is how many choices ranks run at once, num_others how many are open that are no lines'."""
+        self._num_places, self._num_others = num_places, num_others
         self.num_taken = 0
         self._turn = asyncio.Lock()
         self._left = asyncio.Event()
 
     @property
     def limit(self) -> int:
-        """How many lines may run now."""
+        """How many choices may run now."""
         num_places = self._num_places()
-        num_others = max(0, self._num_requests() - self.num_taken)
-        return max(1, num_places // SHARE - num_others) if num_places else 0
+        return max(1, num_places // SHARE - self._num_others()) if num_places else 0
 
-    async def enter(self) -> None:
-        """Wait for a place and take it."""
+    async def enter(self, num_choices: int) -> int:
+        """Wait for places and take them; returns how many: fewer than the line's choices only where it is alone."""
         async with self._turn:
-            while self.num_taken >= self.limit:
+            while not (num_granted := self._grant(num_choices)):
                 self._left.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._left.wait(), LOOK_AGAIN_S)
-            self.num_taken += 1
+            self.num_taken += num_granted
+            return num_granted
 
-    def leave(self) -> None:
-        """Give a place back."""
-        self.num_taken -= 1
+    def _grant(self, num_choices: int) -> int:
+        num_free = self.limit - self.num_taken
+        return num_choices if num_choices <= num_free else 0 if self.num_taken else num_free
+
+    def leave(self, num_granted: int) -> None:
+        """Give places back."""
+        self.num_taken -= num_granted
         self._left.set()
+
+
+class _NoRoomError(BatchFileError):
+    """The owner of a batch holds so many bytes of files that others would have no room."""
 
 
 class _Checked(NamedTuple):
@@ -145,12 +155,16 @@ class BatchRuns:
                 if batch.status is not BatchStatus.CANCELLING:  # the service ends
                     raise
                 batch.outcome = BatchStatus.CANCELLED
-        while not batch.has_ended:
+        while True:
             try:
                 await self._finish(batch)
+                return
             except (OSError, BatchFileError) as error:
-                _LOG.error("%s cannot end: %s; it is tried again in %g s", batch.id, error, SWEEP_S)
-                await asyncio.sleep(SWEEP_S)
+                _LOG.error(
+                    "%s cannot be kept as it ended: %s; it is tried again in %g s", batch.id, error, SWEEP_S
+                )
+            self._batches.show(batch, batch.outcome)  # its client need not wait for room on the disk
+            await asyncio.sleep(SWEEP_S)
 
     async def _answer_within_window(self, batch: Batch) -> BatchStatus:
         """Check and answer a batch; returns what it ends with."""
@@ -185,22 +199,37 @@ class BatchRuns:
     async def _answer_all(self, batch: Batch) -> None:
         with contextlib.ExitStack() as files:
             outputs = await _to_the_end(self._open, batch, files)
+            self._note_size(batch, outputs)
+            has_room = True
             lines = self._open_lines(batch, outputs)
             try:
                 async with asyncio.TaskGroup() as group:
                     while (line := await asyncio.to_thread(next, lines, None)) is not None:
-                        await self._room.enter()
-                        answering = group.create_task(self._answer(batch, line, outputs))
-                        answering.add_done_callback(lambda _: self._room.leave())
+                        has_room = self._files.may_grow(batch.owner)
+                        if not has_room:
+                            break  # what runs is answered
+                        num_granted = await self._room.enter(num_choices(line))
+                        answering = group.create_task(self._answer(batch, line, outputs, num_granted))
+                        answering.add_done_callback(self._leaving(num_granted))
             except ExceptionGroup as failures:
                 first = failures.exceptions[0]
                 raise first from first.__cause__  # which says whether the disk is full
+            if not has_room:
+                raise _NoRoomError("the owner's files have no room for more answers")
+
+    def _leaving(self, num_granted: int) -> Callable[[asyncio.Task[None]], None]:
+        """Return what gives places back at a task's end, also of one that was cancelled before it began."""
+        return lambda _: self._room.leave(num_granted)
 
     def _open(self, batch: Batch, files: contextlib.ExitStack) -> _Outputs:
         """Open a batch's answers, and count them."""
-        good, rest = (files.enter_context(BatchOutput(path)) for path in self._batches.paths_of(batch))
+        good, rest = (files.enter_context(BatchOutput(path, 0o600)) for path in self._batches.paths_of(batch))
         batch.num_good, batch.num_failed = len(good.answered), len(rest.answered)
         return _Outputs(good, rest)
+
+    def _note_size(self, batch: Batch, outputs: _Outputs) -> None:
+        """Let uploads count what a batch writes."""
+        self._files.note_growing(batch.id, batch.owner, sum(each.num_bytes for each in outputs))
 
     def _open_lines(self, batch: Batch, outputs: _Outputs) -> Iterator[BatchLine]:
         """Yield the lines that nothing is written of."""
@@ -208,10 +237,12 @@ class BatchRuns:
             if isinstance(line, BatchLine) and not any(line.key in each.answered for each in outputs):
                 yield line
 
-    async def _answer(self, batch: Batch, line: BatchLine, outputs: _Outputs) -> None:
-        reply = await self._reply(line)
+    async def _answer(self, batch: Batch, line: BatchLine, outputs: _Outputs, num_granted: int) -> None:
+        with answering_line(batch.owner, num_granted):
+            reply = await self._reply(line)
         (outputs.good if reply.is_good else outputs.rest).append(answer_entry(line, reply))
         batch.num_good, batch.num_failed = len(outputs.good.answered), len(outputs.rest.answered)
+        self._note_size(batch, outputs)
 
     async def _reply(self, line: BatchLine) -> Reply:
         while True:
@@ -233,7 +264,7 @@ class BatchRuns:
         """Make files of the answers and end the batch; may be repeated, also by a front that is started again.
 
         Raises:
-            OSError, BatchFileError: not now.
+            OSError, BatchFileError: not all of it is kept; what was answered can be read all the same.
         """
         assert batch.outcome is not None, "it is known how the batch ends"
         good_path, rest_path = self._batches.paths_of(batch)
@@ -241,17 +272,23 @@ class BatchRuns:
             batch.output_file_id = new_id("file-")
         if batch.error_file_id is None and await asyncio.to_thread(_has_lines, rest_path):
             batch.error_file_id = new_id("file-")
-        if batch.outcome in (BatchStatus.COMPLETED, BatchStatus.EXPIRED):
-            self._batches.enter(batch, BatchStatus.FINALIZING)
+        self._files.note_growing(batch.id, batch.owner, 0)
         for path, file_id, kind in (
             (good_path, batch.output_file_id, "output"),
             (rest_path, batch.error_file_id, "error"),
         ):
             if file_id is not None:
                 name, lifetime_s = f"{batch.id}_{kind}.jsonl", batch.answers_lifetime_s
-                self._files.adopt(path, file_id, owner=batch.owner, filename=name, lifetime_s=lifetime_s)
+                self._files.lend(path, file_id, owner=batch.owner, filename=name, lifetime_s=lifetime_s)
+        if batch.outcome in (BatchStatus.COMPLETED, BatchStatus.EXPIRED) and not batch.has_ended:
+            self._batches.show(batch, BatchStatus.FINALIZING)
+        self._batches.record_outcome(batch)
+        for file_id in (batch.output_file_id, batch.error_file_id):
+            if file_id is not None:
+                self._files.adopt(file_id)
+        for path in (good_path, rest_path):
             path.unlink(missing_ok=True)
-        self._batches.enter(batch, batch.outcome)
+        self._batches.record(batch, batch.outcome)
 
 
 async def _to_the_end(work: Callable[..., _Outputs], *arguments: Any) -> _Outputs:
@@ -290,12 +327,27 @@ def _check(path: Path, endpoint: str) -> _Checked:
     return _Checked(num_lines, errors)
 
 
+def num_choices(line: BatchLine) -> int:
+    """Count the choices that a line asks for: its prompts times n. What no endpoint takes counts as one."""
+    n, prompt = line.body.get("n"), line.body.get("prompt")
+    per_prompt = n if isinstance(n, int) and n > 0 else 1
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return per_prompt * len(prompt)
+    return per_prompt
+
+
 def _error(code: str, message: str, param: str | None = None, line: int | None = None) -> dict[str, Any]:
     return {"code": code, "message": message, "param": param, "line": line}
 
 
 def _unwritten(error: BatchFileError) -> dict[str, Any]:
     """Say why a batch's files cannot be used, without the paths of this machine."""
+    if isinstance(error, _NoRoomError):
+        return _error(
+            "files_full",
+            "The files of your API key leave others no room for more answers (--max-files-bytes): delete some, and send "
+            "what was not answered in another batch. What was answered is kept.",
+        )
     cause = error.__cause__
     if isinstance(cause, OSError) and is_full(cause):
         return _error(

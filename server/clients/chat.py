@@ -3,7 +3,7 @@
 An ordinary client of the HTTP endpoint, over httpx; it knows nothing of the server's inside. Ctrl-C stops an answer
 (the server hears of it and frees its place), Ctrl-D or /quit leaves, /reset forgets the conversation. What a model reasons is
 shown dimmed, and is no part of the conversation, as chat templates have it. Questions of several lines: a backslash at a line's
-end, or three quotes before and after.
+end, or three quotes before and after. Control characters of an answer are shown, not sent to the terminal.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from server.clients.connection import Connection, ServiceError, api_key_of
+from server.lines import printable
 
 _HELP = (
     'Ctrl-C stops an answer, /reset starts over, /quit or Ctrl-D leaves; \\ at a line\'s end or """ around lines: more '
@@ -157,7 +158,7 @@ def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.en
         importlib.import_module("readline")  # history and editing for input(), where Python has it
     try:
         client.open()
-        print(f"Talking to {client.model} at {client.url}. {_HELP}")
+        print(f"Talking to {printable(client.model)} at {client.url}. {_HELP}")
         _converse(client)
     except ServiceError as error:
         print(f"wideep chat: {error}", file=sys.stderr)
@@ -224,7 +225,8 @@ def _show_answer(client: ChatClient, question: str) -> None:
             if was_reasoning and not piece.is_reasoning:
                 print("\n")
             was_reasoning = piece.is_reasoning
-            print(_dim(piece.text) if piece.is_reasoning else piece.text, end="", flush=True)
+            text = printable(piece.text)
+            print(_dim(text) if piece.is_reasoning else text, end="", flush=True)
         print()
         if client.speed is not None:
             print(_dim(client.speed.in_words()))

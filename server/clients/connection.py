@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import httpx
 
+from server.lines import printable
+
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
 SOCKET = "unix:"  # before the path of a service's socket (--uds), in place of a URL
@@ -23,7 +25,10 @@ def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str
 
 
 class ServiceError(RuntimeError):
-    """The service could not be reached or refused; the message says which and what to do."""
+    """The service could not be reached or refused; the message says which and what to do, and is fit for a terminal."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class Connection:

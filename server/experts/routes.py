@@ -3,19 +3,14 @@
 GET /experts/load, GET /experts/record and SGLang's POST /{start,stop,dump}_expert_distribution_record; POST
 /experts/plan, /experts/apply, /experts/rollback and GET /experts/history.
 
-A dump writes three files: SGLang's own .pt, the same as .json (its `--init-expert-location` reads both), and ours,
-.npz with a time axis. The .pt is written by a short-lived child process, because the front keeps torch out. A record
-may have 256 MB: one thread of its own writes files, one at a time, so that neither the event loop nor the threads that
-tokenize wait for it.
+A dump writes files (`record_files`). A record may have 256 MB: one thread of its own writes files, one at a time, so that
+neither the event loop nor the threads that tokenize wait for it.
 """
 
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,13 +29,12 @@ from server.errors import ApiError, bad_request
 from server.experts.answer import answer
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
+from server.experts.record_files import dump
 from server.experts.recorder import Record
 from server.http.json_parts import encode
 from server.http.routes import new_router
 
 SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
-_PT_WRITER = Path(__file__).with_name("record_to_pt.py")
-_PT_TIMEOUT_S = 120.0
 _PIECE_BYTES = 1 << 18  # of a record that is sent
 
 
@@ -92,7 +86,7 @@ def expert_load_routes(
             if load.recorder.is_on:
                 await load.settle(rank_steps(), SETTLE_S)
             record = _recorded(load)
-            paths = await asyncio.get_running_loop().run_in_executor(writer, _dump, record, record_directory)
+            paths = await asyncio.get_running_loop().run_in_executor(writer, dump, record, record_directory)
             load.recorder.forget(record)
         lines = "".join(f"{path}\n" for path in paths)
         return PlainTextResponse(f"Dump expert distribution record.\n{lines}")
@@ -147,26 +141,6 @@ async def _pieces(file: IO[bytes], reader: ThreadPoolExecutor) -> AsyncIterator[
     with file:
         while piece := await asyncio.get_running_loop().run_in_executor(reader, file.read, _PIECE_BYTES):
             yield piece
-
-
-def _dump(record: Record, directory: Path) -> list[Path]:
-    """Write a record in all formats; returns the paths."""
-    stem = directory / f"expert_distribution_recorder_{time.time()}"  # SGLang's name
-    as_npz, as_json, as_pt = (stem.with_name(stem.name + ending) for ending in (".npz", ".json", ".pt"))
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with as_npz.open("wb") as file:
-            record.write_npz(file)
-        with as_json.open("w") as text:
-            text.writelines(record.sglang_json())
-    except OSError as error:
-        raise ApiError(500, f"The record cannot be written to {directory}: {error.strerror}.") from error
-    command: list[Any] = [sys.executable, "-P", _PT_WRITER, as_json, as_pt]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PT_TIMEOUT_S)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ApiError(500, f"{as_json} is written, {as_pt.name} could not be: {last}.")
-    return [as_pt, as_json, as_npz]
 
 
 class PlanForm(BaseModel):

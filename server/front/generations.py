@@ -22,6 +22,7 @@ class Asker(NamedTuple):
 
     key_id: str = ""  # a digest of the API key, equal for all who send it; "": none is needed
     session: str = ""  # requests of one go to one rank, where that can take them; "": it is part of none
+    most_choices: int | None = None  # of an answer that are at ranks at once, the rest follow; None: all
 
 
 NOBODY = Asker()

@@ -8,13 +8,16 @@ delivered make the rest of the answer what it would have been. With nobody to go
 A request that waits at a rank while another one has room is asked back (`Router.plan_moves`). The rank alone knows whether it has
 begun, and its answer decides: given back, the request is nobody's until it is submitted again; begun, it stays. Whatever else
 happens meanwhile (its client leaves, its rank is lost) finds it at the rank that it was given to last.
+
+Who asks may bound how many choices of an answer are at ranks at once (lines of batches do); the others are held here, and follow
+one by one as those before them end.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -103,7 +106,12 @@ class Requests:
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
-        self._held: dict[str, None] = {}  # of the parked ones, those that wait for their turn only
+        self._queued: dict[
+            str, None
+        ] = {}  # of the parked ones, those that wait for the event loop's next turn only
+        self._held: dict[str, Generation] = {}  # of the open ones, those that follow others
+        # By a choice at a rank, what follows it: the held ones of its answer.
+        self._followers: dict[str, deque[Generation]] = {}
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
@@ -122,6 +130,11 @@ class Requests:
     def num_open(self) -> int:
         """Accepted choices without an outcome."""
         return len(self._open)
+
+    @property
+    def num_unbounded(self) -> int:
+        """Accepted choices without an outcome, but for those of answers whose choices follow each other."""
+        return sum(generation.asker.most_choices is None for generation in self._open.values())
 
     @property
     def num_refused(self) -> int:
@@ -146,15 +159,18 @@ class Requests:
             self._check_room(len(asks), asker.key_id)
         answer = Answer(request_id, self._close)
         self._on_answer(answer)
+        followers: deque[Generation] = deque()
         try:
             num_tokens = 0
-            for ask in asks:
+            for number, ask in enumerate(asks):
                 if self._closed is not None:  # the service ended while a rank was given a choice
                     raise self._closed
-                self._start(answer, ask, asker, is_held=num_tokens > TOKENS_AT_ONCE)
-                num_tokens += len(ask.request.prompt_ids)
+                is_held = asker.most_choices is not None and number >= asker.most_choices
+                is_queued = num_tokens > TOKENS_AT_ONCE
+                self._start(answer, ask, asker, followers, is_held=is_held, is_queued=is_queued)
+                num_tokens += 0 if is_held else len(ask.request.prompt_ids)
         except BaseException:  # nobody will read the choices before it
-            for generation in answer.generations:
+            for generation in reversed(answer.generations):
                 if generation.ask.request.request_id in self._open:
                     self._abort(generation, FinishReason.ABORT)
             raise
@@ -215,7 +231,7 @@ class Requests:
     @property
     def num_parked(self) -> int:
         """Accepted choices that wait for a rank to come back."""
-        return len(self._parked.keys() - self._held.keys())
+        return len(self._parked.keys() - self._queued.keys())
 
     def enter(self, rank: int) -> None:
         """Let a rank be given requests; those that wait for one are."""
@@ -231,7 +247,7 @@ class Requests:
             self._router.leave(rank)
         now_s = time.monotonic()
         for request_id, generation in list(self._open.items()):
-            is_there = request_id not in self._parked and not generation.finished
+            is_there = self._is_at_rank(request_id) and not generation.finished
             if not is_there or generation.rank not in ranks:
                 continue
             if not self._journal.replay(request_id, now_s=now_s):
@@ -254,10 +270,19 @@ class Requests:
     def fail_all(self, failure: ApiError) -> None:
         """End every open request with `failure`, and refuse new ones with it."""
         self.refuse(failure)
-        for generation in list(self._open.values()):
+        for generation in reversed(list(self._open.values())):  # what is held before what it follows
             self._abort(generation, FinishReason.ERROR, failure)
 
-    def _start(self, answer: Answer, ask: Ask, asker: Asker, *, is_held: bool) -> None:
+    def _start(
+        self,
+        answer: Answer,
+        ask: Ask,
+        asker: Asker,
+        followers: deque[Generation],
+        *,
+        is_held: bool,
+        is_queued: bool,
+    ) -> None:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s, key_id=asker.key_id)
@@ -276,30 +301,49 @@ class Requests:
                 errors.timed_out(self._timeout_s),
             )
         if is_held:
-            self._hold(generation)
+            followers.append(generation)
+            self._held[request.request_id] = generation
+            return
+        if asker.most_choices is not None:
+            self._followers[request.request_id] = followers
+        if is_queued:
+            self._queue(generation)
         else:
             self._submit(generation, now_s)
 
-    def _hold(self, generation: Generation) -> None:
+    def _queue(self, generation: Generation) -> None:
         """Give a choice to a rank a little later."""
         request_id = generation.ask.request.request_id
         self._parked[request_id] = generation
-        if not self._held:
-            asyncio.get_running_loop().call_soon(self._submit_held)
-        self._held[request_id] = None
+        if not self._queued:
+            asyncio.get_running_loop().call_soon(self._submit_queued)
+        self._queued[request_id] = None
 
-    def _submit_held(self) -> None:
-        """Give some held choices to ranks, and go on when others had their turn. They may have ended meanwhile."""
+    def _submit_queued(self) -> None:
+        """Give some queued choices to ranks, and go on when others had their turn. They may have ended meanwhile."""
         num_tokens = 0
-        while self._held and num_tokens <= TOKENS_AT_ONCE:
-            request_id = next(iter(self._held))
-            del self._held[request_id]
+        while self._queued and num_tokens <= TOKENS_AT_ONCE:
+            request_id = next(iter(self._queued))
+            del self._queued[request_id]
             generation = self._parked.pop(request_id, None)
             if generation is not None:
                 num_tokens += len(generation.ask.request.prompt_ids)
                 self._submit(generation, time.monotonic())
-        if self._held:
-            asyncio.get_running_loop().call_soon(self._submit_held)
+        if self._queued:
+            asyncio.get_running_loop().call_soon(self._submit_queued)
+
+    def _start_follower(self, request_id: str, now_s: float) -> None:
+        """Give the next choice that is held to a rank, in the place of one that has ended."""
+        followers = self._followers.pop(request_id, None)
+        while followers:
+            generation = followers.popleft()
+            if self._held.pop(generation.ask.request.request_id, None) is not None:
+                self._followers[generation.ask.request.request_id] = followers
+                self._submit(generation, now_s)
+                return
+
+    def _is_at_rank(self, request_id: str) -> bool:
+        return request_id not in self._parked and request_id not in self._held
 
     def _submit(
         self, generation: Generation, now_s: float, *, is_moved: bool = False, target: int | None = None
@@ -387,7 +431,7 @@ class Requests:
 
     def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
         """End a request that its rank still runs."""
-        if generation.ask.request.request_id not in self._parked:
+        if self._is_at_rank(generation.ask.request.request_id):
             self._ranks.abort(generation.rank, generation.ask.request.request_id)
         self._end(generation, reason, failure, failure.message if failure else "")
 
@@ -398,6 +442,7 @@ class Requests:
         request = generation.ask.request
         del self._open[request.request_id]
         self._parked.pop(request.request_id, None)
+        self._held.pop(request.request_id, None)
         if not self._open:
             self._is_empty.set()
         timer = self._timers.pop(request.request_id, None)
@@ -414,11 +459,12 @@ class Requests:
             num_tokens=generation.num_tokens,
         )
         generation.end(reason, failure)
+        self._start_follower(request.request_id, now_s)
 
     def _close(self, answer: Answer) -> None:
         """Abort what a client no longer waits for."""
         self._num_answers -= 1
-        for generation in answer.generations:
+        for generation in reversed(answer.generations):  # what is held before what it follows
             if not generation.finished:
                 self._abort(generation, FinishReason.ABORT)
         if all(generation.failure is None for generation in answer.generations):

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from server.http.bodies import BodyBudget, BodyGuard
 from server.http.errors import ERROR_HANDLERS
 from server.http.exchanges import ExchangeWatch, HttpExchange
-from server.http.guards import ApiKeys, KeyGuard, OriginGuard
+from server.http.guards import ApiKeys, KeyGuard, OperatorGuard, OriginGuard
 from server.options.table import HttpOptions
 
 
@@ -33,7 +33,7 @@ def build_app(
     """Put the application together.
 
     Args:
-        keys: any of them opens /v1, /api and what changes something; none leaves all open.
+        keys: any of them opens /v1, /api and what changes something; none leaves all open, but for what is its operators'.
         http: None is the defaults.
         own_names: what this machine is called, in URLs of the service's own pages.
         observers: told of every exchange at its end.
@@ -48,10 +48,14 @@ def build_app(
     app = Starlette(routes=described.routes, exception_handlers=ERROR_HANDLERS)
     budget = BodyBudget(http.most_inflight_bytes)
     layered: ASGIApp = BodyGuard(answer_once(app), http.max_request_bytes, budget)
+    if keys.operators is not None:
+        layered = OperatorGuard(layered, keys.operators)
     if keys.are_needed:
         layered = KeyGuard(layered, keys)
     elif "*" not in http.allowed_origins:  # a page that has no key can do nothing anyway
-        layered = OriginGuard(layered, allowed=http.allowed_origins, own_names=own_names)
+        layered = OriginGuard(
+            layered, allowed=http.allowed_origins, own_names=own_names, allowed_hosts=http.allowed_hosts
+        )
     if http.allowed_origins:
         layered = CORSMiddleware(
             layered,

@@ -6,15 +6,17 @@ variable is never reset: the server gives every exchange a task, and so a contex
 the application ended still belongs to the exchange.
 """
 
+import contextlib
 import functools
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,9 +28,18 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 SESSION_HEADER = "x-session-id"
 _SESSION = re.compile(rb"[\x20-\x7e]{1,256}")
 _PATH_CHARS = 200  # of a path, in logs
+_KEY_ID_CHARS = 16  # 64 bits of a digest: enough to tell keys apart, and no way back to one
 _SHOWN_CHARS = 60  # of a session that is none
 _HOST = re.compile(r"[0-9A-Za-z.:%_-]{1,64}")  # also as a trusted proxy wrote it
 _current: ContextVar["HttpExchange | None"] = ContextVar("exchange", default=None)
+_line: ContextVar["BatchLineOf | None"] = ContextVar("line", default=None)
+
+
+class BatchLineOf(NamedTuple):
+    """For whom a line of a batch is answered, inside of the service."""
+
+    owner: str
+    most_choices: int  # at ranks at once
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,8 +57,16 @@ class HttpExchange:
     status: int = CLIENT_GONE
     duration_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)  # what ranks were asked
-    key_id: str = ""  # of the API key that opened the service to it (`guards`)
+    owner: str = (
+        ""  # a digest of the API key that opened the service to it (`guards`); empty if none is needed
+    )
+    line: BatchLineOf | None = None  # None: it is a client's request
     seed: int | None = None  # of a request that brings none but may be made again (`idempotency`)
+
+    @property
+    def key_id(self) -> str:
+        """A short form of the owner, for ranks and logs."""
+        return self.owner[:_KEY_ID_CHARS]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,6 +94,22 @@ def note_answer(answer: Answer) -> None:
         exchange.answers.append(answer)
 
 
+@contextlib.contextmanager
+def answering_line(owner: str, most_choices: int) -> Iterator[None]:
+    """Let the exchanges that the running task opens be those of a batch's line."""
+    token = _line.set(BatchLineOf(owner, most_choices))
+    try:
+        yield
+    finally:
+        _line.reset(token)
+
+
+def owner_of_exchange() -> str:
+    """Return whose the request is that the running task answers; empty if no key is needed."""
+    exchange = _current.get()
+    return "" if exchange is None else exchange.owner
+
+
 def current_exchange() -> HttpExchange | None:
     """Return the exchange that the running task answers, if it answers one."""
     return _current.get()
@@ -89,6 +124,8 @@ def asker_of_exchange() -> Asker:
     exchange = current_exchange()
     if exchange is None:
         return NOBODY
+    if exchange.line is not None:
+        return Asker(most_choices=exchange.line.most_choices)
     session = exchange.headers.get(SESSION_HEADER.encode())
     if session is None:
         return Asker(exchange.key_id)
@@ -153,7 +190,7 @@ class ExchangeWatch:
 
 
 def _open(scope: Scope) -> HttpExchange:
-    headers = dict(scope["headers"])
+    headers, line = dict(scope["headers"]), _line.get()
     given = headers.get(b"x-request-id", b"")
     host, port = scope.get("client") or ("unknown", 0)
     return HttpExchange(
@@ -164,4 +201,6 @@ def _open(scope: Scope) -> HttpExchange:
         headers=headers,
         begun_s=time.perf_counter(),
         begun_ns=time.time_ns(),
+        owner="" if line is None else line.owner,
+        line=line,
     )

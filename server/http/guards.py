@@ -1,4 +1,4 @@
-"""Who may ask: those who have a key, and, where none is needed, no page of somebody else's in somebody's browser.
+"""Who may ask: those who have a key, and, if none is needed, no page of a foreign site in a browser.
 
 Keys from the command line and the environment stay; those of a file are read again when the file changes, so that a
 key can be given out or withdrawn while serving. Rejected: reading it again on SIGHUP, which torchrun and we take for
@@ -8,6 +8,12 @@ A browser lets any page send a POST without a body anywhere; CORS only keeps the
 `Origin` whose page it was. So what changes something and has an origin must come from an allowed one or from our own
 pages. Ours are those whose origin is the `Host` that was asked, where that is an address or a name of this machine: a
 name of somebody else's may have been pointed here (DNS rebinding). Clients that are no browsers send no origin.
+
+A page whose own name was pointed here reads without an `Origin`, because to its browser that is the same site. So what shows
+contents must be asked for by an address, a name of this machine, or one of --allowed-hosts. What load balancers and Prometheus
+ask (`_MONITORED`) may have any name: it has numbers only.
+
+What acts on the whole service is the operators' if they have keys of their own (--operator-key-file), which open all else, too.
 """
 
 import hashlib
@@ -39,8 +45,17 @@ _OPEN_POSTS = ("/ping",)
 _OPEN_READS = (
     "/v1/fault_tolerance/status",
 )  # as /health and /metrics, which say the same; the dashboard has no key
-_MOST_ORIGIN_CHARS = 100
-_KEY_ID_CHARS = 16  # 64 bits of a digest: enough to tell keys apart, and no way back to one
+_MONITORED = ("/", "/health", "/ping", "/version", "/metrics", "/load", "/throughput", *_OPEN_READS)
+OPERATOR_PATHS = (  # beside all below /experts/ that changes something
+    "/experts/record",
+    "/start_expert_distribution_record",
+    "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+    "/reset_prefix_cache",
+    "/flush_cache",
+)
+_EXPERTS = "/experts/"
+_MOST_SHOWN_CHARS = 100
 _LOOK_EVERY_S = 1.0  # at the file
 _LOG = logging.getLogger("wideep")
 
@@ -53,11 +68,16 @@ class ApiKeys:
         keys: Sequence[str] = (),
         file: Path | None = None,
         *,
+        flag: str = "--api-key-file",
+        operators: "ApiKeys | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: file holds further keys, in the form of `read_keys`."""
+        """Args: file holds further keys, in the form of `read_keys`, and `flag` named it; operators are the keys of those
+        who may act on the whole service, None: every key may.
+        """
         self._fixed = [key.encode() for key in keys]
-        self._file, self._clock = file, clock
+        self._file, self._flag, self._clock = file, flag, clock
+        self.operators = operators
         self._from_file: list[bytes] = []
         self._version: object = None  # of the file that `_from_file` is from
         self._look_again_s = -1.0
@@ -67,12 +87,21 @@ class ApiKeys:
         """Whether requests must have one. A file without keys opens nothing to anybody."""
         return bool(self._fixed) or self._file is not None
 
-    def opens(self, key: bytes) -> bool:
-        """Say whether this is one of the keys."""
+    @property
+    def are_several(self) -> bool:
+        """Whether there are several keys, but for operators', between which what is bounded is shared."""
         self._refresh()
+        return len({*self._fixed, *self._from_file}) > 1
+
+    def opens(self, key: bytes) -> bool:
+        """Say whether this is one of the keys, or an operator's."""
         # Every key is compared, in constant time: the time taken says nothing about which was near.
-        known = [hmac.compare_digest(key, each) for each in (*self._fixed, *self._from_file)]
+        known = [hmac.compare_digest(key, each) for each in self._known()]
         return any(known)
+
+    def _known(self) -> set[bytes]:
+        self._refresh()
+        return {*self._fixed, *self._from_file, *(self.operators._known() if self.operators else ())}
 
     def _refresh(self) -> None:
         """Read the file again if it has changed. One that cannot be read keeps the keys as they were."""
@@ -89,7 +118,7 @@ class ApiKeys:
             return
         self._version = version
         try:
-            self._from_file = [key.encode() for key in read_keys(self._file)]
+            self._from_file = [key.encode() for key in read_keys(self._file, self._flag)]
         except OptionsError as error:
             _LOG.error("%s; the keys read before stay valid", error)
 
@@ -109,15 +138,44 @@ class KeyGuard:
         if self._keys.opens(key):
             exchange = current_exchange()
             if exchange is not None:
-                exchange.key_id = hashlib.sha256(key).hexdigest()[:_KEY_ID_CHARS]
+                exchange.owner = hashlib.sha256(key).hexdigest()
+            await self._app(scope, receive, send)
+            return
+        await ErrorResponse(_no_key("This server wants an API key"))(scope, receive, send)
+
+
+class OperatorGuard:
+    """Lets requests that act on the whole service through if they carry an operator's key."""
+
+    def __init__(self, app: ASGIApp, operators: ApiKeys) -> None:
+        self._app, self._operators = app, operators
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401 or 403."""
+        if not _is_operators(scope) or self._operators.opens(key := key_of(scope)):
             await self._app(scope, receive, send)
             return
         failure = ApiError(
-            401,
-            "This server wants an API key: send the header 'Authorization: Bearer KEY' with one it knows.",
-            headers={"WWW-Authenticate": "Bearer"},
+            403, f"{route_path(scope)} is for operators: send a key of --operator-key-file, not another one."
         )
-        await ErrorResponse(failure)(scope, receive, send)
+        await ErrorResponse(failure if key else _no_key("This server wants an operator's key"))(
+            scope, receive, send
+        )
+
+
+def _no_key(wanted: str) -> ApiError:
+    return ApiError(
+        401,
+        f"{wanted}: send the header 'Authorization: Bearer KEY' with one it knows.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _is_operators(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] == "OPTIONS":
+        return False
+    path = route_path(scope)
+    return path in OPERATOR_PATHS or (path.startswith(_EXPERTS) and _changes(scope))
 
 
 def _is_guarded(scope: Scope) -> bool:
@@ -146,34 +204,78 @@ def key_of(scope: Scope) -> bytes:
 
 
 class OriginGuard:
-    """Lets requests that change something through unless a page of a foreign origin sent them."""
+    """Lets requests through unless a page of a foreign site sent them."""
 
-    def __init__(self, app: ASGIApp, *, allowed: Collection[str], own_names: Collection[str]) -> None:
-        """Args: allowed are origins as browsers write them, own_names what this machine is called."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        allowed: Collection[str],
+        own_names: Collection[str],
+        allowed_hosts: Collection[str] = (),
+    ) -> None:
+        """Args: allowed are origins as browsers write them, own_names what this machine is called, allowed_hosts what else
+        users may call it: names, `*.` and a name for all below it, or `*`.
+        """
         self._app = app
         self._allowed = {origin.encode() for origin in allowed}
-        self._own_names = frozenset(name.lower() for name in (*own_names, "localhost"))
+        self._names = frozenset(name.lower() for name in (*own_names, *allowed_hosts, "localhost"))
+        self._names |= {_host_name(origin.partition("://")[2]) for origin in allowed}
+        self._endings = (".localhost", *(name[1:] for name in self._names if name.startswith("*.")))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 403."""
-        origin = _header(scope, b"origin") if _changes(scope) else None
-        if origin is None or origin in self._allowed or self._is_own(origin, _header(scope, b"host")):
-            await self._app(scope, receive, send)
-            return
-        shown = shorten(origin.decode("latin-1"), _MOST_ORIGIN_CHARS)
-        failure = ApiError(
+        failure = self._failure(scope)
+        await (self._app if failure is None else ErrorResponse(failure))(scope, receive, send)
+
+    def _failure(self, scope: Scope) -> ApiError | None:
+        if scope["type"] != "http":
+            return None
+        host = _header(scope, b"host")
+        if _changes(scope):
+            origin = _header(scope, b"origin")
+            if origin is None or origin in self._allowed or self._is_own(origin, host):
+                return None
+            return ApiError(
+                403,
+                f"A page from {_shown(origin)} may not use this service. If it may, name its origin in --allowed-origins.",
+            )
+        if host is None or not _shows_contents(scope) or self._is_known(host.decode("latin-1")):
+            return None
+        return ApiError(
             403,
-            f"A page from {shown!r} may not use this service. If it may, name its origin in --allowed-origins.",
+            f"This service is not known as {_shown(host)}. Ask it by an address, or name the host in --allowed-hosts.",
         )
-        await ErrorResponse(failure)(scope, receive, send)
 
     def _is_own(self, origin: bytes, host: bytes | None) -> bool:
         """Whether a page is from where it sends its request to, and that is this machine."""
         scheme, _, asked = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https") or host is None or asked != host.decode("latin-1").lower():
             return False
+        return self._is_known(asked)
+
+    def _is_known(self, host: str) -> bool:
+        """Whether nobody else can have pointed this name here."""
+        name = _host_name(host)
+        if name in self._names or "*" in self._names or name.endswith(self._endings):
+            return bool(name)
         try:
-            name = urlsplit(f"//{asked}").hostname or ""
-            return name in self._own_names or name.endswith(".localhost") or bool(ip_address(name))
+            return bool(ip_address(name))
         except ValueError:
             return False
+
+
+def _shows_contents(scope: Scope) -> bool:
+    return scope["method"] in ("GET", "HEAD") and route_path(scope) not in _MONITORED
+
+
+def _host_name(host: str) -> str:
+    """Return a host without its port; empty if it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _shown(value: bytes) -> str:
+    return repr(shorten(value.decode("latin-1"), _MOST_SHOWN_CHARS))

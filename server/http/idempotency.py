@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,15 +32,25 @@ _REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_KEY_CHARS = 255
 _LOG = logging.getLogger("wideep.front")
-HOLD_S = 60.0  # that an answer goes on with nobody to read it
+HOLD_S = 60.0  # that an answer goes on without a reader
+MAX_UNREAD = 32  # answers of one API key that go on without a reader; beyond it the oldest ends
 
 
 class IdempotentAnswers:
     """Answers requests that have a key, each of them once."""
 
-    def __init__(self, app: ASGIApp, kept: KeptAnswers, secret: str, *, hold_s: float = HOLD_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        kept: KeptAnswers,
+        secret: str,
+        *,
+        hold_s: float = HOLD_S,
+        max_unread: int = MAX_UNREAD,
+    ) -> None:
         """Args: secret: what seeds are drawn from; the same for every front of a service."""
         self._app, self._kept, self._secret, self._hold_s = app, kept, secret.encode(), hold_s
+        self._max_unread = max_unread
         self._open: dict[str, _Recording] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,12 +64,13 @@ class IdempotentAnswers:
         if taken["type"] != "http.request":
             return
         try:
-            name, fingerprint = _identify(keys, scope, taken["body"])
-            await self._answer(name, fingerprint, scope, replaying([taken], receive), send)
+            asked = _identify(keys, scope, taken["body"])
+            await self._answer(asked, scope, replaying([taken], receive), send)
         except ApiError as failure:
             await ErrorResponse(failure)(scope, receive, send)
 
-    async def _answer(self, name: str, fingerprint: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, asked: "_Asked", scope: Scope, receive: Receive, send: Send) -> None:
+        name, fingerprint = asked.name, asked.fingerprint
         used_for = self._kept.fingerprint_of(name)
         if used_for is not None and used_for != fingerprint:
             raise ApiError(
@@ -74,14 +86,15 @@ class IdempotentAnswers:
             return
         recording, is_again = self._open.get(name), True
         if recording is None:
-            recording, is_again = self._begin(name, fingerprint, scope, await receive()), False
+            recording, is_again = self._begin(asked, scope, await receive()), False
         await recording.play(receive, send, (_REPLAYED,) if is_again else ())
 
-    def _begin(self, name: str, fingerprint: str, scope: Scope, request: Message) -> "_Recording":
+    def _begin(self, asked: "_Asked", scope: Scope, request: Message) -> "_Recording":
         """Let the application answer, apart from this connection."""
+        name, fingerprint = asked.name, asked.fingerprint
         if self._kept.fingerprint_of(name) is None:
             try:
-                self._kept.accept(name, fingerprint)
+                self._kept.accept(name, fingerprint, asked.owner)
             except OSError as error:
                 raise ApiError(
                     503, f"The {HEADER} cannot be kept: {error.strerror}.", param=HEADER
@@ -90,7 +103,13 @@ class IdempotentAnswers:
         if exchange is not None:
             drawn = hmac.digest(self._secret, f"{name} {fingerprint}".encode(), "sha256")
             exchange.seed = int.from_bytes(drawn[:8])
-        recording = self._open[name] = _Recording(request, self._hold_s, lambda: self._drop(name))
+        recording = self._open[name] = _Recording(
+            request,
+            self._hold_s,
+            asked.owner,
+            on_too_long=lambda: self._drop(name),
+            on_unread=self._bound_unread,
+        )
         making = asyncio.create_task(self._make(name, recording, scope))
         recording.making = making
         return recording
@@ -114,16 +133,32 @@ class IdempotentAnswers:
                 self._kept.finish(name, whole)
             except OSError as error:
                 _LOG.error("an answer cannot be kept for whoever asks again: %s", error)
-                self._kept.forget(name)
 
     def _drop(self, name: str) -> None:
         """Forget an answer that is too long to be sent again; those who read it read on."""
         if self._open.pop(name, None) is not None:
             self._kept.forget(name)
 
+    def _bound_unread(self, owner: str) -> None:
+        """End the answers of an owner that have been without a reader for longest, if there are too many."""
+        unread = [
+            each for each in self._open.values() if each.owner == owner and each.unread_since_s is not None
+        ]
+        unread.sort(key=lambda each: each.unread_since_s or 0.0)
+        for recording in unread[: max(0, len(unread) - self._max_unread)]:
+            recording.give_up()
 
-def _identify(keys: list[bytes], scope: Scope, body: bytes) -> tuple[str, str]:
-    """Return what a key is called here, apart from others' keys, and which request it came with.
+
+class _Asked(NamedTuple):
+    """What came with a key."""
+
+    name: str  # of the key, apart from others' keys
+    fingerprint: str  # of the request
+    owner: str  # of the API key
+
+
+def _identify(keys: list[bytes], scope: Scope, body: bytes) -> _Asked:
+    """Return what a key is called here, which request it came with, and whose it is.
 
     Raises:
         ApiError: it is no key.
@@ -134,9 +169,14 @@ def _identify(keys: list[bytes], scope: Scope, body: bytes) -> tuple[str, str]:
             f"The header {HEADER} must come once, with 1 to {MAX_KEY_CHARS} printable ASCII characters.",
             HEADER,
         )
-    owner = hashlib.sha256(key_of(scope)).digest()
+    exchange = current_exchange()
+    sender = hashlib.sha256(key_of(scope)).digest()
     request = hashlib.sha256(route_path(scope).encode() + b"\n" + body)
-    return hashlib.sha256(owner + key).hexdigest(), request.hexdigest()
+    return _Asked(
+        hashlib.sha256(sender + key).hexdigest(),
+        request.hexdigest(),
+        "" if exchange is None else exchange.owner,
+    )
 
 
 def with_way_on(failure: ApiError) -> ApiError:
@@ -164,10 +204,21 @@ class _Reader:
 class _Recording:
     """An answer that is being made, and those who read it. To the application it is the connection."""
 
-    def __init__(self, request: Message, hold_s: float, on_too_long: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request: Message,
+        hold_s: float,
+        owner: str,
+        *,
+        on_too_long: Callable[[], None],
+        on_unread: Callable[[str], None],
+    ) -> None:
+        """Args: on_unread is told the owner when the last reader leaves before the end."""
         self.making: asyncio.Task[None] | None = None
+        self.owner = owner
+        self.unread_since_s: float | None = None  # by the event loop's clock; None: it is read, or ends
         self._request: Message | None = request
-        self._hold_s, self._on_too_long = hold_s, on_too_long
+        self._hold_s, self._on_too_long, self._on_unread = hold_s, on_too_long, on_unread
         self._head: Message | None = None
         self._chunks: list[bytes] = []
         self._num_dropped = 0  # chunks
@@ -206,9 +257,12 @@ class _Recording:
         self._wake()
         if self._num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
             self._on_too_long()
+            self._hold_s = 0.0  # a client that comes back could not be sent its beginning
             await self._let_read()
 
     async def _let_read(self) -> None:
+        if not self._readers:
+            self.give_up()
         end = self._num_dropped + len(self._chunks)
         while any(reader.place < end for reader in self._readers):
             await self._changed.wait()
@@ -259,8 +313,14 @@ class _Recording:
             else:
                 await changed.wait()
 
+    def give_up(self) -> None:
+        """Let the application end: to it the client has left."""
+        self.unread_since_s = None
+        self._given_up.set()
+
     def _enter(self, reader: _Reader) -> None:
         self._readers.append(reader)
+        self.unread_since_s = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -269,7 +329,10 @@ class _Recording:
         self._readers.remove(reader)
         self._wake()
         if not self._readers and not self._has_ended:
-            self._timer = asyncio.get_running_loop().call_later(self._hold_s, self._given_up.set)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._hold_s, self.give_up)
+            self.unread_since_s = loop.time()
+            self._on_unread(self.owner)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

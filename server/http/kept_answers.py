@@ -5,25 +5,31 @@ which keys were used for which request. The request itself is not kept: who asks
 costs nothing here; one with a key costs six system calls: a file is written when it is accepted and again when it is answered.
 
 A file is a line of JSON that says which request it is for and, once there is an answer, a second one with its head, and its
-body. What a killed front was writing is shorter than its head says, and counts as not answered. Rejected: one file for all,
-which has to be rewritten while streams wait, and keeping the tokens of unfinished answers, which costs a write per step and is
-not needed: a request that is run again draws the same tokens (`exchanges.draw_seed`).
+body. What a killed front was writing is shorter than its head says, and counts as not answered. So does a file that cannot be
+read. If there are too many keys or bytes, the owner of an API key that holds most of them loses the oldest.
+
+Rejected: one file for all, which has to be rewritten while streams wait, and keeping the tokens of unfinished answers, which
+costs a write per step and is not needed: a request that is run again draws the same tokens (`exchanges.draw_seed`).
 """
 
 import contextlib
 import errno
 import json
+import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server.http.shares import Shares
+from server.steady_clock import SteadyClock
+
 MAX_AGE_S = 3600.0  # since it was accepted
 MAX_BYTES = 64 << 20  # of bodies, together
 MAX_ANSWER_BYTES = 16 << 20
 MAX_KEYS = 4096
+_LOG = logging.getLogger("wideep.front")
 
 
 class WholeAnswer(NamedTuple):
@@ -35,8 +41,9 @@ class WholeAnswer(NamedTuple):
 
 @dataclass(slots=True)
 class _Entry:
+    owner: str
     fingerprint: str
-    accepted_s: float  # time.time()
+    accepted_s: float  # since 1970
     num_bytes: int | None = None  # of the answer; None: there is none yet
 
 
@@ -49,20 +56,20 @@ class KeptAnswers:
         *,
         max_bytes: int = MAX_BYTES,
         max_keys: int = MAX_KEYS,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Take over what is in the folder."""
-        self._directory, self._clock = directory, clock
-        self._max_bytes, self._max_keys = max_bytes, max_keys
+        self._directory, self._clock = directory, clock or SteadyClock()
         self._entries: dict[str, _Entry] = {}
-        self._num_bytes = 0
+        self._bytes, self._keys = Shares(max_bytes), Shares(max_keys)
         found = ((path.name, _read_entry(path)) for path in directory.iterdir())
         for name, entry in sorted(
             ((name, entry) for name, entry in found if entry is not None),
             key=lambda each: each[1].accepted_s,
         ):
-            self._entries[name] = entry
-            self._num_bytes += entry.num_bytes or 0
+            entry.accepted_s = min(entry.accepted_s, self._clock())  # the calendar may have gone back
+            self._remember(name, entry)
+            self._bytes.take(entry.owner, entry.num_bytes or 0)
 
     def fingerprint_of(self, name: str) -> str | None:
         """Return which request a key was used for; None: for none that is remembered."""
@@ -70,69 +77,98 @@ class KeptAnswers:
         entry = self._entries.get(name)
         return None if entry is None else entry.fingerprint
 
-    def accept(self, name: str, fingerprint: str) -> None:
-        """Remember which request a key is used for."""
+    def accept(self, name: str, fingerprint: str, owner: str = "") -> None:
+        """Remember which request a key is used for, and whose it is.
+
+        Raises:
+            OSError: it cannot be written, and nothing is remembered.
+        """
         self.forget(name)
-        entry = self._entries[name] = _Entry(fingerprint, self._clock())
-        head = json.dumps({"fingerprint": fingerprint, "accepted_s": entry.accepted_s})
-        _append(self._directory / name, head.encode() + b"\n")
+        entry = _Entry(owner, fingerprint, self._clock())
+        head = json.dumps({"owner": owner, "fingerprint": fingerprint, "accepted_s": entry.accepted_s})
+        try:
+            _append(self._directory / name, head.encode() + b"\n", os.O_TRUNC)
+        except OSError:
+            self._unlink(name)
+            raise
+        self._remember(name, entry)
         self._expire()
 
     def finish(self, name: str, answer: WholeAnswer) -> None:
-        """Keep an answer; one that is too long is forgotten with its key."""
+        """Keep an answer; one that is too long is forgotten with its key.
+
+        Raises:
+            OSError: it cannot be written; the key is forgotten.
+        """
         entry = self._entries.get(name)
         if entry is None:
             return
-        if len(answer.body) > min(MAX_ANSWER_BYTES, self._max_bytes):
+        if len(answer.body) > min(MAX_ANSWER_BYTES, self._bytes.total):
             self.forget(name)
             return
         headers = [[field.decode("latin-1") for field in header] for header in answer.headers]
         head = json.dumps({"headers": headers, "num_bytes": len(answer.body)})
-        _append(self._directory / name, head.encode() + b"\n" + answer.body)
+        try:
+            _append(self._directory / name, head.encode() + b"\n" + answer.body)
+        except OSError:
+            self.forget(name)
+            raise
         entry.num_bytes = len(answer.body)
-        self._num_bytes += entry.num_bytes
+        self._bytes.take(entry.owner, entry.num_bytes)
         self._expire()
 
     def read(self, name: str) -> WholeAnswer | None:
-        """Return a kept answer; None: there is none yet."""
+        """Return a kept answer; None: there is none yet, or it cannot be read and is forgotten."""
         entry = self._entries.get(name)
         if entry is None or entry.num_bytes is None:
             return None
         try:
-            _, head, body = (self._directory / name).read_bytes().split(b"\n", 2)
-        except FileNotFoundError:  # somebody tidied up
+            return _read_answer(self._directory / name, entry.num_bytes)
+        except FileNotFoundError:  # it was tidied up
             self.forget(name)
-            return None
-        headers = [
-            (key.encode("latin-1"), value.encode("latin-1")) for key, value in json.loads(head)["headers"]
-        ]
-        return WholeAnswer(headers, body)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            _LOG.error("a kept answer cannot be read: %s: %s", type(error).__name__, error)
+            self.forget(name)
+        return None
 
     def forget(self, name: str) -> None:
         """Remember nothing of a key."""
         entry = self._entries.pop(name, None)
         if entry is not None:
-            self._num_bytes -= entry.num_bytes or 0
+            self._keys.give_back(entry.owner, 1)
+            self._bytes.give_back(entry.owner, entry.num_bytes or 0)
+            self._unlink(name)
+
+    def _remember(self, name: str, entry: _Entry) -> None:
+        self._entries[name] = entry
+        self._keys.take(entry.owner, 1)
+
+    def _unlink(self, name: str) -> None:
+        """Remove a file, if that is possible; the key's next use writes over what stays."""
+        with contextlib.suppress(OSError):
             (self._directory / name).unlink(missing_ok=True)
 
     def _expire(self) -> None:
-        """Forget what is too old, and the oldest where there is too much."""
+        """Forget what is too old, and the oldest of who holds most if there is too much."""
         oldest_s = self._clock() - MAX_AGE_S
         while self._entries:
             name, entry = next(iter(self._entries.items()))
-            is_too_much = self._num_bytes > self._max_bytes or len(self._entries) > self._max_keys
-            if entry.accepted_s >= oldest_s and not is_too_much:
-                return
+            if entry.accepted_s >= oldest_s:
+                break
             self.forget(name)
+        for shares in (self._keys, self._bytes):
+            while shares.is_over:
+                most = shares.largest
+                self.forget(next(name for name, each in self._entries.items() if each.owner == most))
 
 
-def _append(path: Path, content: bytes) -> None:
+def _append(path: Path, content: bytes, flags: int = 0) -> None:
     """Write at a file's end with three system calls; Python's own files take six.
 
     Raises:
         OSError: not all of it could be written.
     """
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
     try:
         if os.write(fd, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -140,24 +176,43 @@ def _append(path: Path, content: bytes) -> None:
         os.close(fd)
 
 
+def _read_answer(path: Path, num_bytes: int) -> WholeAnswer:
+    """Read an answer's head and body.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError: it is not what `finish` wrote.
+    """
+    _, head, body = path.read_bytes().split(b"\n", 2)
+    headers = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in json.loads(head)["headers"]]
+    if len(body) != num_bytes:
+        raise ValueError(f"it has {len(body)} of {num_bytes} bytes")
+    return WholeAnswer(headers, body)
+
+
 def _read_entry(path: Path) -> _Entry | None:
-    """Read what a file is for; None, and it goes, where its writer was killed before it said so."""
+    """Read what a file is for; None, and it goes, if its first line does not say it."""
     with path.open("rb") as file:
-        first, second = _line(file.readline()), _line(file.readline())
-        num_left = path.stat().st_size - file.tell()
-    if first is None:
+        begin = file.readline()
+        first, second = _line(begin), _line(file.readline())
+        num_bytes = path.stat().st_size
+        num_left = num_bytes - file.tell()
+    try:
+        if not begin.endswith(b"\n"):
+            raise ValueError("its first line is cut off")
+        entry = _Entry(str(first.get("owner", "")), str(first["fingerprint"]), float(first["accepted_s"]))
+    except (LookupError, ValueError, TypeError):
         path.unlink()
         return None
-    entry = _Entry(first["fingerprint"], first["accepted_s"])
-    if second is not None and second["num_bytes"] == num_left:
+    if second and second.get("num_bytes") == num_left:
         entry.num_bytes = num_left
-    elif second is not None:  # cut off: the next answer is written behind the first line
-        path.write_text(json.dumps(first) + "\n")
+    elif num_bytes > len(begin):  # cut off: the next answer is written behind the first line
+        os.truncate(path, len(begin))
     return entry
 
 
-def _line(content: bytes) -> dict[str, Any] | None:
-    value: dict[str, Any] | None = None
+def _line(content: bytes) -> dict[str, Any]:
+    """Read a line's object; an empty one if it is something else."""
     with contextlib.suppress(ValueError):
         value = json.loads(content)
-    return value
+        return value if isinstance(value, dict) else {}
+    return {}

@@ -22,7 +22,7 @@ def check_key(name: str, key: str) -> None:
         raise OptionsError(f"{name} is empty or has white space; give a key without any")
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
+def read_keys(path: Path, name: str = "--api-key-file") -> tuple[str, ...]:
     """Read a file of keys: one per line; empty lines and those that begin with # are passed over.
 
     Raises:
@@ -31,11 +31,11 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionsError(f"--api-key-file {str(path)!r} cannot be read: {error}") from error
+        raise OptionsError(f"{name} {str(path)!r} cannot be read: {error}") from error
     keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     for number, key in enumerate(keys, start=1):
         if key.split() != [key]:
-            raise OptionsError(f"--api-key-file {str(path)!r}: key {number} has white space in it")
+            raise OptionsError(f"{name} {str(path)!r}: key {number} has white space in it")
     return tuple(keys)
 
 

@@ -77,8 +77,18 @@ def _root_path(name: str, given: Any) -> str:
 
 def _key_file(name: str, given: Any) -> str:
     """Read the file once: a service whose keys cannot be read should not have loaded a model first."""
-    read_keys(Path(text(name, given)))
+    read_keys(Path(text(name, given)), name)
     return str(given)
+
+
+def _hosts(name: str, given: Any) -> tuple[str, ...]:
+    hosts = json_texts(name, given)
+    for host in hosts:
+        if set(host) & set(":/ "):
+            raise OptionsError(
+                f"{name} has {host!r}; give names without scheme or port, such as chat.example or *.example"
+            )
+    return hosts
 
 
 def _keys(name: str, given: Any) -> tuple[str, ...]:
@@ -190,6 +200,11 @@ class HttpOptions:
         HTTP, "--api-key-file", read=_key_file, metavar="FILE",
         help="require a key of this file too: one per line, # begins a comment; read again when it changes",
     )  # fmt: skip
+    operator_key_file: str | None = flag(
+        HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key may",
+        help="only keys of this file may change or record experts and reset the prefix cache; they open all else too; the "
+        "form is that of --api-key-file",
+    )  # fmt: skip
     max_request_bytes: int = flag(
         HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
         help="longest body that is read, e.g. 512K or 64M; longer ones are a 413",
@@ -228,6 +243,11 @@ class HttpOptions:
     allowed_origins: tuple[str, ...] = flag(
         HTTP, "--allowed-origins", read=json_texts, metavar="JSON", default=(), default_text="none",
         help="""origins whose pages may use the service from a browser, such as '["https://chat.example"]' or '["*"]'""",
+    )  # fmt: skip
+    allowed_hosts: tuple[str, ...] = flag(
+        HTTP, "--allowed-hosts", read=_hosts, metavar="JSON", default=(), default_text="addresses and own names",
+        help="""without API keys: further names that clients may use for the service, such as a proxy's: '["chat.example"]', """
+        """'["*.example"]' or '["*"]'""",
     )  # fmt: skip
     allowed_methods: tuple[str, ...] = flag(
         HTTP, "--allowed-methods", read=json_texts, metavar="JSON", default=("*",), default_text='["*"]',

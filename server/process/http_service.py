@@ -12,7 +12,6 @@ import math
 import os
 import resource
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,13 +34,14 @@ from server.api.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
 from server.batches.batch_store import BatchStore
 from server.batches.file_store import FileStore
-from server.batches.routes import batch_routes, file_routes, nobodys, owner_of
+from server.batches.routes import batch_routes, file_routes
 from server.batches.runs import BatchRuns, LinePlaces
 from server.errors import draining
 from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
+from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
 from server.front.admission import Admission
 from server.front.events import EventLog
@@ -69,6 +69,7 @@ from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
 from server.link.ranks import Ranks
 from server.options.table import PRIORITY, HttpOptions, Options
+from server.steady_clock import SteadyClock
 
 # What vLLM, too, takes from generation_config.json as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -141,9 +142,10 @@ class HttpService:
         answering = [
             chat_routes(self.model, self.requests),
             completion_routes(self.model, self.requests),
-            responses_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests, are_several=lambda: keys.are_several),
         ]
-        batching = self._batching(options.http, keys, kept, answering, version)
+        clock = SteadyClock()
+        batching = self._batching(options.http, keys, kept, answering, version, clock)
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -151,19 +153,29 @@ class HttpService:
             http=options.http,
             own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
-            answer_once=lambda app: IdempotentAnswers(app, KeptAnswers(_made(kept / "answers")), secret),
+            answer_once=lambda app: IdempotentAnswers(
+                app, KeptAnswers(_made(kept / "answers"), clock=clock), secret
+            ),
         )
         self._server = _Server(_server_config(app, options.http), _bound(options.http))
 
     def _batching(
-        self, http: HttpOptions, keys: ApiKeys, kept: Path, answering: Sequence[APIRouter], version: str
+        self,
+        http: HttpOptions,
+        keys: ApiKeys,
+        kept: Path,
+        answering: Sequence[APIRouter],
+        version: str,
+        clock: SteadyClock,
     ) -> list[APIRouter]:
         """Return the routes of files and batches, whose lines are answered by `answering` alone, without a key."""
         directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
-        files = FileStore(directory, max_bytes=http.max_files_bytes)
-        batches = BatchStore(directory / "batches")
+        files = FileStore(
+            directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
+        )
+        batches = BatchStore(directory / "batches", clock=clock)
         files.is_read = lambda file_id: batches.reader_of(file_id) is not None
-        room = LinePlaces(self._num_places, lambda: self.requests.num_answers)
+        room = LinePlaces(self._num_places, lambda: self.requests.num_unbounded)
         endpoints = build_app(
             answering,
             version=version,
@@ -171,8 +183,7 @@ class HttpService:
             http=HttpOptions(max_request_bytes=http.max_request_bytes),
         )
         self._batch_runs = BatchRuns(batches, files, room, endpoints)
-        owner = owner_of if keys.are_needed else nobodys
-        return [file_routes(files, batches, owner), batch_routes(batches, files, self._batch_runs, owner)]
+        return [file_routes(files, batches), batch_routes(batches, files, self._batch_runs)]
 
     def _num_places(self) -> int:
         """Requests that ranks run at once; 0 while none can be taken."""
@@ -207,7 +218,7 @@ class HttpService:
             expert_load_routes(
                 self.experts_load,
                 rank_steps=lambda: _steps(self._ranks),
-                record_directory=Path(environment.get(_RECORD_VARIABLE) or tempfile.gettempdir()),
+                record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
             ),
         ]
 
@@ -324,19 +335,23 @@ def _ignore(_ask: Ask) -> None:
 
 
 def _made(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     return directory
 
 
 def _keys(options: Options) -> ApiKeys:
-    file = options.http.api_key_file
-    return ApiKeys(options.api_keys, None if file is None else Path(file))
+    file, operators = options.http.api_key_file, options.http.operator_key_file
+    return ApiKeys(
+        options.api_keys,
+        None if file is None else Path(file),
+        operators=None if operators is None else ApiKeys(file=Path(operators), flag="--operator-key-file"),
+    )
 
 
 def _own_names(host: str) -> tuple[str, ...]:
     """What this machine is called, in the URLs of people who use its pages."""
     name = socket.gethostname()
-    return (host, name, f"{name}.local")  # the last is multicast DNS's
+    return (host, name, name.partition(".")[0], f"{name}.local")  # the last is multicast DNS's
 
 
 def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[HttpExchange], None]]:

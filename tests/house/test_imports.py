@@ -50,6 +50,7 @@ ORDER = (
     (
         "server.api.parsers",
         "server.errors",
+        "server.steady_clock",
         "server.interrupts",
         "server.lines",
         "server.model_fields",

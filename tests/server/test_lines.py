@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from server.lines import FORMAT_VARIABLE, TIMES_VARIABLE, say
+from server.lines import FORMAT_VARIABLE, TIMES_VARIABLE, printable, say
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_what_a_terminal_would_act_on_is_shown_and_all_else_stays() -> None:
+    controls = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0))]
+    acted_on = [each for each in controls if printable(each) == each]
+    assert acted_on == ["\t", "\n"]
+    text = "a\u00e9\u4f60\U0001f600 ~\u00a0"
+    assert printable(text + "\x1b[31m") == text + "\\x1b[31m"
 
 
 def test_a_closed_terminal_does_not_break_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:

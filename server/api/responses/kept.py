@@ -2,7 +2,8 @@
 
 OpenAI keeps responses for a month unless store=false; vLLM forgets them unless told otherwise and then never drops
 one. Here the last ones are kept, so that previous_response_id works in a conversation and memory stays bounded; after
-a restart, or once newer ones have pushed it out, a response is a plain 404.
+a restart, or once newer ones have pushed it out, a response is a plain 404. With API keys it is that of the key that made it:
+to others it is the same 404, and newer ones push out those of the key that keeps most.
 
 A background run goes on to its end whoever leaves; it is polled by its id, followed as a stream of events from any event
 on, and cancelled. Its events are kept beside the stored response, those of ended runs within a bound. While the front
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from server.api.schemas import ChatMessage
 from server.api.streaming import KEEP_ALIVE_S, EventSender, until_gone
 from server.errors import ApiError, bad_request, failed
 from server.front.generations import Answer, ClientGone
+from server.http.shares import Shares
 
 _LOG = logging.getLogger("wideep")
 MAX_RESPONSES = 1000
@@ -37,76 +39,82 @@ MAX_CHARS = 64 << 20  # over all stored, each with its whole history
 class Stored:
     """A response and the conversation up to its end, without instructions: those do not carry over."""
 
+    owner: str
     response: dict[str, Any]
     messages: tuple[ChatMessage, ...]
     num_chars: int
 
 
 class ResponseStore:
-    """The last responses, by id; the least recently used go first."""
+    """The last responses, by id; of the owner that keeps most, the least recently used go first."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
-        self._max_responses = max_responses
-        self._max_chars = max_chars
-        self._num_chars = 0
+        self._number, self._chars = Shares(max_responses), Shares(max_chars)
         self._by_id: OrderedDict[str, Stored] = OrderedDict()
 
-    def put(self, response: dict[str, Any], messages: Sequence[ChatMessage]) -> None:
+    def put(self, response: dict[str, Any], messages: Sequence[ChatMessage], owner: str) -> None:
         """Keep a response, in the place of what it was before; one larger than the whole bound is not kept."""
         num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
-        if num_chars > self._max_chars:
+        if num_chars > self._chars.total:
             return
         self._drop(response["id"])
-        stored = Stored(response=response, messages=tuple(messages), num_chars=num_chars)
-        self._by_id[response["id"]] = stored
-        self._num_chars += num_chars
-        while len(self._by_id) > self._max_responses or self._num_chars > self._max_chars:
-            self._drop(next(iter(self._by_id)))
+        self._by_id[response["id"]] = Stored(
+            owner=owner, response=response, messages=tuple(messages), num_chars=num_chars
+        )
+        self._number.take(owner, 1)
+        self._chars.take(owner, num_chars)
+        for shares in (self._number, self._chars):
+            while shares.is_over:
+                most = shares.largest
+                self._drop(next(each for each, stored in self._by_id.items() if stored.owner == most))
 
     def has(self, response_id: str) -> bool:
         """Whether a response is kept."""
         return response_id in self._by_id
 
-    def get(self, response_id: str, param: str) -> Stored:
+    def get(self, response_id: str, owner: str, param: str) -> Stored:
         """Return a response.
 
         Raises:
-            ApiError: 404, naming `param`: never stored, deleted, or pushed out.
+            ApiError: 404, naming `param`: never stored, deleted, pushed out, or another owner's.
         """
         stored = self._by_id.get(response_id)
-        if stored is None:
+        if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
-                f"Response with id {response_id!r} not found. This server keeps the last {self._max_responses} "
-                "responses in memory, and none that was asked for with store=false.",
+                f"Response with id {response_id!r} not found. This server keeps the last {self._number.total} "
+                "responses in memory, each for the API key that made it, and none that was asked for with store=false.",
                 param=param,
             )
         self._by_id.move_to_end(response_id)
         return stored
 
-    def delete(self, response_id: str) -> None:
+    def delete(self, response_id: str, owner: str) -> None:
         """Forget a response.
 
         Raises:
             ApiError: 404, as `get`.
         """
-        self.get(response_id, "response_id")
+        self.get(response_id, owner, "response_id")
         self._drop(response_id)
 
     def _drop(self, response_id: str) -> None:
         stored = self._by_id.pop(response_id, None)
-        self._num_chars -= 0 if stored is None else stored.num_chars
+        if stored is not None:
+            self._number.give_back(stored.owner, 1)
+            self._chars.give_back(stored.owner, stored.num_chars)
 
 
 MAX_RUNNING = 256
-MAX_BYTES = 64 << 20  # of the events of all runs; ended ones are forgotten first
+# Of the events of all runs. Beyond it, those of ended ones go: the oldest of the owner that has most.
+MAX_BYTES = 64 << 20
 
 
 class BackgroundRun:
     """One response that is being made, or was; its events' places are their sequence numbers."""
 
-    def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft) -> None:
-        self.draft = draft
+    def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
+        self.draft, self.owner = draft, owner
         self.is_ended = False
         self.num_bytes = 0
         self._answer, self._chunks = answer, chunks
@@ -160,37 +168,48 @@ class BackgroundRun:
 class BackgroundRuns:
     """The runs by their responses' ids."""
 
-    def __init__(self, *, max_running: int = MAX_RUNNING, max_bytes: int = MAX_BYTES) -> None:
-        self._max_running, self._max_bytes = max_running, max_bytes
+    def __init__(
+        self,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_bytes: int = MAX_BYTES,
+        are_several: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Args: are_several says whether several owners share the bounds."""
+        self._running = Shares(max_running, are_several)  # and those that are being prepared
+        self._max_bytes = max_bytes
         self._runs: OrderedDict[str, BackgroundRun] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_coming = 0
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[None]:
+    def room(self, owner: str) -> Iterator[None]:
         """Keep room for one run while it is prepared and started.
 
         Raises:
             ApiError: 429, it would be one too many.
         """
-        if len(self._tasks) + self._num_coming >= self._max_running:
+        if not self._running.has_room(owner, 1):
             raise ApiError(
                 429,
-                f"{self._max_running} background responses are being made; wait for one to end, or cancel it.",
+                f"{self._running.held} background responses are being made, {self._running.held_by(owner)} of them yours; "
+                f"this server makes {self._running.total} at a time, and of one API key as many as it leaves free for "
+                "others. Wait for one of yours to end, or cancel it.",
                 param="background",
             )
-        self._num_coming += 1
+        self._running.take(owner, 1)
         try:
             yield
         finally:
-            self._num_coming -= 1
+            self._running.give_back(owner, 1)
 
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
         """Let a run go on by itself; `on_end` is called when it has ended."""
         self._runs[run.draft.response["id"]] = run
         task = asyncio.create_task(run.run())
         self._tasks.add(task)
+        self._running.take(run.owner, 1)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._running.give_back(run.owner, 1))
         task.add_done_callback(lambda _: on_end())
         task.add_done_callback(lambda _: self._forget())
 
@@ -223,14 +242,17 @@ class BackgroundRuns:
             await run.cancel()
 
     def _forget(self) -> None:
-        """Forget the oldest ended runs until the rest is within the bound."""
+        """Forget ended runs until the rest is within the bound: the oldest of the owner whose ended runs have most events."""
         num_bytes = sum(run.num_bytes for run in self._runs.values())
-        for response_id, run in list(self._runs.items()):
-            if num_bytes <= self._max_bytes:
-                return
-            if run.is_ended:
-                num_bytes -= run.num_bytes
-                del self._runs[response_id]
+        ended = {response_id: run for response_id, run in self._runs.items() if run.is_ended}
+        while num_bytes > self._max_bytes and ended:
+            held: Counter[str] = Counter()
+            for run in ended.values():
+                held[run.owner] += run.num_bytes
+            most = max(held, key=held.__getitem__)
+            response_id = next(each for each, run in ended.items() if run.owner == most)
+            num_bytes -= ended.pop(response_id).num_bytes
+            del self._runs[response_id]
 
 
 class Following(Response):

@@ -2,6 +2,7 @@
 
 import contextlib
 import uuid
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter
@@ -27,6 +28,7 @@ from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
 from server.errors import bad_request, named_by
 from server.front.requests import Requests
+from server.http.exchanges import owner_of_exchange
 from server.http.routes import STREAM_RESPONSE, new_router
 
 
@@ -39,9 +41,16 @@ class _Parts(NamedTuple):
     runs: BackgroundRuns
 
 
-def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
-    """Return the endpoint's routes."""
-    router, parts = new_router(), _Parts(model, requests, ResponseStore(), BackgroundRuns())
+def responses_routes(
+    model: ServedModel, requests: Requests, are_several: Callable[[], bool] = lambda: False
+) -> APIRouter:
+    """Return the endpoint's routes.
+
+    Args:
+        are_several: whether several API keys share what is kept.
+    """
+    router = new_router()
+    parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several))
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
@@ -62,7 +71,7 @@ def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
         response_id: str, stream: bool = False, starting_after: int | None = None
     ) -> Response:
         """Show a stored response, or what happens to one that is made in the background."""
-        stored = parts.store.get(response_id, "response_id")
+        stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
         if not stream:
             return json_response(stored.response)
         return parts.runs.follow(response_id, -1 if starting_after is None else max(-1, starting_after))
@@ -70,7 +79,7 @@ def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
     @router.delete("/v1/responses/{response_id}", response_model=None)
     async def delete_response(response_id: str) -> dict[str, Any]:
         """Forget a stored response, and end it if it is still being made."""
-        parts.store.delete(response_id)
+        parts.store.delete(response_id, owner_of_exchange())
         await parts.runs.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -85,13 +94,13 @@ def responses_routes(model: ServedModel, requests: Requests) -> APIRouter:
 async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> Response:
     name = parts.model.check_name(body.model)
     refuse_unserved_responses(body)
-    room = parts.runs.room() if body.background else contextlib.nullcontext()
+    room = parts.runs.room(owner_of_exchange()) if body.background else contextlib.nullcontext()
     with room:
         return await _create_in(body, name, http, parts)
 
 
 async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts: _Parts) -> Response:
-    model, store = parts.model, parts.store
+    model, store, owner = parts.model, parts.store, owner_of_exchange()
     history = _history(body, store)
     request_id = f"resp_{uuid.uuid4().hex}"
     with named_by(own_name):
@@ -102,14 +111,14 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
 
     def keep() -> None:
         if body.store is not False:
-            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])])
+            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
 
     def keep_whole() -> None:
         if store.has(request_id):  # it may have been deleted meanwhile
             keep()
 
     if body.background:
-        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft)
+        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
         keep()
         parts.runs.start(run, on_end=keep_whole)
         return Following(run, 0) if body.stream else json_response(draft.response)
@@ -121,7 +130,8 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
 
 
 async def _cancel(response_id: str, parts: _Parts) -> Response:
-    stored, run = parts.store.get(response_id, "response_id"), parts.runs.find(response_id)
+    stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
+    run = parts.runs.find(response_id)
     if run is None:
         raise bad_request("Cannot cancel a synchronous response.", "response_id")
     await run.cancel()
@@ -138,7 +148,7 @@ def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
     given = messages_of(body.input)
     if body.previous_response_id is None:
         return given
-    stored = store.get(body.previous_response_id, "previous_response_id")
+    stored = store.get(body.previous_response_id, owner_of_exchange(), "previous_response_id")
     if stored.response["status"] in ("queued", "in_progress"):
         raise bad_request(
             "previous_response_id is of a response that is still being made; wait for its end.",

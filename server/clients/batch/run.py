@@ -18,6 +18,7 @@ from server.batches.output_lines import BatchOutput, answer_entry, refusal_entry
 from server.clients.connection import api_key_of
 from server.clients.progress import RequestProgress
 from server.interrupts import run_interruptibly, terminate_as_interrupt
+from server.lines import printable
 from server.options.reading import said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
@@ -129,4 +130,4 @@ def _finish(input_file: Path, output: BatchOutput) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"wideep run-batch: {text}", file=sys.stderr, flush=True)
+    print(f"wideep run-batch: {printable(text)}", file=sys.stderr, flush=True)

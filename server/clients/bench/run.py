@@ -50,7 +50,7 @@ from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
 from server.interrupts import run_interruptibly, terminate_as_interrupt
-from server.lines import say
+from server.lines import printable, say
 from server.options.flag import OptionsError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
@@ -341,8 +341,8 @@ def _write_json(bench: _Bench, results: list[LevelResult]) -> None:
 
 def _print(options: BenchOptions, line: str) -> None:
     """Print for people: not where the output is JSON."""
-    print(line, file=sys.stderr if options.json_to == STDOUT else sys.stdout, flush=True)
+    print(printable(line), file=sys.stderr if options.json_to == STDOUT else sys.stdout, flush=True)
 
 
 def _say(text: str) -> None:
-    print(f"wideep bench: {text}", file=sys.stderr, flush=True)
+    print(f"wideep bench: {printable(text)}", file=sys.stderr, flush=True)

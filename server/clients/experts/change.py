@@ -10,6 +10,7 @@ from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
 from server.clients.connection import Connection, ServiceError, api_key_of
+from server.lines import printable
 
 POLL_S = 0.5  # between looks at how far a change is
 
@@ -43,7 +44,7 @@ def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float
         body = {"placement": to_json(load_placement(args.placement))}
     if args.dry_run:
         plan = service.post("/experts/plan", body).json()
-        print(json.dumps(plan) if args.json else f"{plan['reason']}\nnothing was changed")
+        print(json.dumps(plan) if args.json else printable(f"{plan['reason']}\nnothing was changed"))
         return 0
     return _say(_changed(service, "/experts/apply", body, sleep), args.json)
 
@@ -81,7 +82,7 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
     else:
         done, stages = entry["stages"]
         kind, reason = entry["kind"], entry["reason"]
-        print(reason if reason.startswith(f"{kind}: ") else f"{kind}: {reason}")
+        print(printable(reason if reason.startswith(f"{kind}: ") else f"{kind}: {reason}"))
         if stages:
             print(
                 f"placement {entry['version']} serves: {entry['moves']} moves, {entry['bytes'] / 1e6:.1f} MB in "
@@ -90,7 +91,7 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
         else:
             print(f"placement {entry['version']} serves as before: nothing was to be changed")
         if entry["failed"]:
-            print(f"dropped after {done} of {stages} stages: {entry['failed']}")
+            print(printable(f"dropped after {done} of {stages} stages: {entry['failed']}"))
     return 1 if entry["failed"] else 0
 
 
@@ -117,7 +118,7 @@ def history_table(entries: list[dict[str, Any]], serving: int) -> str:
             f"{entry.get('bytes', 0) / 1e6:9.1f} {entry.get('seconds', 0.0):7.2f} {gains}"
         )
         lines.append(f"    {entry.get('failed') or entry['reason']}")
-    return "\n".join([*lines, f"placement {serving} serves"])
+    return printable("\n".join([*lines, f"placement {serving} serves"]))
 
 
 def _part(value: float | None) -> str:

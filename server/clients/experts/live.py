@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from server.clients.connection import Connection, ServiceError, api_key_of
+from server.lines import printable
 
 _CLEAR = "\x1b[2J\x1b[H"  # the screen, then home (ECMA-48)
 WIDE = 120  # columns of a table that no terminal limits
@@ -118,10 +119,10 @@ def load_table(load: Mapping[str, Any], rows: int, width: int = WIDE) -> str:
         f"{load['slots_per_rank']} slots on each of {load['num_ranks']} ranks, placement {load['placement_version']}"
     )
     if not window["steps"]:
-        return f"{head}\nno load yet: no step has run"
+        return printable(f"{head}\nno load yet: no step has run")
     lines = [head, f"the last {window['steps']} steps, {window['seconds']:.1f} s", "", *_phase_lines(load)]
     lines += ["", f"waiting: {load['why']['sentence']}", "", *_rank_lines(load, rows, width)]
-    return "\n".join([*lines, "", *_layer_lines(load, rows), "", *_expert_lines(load, rows)])
+    return printable("\n".join([*lines, "", *_layer_lines(load, rows), "", *_expert_lines(load, rows)]))
 
 
 def _phase_lines(load: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 from server.batches.file_store import LIFETIME_S, FileStore, StoredFile, new_id
 from server.errors import ApiError
 from server.options.flag import OptionsError
+from server.steady_clock import GRACE_S, SteadyClock
 
 
 def store(directory: Path, **how: Any) -> FileStore:
@@ -51,6 +52,102 @@ def test_a_folder_is_private_and_one_service_s_at_a_time(tmp_path: Path) -> None
     store(files.directory)
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o777, 0o1777, 0o750])
+@pytest.mark.parametrize("has_files", [False, True])
+def test_a_folder_that_others_can_use_becomes_private(
+    tmp_path: Path, mode: int, has_files: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "kept"
+    if has_files:
+        first = store(folder)
+        add(first)
+        (folder / "batches").mkdir()
+        first.close()
+    else:
+        folder.mkdir()
+    folder.chmod(mode)
+    files = store(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700 and len(files.all_of("me")) == has_files
+    assert f"can be used by others (mode {mode:o}); it is mode 700 now" in caplog.text
+
+
+def test_a_folder_of_others_is_left_as_it_is_and_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "letters.txt").write_text("")
+    with pytest.raises(
+        OptionsError, match=r"mode 755.* holds other files; run chmod 700 on it, or give a folder"
+    ):
+        store(folder)
+    assert folder.stat().st_mode & 0o777 == 0o755
+    folder.chmod(0o700)
+    store(folder)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    tmp_path.chmod(0o770)
+    monkeypatch.setattr(Path, "chmod", fail)
+    with pytest.raises(OptionsError, match="is not yours; give a folder below it"):
+        store(tmp_path)
+
+
+def test_with_several_owners_each_leaves_room_for_others(tmp_path: Path) -> None:
+    """A's flood of uploads against a bound for all: B's small file still has room, and C's."""
+    files = store(tmp_path, are_several=lambda: True)
+
+    def fill(owner: str) -> int:
+        for number in range(11):
+            try:
+                add(files, b"x" * 100, owner)
+            except ApiError as refused:
+                assert (
+                    refused.status == 413 and "yours" in refused.message and "leaves free" in refused.message
+                )
+                return number
+        raise AssertionError("without a bound")
+
+    assert [fill(owner) for owner in "abc"] == [5, 2, 1]
+    for file in files.all_of("a"):
+        files.delete(file)
+    assert fill("c") == 3 and files._bytes.held_by("c") == 400
+
+
+def test_with_several_owners_each_leaves_numbers_of_files_for_others(tmp_path: Path) -> None:
+    files = store(tmp_path, max_files=4, are_several=lambda: True)
+    add(files, owner="a")
+    add(files, owner="a")
+    with pytest.raises(
+        ApiError, match="2 files are kept, 2 of them yours; this server keeps 4, of one API key"
+    ):
+        add(files, owner="a")
+    add(files, owner="b")
+
+
+def test_a_calendar_that_jumps_deletes_nothing_at_once(tmp_path: Path) -> None:
+    """While the service runs it changes nothing; at a start what seems too old has an hour, what is of the future 30 days."""
+    now_s = 1e9
+    calendar, passed = [now_s], [0.0]
+    files = store(tmp_path, clock=SteadyClock(lambda: calendar[0], lambda: passed[0]))
+    kept = add(files, lifetime_s=3600)
+    calendar[0] += 30 * 86_400
+    assert files.all_of("me") == [kept]
+    files.close()
+    again = store(tmp_path, clock=SteadyClock(lambda: calendar[0], lambda: passed[0]))
+    [found] = again.all_of("me")
+    assert found.expires_at == calendar[0] + GRACE_S
+    passed[0] += GRACE_S
+    assert not again.all_of("me")
+    add(again)
+    again.close()
+    calendar[0] -= 3650 * 86_400
+    [found] = store(tmp_path, clock=SteadyClock(lambda: calendar[0], lambda: passed[0])).all_of("me")
+    assert found.expires_at == calendar[0] + LIFETIME_S
+
+
 def test_a_folder_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionsError, match="cannot be used: Not a directory"):
@@ -69,7 +166,7 @@ def test_what_has_no_room_is_refused_and_deleting_makes_some(tmp_path: Path) -> 
     files.delete(first)
     add(files)
     add(files)
-    with pytest.raises(ApiError, match="3 files are kept, the most"):
+    with pytest.raises(ApiError, match="3 files are kept, 3 of them yours; this server keeps 3"):
         add(files)
 
 
@@ -115,7 +212,9 @@ def test_answers_become_a_file_once(tmp_path: Path) -> None:
     answers, file_id = tmp_path / "answers.jsonl", new_id("file-")
     answers.write_bytes(b"{}\n" * 1000)
     for _ in range(2):
-        files.adopt(answers, file_id, owner="me", filename="out.jsonl", lifetime_s=3600)
+        files.lend(answers, file_id, owner="me", filename="out.jsonl", lifetime_s=3600)
+        assert files.path_of(file_id).exists()
+        files.adopt(file_id)
     found = files.find(file_id, "me")
     assert (found.purpose, found.num_bytes, answers.exists()) == ("batch_output", 3000, False)
 

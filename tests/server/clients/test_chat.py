@@ -15,7 +15,7 @@ import pytest
 
 from server.cli import build_parser
 from server.clients.chat import ChatClient, ChatPiece, Speed, run_chat
-from server.clients.connection import ServiceError
+from server.clients.connection import Connection, ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
 CLIENT = httpx.Client  # also where a test has put something in its place
@@ -152,6 +152,40 @@ def test_reasoning_is_dimmed_on_a_terminal(
         monkeypatch.setattr("sys.stdout.isatty", lambda shown=is_terminal: shown)
         assert chat("http://x") == 0
         assert said in capsys.readouterr().out
+
+
+def test_what_a_server_says_does_not_act_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clipboard escape, a title, a cursor that goes back, C1's own introducer: shown, in answers, reasoning and errors."""
+    hostile = "a\tb\n\x1b]52;c;ZXZpbA==\x07\x1b[2J\r\x9b31m\x7f\x00\u00e9"
+    shown = "a\tb\n\\x1b]52;c;ZXZpbA==\\x07\\x1b[2J\\x0d\\x9b31m\\x7f\\x00\u00e9"
+    for chunk, stream in (
+        (delta(content=hostile), "out"),
+        (delta(reasoning_content=hostile), "out"),
+        ({"error": {"message": hostile}}, "err"),
+    ):
+        monkeypatch.setattr("httpx.Client", lambda chunk=chunk, **_: spoken([chunk]))
+        type_in(monkeypatch, ["?"])
+        assert chat("http://x") == 0
+        said = capsys.readouterr()
+        assert shown in getattr(said, stream)
+        assert not set(said.out + said.err) & set("\x1b\x07\r\x9b\x7f\x00")
+
+
+def test_a_conversation_goes_on_with_what_the_model_wrote() -> None:
+    client = ChatClient("http://x", http=spoken([delta(content="\x1b[2J")]))
+    client.open()
+    list(client.ask("?"))
+    assert client.messages[-1]["content"] == "\x1b[2J"
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_a_refusal_s_words_do_not_act_on_the_terminal(status: int) -> None:
+    for body in (json.dumps({"error": {"message": "\x1b[2Jno"}}), "\x1b[2Jno"):
+        transport = httpx.MockTransport(lambda _, body=body: httpx.Response(status, content=body))
+        with pytest.raises(ServiceError, match=r"\\x1b\[2Jno"):
+            Connection("http://x", http=CLIENT(transport=transport)).get_json("/v1/models")
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ def test_the_whole_story_of_a_record(
     assert all(
         path.parent == directory and path.name.startswith("expert_distribution_recorder_") for path in paths
     )
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 3
     logical = np.array(json.loads(paths[1].read_text())["logical_count"]).sum(axis=0)
     np.testing.assert_array_equal(logical[[2, 3, 5]], expected.sum(axis=1))
     assert http.post(DUMP).status_code == 400, "a dump forgets"

@@ -9,7 +9,7 @@ from scheduler.policy.request import FinishReason, Logprobs, Request, SamplingPa
 from scheduler.structure.stop_pattern import compile_all
 from server.errors import ApiError
 from server.front import generations, requests
-from server.front.generations import Answer, Ask, ClientGone
+from server.front.generations import NOBODY, Answer, Ask, Asker, ClientGone
 from tests.support.requests.desk import Desk, in_loop
 
 
@@ -45,6 +45,70 @@ async def test_one_more_than_may_be_open_is_refused_until_one_has_ended_but_a_pr
     for name in "bd":
         desk.deliver(name, "x", FinishReason.STOP)
     assert len(desk.reasons()) == 4 and desk.requests.num_refused == 1
+
+
+def given(desk: Desk) -> str:
+    """The choices that ranks were given, in order."""
+    return "".join(request.request_id for _, request in desk.ranks.submitted)
+
+
+@in_loop
+async def test_choices_beyond_the_bound_of_who_asks_follow_as_others_end() -> None:
+    desk = Desk()
+    desk.asker = Asker(most_choices=2)
+    answer = desk.open(*"abcde")
+    assert given(desk) == "ab" and desk.requests.num_open == 5 and desk.requests.num_unbounded == 0
+    assert desk.requests.num_parked == 0
+    desk.asker = NOBODY
+    desk.open(*"xyz").close()
+    assert given(desk) == "abxyz", "who has no bound does not wait"
+    desk.deliver("b", "x", FinishReason.STOP)
+    assert given(desk) == "abxyzc"
+    desk.deliver("c", "x", FinishReason.STOP)
+    desk.deliver("a", "x", FinishReason.STOP)
+    assert given(desk) == "abxyzcde"
+    for name in "de":
+        desk.deliver(name, "x", FinishReason.STOP)
+    pieces = dict(await answer.next())
+    assert [pieces[index].finish_reason for index in range(5)] == [FinishReason.STOP] * 5
+    assert len(desk.reasons()) == 8
+
+
+@pytest.mark.parametrize("way", ["left", "failed", "refused"])
+def test_choices_that_are_held_end_with_their_answer_and_reach_no_rank(way: str) -> None:
+    async def run() -> None:
+        desk = Desk()
+        desk.asker = Asker(most_choices=2)
+        answer = desk.open(*"abcde")
+        if way == "left":
+            answer.close()
+        elif way == "failed":
+            desk.requests.fail_all(ApiError(503, "It ends."))
+        else:
+            desk.requests.leave([0, 1])
+            assert desk.requests.num_parked == 2
+            answer.close()
+        assert given(desk) == "ab"
+        assert sorted(name for _, name in desk.ranks.aborted) == ([] if way == "refused" else ["a", "b"])
+        assert len(desk.reasons()) == 5
+
+    asyncio.run(run())
+
+
+@in_loop
+async def test_choices_that_are_held_outlive_a_lost_rank() -> None:
+    desk = Desk()
+    desk.asker = Asker(most_choices=1)
+    desk.open(*"ab")
+    lost = desk.rank_of("a")
+    desk.requests.leave([lost])
+    assert given(desk) == "aa" and desk.rank_of("a") != lost
+    desk.requests.enter(lost)
+    assert given(desk) == "aa", "what is held is not what waits for a rank"
+    desk.deliver("a", "x", FinishReason.STOP)
+    assert given(desk) == "aab"
+    desk.deliver("b", "x", FinishReason.STOP)
+    assert desk.reasons() == [FinishReason.STOP] * 2
 
 
 @in_loop

@@ -9,7 +9,7 @@ import pytest
 from server.front.generations import Asker
 from server.http.app import build_app
 from server.http.exchanges import asker_of_exchange
-from server.http.guards import ApiKeys
+from server.http.guards import OPERATOR_PATHS, ApiKeys
 from server.http.routes import new_router
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
@@ -168,6 +168,102 @@ def test_a_foreign_name_that_was_pointed_at_us_is_none_of_our_pages(host: str) -
     assert change({"host": host}) == 200, "a client that is no browser may call us what it likes"
 
 
+@pytest.mark.parametrize(
+    ("host", "allowed_hosts", "status"),
+    [
+        ("127.0.0.1:8000", (), 200),
+        ("[::1]:8000", (), 200),
+        ("localhost", (), 200),
+        ("LOCALHOST.:8000", (), 200),
+        ("a.localhost", (), 200),
+        ("gpu-box:8000", (), 200),
+        ("chat.example", (), 200),  # of an allowed origin
+        ("evil.example:8000", (), 403),
+        ("127.0.0.1.evil.example", (), 403),
+        ("gpu-box.evil.example", (), 403),
+        ("localhost.evil.example", (), 403),
+        ("localhost@evil.example", (), 403),
+        ("[::1", (), 403),
+        ("", (), 403),
+        ("llm.example", ("llm.example",), 200),
+        ("LLM.example:443", ("llm.Example",), 200),
+        ("a.llm.example", ("llm.example",), 403),
+        ("a.llm.example", ("*.llm.example",), 200),
+        ("llm.example", ("*.llm.example",), 403),
+        ("evilllm.example", ("*.llm.example",), 403),
+        ("evil.example", ("*",), 200),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_without_keys_contents_are_shown_under_own_names_only(
+    host: str, allowed_hosts: tuple[str, ...], status: int, method: str
+) -> None:
+    """A page of evil.example whose name was pointed here asks as its own site: with its Host, and without an Origin."""
+    seen = {"host": host}
+    assert change(seen, method=method, path="/v1/files", hosts=allowed_hosts) == status
+    assert change(seen, method=method, path="/health", hosts=allowed_hosts) == 200, "numbers for machines"
+    assert change(seen, method=method, path="/v1/files", hosts=allowed_hosts, keys=["sesame"]) == 401
+
+
+def test_a_proxy_s_name_that_is_allowed_serves_own_pages() -> None:
+    page = {"host": "llm.example", "origin": "https://llm.example"}
+    assert change(page) == 403
+    assert change(page, hosts=("llm.example",)) == 200
+    assert change({**page, "origin": "https://evil.example"}, hosts=("llm.example",)) == 403
+
+
+def test_a_refused_host_is_shown_in_short_with_the_way_out() -> None:
+    router = new_router()
+    router.add_api_route("/v1/files", answer, methods=["GET"])
+    app = build_app([router], version="0", keys=ApiKeys())
+    refused = ask(app, "GET", "/v1/files", headers={"host": "x" * 300})
+    message = refused.json()["error"]["message"]
+    assert "--allowed-hosts" in message and len(message) < 250
+
+
+@pytest.mark.parametrize(
+    "path", [*OPERATOR_PATHS, "/experts/plan", "/experts/apply", "/experts/what-comes-next"]
+)
+@pytest.mark.parametrize("keys", [(), ("user",)])
+def test_what_acts_on_the_whole_service_is_for_operators_if_they_have_keys(
+    tmp_path: Path, path: str, keys: tuple[str, ...]
+) -> None:
+    file = tmp_path / "operators"
+    file.write_text("root\n")
+    method = "GET" if path == "/experts/record" else "POST"
+    router = new_router()
+    router.add_api_route(path, answer, methods=[method])
+    operators = ApiKeys(file=file)
+
+    def status(key: str | None, *, operators: ApiKeys | None = operators) -> int:
+        app = build_app([router], version="0", keys=ApiKeys(keys, operators=operators))
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return ask(app, method, path, headers=headers).status_code
+
+    assert (status(None), status("root")) == (401, 200)
+    assert status("user") == 403, "known, or of no meaning here: it is not an operator's"
+    assert status("user", operators=None) == 200, "without a file of operators every key may"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/files"), ("POST", "/work"), ("GET", "/experts/load")]
+)
+def test_operators_keys_open_the_rest_too_and_other_keys_still_do(
+    tmp_path: Path, method: str, path: str
+) -> None:
+    file = tmp_path / "operators"
+    file.write_text("root\n")
+    keys = ApiKeys(["user"], operators=ApiKeys(file=file))
+    router = new_router()
+    router.add_api_route(path, answer, methods=[method])
+    app = build_app([router], version="0", keys=keys)
+    for key, status in (("root", 200), ("user", 200), ("wrong", 200 if path == "/experts/load" else 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert ask(app, method, path, headers=headers).status_code == status
+    assert not keys.are_several, "one key, and operators, who need no share"
+    assert ApiKeys(["user", "other"]).are_several and not ApiKeys().are_several
+
+
 def test_pages_may_look_and_an_open_service_is_open() -> None:
     evil = {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
     assert change(evil, method="GET") == change(evil, path="/ping") == 200
@@ -182,13 +278,15 @@ def change(
     method: str = "POST",
     path: str = "/work",
     allowed: tuple[str, ...] = ("https://chat.example",),
+    hosts: tuple[str, ...] = (),
     keys: Sequence[str] = (),
 ) -> int:
-    """Ask for a change; returns the status."""
+    """Ask for a change, or for contents; returns the status."""
     router = new_router()
     for each in ("/work", "/ping"):
         router.add_api_route(each, answer, methods=["POST"])
-    router.add_api_route("/work", answer, methods=["GET"])
-    http = HttpOptions(allowed_origins=allowed)
+    for each in ("/work", "/health", "/v1/files"):
+        router.add_api_route(each, answer, methods=["GET", "HEAD"])
+    http = HttpOptions(allowed_origins=allowed, allowed_hosts=hosts)
     app = build_app([router], version="0", keys=ApiKeys(keys), http=http, own_names=["gpu-box"])
     return ask(app, method, path, headers=headers).status_code

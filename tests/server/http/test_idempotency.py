@@ -1,6 +1,8 @@
 """Requests with an Idempotency-Key: answered once, whoever asks again, whatever becomes of connections and fronts."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
 from server.errors import ApiError
-from server.http import idempotency
+from server.http import idempotency, kept_answers
 from server.http.app import build_app
 from server.http.exchanges import ExchangeWatch, draw_seed, seeds_from
 from server.http.guards import ApiKeys
@@ -67,7 +69,7 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-def app_of(model: Model, folder: Path, *, hold_s: float = 60.0, keys: ApiKeys | None = None) -> ASGIApp:
+def app_of(model: Model, folder: Path, *, keys: ApiKeys | None = None, **how: Any) -> ASGIApp:
     """A front that keeps answers in `folder`."""
     routes = Starlette(routes=[Route(path, model.answer, methods=["POST"]) for path in (PATH, "/tokenize")])
     return build_app(
@@ -75,7 +77,7 @@ def app_of(model: Model, folder: Path, *, hold_s: float = 60.0, keys: ApiKeys | 
         version="0",
         keys=keys or ApiKeys(),
         http=HttpOptions(),
-        answer_once=lambda _: IdempotentAnswers(routes, KeptAnswers(folder), "secret", hold_s=hold_s),
+        answer_once=lambda _: IdempotentAnswers(routes, KeptAnswers(folder), "secret", **how),
     )
 
 
@@ -188,8 +190,129 @@ def test_an_answer_that_was_cut_off_while_it_was_written_is_made_again(tmp_path:
             assert again.json()["number"] == 2
         path.write_bytes(b'{"finger')
         assert (await ask(app_of(model, tmp_path))).json()["number"] == 3
+        begun = path.read_bytes().split(b"\n")[0]
+        for content, number in ((begun + b'\n{"headers": [', 4), (begun, 5)):
+            path.write_bytes(content)
+            for _ in range(2):
+                assert (await ask(app_of(model, tmp_path))).json()["number"] == number
 
     asyncio.run(run())
+
+
+async def ended() -> None:
+    """Let applications return: a stream is kept when its application has, not when its client has read it."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def fail_next(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> None:
+    """Let writes of kept answers fail as on a full disk: of the next ones, the last."""
+    append, left = kept_answers._append, [num_calls]
+
+    def write(path: Path, content: bytes, flags: int = 0) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            append(path, content[: len(content) // 2], flags)  # a full disk takes a part
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(path, content, flags)
+
+    monkeypatch.setattr(kept_answers, "_append", write)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "p"}, {"prompt": "p", "stream": True}])
+@pytest.mark.parametrize(("num_calls", "status", "num_made"), [(1, 503, 1), (2, 200, 2)])
+def test_a_key_that_met_a_full_disk_works_again_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: Any, num_calls: int, status: int, num_made: int
+) -> None:
+    """The first write is refused in words; the second is an answer that is not kept, and made again."""
+
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        fail_next(monkeypatch, num_calls)
+        first = await ask(app, body)
+        assert first.status_code == status
+        if status == 503:
+            assert "cannot be kept: No space left" in first.json()["error"]["message"]
+        await ended()
+        assert not list(tmp_path.iterdir()), "nothing is left behind"
+        again = [await ask(app, body) for _ in range(2)]
+        await ended()
+        again.append(await ask(app_of(model, tmp_path), body))
+        assert {each.status_code for each in again} == {200} and len({each.content for each in again}) == 1
+        assert len(model.seeds) == num_made and len(set(model.seeds)) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"not json\n[]\n",
+        b'{"fingerprint": "f"}\n{"headers": []}\nbody',
+        b"a\n\xff\nb",
+        b"[]\n{}\n",
+    ],
+)
+def test_a_kept_answer_that_cannot_be_read_counts_as_not_answered(tmp_path: Path, content: bytes) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path)
+        await ask(app)
+        [path] = tmp_path.iterdir()
+        for front in (app, None):
+            path.write_bytes(content)
+            answers = [await ask(front or app_of(model, tmp_path)) for _ in range(2)]
+            assert [each.status_code for each in answers] == [200, 200]
+        assert len(set(model.seeds)) == 1, "what is made again has the same tokens"
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_removed_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stay(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    now_s = 0.0
+    kept = KeptAnswers(tmp_path, clock=lambda: now_s)
+    kept.accept("k", "old")
+    kept.finish("k", WholeAnswer([], b"old"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", stay)
+        kept.forget("k")
+    kept.accept("k", "new")
+    kept.finish("k", WholeAnswer([], b"new"))
+    assert kept.read("k") == KeptAnswers(tmp_path, clock=lambda: now_s).read("k") == WholeAnswer([], b"new")
+
+
+def test_the_owner_that_holds_most_loses_the_oldest(tmp_path: Path) -> None:
+    def fill(kept: KeptAnswers, owner: str, *numbers: int, body: bytes = b"1") -> None:
+        for number in numbers:
+            kept.accept(f"{owner}{number}", "f", owner)
+            kept.finish(f"{owner}{number}", WholeAnswer([], body))
+
+    def left(kept: KeptAnswers) -> str:
+        return " ".join(f"{owner}{n}" for owner in "ab" for n in range(12) if kept.read(f"{owner}{n}"))
+
+    kept = KeptAnswers(tmp_path, max_keys=6, clock=lambda: 0.0)
+    fill(kept, "a", 0, 1)
+    fill(kept, "b", *range(12))
+    assert left(kept) == "a0 a1 b8 b9 b10 b11", "a flood of one key pushes out its own"
+    kept = KeptAnswers(tmp_path, max_bytes=10, max_keys=6, clock=lambda: 0.0)
+    assert left(kept) == "a0 a1 b8 b9 b10 b11", "another front knows whose they are"
+    fill(kept, "b", 0, body=b"88888888")
+    assert left(kept) == "a0 a1 b0"
+
+
+def test_a_calendar_that_went_back_keeps_nothing_for_longer(tmp_path: Path) -> None:
+    KeptAnswers(tmp_path, clock=lambda: 1e6).accept("k", "f")
+    now_s = 1000.0
+    kept = KeptAnswers(tmp_path, clock=lambda: now_s)
+    assert kept.fingerprint_of("k") == "f"
+    now_s += MAX_AGE_S + 1
+    assert kept.fingerprint_of("k") is None
 
 
 def test_a_failure_is_not_kept(tmp_path: Path) -> None:
@@ -208,13 +331,16 @@ def test_a_failure_is_not_kept(tmp_path: Path) -> None:
 class Connection:
     """One request, made by hand, whose client may leave."""
 
-    def __init__(self, app: ASGIApp, body: bytes = b'{"stream": true}') -> None:
+    def __init__(self, app: ASGIApp, body: bytes = b'{"stream": true}', *, key: str = "k-1") -> None:
         self.sent: list[Message] = []
         self.left = asyncio.Event()
         self._body: bytes | None = body
         self.may_send = asyncio.Event()
         self.may_send.set()
-        headers = [(name.lower().encode(), value.encode()) for name, value in KEY.items()]
+        headers = [
+            (name.lower().encode(), value.encode())
+            for name, value in (KEY | {"Idempotency-Key": key}).items()
+        ]
         scope = {
             "type": "http",
             "method": "POST",
@@ -277,6 +403,66 @@ def test_an_answer_that_nobody_comes_back_for_is_given_up(tmp_path: Path) -> Non
             await asyncio.sleep(0)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_left", [3, 9])
+def test_clients_that_ask_with_new_keys_and_leave_are_bounded(tmp_path: Path, num_left: int) -> None:
+    """Each leaves an answer that goes on without a connection; beyond the bound the oldest ends."""
+
+    async def run() -> None:
+        model = Model()
+        model.gate.clear()
+        app = app_of(model, tmp_path, max_unread=3)
+        connections = []
+        for number in range(num_left):
+            connections.append(connection := Connection(app, b"{}", key=f"k-{number}"))
+            while len(model.seeds) <= number:
+                await asyncio.sleep(0)
+            connection.left.set()
+            await connection.task
+        stays = Connection(app, b"{}", key="k-stays")
+        while len(model.seeds) <= num_left or model.num_gone < num_left - 3:
+            await asyncio.sleep(0)
+        back = Connection(app, b"{}", key=f"k-{num_left - 1}")
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert model.num_gone == num_left - 3
+        model.gate.set()
+        await asyncio.gather(stays.task, back.task)
+        assert b'"number":%d' % num_left in back.body, "the newest was still being made"
+        assert stays.body and len(model.seeds) == num_left + 1
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_an_answer_too_long_to_be_kept_ends_when_its_reader_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "MAX_ANSWER_BYTES", 20)
+
+    async def run() -> None:
+        model = Model()
+        num_made, has_ended = 0, asyncio.Event()
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal num_made
+            try:
+                while True:
+                    num_made += 1
+                    yield b"%09d\n" % num_made
+                    await asyncio.sleep(0)
+            finally:
+                has_ended.set()
+
+        model._stream = endless  # type: ignore[method-assign]
+        connection = Connection(app_of(model, tmp_path))
+        while num_made < 10:
+            await asyncio.sleep(0)
+        connection.left.set()
+        await connection.task
+        await has_ended.wait()  # long before the 60 s
+
+    asyncio.run(asyncio.wait_for(run(), 20))
 
 
 def test_a_stream_too_long_to_be_kept_waits_for_its_reader_and_is_forgotten(

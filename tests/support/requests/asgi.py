@@ -9,7 +9,7 @@ import httpx
 def client_of(app: Any) -> httpx.AsyncClient:
     """A client of an application; its bugs are answers."""
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://x")
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 def ask(app: Any, method: str, path: str, **how: Any) -> httpx.Response:

@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.front.admission import Admission
-from server.front.generations import Answer, Ask
+from server.front.generations import NOBODY, Answer, Ask
 from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.router import Router
@@ -39,6 +39,7 @@ class Desk:
         self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
+        self.asker = NOBODY
         self.requests = Requests(
             decoder=ByteDecoder(),
             ranks=self.ranks,  # type: ignore[arg-type]
@@ -48,6 +49,7 @@ class Desk:
             timeout_s=timeout_s,
             admission=Admission(most_open),
             why_not_ready=lambda: self.why_not_ready,
+            who_asks=lambda: self.asker,
         )
 
     def open(self, *names: str, params: SamplingParams | None = None, **how: Any) -> Answer:

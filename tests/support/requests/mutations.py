@@ -39,7 +39,7 @@ class RawRequest:
 
     def bytes(self) -> bytes:
         """The request as it goes over the wire."""
-        head = [f"{self.method} {self.path} HTTP/1.1", "Host: test"]
+        head = [f"{self.method} {self.path} HTTP/1.1", "Host: localhost"]
         head += [f"{name}: {value}" for name, value in self.headers]
         if not any(name.lower() in ("content-length", "transfer-encoding") for name, _ in self.headers):
             head.append(f"Content-Length: {len(self.body)}")

@@ -110,3 +110,14 @@ def test_the_history_shows_moves_and_decisions_with_reasons(capsys: pytest.Captu
     )
     assert PlayedService(ENTRY).run("history", "--json", "--rows", "1") == 0
     assert json.loads(capsys.readouterr().out)["serving"] == {"version": 4}
+
+
+@pytest.mark.parametrize("verb", ["apply", "rollback", "history"])
+@pytest.mark.parametrize("field", ["reason", "kind", "failed"])
+def test_a_server_s_words_do_not_act_on_the_terminal(
+    verb: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PlayedService({**ENTRY, field: "\x1b]0;mine\x07\x9b2J"}).run(verb)
+    said = capsys.readouterr()
+    assert not set(said.out + said.err) & set("\x1b\x07\x9b")
+    assert verb == "history" or "\\x1b]0;mine" in said.out

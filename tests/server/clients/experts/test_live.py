@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -162,3 +163,14 @@ def test_values_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.
     with pytest.raises(SystemExit):
         main(["experts", "load", *flags])
     assert "must be" in capsys.readouterr().err
+
+
+def test_a_server_s_words_do_not_act_on_the_terminal() -> None:
+    load: dict[str, Any] = {**answer(), "model": "\x1b[2Jm"}
+    load["ranks"] = [{**rank, "host": "\x9b2J"} for rank in load["ranks"]]
+    for text in (
+        experts_live.load_table(load, rows=2),
+        experts_live.load_table({**answer(0), "model": "\x1b[2Jm"}, rows=2),
+        experts_live.fitting_table(load, 2, width=80, height=24),
+    ):
+        assert "\\x1b[2Jm" in text and not set(text) & set("\x1b\x9b")
