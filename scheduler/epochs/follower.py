@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import DispatchTimeout, PeerLost, WireUnavailable

@@ -6,10 +6,8 @@ Groups are made here and given away; nothing else keeps them (D8 of the design).
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, Store
 
 from dispatch.errors import WireUnavailable
 from expert_placement.placement import Placement
@@ -30,7 +28,7 @@ def make_group(
     """
     connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+    group.set_timeout(timedelta(seconds=timeout_s))
     return group
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from dispatch.ports import free_port
 from server.process.store.signed_store import SignedStore, UnsignedError
