@@ -135,8 +135,16 @@ def _with_file(said: dict[str, Any]) -> dict[str, Any]:
     """Add what the file of --config says and the command line does not."""
     if "config" not in said:
         return said
-    file = Path(said["config"])
-    return {**_by_keyword(_read_config_file(file), f"--config {file}: "), **said}
+    return {**said_in_file(Path(said["config"])), **said}
+
+
+def said_in_file(path: Path) -> dict[str, Any]:
+    """Return what a file of --config says, by keyword.
+
+    Raises:
+        OptionsError: it cannot be read, or names what is no option.
+    """
+    return _by_keyword(_read_config_file(path), f"--config {path}: ")
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
