@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import DistStoreError, Store
 
 from dispatch.errors import WireUnavailable
+from dispatch.gathered import gather_values
 from expert_placement.placement import Placement
 from scheduler.policy.config import ConfigError, EngineConfig
 
@@ -58,9 +59,7 @@ def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
     own = socket.gethostname()
     if group is None:
         return (own,)
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    return tuple(told)
+    return tuple(gather_values(own, group))
 
 
 def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
@@ -71,8 +70,7 @@ def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, f"{placement.digest()} version {placement.version}", group=group)
+    told = gather_values(f"{placement.digest()} version {placement.version}", group)
     if len(set(told)) > 1:
         raise ConfigError(
             f"the ranks start from different placements ({', '.join(told)}); give every node the same file"
