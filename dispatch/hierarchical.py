@@ -42,6 +42,7 @@ from dispatch.errors import (
     WireUnavailable,
 )
 from dispatch.exchange import Exchange
+from dispatch.gathered import gather_values
 from dispatch.mode import NORMAL, Mode
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
@@ -329,8 +330,7 @@ def open_hierarchical(
 def _check_agreement(group: dist.ProcessGroup | None, settings: dict[str, object]) -> None:
     if group is None:
         return
-    everybody: list[dict[str, object]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everybody, settings, group=group)
+    everybody = gather_values(str(settings), group)
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             raise ValueError(

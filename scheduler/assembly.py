@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from dispatch.dispatched import TokenDispatcher, UnconnectedDispatcher
 from dispatch.errors import WireUnavailable

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.random_model import ensure_random_model

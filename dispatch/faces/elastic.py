@@ -24,6 +24,7 @@ from dispatch.faces.events import EventHandle, EventOverlap, finished
 from dispatch.faces.handles import EPHandle, Rows, as_biases, split_rows
 from dispatch.faces.rules import Problems, first_problem
 from dispatch.faces.wires import Released
+from dispatch.gathered import gather_values
 from dispatch.rows import HostRows, RowExchange
 from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
@@ -170,9 +171,7 @@ class ElasticDomains:
 
 def _ranks_of_a_host(group: dist.ProcessGroup) -> int:
     """Collective over `group`."""
-    hosts: list[Any] = [None] * group.size()
-    dist.all_gather_object(hosts, identify_process().host, group=group)
-    return find_node_size(hosts)
+    return find_node_size([tuple(host) for host in gather_values(identify_process().host, group)])
 
 
 class ElasticBuffer(ElasticDomains, RefusedCalls, Released):

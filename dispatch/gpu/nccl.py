@@ -142,7 +142,7 @@ class Collectives:
         """Let the device go on: a collective of NCCL that a peer never joins would keep it for ever."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
-            group._get_backend(self.device).abort()
+            group.abort()
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         """A collective does not say who failed; between two ranks it can only be the other."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language import core
 
 from dispatch.errors import WireUnavailable
+from dispatch.gathered import gather_values
 
 LINKED = ("send_rows", "send_answers", "post_flags", "post_refusal")  # the kernels that call NVSHMEM
 
@@ -127,8 +128,7 @@ def _start(
 ) -> tuple[int, ...]:
     """Start NVSHMEM with the ranks of the group as its processes, or see that it runs so; return the kept memory's sizes."""
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
-    running: list[_Running | None] = [None] * len(ranks)
-    dist.all_gather_object(running, process.running(), group=group)
+    running = [_read_running(each) for each in gather_values(_say_running(process.running()), group)]
     first = running[0]
     if any(each != first for each in running) or (first is not None and first.ranks != ranks):
         others = sorted({each.ranks for each in running if each is not None})
@@ -141,14 +141,21 @@ def _start(
         return first.kept_bytes
     unique_id = nvshmem.get_unique_id(empty=rank != 0)
     content = unique_id._data.view(np.uint8)
-    sent = [content.tobytes()]
-    dist.broadcast_object_list(sent, src=ranks[0], group=group)
-    content[...] = np.frombuffer(sent[0], dtype=np.uint8).reshape(content.shape)
+    first_id = bytes.fromhex(gather_values(content.tobytes().hex(), group)[0])
+    content[...] = np.frombuffer(first_id, dtype=np.uint8).reshape(content.shape)
     nvshmem.init(
         device=_device_of(device), uid=unique_id, rank=rank, nranks=len(ranks), initializer_method="uid"
     )
-    process.unique_id, process.ranks = sent[0], ranks
+    process.unique_id, process.ranks = first_id, ranks
     return ()
+
+
+def _say_running(running: _Running | None) -> list[Any] | None:
+    return running and [running.unique_id.hex(), running.ranks, running.kept_bytes]
+
+
+def _read_running(said: list[Any] | None) -> _Running | None:
+    return said and _Running(bytes.fromhex(said[0]), tuple(said[1]), tuple(said[2]))
 
 
 def _device_of(device: torch.device) -> Any:

@@ -9,13 +9,14 @@ the CPU has shared memory for both, and is how this is tested.
 import importlib
 import logging
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import WireUnavailable
+from dispatch.gathered import gather_values
 from dispatch.gpu.dispatcher import DeviceDispatcher, LocalPairs
 from dispatch.gpu.exchange import LowLatencyPairs
 from dispatch.gpu.nccl import GROUP_MARGIN_S, NcclRows
@@ -31,7 +32,6 @@ _HOST_WIRES = ("gloo", "shm")
 _ASKED = "it was asked for"
 _INTERPRETER = "interpreter"
 
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def open_gpu_dispatcher(
             group, device=device, slots_per_rank=slots_per_rank, rows=rows
         )
         return dispatcher
-    choice = decide(backend, _gather(_own_facts(device), group))
+    choice = decide(backend, _devices_of(device, group))
     name, mover = _open_mover(choice.wire, group, device, timeout_s=timeout_s, epoch=epoch)
     normal = NormalPairs(mover, device=device, slots_per_rank=slots_per_rank, is_fp8=is_fp8)
     low_latency, problem = _open_low_latency(
@@ -160,19 +160,18 @@ def _decide_memory(backend: str, facts: list[RankDevice]) -> WireChoice:
     )
 
 
+def _devices_of(device: torch.device, group: dist.ProcessGroup) -> list[RankDevice]:
+    """Return what every rank has. Collective."""
+    said = gather_values(_own_facts(device), group)
+    return [RankDevice(tuple(host), *others) for host, *others in said]
+
+
 def _own_facts(device: torch.device) -> RankDevice:
     host = identify_process().host
     if device.type == "cpu":
         return RankDevice(host, _INTERPRETER, has_nccl=False, has_nvshmem=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return RankDevice(host, gpu, dist.is_nccl_available(), why_unavailable("nvshmem") is None)
-
-
-def _gather(own: T, group: dist.ProcessGroup) -> list[T]:
-    """Return what every rank says. Collective."""
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, own, group=group)
-    return everybody
 
 
 def _open_mover(
@@ -199,7 +198,7 @@ def _open_low_latency(
         exchange = LowLatencyPairs(open_memory, dist.get_world_size(group), timeout_s=timeout_s, **options)
     except WireUnavailable as error:
         problem = str(error)
-    problems = [text for text in _gather(problem, group) if text]
+    problems = [text for text in gather_values(problem, group) if text]
     if problems and exchange is not None:
         exchange.close()
     return (None, problems[0]) if problems else (exchange, "")

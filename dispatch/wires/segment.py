@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dispatch import native
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, WireUnavailable
+from dispatch.gathered import gather_values
 from dispatch.wires import signals
 from dispatch.wires.wire import RankTable
 
@@ -187,21 +188,18 @@ class SharedSegment:
 
 def _map_together(group: dist.ProcessGroup, total: int) -> tuple[list[HostIdentity], mmap.mmap]:
     """Make the file on rank 0, map it everywhere, and return only if all could."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    problem, descriptor = _make_file(total) if rank == 0 else ("", -1)
+    problem, descriptor = _make_file(total) if dist.get_rank(group) == 0 else ("", -1)
     try:
-        offers: list[tuple[HostIdentity, str, int] | None] = [None] * world_size
-        dist.all_gather_object(offers, (identify_process(), problem, descriptor), group=group)
-        peers = [offer[0] for offer in offers if offer is not None]
-        _, problem, remote = offers[0] or (peers[0], "rank 0 made no offer", -1)
+        offers = gather_values((identify_process(), problem, descriptor), group)
+        peers = [HostIdentity(tuple(host), *others) for (host, *others), _, _ in offers]
+        _, problem, remote = offers[0]
         strangers = [r for r, peer in enumerate(peers) if peer.host != peers[0].host]
         memory = None
         if strangers:
             problem = f"ranks {strangers} are not on the host of rank 0, {peers[0].host[1]}"
         elif not problem:
             problem, memory = _map_file(f"/proc/{peers[0].pid}/fd/{remote}", total)
-        problems: list[str | None] = [None] * world_size
-        dist.all_gather_object(problems, problem, group=group)
+        problems = gather_values(problem, group)
     finally:
         if descriptor >= 0:
             os.close(descriptor)

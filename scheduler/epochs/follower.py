@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import DispatchTimeout, PeerLost, WireUnavailable
+from dispatch.gathered import gather_values
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
@@ -215,9 +216,7 @@ def _largest(step: int, group: dist.ProcessGroup | None) -> int:
     """The largest of all members' numbers; collective, None being one member."""
     if group is None:
         return step
-    told = [0] * dist.get_world_size(group)
-    dist.all_gather_object(told, step, group=group)
-    return max(told)
+    return max(int(each) for each in gather_values(step, group))
 
 
 def _open_channel(num_members: int) -> PeerChannel:

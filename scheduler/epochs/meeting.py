@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
+from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from dispatch.errors import WireUnavailable
 from scheduler.epochs.orders import IsOver, OvertakenError

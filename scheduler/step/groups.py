@@ -6,12 +6,11 @@ Groups are made here and given away; nothing else keeps them (D8 of the design).
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, Store
 
 from dispatch.errors import WireUnavailable
+from dispatch.gathered import gather_values
 from expert_placement.placement import Placement
 from scheduler.policy.config import ConfigError, EngineConfig
 
@@ -30,7 +29,7 @@ def make_group(
     """
     connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+    group.set_timeout(timedelta(seconds=timeout_s))
     return group
 
 
@@ -60,9 +59,7 @@ def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
     own = socket.gethostname()
     if group is None:
         return (own,)
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, own, group=group)
-    return tuple(told)
+    return tuple(gather_values(own, group))
 
 
 def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
@@ -73,8 +70,7 @@ def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
     """
     if group is None:
         return
-    told: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, f"{placement.digest()} version {placement.version}", group=group)
+    told = gather_values(f"{placement.digest()} version {placement.version}", group)
     if len(set(told)) > 1:
         raise ConfigError(
             f"the ranks start from different placements ({', '.join(told)}); give every node the same file"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchError

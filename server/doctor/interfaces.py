@@ -88,6 +88,14 @@ def bindable_address(host: str) -> str:
     return ""
 
 
+def has_endpoint(host: str) -> bool:
+    """Whether a rendezvous endpoint's host is this node: torchrun hosts the store here, and doctors meet here.
+
+    torchrun's own rule compares host names, and fails on a node whose host name resolves to loopback.
+    """
+    return bool(bindable_address(host))
+
+
 def gloo_takes(
     environment: Mapping[str, str],
     interfaces: Sequence[Interface],

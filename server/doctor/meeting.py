@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
-from server.doctor.interfaces import bindable_address
+from server.doctor.interfaces import has_endpoint
 from server.doctor.report import count
 
 SAY_AFTER_S = 3.0  # of waiting; then whenever something has changed
@@ -246,7 +246,7 @@ def meet(endpoint: Endpoint, num_nodes: int, name: str, *, timeout_s: float, say
     """
     until_s = time.monotonic() + timeout_s
     _check_resolves(endpoint)
-    host = _listen(endpoint, num_nodes) if bindable_address(endpoint.host) else None
+    host = _listen(endpoint, num_nodes) if has_endpoint(endpoint.host) else None
     lines = _Lines(connect(endpoint, until_s, say))
     try:
         lines.send({"doctor": _VERSION, "num_nodes": num_nodes, "name": name, "is_head": host is not None})

@@ -1,7 +1,7 @@
 """Reads options: from a command line, from a script's keywords, from the process that started this one.
 
 What a process of a service hands to its children is the value itself, as JSON (`handed_on`), but for the API keys:
-everybody on the machine can read a command line, so keys travel in the environment.
+everybody on the machine can read a command line, so keys travel in the environment. So does the cluster key of one start.
 """
 
 import argparse
@@ -25,6 +25,9 @@ from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, HttpOptions, 
 from server.options.vllm_flags import VLLM_FLAGS
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
+_CLUSTER_KEY_VARIABLE = (
+    "WIDEEP_OWN_CLUSTER_KEY"  # for processes that `wideep serve` starts; users give a file
+)
 PRIVATE_DEFAULTS = {
     "port": 0,
     "access_log": False,
@@ -135,8 +138,16 @@ def _with_file(said: dict[str, Any]) -> dict[str, Any]:
     """Add what the file of --config says and the command line does not."""
     if "config" not in said:
         return said
-    file = Path(said["config"])
-    return {**_by_keyword(_read_config_file(file), f"--config {file}: "), **said}
+    return {**said_in_file(Path(said["config"])), **said}
+
+
+def said_in_file(path: Path) -> dict[str, Any]:
+    """Return what a file of --config says, by keyword.
+
+    Raises:
+        OptionsError: it cannot be read, or names what is no option.
+    """
+    return _by_keyword(_read_config_file(path), f"--config {path}: ")
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
@@ -337,15 +348,16 @@ def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int | None) -
 
 
 def handed_on(options: Options) -> list[str]:
-    """Return the command-line arguments with which a child process gets the same options, but for the API keys."""
+    """Return the command-line arguments with which a child process gets the same options, but for keys."""
     said = asdict(options)
-    del said["api_keys"]
+    del said["api_keys"], said["own_cluster_key"]
     return [_HANDED_ON, json.dumps(said)]
 
 
 def environment_from(options: Options) -> dict[str, str]:
     """Return the environment variables that carry what `handed_on` leaves out."""
-    return {API_KEY_VARIABLE: " ".join(options.api_keys)}
+    own = {_CLUSTER_KEY_VARIABLE: options.own_cluster_key} if options.own_cluster_key else {}
+    return {API_KEY_VARIABLE: " ".join(options.api_keys), **own}
 
 
 def options_from_json(handed: str, environment: Mapping[str, str]) -> Options:
@@ -354,7 +366,8 @@ def options_from_json(handed: str, environment: Mapping[str, str]) -> Options:
         said = json.loads(handed)
         inner = {name: kind(**_with_tuples(said[name])) for name, kind in _INNER.items()}
         keys = tuple(environment.get(API_KEY_VARIABLE, "").split())
-        return Options(**{**_with_tuples(said), **inner, "api_keys": keys})
+        own_key = environment.get(_CLUSTER_KEY_VARIABLE, "")
+        return Options(**{**_with_tuples(said), **inner, "api_keys": keys, "own_cluster_key": own_key})
     except (ValueError, TypeError, KeyError) as error:
         raise OptionsError(f"{_HANDED_ON} is for processes that WideEP starts itself: {error}") from error
 

@@ -559,11 +559,15 @@ class Options:
     )  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
+    # A cluster key that `wideep serve` makes for the processes of one start; no flag sets it, and no command line shows it.
+    own_cluster_key: str = field(default="", repr=False)
 
     @property
     def cluster_key(self) -> bytes | None:
         """The secret of front and ranks; None: there is none."""
-        return None if self.cluster_key_file is None else read_cluster_key(Path(self.cluster_key_file))
+        if self.cluster_key_file is None:
+            return self.own_cluster_key.encode() or None
+        return read_cluster_key(Path(self.cluster_key_file))
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

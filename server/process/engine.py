@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
 from moe.families import UnsupportedModelError
@@ -45,6 +45,7 @@ from server.options.table import Options
 from server.parent_death import die_with_parent
 from server.process.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.process.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
+from server.process.greeting import address_elsewhere
 from server.process.loading import Loading, loading_of
 from server.process.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
 from server.process.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
@@ -108,7 +109,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     store = _own_store(place, environment, key)
     front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
-    supervisor.tell(http=front["http"])
+    supervisor.tell(http=front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front))
     loading = loading_of(
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )

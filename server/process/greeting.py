@@ -22,6 +22,28 @@ from server.process.preflight.model import read_config
 from server.process.preflight.probe import Capacity, reachable_host
 
 
+def address_elsewhere(front: Mapping[str, str]) -> str:
+    """Return where the service answers, as another node says it: "http://HEAD:8000", or that it answers on HEAD alone.
+
+    Args:
+        front: what the front has announced; ranks know its node by the host of `ranks_address`.
+    """
+    url, head = front["http"], front["ranks_address"].rpartition(":")[0]
+    scheme, _, place = url.partition("://")
+    host, _, port = place.rpartition(":")
+    if host in ("", "0.0.0.0", "[::]") and port:
+        return f"{scheme}://{head}:{port}"
+    if _is_loopback(head):  # all nodes are on one machine
+        return url
+    if url.startswith("unix:"):
+        return f"{url} on {head} alone"
+    return f"{url} on {head} alone (--host 0.0.0.0 lets other machines ask)" if _is_loopback(host) else url
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "[::1]") or host.startswith("127.")
+
+
 def _chat(options: Options) -> str:
     where = _url(options) if options.uds is None else shlex.quote(f"unix:{options.uds}")
     return f"{_wideep_script()} chat {where}"

@@ -42,7 +42,7 @@ _HOST = "127.0.0.1"
 
 def host_store(listener: socket.socket) -> object:
     """Serve torch's store on a socket until this process ends; returns what must be kept."""
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore
 
     port = listener.getsockname()[1]
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

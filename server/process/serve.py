@@ -3,10 +3,14 @@
 Serve is the root of the process tree: serve > launcher > worker per rank > engine, and the front.
 Each level ends when the one above does, however that ended. Serve adopts what a killed launcher leaves behind, so
 that nothing is left when serve has ended. Rejected: torchrun as the launcher, which ends all workers when one is killed.
+
+Every program of this machine can reach the store and the front's port for ranks. So each start makes a cluster key, which only the
+processes below get, in their environment: others cannot take a rank's place, which would give them prompts.
 """
 
 import math
 import os
+import secrets
 import select
 import signal
 import tempfile
@@ -97,6 +101,7 @@ def _prepare(options: Options) -> Options:
         with_checkpoint(on_device(options, device, num_local_ranks=ranks)),
         data_parallel_size=ranks,
         threads=options.threads or max(1, usable_cores() // ranks),
+        own_cluster_key="" if options.cluster_key_file else secrets.token_hex(32),
     )
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     say(f"wideep: computing on {device.in_words}")

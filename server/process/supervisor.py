@@ -356,7 +356,7 @@ class Supervisor:
             return text
         return (
             f"{text}; if that still runs and can be reached again, this node joins it with: torchrun --nnodes 1 "
-            f"--nproc-per-node {self._place.local_world_size} --rdzv-backend c10d --rdzv-endpoint localhost:0 "
+            f"--nproc-per-node {self._place.local_world_size} --rdzv-backend wideep --rdzv-endpoint localhost:0 "
             f"--no-python wideep worker {self._options.model} --join {self._environment.get('MASTER_ADDR')}:"
             f"{self._environment.get('MASTER_PORT')}"
         )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store
 
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost

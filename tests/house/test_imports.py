@@ -138,6 +138,7 @@ ORDER = (
         "dispatch.buffers",
         "dispatch.cpu_kernels",
         "dispatch.errors",
+        "dispatch.gathered",
         "dispatch.mode",
     ),
     ("dispatch.fp8", "dispatch.ports", "dispatch.team"),

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import TCPStore, distributed_c10d
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GROUP_TIMEOUT_S = 30.0

@@ -3,8 +3,15 @@
 `wideep serve` decides for all ranks of its node, a worker under a plain torchrun for itself; the processes that they
 start are told. They never import torch, so a child process looks for GPUs and prints JSON. Without the driver's control
 device there is nothing to look for, and no child is started.
+
+A known lack (no GPU, an old driver, no triton) lets `--device auto` compute on the CPU and print the reason. An unexpected
+error while a device is there ends the start with its cause: a service that silently computes on the CPU is no help.
+
+torch has no public name for the driver's version, and its private one is missing in builds of 2.11 for CUDA. The version comes
+from the CUDA driver API instead (cuDriverGetVersion in libcuda, which needs no initialised device).
 """
 
+import ctypes
 import importlib.metadata
 import json
 import subprocess
@@ -27,6 +34,7 @@ _CHILD = (
     "import sys; sys.path.insert(0, sys.argv[1]); from server.process.preflight import device; device.main()"
 )
 _TIMEOUT_S = 120.0  # torch's first import on a cold disk
+_DRIVER_LIBRARY = "libcuda.so.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,7 @@ class GpuFacts:
     devices: tuple[Gpu, ...] = ()
     torch: str = ""
     built_for: str = ""  # CUDA version of the torch build
-    driver: str = ""  # newest CUDA version that the driver supports
+    driver: str = ""  # newest CUDA version that the driver supports; "" if it does not say
     triton: str = ""
     nccl: str = ""
     apart: tuple[tuple[int, int], ...] = ()  # pairs of devices that do not read each other's memory
@@ -61,10 +69,10 @@ def why_not(facts: GpuFacts, *, has_device: bool) -> str:
         return "this machine has no CUDA device (/dev/nvidiactl is missing)"
     if not facts.built_for:
         return f"torch {facts.torch} was built without CUDA; install a build for CUDA"
-    if _numbers(facts.driver)[:1] < _numbers(facts.built_for)[:1]:
+    if _is_too_old(facts.driver, facts.built_for):
         return (
-            f"the NVIDIA driver supports CUDA {facts.driver or 'of no known version'} and torch {facts.torch} was built "
-            f"for CUDA {facts.built_for}; install a newer driver, or a torch built for an older CUDA"
+            f"the NVIDIA driver supports CUDA {facts.driver} and torch {facts.torch} was built for CUDA "
+            f"{facts.built_for}; install a newer driver, or a torch built for an older CUDA"
         )
     if not facts.devices:
         return "torch finds no GPU that this process may use; see nvidia-smi and CUDA_VISIBLE_DEVICES"
@@ -81,18 +89,28 @@ def why_not(facts: GpuFacts, *, has_device: bool) -> str:
     return ""
 
 
-def look(*, has_device: Callable[[], bool] = has_cuda_device) -> tuple[GpuFacts, str]:
-    """Return what there is, and why it cannot be used ("" if it can)."""
+def look(*, has_device: Callable[[], bool] = has_cuda_device, child: str = _CHILD) -> tuple[GpuFacts, str]:
+    """Return what there is, and why it cannot be used ("" if it can).
+
+    Args:
+        child: the program that looks.
+
+    Raises:
+        PreflightError: there is a device, and looking at it failed; the message names the cause.
+    """
     if not has_device():
         return NO_FACTS, why_not(NO_FACTS, has_device=False)
     try:
         found = subprocess.run(
-            [sys.executable, "-P", "-c", _CHILD, str(Path(__file__).parents[3])],
+            [sys.executable, "-P", "-c", child, str(Path(__file__).parents[3])],
             capture_output=True, text=True, timeout=_TIMEOUT_S, check=True,
         )  # fmt: skip
         facts = facts_from(json.loads(found.stdout))
-    except (subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        return NO_FACTS, f"looking for GPUs failed: {_last_line(error)}"
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+        raise PreflightError(
+            f"this machine has an NVIDIA device, but looking for GPUs failed: {_last_line(error)}. Repair this, or "
+            "give --device cpu to compute without GPUs"
+        ) from error
     return facts, why_not(facts, has_device=True)
 
 
@@ -103,24 +121,36 @@ def facts_from(values: dict[str, Any]) -> GpuFacts:
     return GpuFacts(**{**values, "devices": devices, "apart": apart})
 
 
-def collect(torch: Any, triton_version: str) -> GpuFacts:
-    """Ask torch.
+def driver_version(library: str = _DRIVER_LIBRARY) -> str:
+    """Return the newest CUDA version that the NVIDIA driver supports; "" if there is no driver library or it does not say."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return ""
+    newest = ctypes.c_int(0)
+    if driver.cuDriverGetVersion(ctypes.byref(newest)) != 0:
+        return ""
+    return f"{newest.value // 1000}.{newest.value % 1000 // 10}" if newest.value else ""  # 12020 is 12.2
+
+
+def collect(torch: Any, triton_version: str, driver: str) -> GpuFacts:
+    """Ask torch, by its public names only.
 
     Args:
         torch: the module.
         triton_version: "" if it is not installed.
+        driver: the newest CUDA version that the driver supports; "" if it is unknown.
     """
-    built_for = str(torch.version.cuda or "")
-    if not built_for:
-        return GpuFacts(torch=torch.__version__, triton=triton_version)
-    newest = int(torch._C._cuda_getDriverVersion())  # 12020 is 12.2, 0 no driver
+    facts = GpuFacts(
+        torch=torch.__version__, built_for=str(torch.version.cuda or ""), triton=triton_version, driver=driver
+    )
+    # A torch that is too new for the driver counts devices, and raises when it is asked about one.
+    if not facts.built_for or _is_too_old(facts.driver, facts.built_for):
+        return facts
     devices = [_device(torch.cuda, index) for index in range(torch.cuda.device_count())]
-    return GpuFacts(
+    return replace(
+        facts,
         devices=tuple(devices),
-        torch=torch.__version__,
-        built_for=built_for,
-        driver=f"{newest // 1000}.{newest % 1000 // 10}" if newest else "",
-        triton=triton_version,
         nccl=_nccl_version(torch),
         apart=_apart(torch.cuda, len(devices)),
     )
@@ -148,6 +178,11 @@ def _device(cuda: Any, index: int) -> Gpu:
     )
 
 
+def _is_too_old(driver: str, built_for: str) -> bool:
+    """Whether a driver of a known version cannot run what was built for a CUDA version."""
+    return bool(driver) and _numbers(driver)[:1] < _numbers(built_for)[:1]
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version."""
     numbers = []
@@ -164,7 +199,9 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _last_line(error: Exception) -> str:
-    text = (getattr(error, "stderr", "") or str(error)).strip()
+    own = str(error) if isinstance(error, subprocess.SubprocessError) else f"{type(error).__name__}: {error}"
+    said = getattr(error, "stderr", "") or own  # bytes where the time ran out
+    text = (said.decode(errors="replace") if isinstance(said, bytes) else said).strip()
     return text.splitlines()[-1] if text else type(error).__name__
 
 
@@ -206,7 +243,7 @@ def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
         wanted: auto, cpu or cuda.
 
     Raises:
-        PreflightError: cuda is wanted and cannot be had; the message says why.
+        PreflightError: cuda is wanted and cannot be used, or looking for GPUs failed; the message says why.
     """
     if wanted == "cpu":
         return Device(name="cpu", reason="--device says so", facts=GpuFacts())
@@ -216,9 +253,7 @@ def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
     if problem:
         return Device(name="cpu", reason=problem, facts=GpuFacts())
     names = sorted({gpu.name for gpu in facts.devices})
-    found = (
-        f"{len(facts.devices)} x {' and '.join(names)}, driver for CUDA {facts.driver}, triton {facts.triton}"
-    )
+    found = f"{len(facts.devices)} x {' and '.join(names)}, driver for CUDA {facts.driver or 'of an unknown version'}, triton {facts.triton}"
     return Device(name="cuda", reason=found, facts=facts)
 
 
@@ -254,4 +289,4 @@ def main() -> None:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton_version = ""
-    print(json.dumps(asdict(collect(torch, triton_version))))
+    print(json.dumps(asdict(collect(torch, triton_version, driver_version()))))

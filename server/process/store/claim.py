@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from server.lines import say
 from server.link.messages import Claim, Claimed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from server.doctor.equal import compare, facts_to_compare
 from server.doctor.interfaces import find_interfaces, gloo_takes

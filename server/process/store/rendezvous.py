@@ -8,6 +8,7 @@ cannot tell those two apart and fails behind NAT.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -209,10 +210,15 @@ def endpoint_of(text: str) -> Endpoint:
 
 
 def _torchrun_value(command: Sequence[str], environment: Mapping[str, str], option: str) -> str:
-    """Return what torchrun was given as `--option` (either spelling, last one wins) or as PET_OPTION."""
-    value = environment.get("PET_" + option.upper().replace("-", "_"), "")
+    """Return what torchrun was given as `--option` or as PET_OPTION."""
+    return option_value(command, option) or environment.get("PET_" + option.upper().replace("-", "_"), "")
+
+
+def option_value(command: Sequence[str], option: str) -> str:
+    """Return the value of an option in a command line (either spelling, last one wins); "" if it is not there."""
+    value = ""
     spellings = ("--" + option, "--" + option.replace("-", "_"))
-    for argument, following in zip(command, [*command[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*command, ""]):
         name, equals, attached = argument.partition("=")
         if name in spellings:
             value = attached if equals else following

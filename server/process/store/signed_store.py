@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from server.link.seal import MAC_BYTES, SAME_KEY, mac
 

@@ -1,41 +1,181 @@
-"""torchrun's rendezvous backend `wideep`: c10d's own, which says for whom it waits.
+"""torchrun's rendezvous backend `wideep`: c10d's own handler over a state that no stranger can put a program into.
 
 torchrun starts workers when all nodes have come. Until then none of our processes runs, and `--rdzv-backend c10d` waits for ten
 minutes in silence, or gives up after one where the endpoint's node is missing. This backend is c10d's handler over the same store.
 Before it, a node waits for the endpoint as long as for the others, and says what the way there lacks; beside it, a
 thread reads in the state that c10d keeps in the store who has come. torchrun finds it by the entry point `torchrun.handlers` of our
 distribution (torch.distributed.elastic.rendezvous.registry), through `wideep`.
+
+c10d's own backend differs in two more points that matter here:
+
+- The state in the store is a pickle, and the store takes values from everybody who reaches its port: what c10d unpickles runs
+  as the user of torchrun. Here the handler only gets bytes that were verified. With a cluster key the state carries an
+  HMAC. With or without one, it must be a pickle of nothing but the classes of a state. Anything else is ignored and replaced by
+  the next write; if that does not stop, the start ends with an error that names the cause.
+- c10d compares the endpoint with the host name to find the node that hosts the store, which fails where the host name
+  resolves to loopback (Debian's default). Here that node is the one that can bind the endpoint's address (as for the doctor).
+
+Rejected: another encoding than the pickle (the handler pickles by itself, and its classes are private).
 """
 
+import copy
+import hmac
+import io
 import pickle
+import sys
 import threading
 import time
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    RendezvousStateError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from server.doctor.interfaces import bindable_address
+from server.doctor.interfaces import has_endpoint
 from server.doctor.meeting import SAY_AFTER_S, MeetingError, connect, who_is_here
 from server.lines import say
-from server.process.store.rendezvous import endpoint_of
+from server.link.seal import MAC_BYTES, SAME_KEY, mac
+from server.options.checks import read_cluster_key
+from server.options.flag import OptionsError
+from server.options.reading import said_in_file
+from server.process.store.rendezvous import endpoint_of, option_value
 
 JOIN_S = 600  # c10d's own default of join_timeout
+MOST_FOREIGN = (
+    20  # values in the state's place that are no state of ours: nodes with two keys write one per second
+)
 _LOOK_S = 0.5
+_NOTHING = b"Y2FuaW1hZGFt"  # what c10d writes where there is no state yet
+# The handler's own classes, and what their fields hold. Containers and numbers need no class.
+_STATE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState")
+_MAY_NAME = (
+    _STATE,
+    (_STATE[0], "_NodeDesc"),
+    *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
+)
 
 
-class _Backend(C10dRendezvousBackend):
-    """c10d's state in the store, under the name that torchrun has asked for."""
+class ForeignStateError(ValueError):
+    """Bytes that are no state of the handler's, or that somebody without the cluster key has written."""
+
+
+class _StateReader(pickle.Unpickler):
+    """Reads a state, and refuses to look up anything that a state does not consist of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See base class."""
+        if (module, name) not in _MAY_NAME:
+            raise ForeignStateError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def read_state(pickled: bytes) -> Any:
+    """Return the handler's state.
+
+    Raises:
+        ForeignStateError: it is something else; nothing that it names was looked up.
+    """
+    try:
+        state = _StateReader(io.BytesIO(pickled)).load()
+    except ForeignStateError:
+        raise
+    except Exception as error:  # a stranger's bytes may make a reader raise anything
+        raise ForeignStateError(f"it is no pickle of a state ({type(error).__name__})") from error
+    if type(state).__name__ != _STATE[1]:
+        raise ForeignStateError(f"it is a {type(state).__name__}")
+    return state
+
+
+class StateBackend(RendezvousBackend):
+    """c10d's state in the store, of which the handler sees what was verified only.
+
+    Where somebody has written something else, it sees the newest state that was verified, and its next write replaces
+    what is there. Names and encoding are c10d's, so that without a key nodes with `--rdzv-backend c10d` meet the others.
+    """
+
+    def __init__(self, store: Store, run_id: str, key: bytes | None, *, tells: bool = True) -> None:
+        """`key`: the cluster's; None: states are not signed. `tells`: whether to print what is ignored."""
+        self._store, self._name, self._key, self._tells = store, f"torch.rendezvous.{run_id}", key, tells
+        self._verified: bytes | None = None  # the newest
+        self._foreign = _NOTHING  # what stands in the state's place, if it is no state of ours
+        self._num_foreign = 0
+        self._is_complete = False  # all nodes had come, as the newest verified state says
+        self._call("compare_set", self._name, b"", _NOTHING)
 
     @property
     def name(self) -> str:
         """See base class."""
         return "wideep"
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """See base class."""
+        return self._verified_of(self._call("get", self._name))
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """See base class."""
+        written = b64encode(self._signature(state) + state)
+        found = self._call("compare_set", self._name, token or self._foreign, written)
+        known = self._verified_of(found)
+        return known and (*known, found == written)
+
+    def _verified_of(self, found: bytes) -> tuple[bytes, Token] | None:
+        """Return the state of a value in the store, and the value; None if there is no state yet."""
+        if found == _NOTHING:
+            self._foreign = found
+            return None
+        try:
+            self._verified = self._open(found)
+        except ForeignStateError as error:
+            self._ignore(found, error)
+            if self._verified is None:
+                return None
+        return self._verified, found
+
+    def _open(self, found: bytes) -> bytes:
+        try:
+            content = b64decode(found, validate=True)
+        except ValueError as error:
+            raise ForeignStateError("it is no state") from error
+        if self._key is not None:
+            signature, content = content[:MAC_BYTES], content[MAC_BYTES:]
+            if not hmac.compare_digest(signature, self._signature(content)):
+                raise ForeignStateError("it is not signed with this cluster key")
+        self._is_complete = read_state(content).complete
+        return content
+
+    def _signature(self, state: bytes) -> bytes:
+        return b"" if self._key is None else mac(self._key, b"rendezvous", self._name.encode(), state)
+
+    def _ignore(self, found: bytes, why: ForeignStateError) -> None:
+        if found == self._foreign:
+            return
+        self._foreign = found
+        self._num_foreign += 1
+        text = (
+            f"the rendezvous state in the store is not ours ({why}): a node has another cluster key or none, or a stranger "
+            f"writes to the endpoint's port; {SAME_KEY}, and keep strangers out of this network"
+        )
+        if self._num_foreign >= MOST_FOREIGN and not self._is_complete:  # a service that runs goes on
+            raise RendezvousStateError(text) from why
+        if self._tells and self._num_foreign == 1:
+            _say(f"{text}. It is ignored")
+
+    def _call(self, operation: str, *words: str | bytes) -> bytes:
+        try:
+            found: bytes = getattr(self._store, operation)(*words)
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError(f"the endpoint's store does not answer: {error}") from error
+        return found
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -43,22 +183,61 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
 
     Raises:
         RendezvousConnectionError: it cannot, within --rdzv-conf's join_timeout.
+        RendezvousError: the cluster key cannot be read.
     """
+    key = cluster_key_of(params, sys.argv)
     has_others = params.min_nodes > 1
-    if has_others and not _has_endpoint(params):
+    is_host = _is_host(params)
+    if has_others and not is_host:
         _await_endpoint(params)
-    _, store = create_backend(params)
+    store = _open_store(params, is_host=is_host)
     if has_others:
         own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-        watched = _Backend(own, params.run_id)
+        watched = StateBackend(own, params.run_id, key, tells=False)
         threading.Thread(target=_name_those_here, args=(watched, params.min_nodes), daemon=True).start()
-    return create_handler(store, _Backend(store, params.run_id), params)
+    return create_handler(store, StateBackend(store, params.run_id, key), params)
 
 
-def _has_endpoint(params: RendezvousParameters) -> bool:
-    """Whether this node is to have the store."""
-    is_host = params.get_as_bool("is_host")
-    return bool(bindable_address(endpoint_of(params.endpoint).host)) if is_host is None else is_host
+def cluster_key_of(params: RendezvousParameters, command: Sequence[str]) -> bytes | None:
+    """Return the cluster key of the workers that this torchrun starts; None: they have none.
+
+    It is the one of --rdzv-conf cluster_key_file=FILE, else of the worker's own --cluster-key-file, which is a part of torchrun's
+    command line, else of the worker's --config.
+
+    Raises:
+        RendezvousError: the file cannot be used.
+    """
+    path = params.get("cluster_key_file") or option_value(command, "cluster-key-file")
+    worker = list(command[command.index("worker") :]) if "worker" in command else []
+    config = option_value(worker, "config")
+    try:
+        if not path and config:
+            path = said_in_file(Path(config)).get("cluster_key_file")
+        return read_cluster_key(Path(path)) if path else None
+    except OptionsError as error:
+        raise RendezvousError(str(error)) from error
+
+
+def _is_host(params: RendezvousParameters) -> bool:
+    """Whether this node is to host the store."""
+    said = params.get_as_bool("is_host")
+    return has_endpoint(endpoint_of(params.endpoint).host) if said is None else said
+
+
+def _open_store(params: RendezvousParameters, *, is_host: bool) -> Store:
+    """Open c10d's store, and host it if this node has the endpoint, unless another torchrun of this machine does already."""
+    try:
+        return create_backend(_with_host(params, is_host))[1]
+    except RendezvousConnectionError:
+        if not is_host or params.get_as_bool("is_host") is not None:
+            raise
+        return create_backend(_with_host(params, False))[1]
+
+
+def _with_host(params: RendezvousParameters, is_host: bool) -> RendezvousParameters:
+    changed = copy.copy(params)
+    changed.config = {**params.config, "is_host": str(int(is_host))}
+    return changed
 
 
 def _await_endpoint(params: RendezvousParameters) -> None:
@@ -69,7 +248,7 @@ def _await_endpoint(params: RendezvousParameters) -> None:
         raise RendezvousConnectionError(str(error)) from error
 
 
-def _name_those_here(backend: C10dRendezvousBackend, num_nodes: int) -> None:
+def _name_those_here(backend: StateBackend, num_nodes: int) -> None:
     """Say who has come, and again whenever that changes, until all have."""
     begun_s, said = time.monotonic(), list[str]()
     while (here := _nodes_here(backend)) is not None:
@@ -79,15 +258,15 @@ def _name_those_here(backend: C10dRendezvousBackend, num_nodes: int) -> None:
         time.sleep(_LOOK_S)
 
 
-def _nodes_here(backend: C10dRendezvousBackend) -> list[str] | None:
+def _nodes_here(backend: StateBackend) -> list[str] | None:
     """Return the addresses of those that have come; None: nobody is waited for any more."""
     try:
         found = backend.get_state()
-    except RendezvousError:  # the store is gone; torchrun says so
+    except RendezvousError:  # the store is gone, or others write to it; torchrun says so
         return None
     if found is None:
         return []
-    state = pickle.loads(found[0])  # as c10d's own handlers do
+    state = read_state(found[0])
     return None if state.complete or state.closed else sorted(node.addr for node in state.participants)
 
 

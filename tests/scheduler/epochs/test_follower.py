@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from dispatch.errors import RanksDisagree, WireUnavailable
 from dispatch.wires.mailbox import open_mailbox

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from dispatch.errors import WireUnavailable
 from expert_placement.placement import linear_placement

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore
 
 from dispatch.errors import WireUnavailable
 from scheduler.assembly import assemble

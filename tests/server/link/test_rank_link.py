@@ -494,6 +494,21 @@ def test_a_rank_without_the_fronts_cluster_key_is_refused_and_both_sides_say_why
         assert not front.ranks.attached
 
 
+@pytest.mark.parametrize("key", [None, OTHER_KEY])
+def test_an_imposter_with_more_restarts_does_not_take_a_ranks_place(key: bytes | None) -> None:
+    with front_with(KEY) as front:
+        link = RankLink(front.address, "secret", FACTS, Told(), cluster_key=KEY)
+        link.open(30)
+        assert front.events.get(timeout=30) == ("attached", FACTS)
+        imposter = RankLink(front.address, "secret", replace(FACTS, num_restarts=99), Told(), cluster_key=key)
+        with pytest.raises(LinkError, match="cluster key"):
+            imposter.open(30)
+        assert front.events.get(timeout=30)[0] == "refused"
+        link.send_regrouped(7)
+        assert front.events.get(timeout=30) == ("regrouped", 0, 7), "the real one goes on"
+        link.close()
+
+
 def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
     """It copies what a real one would say, but cannot seal it."""
 

@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,14 @@ def test_the_defaults_of_http_and_logs_are_those_of_their_classes() -> None:
     options = parse()
     assert (options.http, options.log) == (HttpOptions(), LogOptions())
     assert not options.needs_key
+
+
+def test_a_cluster_key_of_one_start_travels_in_the_environment_alone() -> None:
+    options = replace(parse(), own_cluster_key="5e5a3e" * 10)
+    assert options.cluster_key == b"5e5a3e" * 10
+    assert "5e5a3e" not in " ".join(handed_on(options)) + repr(options)
+    assert parse(*handed_on(options), environment=environment_from(options)) == options
+    assert parse(environment=environment_from(options)).cluster_key is None, "users give a file"
 
 
 def test_a_template_s_file_is_handed_on_by_its_whole_path(

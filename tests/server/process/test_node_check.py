@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from server.process.store import node_check
 from server.process.store.node_check import NodesDifferError, check_newcomer, check_nodes_together

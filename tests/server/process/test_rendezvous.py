@@ -21,7 +21,8 @@ from server.process.store.rendezvous import (
     rendezvous_endpoint,
     store_variables,
 )
-from tests.support.service.service_processes import TIME_OUT_S
+from tests.support.service.namespaces import hosts_files
+from tests.support.service.service_processes import TIME_OUT_S, wait_until
 
 _PRINT = str(Path(__file__).parents[2] / "support" / "service" / "print_front_host.py")
 GOOD = {
@@ -206,3 +207,43 @@ def test_of_two_nodes_the_one_with_the_endpoint_has_the_front(namespaces: list[s
     own = [[f"--rdzv-conf=is_host={node}", f"--local-addr=10.213.7.{node + 1}"] for node in (0, 1)]
     lines = run_agents(common, own, [["ip", "netns", "exec", name] for name in namespaces])
     assert {(line.node, line.host) for line in lines} == {("0", "None"), ("1", "10.213.7.2")}
+
+
+LOOPBACK_HOSTS = {
+    "an address, Debian's line": ("10.213.7.2", "127.0.0.1 localhost\n127.0.1.1 {host}\n", ""),
+    "an address, the host name on 127.0.0.1": ("10.213.7.2", "127.0.0.1 localhost {host}\n", ""),
+    "a name, on loopback at home": ("head", "127.0.1.1 head {host}\n", "127.0.1.1 {host}\n10.213.7.2 head\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LOOPBACK_HOSTS)
+def test_nodes_meet_where_host_names_resolve_to_loopback(
+    namespaces: list[str], tmp_path: Path, kind: str
+) -> None:
+    """HEAD is the second: it hosts the store because the endpoint's address is its own, whatever its name means there."""
+    head, own, others = (text.format(host=socket.gethostname()) for text in LOOPBACK_HOSTS[kind])
+    common = ["--nnodes=2", "--rdzv-backend=wideep", f"--rdzv-endpoint={head}:29400", f"--log-dir={tmp_path}"]
+    with hosts_files({namespaces[0]: others or own, namespaces[1]: own}):
+        lines = run_agents(common, [[], []], [["ip", "netns", "exec", name] for name in namespaces])
+    assert {(line.node, line.host) for line in lines} == {("0", "None"), ("1", head)}
+
+
+@pytest.mark.slow
+def test_a_head_whose_host_name_resolves_to_loopback_says_for_whom_it_waits(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    command = [
+        *("ip", "netns", "exec", namespaces[1], sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+        *("--rdzv-backend=wideep", "--rdzv-endpoint=10.213.7.2:29400", "--no-python", "true"),
+    ]
+    output = tmp_path / "output.txt"
+    with hosts_files({namespaces[1]: f"127.0.1.1 {socket.gethostname()}\n"}), output.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            wait_until(
+                lambda: "wideep: waiting for 1 of 2 nodes (here: " in output.read_text(), output.read_text
+            )
+        finally:
+            process.kill()
+            process.wait()

@@ -7,6 +7,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
+    c10d_rendezvous_backend,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -21,11 +22,12 @@ ADDRESSES = {
 }  # of the endpoint's node and of the other; ranks connect to it
 
 
-def parameters(port: int, is_host: str, **config: str) -> RendezvousParameters:
-    """What torchrun makes of a node's command line, of two nodes."""
-    config["is_host"] = is_host
+def parameters(port: int, is_host: str, local: str = "", **config: str) -> RendezvousParameters:
+    """What torchrun makes of a node's command line, of two nodes; `is_host`: "" if it is not said."""
+    if is_host:
+        config["is_host"] = is_host
     return RendezvousParameters(
-        "wideep", f"127.0.0.1:{port}", "one", 2, 2, local_addr=ADDRESSES[is_host], **config
+        "wideep", f"127.0.0.1:{port}", "one", 2, 2, local_addr=ADDRESSES[local or is_host], **config
     )
 
 
@@ -55,6 +57,17 @@ def test_who_waits_says_for_whom_and_all_meet(
         wait_until(is_said, lambda: "".join(said))
         comes = threads.submit(meet, parameters(port, is_host=str(1 - first)))
         found = [each.result(WAIT_S) for each in (waits, comes)]
+    assert sorted((info.rank, info.world_size) for info in found) == [(0, 2), (1, 2)]
+
+
+def test_the_node_with_the_endpoints_address_hosts_the_store_whatever_its_name_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two torchruns of one machine whose host name resolves elsewhere: one hosts the store, the other finds it."""
+    monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda _host: False)
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(meet, [parameters(port, is_host="", local=each) for each in ("0", "1")]))
     assert sorted((info.rank, info.world_size) for info in found) == [(0, 2), (1, 2)]
 
 

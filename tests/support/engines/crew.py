@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from expert_placement.placement import Placement
 from expert_placement.survivors import surviving

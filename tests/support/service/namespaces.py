@@ -1,11 +1,14 @@
-"""Nodes of tests: asks a service from inside a network namespace, sets its link and its firewall, fakes another version of a package.
+"""Nodes of tests: asks a service from inside a network namespace, sets its link, its firewall and its hosts file, fakes another version of a package.
 
 The fixture `namespaces` makes them.
 """
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,22 @@ def close_ports(namespace: str, ports: str) -> None:
         f"add pref 10 iif veth0 ipproto tcp dport {ports} blackhole",
     ):
         subprocess.run(["ip", "-n", namespace, "rule", *words.split()], check=True, timeout=10)
+
+
+@contextlib.contextmanager
+def hosts_files(contents: Mapping[str, str]) -> Iterator[None]:
+    """Let namespaces see an /etc/hosts of their own (`ip netns exec` mounts it), by name."""
+    folders = [Path("/etc/netns") / name for name in contents]
+    try:
+        for folder, text in zip(folders, contents.values(), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(text)
+        yield
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not ours alone
+            folders[0].parent.rmdir()
 
 
 def other_version(package: str, version: str, directory: Path) -> Path:

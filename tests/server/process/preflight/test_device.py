@@ -1,11 +1,14 @@
 """The device is chosen once: why GPUs cannot be used is one sentence, and defaults follow from what there is."""
 
+import shutil
+import subprocess
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
 from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError, gpu_cache_budget
 from server.options.flag import OptionsError
@@ -17,12 +20,14 @@ from server.process.preflight.device import (
     GpuFacts,
     choose_device,
     collect,
+    driver_version,
     facts_from,
     look,
     on_device,
     why_not,
 )
 from server.process.preflight.memory import float_bytes
+from server.process.preflight.model import PreflightError
 
 H200 = Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=140 << 30, total_bytes=141 << 30)
 GOOD = GpuFacts(devices=(H200, H200), torch="2.11.0+cu130", built_for="13.0", driver="13.1", triton="3.6.0")
@@ -41,7 +46,8 @@ def test_a_machine_with_all_that_is_needed_is_taken() -> None:
             replace(GOOD, driver="12.4", devices=()),
             "the NVIDIA driver supports CUDA 12.4 and torch 2.11.0+cu130 was built for CUDA 13.0; install a newer",
         ),
-        (replace(GOOD, driver="", devices=()), "supports CUDA of no known version"),
+        (replace(GOOD, driver="", devices=()), "torch finds no GPU that this process may use"),
+        (replace(GOOD, driver=""), ""),
         (replace(GOOD, devices=()), "torch finds no GPU that this process may use"),
         (
             replace(GOOD, devices=(H200, replace(H200, name="Tesla T4", capability=(7, 5)))),
@@ -64,26 +70,31 @@ def test_no_device_is_said_without_looking_further() -> None:
     )
 
 
-def fake_torch(*, cuda: str | None, driver: int, gpus: int) -> Any:
-    device = SimpleNamespace(
-        device_count=lambda: gpus,
-        mem_get_info=lambda index: (index + 1, 10),
-        get_device_name=lambda index: f"gpu {index}",
-        get_device_capability=lambda _index: (9, 0),
-        can_device_access_peer=lambda one, other: {one, other} != {0, 1},
-        nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
-    )
-    return SimpleNamespace(
-        __version__="2.11.0",
-        version=SimpleNamespace(cuda=cuda),
-        cuda=device,
-        distributed=SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True),
-        _C=SimpleNamespace(_cuda_getDriverVersion=lambda: driver),
-    )
+class Torch:
+    """What a build of torch shows of itself; any other name, private ones above all, is missing."""
+
+    def __init__(self, version: str, *, cuda: str | None, gpus: int, fault: Exception | None = None) -> None:
+        def memory(index: int) -> tuple[int, int]:
+            if fault is not None:
+                raise fault
+            return index + 1, 10
+
+        self.__version__ = version
+        self.version = SimpleNamespace(cuda=cuda)
+        self.cuda = SimpleNamespace(
+            device_count=lambda: gpus,
+            mem_get_info=memory,
+            get_device_name=lambda index: f"gpu {index}",
+            get_device_capability=lambda _index: (9, 0),
+            can_device_access_peer=lambda one, other: {one, other} != {0, 1},
+            nccl=SimpleNamespace(version=lambda: (2, 28, 9)),
+        )
+        self.distributed = SimpleNamespace(is_available=lambda: True, is_nccl_available=lambda: True)
 
 
-def test_torch_is_asked_and_the_answer_survives_json() -> None:
-    facts = collect(fake_torch(cuda="13.0", driver=13010, gpus=2), "3.6.0")
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1+cu130", "2.13.0+cu132"])
+def test_torch_is_asked_by_public_names_and_the_answer_survives_json(version: str) -> None:
+    facts = collect(Torch(version, cuda="13.0", gpus=2), "3.6.0", "13.1")
     assert facts.driver == "13.1" and [gpu.free_bytes for gpu in facts.devices] == [1, 2]
     assert (facts.nccl, facts.apart) == ("2.28.9", ((0, 1),))
     values = asdict(facts)
@@ -93,9 +104,64 @@ def test_torch_is_asked_and_the_answer_survives_json() -> None:
     assert why_not(facts, has_device=True) == ""
 
 
-def test_a_torch_without_cuda_is_not_asked_for_a_driver() -> None:
-    facts = collect(fake_torch(cuda=None, driver=0, gpus=0), "")
+def test_the_names_that_the_child_asks_for_are_those_of_this_torch() -> None:
+    fake = Torch("2.13.0", cuda=None, gpus=0)
+    for name in vars(fake):
+        assert hasattr(torch, name), name
+    for owner in ("cuda", "distributed"):
+        for name in vars(getattr(fake, owner)):
+            assert hasattr(getattr(torch, owner), name), f"{owner}.{name}"
+    assert hasattr(torch.cuda.nccl, "version")
+
+
+def test_a_torch_without_cuda_is_asked_nothing_else() -> None:
+    facts = collect(Torch("2.11.0", cuda=None, gpus=3), "", "")
     assert facts == GpuFacts(torch="2.11.0") and "built without CUDA" in why_not(facts, has_device=True)
+
+
+def test_an_old_driver_is_named_and_its_devices_are_not_asked() -> None:
+    broken = Torch("2.11.0", cuda="13.0", gpus=1, fault=RuntimeError("The NVIDIA driver is too old"))
+    facts = collect(broken, "3.6.0", "12.4")
+    assert "driver supports CUDA 12.4" in why_not(facts, has_device=True)
+    with pytest.raises(RuntimeError, match="too old"):  # of an unknown version: torch itself says it
+        collect(broken, "3.6.0", "")
+
+
+def test_a_driver_without_a_library_is_of_an_unknown_version() -> None:
+    assert driver_version("libno-such-driver.so.1") == ""
+
+
+def test_the_drivers_library_says_which_cuda_it_supports(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler here")
+    for number, status, version in ((13010, 0, "13.1"), (12020, 0, "12.2"), (0, 0, ""), (13000, 3, "")):
+        source, library = tmp_path / "cuda.c", tmp_path / f"libcuda-{number}-{status}.so"
+        source.write_text(f"int cuDriverGetVersion(int *out) {{ *out = {number}; return {status}; }}")
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=30)
+        assert driver_version(str(library)) == version
+
+
+FAULTS = [
+    (
+        "raise AttributeError(\"module 'torch._C' has no attribute 'x'\")",
+        "AttributeError: module 'torch._C' has no attribute 'x'",
+    ),
+    ("print('not JSON')", "Expecting value"),
+    ("print('{}')", "devices"),
+    ("import os; os._exit(7)", "exit status 7"),
+]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize(("child", "cause"), FAULTS)
+def test_an_unexpected_error_ends_the_start_with_its_cause_and_a_way_out(
+    wanted: str, child: str, cause: str
+) -> None:
+    with pytest.raises(PreflightError) as caught:
+        choose_device(wanted, partial(look, has_device=lambda: True, child=child))
+    text = str(caught.value)
+    assert cause in text and "give --device cpu" in text
 
 
 @pytest.mark.slow
