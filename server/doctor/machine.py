@@ -29,7 +29,7 @@ from server.process.preflight.memory import available_bytes, usable_cores
 from server.process.preflight.model import PreflightError, read_config, safetensors_files
 from server.process.preflight.probe import capacity_of
 from server.process.preflight.processor import why_slow
-from server.process.preflight.versions import check_transformers
+from server.process.preflight.versions import VersionError, check_transformers
 
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
 _FILES_BESIDES_REQUESTS = 256  # of a front: libraries, logs, pipes; and some 16 for each rank
@@ -129,7 +129,11 @@ def check_packages(names: Sequence[str]) -> Check:
     ]
     if outside:
         return failure("packages", "; ".join(outside), "install WideEP again, with its packages")
-    if note := check_transformers():
+    try:
+        note = check_transformers()
+    except VersionError as error:  # of a checkout that is newer than what is installed as wideep
+        return failure("packages", str(error), "install WideEP again, with its packages")
+    if note is not None:
         return warning("packages", note, "install the tested version if a model fails to start")
     told = ", ".join(f"{name} {version_of(name)}" for name in names[:3])
     own = f"wideep {version_of('wideep') or '(not installed)'} (source {source_digest(Path(__file__).resolve().parents[2])})"

@@ -16,6 +16,7 @@ from server.doctor.machine import Machine
 from server.doctor.report import Check, CheckStatus
 from server.options.reading import options_from_keywords
 from server.options.table import Options
+from server.process.preflight import versions
 from server.process.preflight.device import Device, Gpu, GpuFacts
 from tests.support.models.fake_checkpoint import write_checkpoint
 
@@ -253,7 +254,23 @@ def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
 ) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: {"transformers": "6.0.1"}.get(name, "99.0"))
     check = doctor.check_packages(["torch", "transformers", "numpy"])
-    assert check.status is CheckStatus.FAILURE and check.text == "transformers is 6.0.1, needed is <6,>=5.17"
+    assert check.status is CheckStatus.FAILURE
+    assert check.text.startswith("transformers is 6.0.1, needed is <6,>=5.")
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "said"),
+    [
+        ("5.25.0", CheckStatus.WARNING, "5.25.0 is newer than 5.24"),
+        ("5.20.0", CheckStatus.FAILURE, "5.20.0 is not supported"),
+    ],
+)
+def test_a_transformers_that_is_not_tested_is_told(
+    version: str, status: CheckStatus, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_installed", lambda: version)
+    check = doctor.check_packages(["torch", "transformers"])
+    assert check.status is status and said in check.text
 
 
 def test_a_start_says_only_what_is_wrong(machine: Machine) -> None:

@@ -21,7 +21,7 @@ def pinned(package: str) -> str:
 
 def is_pinned() -> bool:
     """Whether the installed `transformers` is the pinned one, which has all tested types but `SINCE_5_24`."""
-    return transformers.__version__ == pinned("transformers")
+    return str(transformers.__version__) == pinned("transformers")
 
 
 def require_type(model_type: str) -> None:
