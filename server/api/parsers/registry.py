@@ -71,7 +71,7 @@ _TOOLS: dict[str, _Factory] = {
     "gemma4": GemmaParser,
     "granite": lambda types: TaggedJsonParser(types.offered, ("<|tool_call|>",)),
     "hunyuan_a13b": lambda types: TaggedJsonParser(types.offered, ("<tool_calls>",), "</tool_calls>"),
-    "gigachat3": lambda types: TaggedJsonParser(types.offered, _GIGACHAT),
+    "gigachat3": lambda types: TaggedJsonParser(types.offered, _GIGACHAT, "<|message_sep|>"),
     "cohere_command4": lambda types: TaggedJsonParser(types.offered, ("<|START_ACTION|>",), "<|END_ACTION|>"),
 }
 _COHERE_TAGS = (("<|START_THINKING|>", "<|END_THINKING|>"),)

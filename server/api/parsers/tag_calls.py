@@ -250,7 +250,12 @@ class NamedTagParser(TagCallParser):
         return self.section(mark, self._tags.call[0], self._tags.closings, self._call)
 
     def _call(self) -> Reading[None]:
-        name = self.function(self.name_in((yield from self.head(">")).text))
+        tag = (yield from self.head(">")).text
+        name = self.function(self.name_in(tag))
+        if tag.endswith("/"):  # <invoke name="f"/>
+            self.begin(name)
+            self.end()
+            return
         yield from self.skip_space()
         if (yield from self.object_comes()):
             self.begin(name)

@@ -444,7 +444,9 @@ FORMATS = [
     ),
     Format(
         tools="gigachat3",
-        render=lambda calls: _lines(calls, "<|message_sep|>\n\nfunction call<|role_sep|>\n", ""),
+        render=lambda calls: _lines(
+            calls, "<|message_sep|>\n\nfunction call<|role_sep|>\n", "<|message_sep|>\n\n"
+        ),
         marks=("<|message_sep|>", "function call<|role_sep|>", "<|function_call|>"),
         max_calls=1,
     ),

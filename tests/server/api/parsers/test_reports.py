@@ -286,6 +286,17 @@ def test_what_is_not_understood_behind_a_call_is_content(tools: str, text: str, 
     )
 
 
+def test_forms_that_models_of_dsml_write_are_calls() -> None:
+    """No section, no closing tags, a tag that closes itself."""
+    argument = deepseek('<|DSML|parameter name="path" string="true">x 2>&1</|DSML|parameter>')
+    head = deepseek('<|DSML|invoke name="save">')
+    for text in (head + argument, dsml(argument), f"{head}\n{argument}\n" + deepseek("</|DSML|invoke>")):
+        assert answer("deepseek_v32", text) == Said("", "", [("save", '{"path": "x 2>&1"}')])
+    closed = deepseek('<|DSML|invoke name="save"/>')
+    assert answer("deepseek_v32", closed) == Said("", "", [("save", "{}")])
+    assert len(answer("deepseek_v32", closed + dsml(argument)).calls) == 2
+
+
 HEADERS = [
     ("<|channel|>commentary to=functions.save<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>", Said("Done.")),
     ("<|channel|>commentary to=functions.save<|start|>assistant<|channel|>final<|message|>Done.<|return|>", Said("Done.")),
