@@ -70,7 +70,11 @@ def relocated(schema: Schema, root: str) -> Schema:
 
 def _escaped(step: str) -> str:
     """Spell a step of a JSON pointer in a fragment (RFC 6901)."""
-    return quote(step.replace("~", "~0").replace("/", "~1"), safe=_OF_FRAGMENTS.replace("/", ""))
+    return quote(
+        step.replace("~", "~0").replace("/", "~1"),
+        safe=_OF_FRAGMENTS.replace("/", ""),
+        errors="surrogatepass",
+    )
 
 
 class Document:
@@ -80,13 +84,22 @@ class Document:
         self.schema = schema
         self._base = str(schema.get("$id", "")) if isinstance(schema, Mapping) else ""
         self._anchors: dict[str, tuple[str, ...]] | None = None
+        self._num_left = _MOST_LOOKS
+
+    def is_too_much(self) -> bool:
+        """Count a look at a schema; true once there were so many that no more should be proven."""
+        self._num_left -= 1
+        return self._num_left < 0
 
     def path_of(self, reference: Any) -> tuple[str, ...] | None:
         """Return the path of what a reference means, None if it is no reference into this schema."""
         if not isinstance(reference, str):
             return None
-        base, fragment = urldefrag(urljoin(self._base, reference))
-        if base != urldefrag(self._base)[0]:
+        try:
+            base, fragment = urldefrag(urljoin(self._base, reference))
+            if base != urldefrag(self._base)[0]:
+                return None
+        except ValueError:  # it is no URI
             return None
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -135,12 +148,13 @@ def enforceable(schema: Schema) -> Schema:
             return each
         changed = with_subschemas(each, change)
         if isinstance(each, Mapping) and isinstance(each.get("$ref"), str):
-            changed["$ref"] = quote(each["$ref"], safe=_OF_FRAGMENTS + "#%")
+            changed["$ref"] = quote(each["$ref"], safe=_OF_FRAGMENTS + "#%", errors="surrogatepass")
         branches = each.get("oneOf") if isinstance(each, Mapping) else None
-        if isinstance(branches, list) and branches and excludes(branches, document):
+        all_of = changed.get("allOf", []) if isinstance(changed, dict) else None
+        if isinstance(branches, list) and isinstance(all_of, list) and excludes(branches, document):
             any_of = changed.pop("oneOf")
             if "anyOf" in changed:
-                changed["allOf"] = [*changed.get("allOf", ()), {"anyOf": any_of}]
+                changed["allOf"] = [*all_of, {"anyOf": any_of}]
             else:
                 changed["anyOf"] = any_of
         return changed
@@ -161,6 +175,8 @@ _TYPES = {atom: frozenset((atom,)) for atom in _ATOMS - {"fraction"}} | {
 }
 _MOST_SHAPES = 64  # of one schema
 _MOST_PAIRS = 5_000  # of branches that are compared one by one: 0.1 s
+# At schemas and pairs of shapes, together: 0.1 s. Unions that refer to each other would take forever.
+_MOST_LOOKS = 10_000
 _MOST_DEPTH = 8  # of references and properties that are followed
 
 
@@ -197,6 +213,8 @@ class _Shape:
 def excludes(branches: Sequence[Schema], document: Document) -> bool:
     """Tell whether it is certain that no value fits two of the branches."""
     shapes = [_shapes(branch, document, _MOST_DEPTH) for branch in branches]
+    if not branches:
+        return False
     if _differ_by_value(shapes) or _differ_by_property(shapes, document):
         return True
     if len(branches) * (len(branches) - 1) // 2 > _MOST_PAIRS:
@@ -236,6 +254,8 @@ def _disjoint(one: Sequence[_Shape], other: Sequence[_Shape], document: Document
 
 
 def _shapes_differ(one: _Shape, other: _Shape, document: Document, depth: int) -> bool:
+    if document.is_too_much():
+        return False
     both = one.and_also(other)
     if both.values is not None and not both.values:
         return True
@@ -273,7 +293,7 @@ def _shapes(schema: Schema, document: Document, depth: int) -> list[_Shape]:
     """Return shapes that together are a superset of a schema's values; [] if it takes none."""
     if schema is False:
         return []
-    if not isinstance(schema, Mapping) or depth == 0:
+    if not isinstance(schema, Mapping) or depth == 0 or document.is_too_much():
         return [_Shape()]
     parts = [[_own_shape(schema)]]
     target = document.at(schema.get("$ref"))
@@ -281,10 +301,19 @@ def _shapes(schema: Schema, document: Document, depth: int) -> list[_Shape]:
         parts.append(_shapes(target, document, depth - 1))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            parts.append([shape for each in schema[key] for shape in _shapes(each, document, depth - 1)])
+            parts.append(_union(schema[key], document, depth - 1))
     if isinstance(schema.get("allOf"), list):
         parts += [_shapes(each, document, depth - 1) for each in schema["allOf"]]
     return _intersections(parts)
+
+
+def _union(schemas: Sequence[Schema], document: Document, depth: int) -> list[_Shape]:
+    found: list[_Shape] = []
+    for each in schemas:
+        found += _shapes(each, document, depth)
+        if len(found) > _MOST_SHAPES:
+            return [_Shape()]
+    return found
 
 
 def _intersections(parts: Sequence[Sequence[_Shape]]) -> list[_Shape]:

@@ -161,6 +161,30 @@ def test_hundreds_of_branches_are_compared_in_one_pass() -> None:
     assert not excludes([*tagged, tagged[0]], document)
 
 
+def test_unions_that_refer_to_each_other_take_a_bounded_number_of_looks() -> None:
+    union = [{"$ref": f"#/$defs/{number}"} for number in range(12)]
+    defs = {str(number): {"anyOf": union, "properties": {"a": {"oneOf": union}}} for number in range(12)}
+    schema = {"oneOf": union, "$defs": defs}
+    assert enforceable(schema) == schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "http://[", "$id": "http://["},
+        {"$ref": "#/\ud800", "oneOf": [{"type": "null"}, 5, "x"]},
+        {"oneOf": [], "anyOf": 5, "allOf": 5, "required": 5, "type": [{}], "enum": 5, "properties": []},
+        {"oneOf": [{"enum": [1e400, -(10**400)]}, {"minimum": 10**400}], "anyOf": [], "allOf": 5},
+        {"oneOf": [{"type": {"a": 1}}, {"required": [{}], "properties": {"": {"$anchor": 5}}}]},
+        False,
+        5,
+    ],
+)
+def test_what_is_no_schema_is_somebody_else_s_to_refuse(schema: Any) -> None:
+    enforceable(schema)
+    relocated(schema, "#/$defs/0")
+
+
 def test_what_is_beside_a_one_of_still_counts() -> None:
     schema = {
         "type": "object",
