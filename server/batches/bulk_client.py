@@ -7,11 +7,14 @@ may wait in the service's queue for as long as the others take.
 """
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple, Self, TypeVar
 
 import httpx
+
+from server.errors import ApiError
+from server.http.json_parts import encode
+from server.http.json_text import PIECE_BYTES, parse_json
 
 CONNECT_TIMEOUT_S = 30.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each new try
@@ -107,7 +110,7 @@ class BulkClient:
         Raises:
             ServiceLostError: the last try failed as well.
         """
-        content = json.dumps(body).encode()  # ASCII: half surrogates travel, too
+        content = await asyncio.to_thread(encode, body)  # ASCII: half surrogates travel, too
         for pause_s in PAUSES_S:
             answer = await self._try("POST", path, content)
             if not isinstance(answer, Trouble):
@@ -128,7 +131,8 @@ class BulkClient:
             return Trouble(f"no service answers at {self.url} ({_words(error)})")
         except httpx.TransportError as error:
             return Trouble(f"lost the connection to {self.url} ({_words(error)})")
-        reply = _reply(response)
+        is_long = len(response.content) > PIECE_BYTES  # log-probabilities may be megabytes
+        reply = await asyncio.to_thread(_reply, response) if is_long else _reply(response)
         if reply.status not in _PASSING:
             return reply
         asked = response.headers.get("retry-after", "")  # or a date, which we do not wait for
@@ -180,8 +184,8 @@ async def for_each(jobs: Iterable[Job], work: Callable[[Job], Awaitable[None]], 
 
 def _reply(response: httpx.Response) -> Reply:
     try:
-        body = response.json()
-    except ValueError:
+        body = parse_json(response.content)
+    except ApiError:
         body = response.text
     request_id = response.headers.get("x-request-id") or (body.get("id") if isinstance(body, dict) else None)
     return Reply(response.status_code, str(request_id or ""), body)

@@ -54,13 +54,16 @@ class BatchOutput:
         """How long the file is."""
         return os.fstat(self._fd).st_size
 
-    def append(self, entry: dict[str, Any]) -> bool:
+    def append(self, entry: dict[str, Any], line: bytes | None = None) -> bool:
         """Add a line; returns whether it is a good answer.
+
+        Args:
+            line: the entry as JSON, if it was encoded elsewhere: one with log-probabilities may be megabytes.
 
         Raises:
             BatchFileError: the disk is full, or the file gone.
         """
-        line = json.dumps(entry).encode() + b"\n"
+        line = (json.dumps(entry).encode() if line is None else line) + b"\n"
         try:
             while line:  # once, but on a full disk
                 line = line[os.write(self._fd, line) :]

@@ -28,6 +28,7 @@ from server.batches.input_lines import BadLine, BatchFileError, BatchLine, read_
 from server.batches.output_lines import BatchOutput, answer_entry, entry_without_answer
 from server.errors import bad_request
 from server.http.exchanges import answering_line
+from server.http.json_parts import encode
 from server.http.json_text import trouble_with_nesting
 
 SHARE = 4  # of the requests that ranks run at once, batches have one in so many
@@ -240,7 +241,9 @@ class BatchRuns:
     async def _answer(self, batch: Batch, line: BatchLine, outputs: _Outputs, num_granted: int) -> None:
         with answering_line(batch.owner, num_granted):
             reply = await self._reply(line)
-        (outputs.good if reply.is_good else outputs.rest).append(answer_entry(line, reply))
+        entry = answer_entry(line, reply)
+        encoded = await asyncio.to_thread(encode, entry)
+        (outputs.good if reply.is_good else outputs.rest).append(entry, encoded)
         batch.num_good, batch.num_failed = len(outputs.good.answered), len(outputs.rest.answered)
         self._note_size(batch, outputs)
 

@@ -22,6 +22,7 @@ class EncodedList:
 _PIECE_CHARS = 1 << 18
 _BATCH = 1024  # parts of a piece, at most
 _ITEMS = 64  # encoded ones that are a part
+_PLAIN_ITEMS = 4096  # numbers and the like that are one
 _NESTED = (dict, list, tuple, np.ndarray, EncodedList)
 
 
@@ -64,6 +65,11 @@ def json_parts(value: Any) -> Iterator[str]:
         for index, item in enumerate(value):
             yield ", " * bool(index)
             yield from json_parts(item)
+        yield "]"
+    elif isinstance(value, list | tuple) and len(value) > _PLAIN_ITEMS:
+        yield "["
+        for start in range(0, len(value), _PLAIN_ITEMS):
+            yield ", " * bool(start) + json.dumps(value[start : start + _PLAIN_ITEMS])[1:-1]
         yield "]"
     else:
         yield json.dumps(value)

@@ -63,11 +63,12 @@ TREE = {
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 LARGE = f"up to {MAX_CHARS} are taken"
 FORMS: dict[str, Form] = {
-    "100,000 properties": of_schema(properties(100_000), param=FORMAT, words=LARGE),
-    "100,000 required properties": of_schema(
-        {"type": "object", "required": [f"p{number}" for number in range(100_000)]}, param=FORMAT, words=LARGE
+    "30,000 properties": of_schema(properties(30_000), param=FORMAT, words=LARGE),
+    "60,000 required properties": of_schema(
+        {"type": "object", "required": [f"p{number}" for number in range(60_000)]}, param=FORMAT, words=LARGE
     ),
-    "an enum of 100,000": of_schema({"enum": list(range(100_000))}, param=FORMAT, words=LARGE),
+    "an enum of 60,000": of_schema({"enum": list(range(60_000))}, param=FORMAT, words=LARGE),
+    "an enum of too many": of_schema({"enum": [1] * 100_001}, param=SCHEMA, words="more than 100000 values"),
     "a reference to itself": of_schema({"$ref": "#"}, param=FORMAT, words="no token"),
     "references in a circle": of_schema(CIRCLE, param=FORMAT, words="no token"),
     "a tree of any depth": of_schema(TREE),
@@ -96,7 +97,10 @@ FORMS: dict[str, Form] = {
     "a grammar that is none": of_field("grammar", "start: (", param="structured_outputs.grammar"),
     "a grammar without rules for it": of_field("grammar", "start: other", param="structured_outputs.grammar"),
     "a grammar of a number": of_field("grammar", 5, param="structured_outputs.grammar"),
-    "a tool of 100,000 properties": of_tool(properties(100_000), param="tools", words=LARGE),
+    "a tool of 30,000 properties": of_tool(properties(30_000), param="tools", words=LARGE),
+    "a tool of too many values": of_tool(
+        {"enum": [1] * 100_001}, param="tools", words="more than 100000 values"
+    ),
     "a tool that nests too deep": of_tool(nested(MAX_DEPTH), param="tools.0"),
     "a tool that refers to itself": of_tool(TREE),
     "100,000 tools": Form({"tools": [{}] * 100_000}, param="tools"),

@@ -23,6 +23,9 @@ def test_parts_joined_are_what_the_library_writes() -> None:
     encoded = EncodedList([json.dumps(each) for each in many])
     assert encode({"a": many}) == encode({"a": encoded}) == json.dumps({"a": many}).encode()
     assert encode([EncodedList([]), {}]) == b"[[], {}]"
+    ids = list(range(10_000))
+    assert encode({"ids": ids}) == json.dumps({"ids": ids}).encode()
+    assert max(map(len, json_parts(ids))) < 30_000
 
 
 def test_no_part_is_longer_than_a_row() -> None:
