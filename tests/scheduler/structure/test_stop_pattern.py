@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.structure.compiler import StructureError
@@ -41,6 +41,7 @@ def pushed(regex: str, pieces: Sequence[str]) -> int | None:
     return None
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(REGEXES),
     st.lists(st.text("ENDab012\nsStTopPé€xyzcd", max_size=6), max_size=6),

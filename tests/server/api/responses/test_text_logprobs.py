@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
@@ -108,6 +108,7 @@ def spelled(entries: Sequence[dict[str, Any]]) -> str:
     return b"".join(bytes(entry["bytes"]) for entry in entries).decode()
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from([*PARTS, NOISE]), min_size=1, max_size=6).map("".join),
     st.sampled_from(["", "<think>Hm th é.</think>\n\n", "<think>\nLook é.\n</think>"]),
