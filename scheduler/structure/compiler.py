@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput
 from scheduler.policy.sequence import StructureMatcher
+from scheduler.structure.masks import MaskThreads
 
 
 class StructureError(ValueError):
@@ -59,6 +60,7 @@ def vocabulary_from_json(text: str) -> Vocabulary:
     )
 
 
+CLIENTS_FAULT = "the structure is too "  # so begins a failure that is the structure's, not ours
 STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
 
 
@@ -105,6 +107,7 @@ class StructureCompiler:
         self._lock = threading.Lock()
         self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
         self._thread = _thread_with_stack(STACK_BYTES)
+        self.masks = MaskThreads()
         self._forms: MatcherSource | None = None  # the thread's alone
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
@@ -126,6 +129,7 @@ class StructureCompiler:
     def close(self) -> None:
         """End the thread once it has compiled what it is at; nothing may be submitted any more."""
         self._thread.shutdown(cancel_futures=True)
+        self.masks.close()
 
     def _prepare(self, request: Request, on_ready: OnReady) -> None:
         ready: Structured | RequestOutput
@@ -146,14 +150,14 @@ class StructureCompiler:
 
     def _matcher_for(self, request: Request) -> StructureMatcher:
         if self._forms is None:
-            self._forms = _open_forms(self._load_vocabulary())
+            self._forms = _open_forms(self._load_vocabulary(), self.masks)
         return self._forms.matcher_for(request)
 
 
-def _open_forms(vocabulary: Vocabulary) -> MatcherSource:
+def _open_forms(vocabulary: Vocabulary, masks: MaskThreads) -> MatcherSource:
     try:
         module = importlib.import_module("scheduler.structure.grammar")
     except ImportError as error:
         raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
-    forms: MatcherSource = module.Forms(vocabulary)
+    forms: MatcherSource = module.Forms(vocabulary, masks)
     return forms
