@@ -9,7 +9,9 @@ A form may not look behind or ahead in regexes (neither library can). What llgui
 (`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped."""
 
 import json
+import random
 import re
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -43,6 +45,7 @@ LIMITS = LLParserLimits(
 
 MAX_MESSAGE = 500  # characters
 _TOO_LARGE = re.compile("Too many items|Current row has|too many items")
+NUM_REHEARSALS, REHEARSED_TOKENS = 3, 8
 QUICK_S = 0.002  # of a mask; a form with slower ones is not drafted for
 _REMEDY = (
     "Write the grammar so that a text can be read in one way only, such as `e: t (op t)*` for `e: e op e`, or `e: t+` for "
@@ -75,6 +78,24 @@ def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher
     if error:
         raise StructureError(error)
     return matcher
+
+
+def rehearse(matcher: LLMatcher) -> str | None:
+    """Follow the first tokens of a few answers, as a request will; returns what goes wrong, None if nothing does.
+
+    A form may compile and exceed a limit at its third token, if hundreds of alternatives begin alike.
+    """
+    for walk in range(NUM_REHEARSALS):
+        draw, copy = random.Random(walk), matcher.deep_copy()
+        for _ in range(REHEARSED_TOKENS):
+            allowed = np.flatnonzero(np.unpackbits(_allowed_bits(copy), bitorder="little"))
+            if (error := error_of(copy)) or not len(allowed):
+                return error
+            if not copy.consume_token(int(draw.choice(allowed))) or copy.is_stopped():
+                break
+        if error := error_of(copy):
+            return error
+    return None
 
 
 def error_of(matcher: LLMatcher) -> str | None:
@@ -345,12 +366,14 @@ MAX_KEPT = 64  # compiled forms
 
 
 class Forms:
-    """One thread's alone."""
+    """The compiled forms. `matcher_for` may be called from several threads; two compile the same form at the same time if
+    both need it first."""
 
     def __init__(self, vocabulary: Vocabulary, threads: MaskThreads | None = None) -> None:
         """Build the token tree. `threads` compute the masks of its matchers; None: `mask` does."""
         self._threads = threads
         self._vocabulary, self._tokenizer = vocabulary, open_tokenizer(vocabulary)
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
 
     def matcher_for(self, request: Request) -> GrammarMatcher:
@@ -375,9 +398,13 @@ class Forms:
         return matcher
 
     def _compile(self, structure: Structure) -> LLMatcher:
-        if structure not in self._compiled:
-            self._compiled[structure] = compile_structure(structure, self._tokenizer)
+        with self._lock:
+            compiled = self._compiled.get(structure)
+        if compiled is None:
+            compiled = compile_structure(structure, self._tokenizer)
+        with self._lock:
+            compiled = self._compiled.setdefault(structure, compiled)
+            self._compiled.move_to_end(structure)
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structure)
-        return self._compiled[structure]
+        return compiled
