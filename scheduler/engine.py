@@ -271,6 +271,7 @@ class Engine:
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
+        self._structures.masks.begin_step()
         self._planned = batch, outputs = self._planned or self._plan(agreement)
         self._post_next(lockstep)
         begun_s = time.perf_counter()

@@ -94,12 +94,13 @@ class Roster:
     def __init__(self) -> None:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order in which they began
+        self.parked: list[Sequence] = []  # that wait until it is known what their structures allow
         self.num_preemptions = 0  # counter
         self._num_enqueued = 0
-        self._by_id: dict[str, Sequence] = {}  # both, by request id
+        self._by_id: dict[str, Sequence] = {}  # all, by request id
 
     def __bool__(self) -> bool:
-        """Whether anybody waits or runs."""
+        """Whether any request waits, runs or is parked."""
         return bool(self._by_id)
 
     def find(self, request_id: str) -> Sequence | None:
@@ -152,11 +153,26 @@ class Roster:
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
 
+    def park(self, sequence: Sequence) -> None:
+        """Let one that runs sit out until its structure's mask is ready; then it waits, and begins anew."""
+        self.running.remove(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.parked.append(sequence)
+
+    def unpark(self) -> None:
+        """Let those wait again whose masks are ready."""
+        ready = [each for each in self.parked if each.matcher is None or each.matcher.is_ready]
+        for sequence in ready:
+            self.parked.remove(sequence)
+            self.waiting.add(sequence)
+
     def retire(self, sequence: Sequence) -> None:
         """End a sequence, wherever it is."""
         del self._by_id[sequence.request.request_id]
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
+        elif sequence in self.parked:
+            self.parked.remove(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.ENDED

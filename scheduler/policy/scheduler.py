@@ -168,7 +168,7 @@ class Scheduler:
         """Counts as of now; counters run from construction."""
         return SchedulerStats(
             num_running=len(self._roster.running),
-            num_waiting=len(self._roster.waiting),
+            num_waiting=len(self._roster.waiting) + len(self._roster.parked),
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             num_preemptions=self._roster.num_preemptions,
@@ -246,6 +246,7 @@ class Scheduler:
             now_s: on the clock of `Request.arrival_s`, to say how long those that start have waited.
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        self._roster.unpark()
         items = self._plan_decodes(most)
         num_decode_tokens = sum(item.num_tokens for item in items)
         return self._plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
@@ -316,6 +317,9 @@ class Scheduler:
     def _take(self, item: Scheduled, drawn: list[tuple[int, Logprobs | None]]) -> list[RequestOutput]:
         """Give a sequence what its item sampled, as far as it counts; returns what to deliver."""
         sequence, end, taken, reason = item.sequence, item.end, 0, None
+        if item.samples and sequence.matcher is not None and sequence.matcher.is_late:
+            self._sit_out(item)
+            return []
         for (token_id, _), draft in zip_longest(drawn, item.drafts):
             sequence.token_ids.append(token_id)
             if sequence.matcher is not None:
@@ -332,6 +336,14 @@ class Scheduler:
             self._drafter.note(sequence, len(item.drafts), taken - 1)
         self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
         return [self._deliver(sequence, drawn[:taken], reason, len(item.drafts))] if taken else []
+
+    def _sit_out(self, item: Scheduled) -> None:
+        """Drop what an item sampled before it was known what its structure allows; another step computes the same logits."""
+        sequence, end = item.sequence, item.end - len(item.drafts)
+        sequence.num_planned = end
+        self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
+        if sequence.status is SequenceStatus.RUNNING:
+            self._roster.park(sequence)
 
     def _why_ended(self, sequence: Sequence) -> FinishReason | None:
         if sequence.matcher is not None and sequence.matcher.failure:
@@ -440,6 +452,8 @@ class Scheduler:
             num_ahead = min(self._drafter.num_ahead, self._max_model_len - sequence.num_planned)
             self._tables.reserve(sequence, num_ahead, len(self._roster.running))
         samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending + len(drafts)
+        if samples and sequence.matcher is not None:
+            sequence.matcher.begin_step()
         sequence.num_pending += samples
         sequence.has_drafts_in_flight = bool(drafts)
         return Scheduled(sequence, start, num_tokens, samples, pieces, drafts)

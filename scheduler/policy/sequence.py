@@ -35,8 +35,19 @@ class StructureMatcher(Protocol):
     def failure(self) -> str | None:
         """Why the request cannot go on; None while it can."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether what may come next is known, so that `mask` does not wait."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a `mask` since `begin_step` left its row because what may come next was not known in time."""
+
+    def begin_step(self) -> None:
+        """Note that a step is planned that will call `mask`."""
+
     def mask(self, logits_V: Row, after: Series[int] = ()) -> None:
-        """Set what may not come next to -inf, in place. A matcher that fails leaves the row and says why.
+        """Set what may not come next to -inf, in place. A matcher that fails, or is late, leaves the row and says so.
 
         Args:
             after: drafts that come before it: the first of those that `look_ahead` allowed.

@@ -1,7 +1,8 @@
-"""Compiles the structures that requests ask for, in a thread beside the step loop.
+"""Compiles the structures that requests ask for, in two threads beside the step loop.
 
-A request waits here until its structure is compiled and others go on. One thread: structures compile in milliseconds,
-and the front has let none through that does not (`server.front.structure.structure_checks`). Its stack is far larger than the one
+A request waits here until its structure is compiled and others go on. Most structures compile in milliseconds, the slowest that
+the front lets through (`server.front.structure.structure_checks`) in two seconds. So owners of API keys take turns, an owner's shortest
+structure comes first, and one thread is kept free of an owner's second long one. A thread's stack is far larger than the one
 on which the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack
 would end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.grammar`) is imported when the
 first request asks for a structure, so an engine that nobody asks runs without it.
@@ -10,9 +11,12 @@ A `Vocabulary` is all that a grammar needs to know of a tokenizer, the tokens as
 tokenizer (`server.front.tokenizer`); ranks compile with it, and the front's checker process gets it as JSON.
 """
 
+import heapq
 import importlib
+import itertools
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput
 from scheduler.policy.sequence import StructureMatcher
+from scheduler.structure.masks import MaskThreads
 
 
 class StructureError(ValueError):
@@ -59,6 +64,9 @@ def vocabulary_from_json(text: str) -> Vocabulary:
     )
 
 
+CLIENTS_FAULT = "the structure is too "  # so begins a failure that is the structure's, not ours
+NUM_THREADS = 2
+LONG_CHARS = 2_000  # what is shorter compiles in milliseconds, as a rule
 STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
 
 
@@ -85,36 +93,94 @@ def no_vocabulary() -> Vocabulary:
     raise StructureError("this engine was started without a tokenizer")
 
 
-def _thread_with_stack(num_bytes: int) -> ThreadPoolExecutor:
-    """Start a thread; the size of stacks is a setting of the process, for threads that start from then on."""
-    before = threading.stack_size(num_bytes)
+def _threads_with_stack(count: int, num_bytes: int) -> ThreadPoolExecutor:
+    """Start threads; the size of stacks is a setting of the process, for threads that start from then on."""
+    before, all_run = threading.stack_size(num_bytes), threading.Barrier(count + 1)
     try:
-        thread = ThreadPoolExecutor(1, thread_name_prefix="structure")
-        thread.submit(str).result()
+        threads = ThreadPoolExecutor(count, thread_name_prefix="structure")
+        for _ in range(count):
+            threads.submit(all_run.wait)
+        all_run.wait()
     finally:
         threading.stack_size(before)
-    return thread
+    return threads
+
+
+class _Job(NamedTuple):
+    size: int  # of the structure's text, in characters
+    number: int  # then in order of arrival
+    request: Request
+    on_ready: OnReady
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it may take long."""
+        return self.size > LONG_CHARS
+
+
+class _Line:
+    """Who compiles next: owners take turns, the shortest of an owner first."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, list[_Job]] = OrderedDict()  # heaps by owner, whose turn it is first
+        self._running: dict[str, list[_Job]] = {}
+        self._numbers = itertools.count()
+
+    def add(self, request: Request, on_ready: OnReady) -> None:
+        """Queue a request behind its owner's shorter ones."""
+        assert request.params.structure is not None, "only requests that ask for a form come here"
+        job = _Job(len(request.params.structure.text), next(self._numbers), request, on_ready)
+        heapq.heappush(self._jobs.setdefault(request.key_id, []), job)
+
+    def take(self) -> _Job | None:
+        """Return what to compile; None if there is nothing, or only what waits for its owner's other one.
+
+        Beside a long one of the same owner only a short one is taken; beside a short one nothing, so that they keep their order.
+        """
+        for owner, jobs in self._jobs.items():
+            running = self._running.get(owner, [])
+            if running and (jobs[0].is_long or not all(each.is_long for each in running)):
+                continue
+            job = heapq.heappop(jobs)
+            self._running.setdefault(owner, []).append(job)
+            self._jobs.move_to_end(owner)
+            if not jobs:
+                del self._jobs[owner]
+            return job
+        return None
+
+    def end(self, job: _Job) -> None:
+        """Note that it is compiled."""
+        running = self._running[job.request.key_id]
+        running.remove(job)
+        if not running:
+            del self._running[job.request.key_id]
 
 
 class StructureCompiler:
     """What compiles, keeps and waits. `submit` and `forget` may be called from any thread."""
 
     def __init__(self, load_vocabulary: LoadVocabulary = no_vocabulary) -> None:
-        """Args: load_vocabulary is called once, in the thread, when the first request asks for a form."""
+        """Args: load_vocabulary is called once, in a thread, when the first request asks for a form."""
         self._load_vocabulary = load_vocabulary
         self._lock = threading.Lock()
+        self._is_closed = False
         self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
-        self._thread = _thread_with_stack(STACK_BYTES)
-        self._forms: MatcherSource | None = None  # the thread's alone
+        self._line = _Line()
+        self._threads = _threads_with_stack(NUM_THREADS, STACK_BYTES)
+        self.masks = MaskThreads()
+        self._loading = threading.Lock()
+        self._forms: MatcherSource | None = None
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
-        """Compile what a request asks for; `on_ready` is called in the thread, with the request or with its end.
+        """Compile what a request asks for; `on_ready` is called in a thread, with the request or with its end.
 
         It is called under the lock: whoever hears from `forget` that nothing waits finds the request handed over.
         """
         with self._lock:
             self._waiting.add(request.request_id)
-        self._thread.submit(self._prepare, request, on_ready)
+            self._line.add(request, on_ready)
+        self._threads.submit(self._work)
 
     def forget(self, request_id: str) -> bool:
         """Drop a request that waits here; False when none does."""
@@ -124,8 +190,21 @@ class StructureCompiler:
         return waits
 
     def close(self) -> None:
-        """End the thread once it has compiled what it is at; nothing may be submitted any more."""
-        self._thread.shutdown(cancel_futures=True)
+        """End the threads once they have compiled what they are at; nothing may be submitted any more."""
+        self._is_closed = True
+        self._threads.shutdown(cancel_futures=True)
+        self.masks.close()
+
+    def _work(self) -> None:
+        """Compile until nothing may be begun."""
+        while not self._is_closed:
+            with self._lock:
+                job = self._line.take()
+            if job is None:
+                return
+            self._prepare(job.request, job.on_ready)
+            with self._lock:
+                self._line.end(job)
 
     def _prepare(self, request: Request, on_ready: OnReady) -> None:
         ready: Structured | RequestOutput
@@ -145,15 +224,17 @@ class StructureCompiler:
                 on_ready(ready)
 
     def _matcher_for(self, request: Request) -> StructureMatcher:
-        if self._forms is None:
-            self._forms = _open_forms(self._load_vocabulary())
-        return self._forms.matcher_for(request)
+        with self._loading:
+            if self._forms is None:
+                self._forms = _open_forms(self._load_vocabulary(), self.masks)
+            forms = self._forms
+        return forms.matcher_for(request)
 
 
-def _open_forms(vocabulary: Vocabulary) -> MatcherSource:
+def _open_forms(vocabulary: Vocabulary, masks: MaskThreads) -> MatcherSource:
     try:
         module = importlib.import_module("scheduler.structure.grammar")
     except ImportError as error:
         raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
-    forms: MatcherSource = module.Forms(vocabulary)
+    forms: MatcherSource = module.Forms(vocabulary, masks)
     return forms

@@ -9,9 +9,14 @@ A form may not look behind or ahead in regexes (neither library can). What llgui
 (`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped."""
 
 import json
+import random
+import re
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Series
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -21,7 +26,8 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from scheduler.policy.request import Request, Structure
 from scheduler.policy.sequence import Row
-from scheduler.structure.compiler import StructureError, Vocabulary
+from scheduler.structure.compiler import CLIENTS_FAULT, StructureError, Vocabulary
+from scheduler.structure.masks import MASK_BUDGET_PER_TOKEN_S, MASK_BUDGET_S, Mask, MaskThreads
 from scheduler.structure.schema import enforceable
 
 # Room between the parts of JSON, as much as indented text needs: a few blanks, or one or two line ends and an indentation.
@@ -32,13 +38,21 @@ LIMITS = LLParserLimits(
     max_items_in_row=2_000,  # an object of 500 optional properties
     initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
     step_lexer_fuel=100_000,  # 14,000 a millisecond
-    step_max_items=25_000,  # 20,000 a millisecond
+    # 20,000 a millisecond, but 500 where a grammar is ambiguous. An object of 500 optional properties needs 4,000.
+    step_max_items=6_000,
     max_lexer_states=20_000,  # 1 to 2 KB each, of all copies of a form together
     max_grammar_size=200_000,
     verbose_errors=False,  # the client's schema stays out of messages
 )
 
 MAX_MESSAGE = 500  # characters
+_TOO_LARGE = re.compile("Too many items|Current row has|too many items")
+NUM_REHEARSALS, REHEARSED_TOKENS = 3, 8
+QUICK_S = 0.002  # of a mask; a form with slower ones is not drafted for
+_REMEDY = (
+    "Write the grammar so that a text can be read in one way only, such as `e: t (op t)*` for `e: e op e`, or `e: t+` for "
+    "`e: e e | t`"
+)
 
 _BODY = "structure"
 
@@ -73,6 +87,24 @@ def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher
     return matcher
 
 
+def rehearse(matcher: LLMatcher) -> str | None:
+    """Follow the first tokens of a few answers, as a request will; returns what goes wrong, None if nothing does.
+
+    A form may compile and exceed a limit at its third token, if hundreds of alternatives begin alike.
+    """
+    for walk in range(NUM_REHEARSALS):
+        draw, copy = random.Random(walk), matcher.deep_copy()
+        for _ in range(REHEARSED_TOKENS):
+            allowed = np.flatnonzero(np.unpackbits(_allowed_bits(copy), bitorder="little"))
+            if (error := error_of(copy)) or not len(allowed):
+                return error
+            if not copy.consume_token(int(draw.choice(allowed))) or copy.is_stopped():
+                break
+        if error := error_of(copy):
+            return error
+    return None
+
+
 def error_of(matcher: LLMatcher) -> str | None:
     """What went wrong in a matcher, None if nothing did; llguidance's methods do not raise."""
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
@@ -80,6 +112,8 @@ def error_of(matcher: LLMatcher) -> str | None:
         return "no token of this model can go on with the structure"
     if error.startswith("oneOf constraints are not supported"):
         return _ONE_OF
+    if _TOO_LARGE.search(error):
+        return f"{CLIENTS_FAULT}large or too ambiguous at this place ({_in_one_line(error)}). {_REMEDY}"
     return _in_one_line(error) if error else None
 
 
@@ -168,7 +202,7 @@ class _Tokens:
 
 
 class GrammarMatcher:
-    """Follows one request's tokens.
+    """Follows one request's tokens. Its masks are computed beside the step loop, from when their token is known (`masks`).
 
     Copies of a matcher share their lexer, and with it the limits and an error: where one copy has reached a limit, all fail. So
     a request that fails begins anew once, with a lexer that neither other requests nor drafts have used, and drafts no more.
@@ -181,73 +215,141 @@ class GrammarMatcher:
         *,
         ignore_eos: bool,
         compile_own: Callable[[], LLMatcher] | None = None,
+        threads: MaskThreads | None = None,
     ) -> None:
         """Take over a copy, made with `open_tokenizer(vocabulary)`.
 
         Args:
             compile_own: compiles the form again; None: the copy is the only one.
+            threads: compute masks; None: `mask` does.
         """
-        self._matcher, self._compile_own = matcher, compile_own
+        self._matcher, self._compile_own, self._threads = matcher, compile_own, threads
         self._followed: list[int] = []
         self._is_own = False  # it has begun anew
+        self._is_behind = False  # it has not followed its newest token, and begins anew with the next mask
         self._end_ids = sorted(vocabulary.end_ids)
         self._end_place = len(vocabulary.tokens)  # of the token that stands for the end
         self._ignore_eos = ignore_eos
         self.has_ended = matcher.is_stopped()
         self.failure: str | None = None
+        self.is_late = False
+        self._coming: Future[Mask] | None = None  # what may come next; dropped when a token has come
+        self._last_s = self._cpu_s = 0.0  # of processor time: the last mask's, all masks'
         self._ahead: list[np.ndarray] = []  # what may come behind each of the drafts that were looked at
+
+    @property
+    def is_ready(self) -> bool:
+        """See `scheduler.policy.sequence.StructureMatcher`."""
+        return self._coming is None or self._coming.done()
+
+    def begin_step(self) -> None:
+        """See `scheduler.policy.sequence.StructureMatcher`."""
+        self.is_late = False
+        if self._threads is not None and not self.failure and not self.has_ended:
+            self._begin_mask()
 
     def mask(self, logits_V: Row, after: Series[int] = ()) -> None:
         """See `scheduler.policy.sequence.StructureMatcher`."""
         if self.failure:
             return
-        if after:
-            bits = self._ahead[len(after) - 1]
-        else:
-            bits = _allowed_bits(self._matcher)
-            self.failure = error_of(self._matcher)
-            if self.failure and self._begin_anew():
-                bits = _allowed_bits(self._matcher)
-                self.failure = error_of(self._matcher)
-            if self.failure:
-                return
+        bits = self._ahead[len(after) - 1] if after else self._next_bits()
+        if bits is None:
+            return
         size = max(logits_V.size, self._end_place + 1)
         allowed = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
         if allowed[self._end_place]:
             allowed[self._end_ids] = not self._ignore_eos or not allowed[: self._end_place].any()
         np.copyto(logits_V, -np.inf, where=~allowed[: logits_V.size])
 
+    def _next_bits(self) -> np.ndarray | None:
+        """Return what may come next; None if it is not known in time, or if there was a failure."""
+        coming = self._begin_mask()
+        if self._threads is not None and not self._threads.wait(coming):
+            self.is_late = True
+            return None
+        found = coming.result()
+        self._take_cost(found)
+        self.failure = self.failure or found.failure or None
+        return None if self.failure else found.bits
+
+    def _begin_mask(self) -> "Future[Mask]":
+        """Compute what may come next, unless that is done or under way."""
+        if self._coming is None and self._threads is not None:
+            self._coming = self._threads.start(self._compute, self._last_s)
+        elif self._coming is None:
+            self._coming = _done(self._compute())
+        return self._coming
+
+    def _take_cost(self, found: Mask) -> None:
+        """Charge a mask to the request, and end it when its budget is spent."""
+        if found.cpu_s == 0:
+            return
+        self._coming = _done(found._replace(cpu_s=0.0))  # a mask is charged once
+        self._last_s = found.cpu_s
+        self._cpu_s += found.cpu_s
+        allowed_s = MASK_BUDGET_S + MASK_BUDGET_PER_TOKEN_S * len(self._followed)
+        if self._cpu_s > allowed_s:
+            self.failure = (
+                f"{CLIENTS_FAULT}ambiguous to follow: to find what may come next took {self._cpu_s:.1f} s of "
+                f"processor time for {len(self._followed)} tokens, and {allowed_s:.1f} s are allowed. {_REMEDY}"
+            )
+
+    def _compute(self) -> Mask:
+        """Find what may come next; in a thread, while nothing else uses this matcher."""
+        begun_s = time.thread_time()
+        if self._is_behind and not self._begin_anew():
+            return Mask(None, self._cannot_go_on(self._followed[-1]))
+        bits = _allowed_bits(self._matcher)
+        failure = error_of(self._matcher)
+        if failure and self._begin_anew():
+            bits = _allowed_bits(self._matcher)
+            failure = error_of(self._matcher)
+        return Mask(bits, failure or "", time.thread_time() - begun_s)
+
     def look_ahead(self, drafts: Series[int]) -> int:
         """See `scheduler.policy.sequence.StructureMatcher`.
 
-        On a copy: what goes wrong behind a draft that will be rejected is no failure of the request's.
+        On a copy: what goes wrong behind a draft that will be rejected is no failure of the request's. Its masks are computed in
+        the step, so a form whose masks are slow gets no drafts.
         """
         self._ahead = []
-        if self.failure or self.has_ended or self._is_own:
+        if self.failure or self.has_ended or self._is_own or self._is_behind or self._last_s > QUICK_S:
+            return 0
+        if self._coming is not None and self._threads is not None and not self._threads.wait(self._coming):
             return 0
         ahead = self._matcher.deep_copy()
         for token_id in drafts:
             if token_id in self._end_ids or not ahead.consume_token(token_id) or ahead.is_stopped():
                 break
+            begun_s = time.thread_time()
             bits = _allowed_bits(ahead)
             if error_of(ahead):
                 break
             self._ahead.append(bits)
+            if (seconds := time.thread_time() - begun_s) > QUICK_S:
+                self._last_s = seconds
+                break
         return len(self._ahead)
 
     def advance(self, token_id: int) -> None:
         """Follow a token that was sampled; one that the form does not allow is a failure."""
         if self.failure:
             return
+        assert self.is_ready, "a token is sampled behind its mask"
+        self._coming = None
         if token_id in self._end_ids:
             self.has_ended = True
-        elif self._matcher.consume_token(token_id) or (
-            self._begin_anew() and self._matcher.consume_token(token_id)
-        ):
-            self._followed.append(token_id)
+            return
+        self._followed.append(token_id)
+        if self._matcher.consume_token(token_id):
             self.has_ended = self._matcher.is_stopped()
+        elif self._compile_own is None or self._is_own:
+            self.failure = self._cannot_go_on(token_id)
         else:
-            self.failure = f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
+            self._is_behind = True
+
+    def _cannot_go_on(self, token_id: int) -> str:
+        return f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
 
     def _begin_anew(self) -> bool:
         """Follow all tokens again with a lexer of its own; False, and nothing, the second time, and where that fails too."""
@@ -256,8 +358,14 @@ class GrammarMatcher:
         own, self._is_own = self._compile_own(), True
         if not all(own.consume_token(token_id) for token_id in self._followed):
             return False
-        self._matcher = own
+        self._matcher, self._is_behind = own, False
         return True
+
+
+def _done(mask: Mask) -> "Future[Mask]":
+    future: Future[Mask] = Future()
+    future.set_result(mask)
+    return future
 
 
 def _allowed_bits(matcher: LLMatcher) -> np.ndarray:
@@ -269,11 +377,14 @@ MAX_KEPT = 64  # compiled forms
 
 
 class Forms:
-    """One thread's alone."""
+    """The compiled forms. `matcher_for` may be called from several threads; two compile the same form at the same time if
+    both need it first."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        """Build the token tree."""
+    def __init__(self, vocabulary: Vocabulary, threads: MaskThreads | None = None) -> None:
+        """Build the token tree. `threads` compute the masks of its matchers; None: `mask` does."""
+        self._threads = threads
         self._vocabulary, self._tokenizer = vocabulary, open_tokenizer(vocabulary)
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
 
     def matcher_for(self, request: Request) -> GrammarMatcher:
@@ -291,15 +402,20 @@ class Forms:
             self._vocabulary,
             ignore_eos=ignore_eos,
             compile_own=partial(compile_structure, params.structure, self._tokenizer),
+            threads=self._threads,
         )
         for token_id in request.replayed_ids:
             matcher.advance(token_id)
         return matcher
 
     def _compile(self, structure: Structure) -> LLMatcher:
-        if structure not in self._compiled:
-            self._compiled[structure] = compile_structure(structure, self._tokenizer)
+        with self._lock:
+            compiled = self._compiled.get(structure)
+        if compiled is None:
+            compiled = compile_structure(structure, self._tokenizer)
+        with self._lock:
+            compiled = self._compiled.setdefault(structure, compiled)
+            self._compiled.move_to_end(structure)
             if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(structure)
-        return self._compiled[structure]
+        return compiled

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput
-from scheduler.structure.compiler import StructureError
+from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server import errors
 from server.errors import ApiError
 from server.front.admission import Admission
@@ -423,6 +423,8 @@ class Requests:
         generation.last_token_s = now_s
 
     def _failure_of(self, output: RequestOutput) -> ApiError | None:
+        if output.finish_reason is FinishReason.ERROR and output.error.startswith(CLIENTS_FAULT):
+            return ApiError(400, output.error[:1].upper() + output.error[1:])
         if output.finish_reason is FinishReason.ERROR:
             return errors.failed(output.error)
         if output.finish_reason is FinishReason.DEADLINE:

@@ -25,7 +25,7 @@ from llguidance import LLTokenizer
 
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import StructureError, vocabulary_from_json
-from scheduler.structure.grammar import compile_structure, error_of, open_tokenizer
+from scheduler.structure.grammar import compile_structure, open_tokenizer, rehearse
 from server.parent_death import die_with_parent
 
 MOST_SECONDS = 30  # for one structure, by the clock: on a busy machine the limit of processor time comes late
@@ -77,11 +77,9 @@ def _check(asked: dict[str, Any], tokenizer: LLTokenizer) -> None:
 
 
 def _why_not(structure: Structure, tokenizer: LLTokenizer) -> str | None:
-    """Compile a structure and its first mask; return what is wrong with it."""
+    """Compile a structure and follow an answer's first tokens; return what is wrong with it."""
     try:
-        matcher = compile_structure(structure, tokenizer)
-        matcher.compute_bitmask()
-        return error_of(matcher) or None
+        return rehearse(compile_structure(structure, tokenizer))
     except StructureError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - whatever a stranger's structure leads to is its own fault

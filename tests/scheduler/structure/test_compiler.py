@@ -1,14 +1,24 @@
 """The thread that compiles: who waits, who is told, what is kept."""
 
+import json
 import queue
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Structure
-from scheduler.structure.compiler import StructureCompiler, Structured, StructureError, Vocabulary
+from scheduler.policy.sequence import StructureMatcher
+from scheduler.structure.compiler import (
+    LONG_CHARS,
+    StructureCompiler,
+    Structured,
+    StructureError,
+    Vocabulary,
+    _Line,
+)
 from tests.support.requests.structures import END, OTHER_END, VOCABULARY, ids_of
 
 TIMEOUT_S = 20.0
@@ -63,6 +73,69 @@ def test_a_request_comes_back_with_a_matcher_of_its_own() -> None:
     first.matcher.advance(ord("b"))
     assert first.matcher.has_ended and not second.matcher.has_ended
     assert gate.num_loads == 1
+
+
+def taken(line: _Line, *names: str) -> list[str]:
+    """Queue requests, named by owner, number and kind, and return the order in which one thread takes them."""
+    jobs = {}
+    for name in names:
+        text = (
+            "a" * (LONG_CHARS + 1) if name.endswith("long") else "a" * (9 if name.endswith("short") else 99)
+        )
+        asked = replace(request_of(name, Structure("regex", text)), key_id=name[0])
+        line.add(asked, lambda _ready: None)
+    while (job := line.take()) is not None:
+        jobs[job.request.request_id] = job
+        line.end(job)
+    return list(jobs)
+
+
+def test_owners_take_turns_and_an_owners_shortest_structure_comes_first() -> None:
+    slow = [f"A{number} long" for number in range(4)]
+    assert taken(_Line(), *slow, "B1", "B2") == ["A0 long", "B1", "A1 long", "B2", "A2 long", "A3 long"]
+    assert taken(_Line(), "A1 long", "A2", "A3 short") == ["A3 short", "A2", "A1 long"]
+
+
+def test_a_thread_is_kept_free_of_an_owners_second_long_structure() -> None:
+    line = _Line()
+    for name in ("A1", "A2"):
+        asked = replace(request_of(name, Structure("regex", "a" * (LONG_CHARS + 1))), key_id="A")
+        line.add(asked, lambda _ready: None)
+    first = line.take()
+    assert first is not None and line.take() is None, "the other thread stays free"
+    for name, owner in (("A3", "A"), ("B1", "B")):
+        line.add(replace(request_of(name, Structure("regex", "a")), key_id=owner), lambda _ready: None)
+    short = [line.take(), line.take()]
+    assert [job and job.request.request_id for job in short] == ["A3", "B1"]
+    line.end(first)
+    assert line.take() is None, "behind a short one of the same owner"
+    assert short[0] is not None
+    line.end(short[0])
+    second = line.take()
+    assert second is not None and second.request.request_id == "A2"
+
+
+def test_a_long_structure_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, _ = compiler_of()
+    may_end, ready = threading.Event(), queue.Queue[Structured | RequestOutput]()
+    whole = compiler._matcher_for
+
+    def matcher_for(request: Request) -> StructureMatcher:
+        if request.request_id.startswith("A"):
+            assert may_end.wait(TIMEOUT_S)
+        return whole(request)
+
+    monkeypatch.setattr(compiler, "_matcher_for", matcher_for)
+    for number in range(5):
+        form = Structure("choice", json.dumps(["a" * LONG_CHARS, str(number)]))
+        compiler.submit(replace(request_of(f"A{number}", form), key_id="A"), ready.put)
+    compiler.submit(replace(request_of("B", Structure("regex", "a")), key_id="B"), ready.put)
+    first = ready.get(timeout=TIMEOUT_S)
+    assert isinstance(first, Structured) and first.request.request_id == "B"
+    may_end.set()
+    rest = [ready.get(timeout=TIMEOUT_S) for _ in range(5)]
+    assert all(isinstance(each, Structured) for each in rest)
+    compiler.close()
 
 
 def test_replayed_tokens_are_followed() -> None:

@@ -1,13 +1,18 @@
 """Forms in the engine: beside other requests, through preemption, replay, aborts and failures."""
 
 import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, Structure
+from scheduler.policy.sequence import Sequence
 from scheduler.structure.compiler import Vocabulary
+from scheduler.structure.masks import Mask, MaskThreads
 from tests.conftest import PoolOf
 from tests.support.engines.serving import Served, build, own_share, request, serve
 from tests.support.models.families import VOCABULARY as NUM_TOKENS
@@ -129,6 +134,86 @@ def test_forms_change_nobody_elses_tokens_and_nobody_changes_theirs(
     assert serve_all(directory, requests(), **settings) == served_alone
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 4},
+        {"enable_prefix_caching": False, "max_num_seqs": 6},
+    ],
+    ids=["full batch", "chunks", "without a prefix cache"],
+)
+def test_answers_do_not_depend_on_when_their_masks_are_ready(
+    directory: Path, served_alone: Texts, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step waits here, so that masks are late whenever they have not won the race against the model."""
+    built = build(directory, load_vocabulary=lambda: BYTES, max_model_len=160, **settings)
+    sat_out: list[str] = []
+    park = built.scheduler._roster.park
+
+    def note(sequence: Sequence) -> None:
+        sat_out.append(sequence.request.request_id)
+        park(sequence)
+
+    monkeypatch.setattr(built.scheduler._roster, "park", note)
+    built.structures.masks = SlowMasks()
+    served = serve(built, requests())
+    assert texts(served) == served_alone
+    assert sat_out and not any(name.startswith("free") for name in sat_out)
+    stats = built.scheduler.stats
+    assert (stats.num_free_blocks, stats.num_waiting) == (stats.num_blocks, 0)
+
+
+class SlowMasks(MaskThreads):
+    """Lets every third mask be late: it is computed when it has been asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_started = 0
+        self._late: dict[Future[Mask], Callable[[], Mask]] = {}
+
+    def start(self, compute: Callable[[], Mask], last_s: float) -> "Future[Mask]":
+        """See base class."""
+        self._num_started += 1
+        if self._num_started % 3:
+            return super().start(compute, last_s)
+        late: Future[Mask] = Future()
+        self._late[late] = compute
+        return late
+
+    def wait(self, mask: "Future[Mask]") -> bool:
+        """See base class."""
+        if mask in self._late:
+            computed = super().start(self._late.pop(mask), 0.0)
+            computed.add_done_callback(lambda done: mask.set_result(done.result()))
+            return False
+        mask.exception(60)
+        return True
+
+
+def test_a_parked_request_is_aborted_and_leaves_nothing(directory: Path) -> None:
+    built = build(directory, load_vocabulary=lambda: BYTES)
+    never = threading.Event()
+
+    class Never(MaskThreads):
+        def start(self, compute: Callable[[], Mask], last_s: float) -> "Future[Mask]":
+            return Future()
+
+        def wait(self, mask: "Future[Mask]") -> bool:
+            if not never.is_set():
+                never.set()
+                built.engine.abort("1")
+            return False
+
+    built.structures.masks = Never()
+    served = serve(
+        built, [request("1", (3, 4), structure=FORMS["regex"]), request("2", (3, 4), max_tokens=9)]
+    )
+    ends = {output.request_id: output.finish_reason for output in served.outputs if output.finish_reason}
+    assert ends == {"1": FinishReason.ABORT, "2": FinishReason.LENGTH}
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+
+
 @pytest.mark.slow
 def test_two_ranks_give_the_same_answers(directory: Path, served_alone: Texts, pool_of: PoolOf) -> None:
     parts = pool_of(2).run(serve_share, directory)
@@ -158,11 +243,15 @@ def test_a_replay_of_a_complete_form_ends_at_once(directory: Path) -> None:
 class Broken:
     """A matcher that fails after some tokens."""
 
-    has_ended = False
+    has_ended = is_late = False
+    is_ready = True
 
     def __init__(self, num_tokens: int) -> None:
         self.failure: str | None = None
         self._num_left = num_tokens
+
+    def begin_step(self) -> None:
+        """Nothing is computed."""
 
     def mask(self, logits_V: Any) -> None:
         """Allow all."""

@@ -1,5 +1,6 @@
 """Engines in tests: the real step loop on every rank of a pool, fed with prompts and run until all are served."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,11 @@ class WaveDoorbell:
             return
         for request in self.waves.popleft():
             self.engine.submit(request)
-        # Requests with forms come back from a thread; without them the engine would find nothing to do, and stop.
-        self.engine._structures._thread.submit(str).result(COMPILE_TIMEOUT_S)
+        # Requests with forms come back from threads; without them the engine would find nothing to do, and stop.
+        until_s = time.monotonic() + COMPILE_TIMEOUT_S
+        while self.engine._structures._waiting:
+            assert time.monotonic() < until_s, "structures are not compiled"
+            time.sleep(0.0005)
 
 
 @dataclass

@@ -125,6 +125,21 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
     with_checks(work, load)
 
 
+@pytest.mark.parametrize("required", [[], ["p0"]])
+def test_alternatives_that_begin_alike_are_refused_at_the_check(required: list[str]) -> None:
+    """200 objects of 20 properties compile, and each request with them would fail at its third token."""
+    properties = {f"p{number}": {"type": "string"} for number in range(20)}
+    each = {"type": "object", "properties": properties, "required": required}
+    alternatives = [{**each, "additionalProperties": {"const": number}} for number in range(200)]
+
+    async def work(checks: StructureChecks) -> None:
+        why = await checks.why_not(schema({"anyOf": alternatives}))
+        assert why is not None and why.startswith("the structure is too large or too ambiguous"), why
+        assert await checks.why_not(schema({"anyOf": alternatives[:5]})) is None
+
+    with_checks(work)
+
+
 def test_a_checker_that_died_is_replaced() -> None:
     async def work(checks: StructureChecks) -> None:
         assert await checks.why_not(Structure("regex", "a")) is None
