@@ -233,7 +233,7 @@ class _GenerateJson:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """Return a whole answer."""
         for spelled, choice in zip(self._spelled, choices, strict=True):
-            self._spell(spelled, choice.logprobs)
+            self._spell(spelled, () if self._only_scores else choice.logprobs)
         objects = [
             self._object(generation, choice)
             for generation, choice in zip(self._answer.generations, choices, strict=True)
@@ -248,7 +248,7 @@ class _GenerateJson:
         choice.last = piece
         has_logprobs = bool(self._body.return_logprob)
         if has_logprobs:
-            self._spell(spelled, piece.logprobs)
+            self._spell(spelled, () if self._only_scores else piece.logprobs)
             if not (spelled.has_grown or piece.finish_reason):
                 return b""
         content = self._object(self._answer.generations[index], choice)

@@ -137,7 +137,7 @@ async def test_many_tokens_of_prompts_get_to_ranks_in_several_turns() -> None:
         assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b", "c", "d"]
         left = desk.open(*"xyz")
         left.close()
-        assert [request_id for _, request_id in desk.ranks.aborted] == ["x", "y"], "z was at no rank"
+        assert sorted(name for _, name in desk.ranks.aborted) == ["x", "y"], "z was at no rank"
         while len(desk.ranks.submitted) < 9:
             await asyncio.sleep(0)
     assert [request.request_id for _, request in desk.ranks.submitted] == list("abcdxyefg")

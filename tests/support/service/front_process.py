@@ -103,8 +103,9 @@ class FrontProcess:
 
     @property
     def said(self) -> str:
-        """What the process has written to stderr until now, without the times that its lines begin with."""
-        return without_times("".join(self._stderr))
+        """What the process has written to stderr until now, without times, and but for its notes on unknown fields."""
+        lines = without_times("".join(self._stderr)).splitlines(keepends=True)
+        return "".join(line for line in lines if " ignores the unknown field " not in line)
 
     def script(self, word: str, answer: str | Sequence[int], **how: object) -> Script:
         """Let every rank answer prompts that hold `word`."""
