@@ -151,11 +151,11 @@ def _start(
 
 
 def _say_running(running: _Running | None) -> list[Any] | None:
-    return running and [running.unique_id.hex(), running.ranks, running.kept_bytes]
+    return None if running is None else [running.unique_id.hex(), running.ranks, running.kept_bytes]
 
 
 def _read_running(said: list[Any] | None) -> _Running | None:
-    return said and _Running(bytes.fromhex(said[0]), tuple(said[1]), tuple(said[2]))
+    return None if said is None else _Running(bytes.fromhex(said[0]), tuple(said[1]), tuple(said[2]))
 
 
 def _device_of(device: torch.device) -> Any:

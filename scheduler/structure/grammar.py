@@ -264,7 +264,9 @@ class GrammarMatcher:
     def _next_bits(self) -> np.ndarray | None:
         """Return what may come next; None if it is not known in time, or if there was a failure."""
         coming = self._begin_mask()
-        if self._threads is not None and not self._threads.wait(coming):
+        # A form that was slow is not waited for: it sits out until its mask is there.
+        may_wait = self._threads is not None and self._last_s <= QUICK_S
+        if not coming.done() and not (may_wait and self._threads and self._threads.wait(coming)):
             self.is_late = True
             return None
         found = coming.result()
@@ -304,6 +306,8 @@ class GrammarMatcher:
         if failure and self._begin_anew():
             bits = _allowed_bits(self._matcher)
             failure = error_of(self._matcher)
+        if not failure and time.thread_time() - begun_s > QUICK_S:
+            self._begin_anew()  # a copy locks the lexer of all copies while it computes, also against the step loop
         return Mask(bits, failure or "", time.thread_time() - begun_s)
 
     def look_ahead(self, drafts: Series[int]) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 
 WAIT_S = 0.02  # of one step, for all its masks
 NUM_THREADS = 2
-MASK_BUDGET_S, MASK_BUDGET_PER_TOKEN_S = 0.5, 0.002  # of processor time, of one request
+MASK_BUDGET_S, MASK_BUDGET_PER_TOKEN_S = 0.2, 0.001  # of processor time, of one request
 STACK_BYTES = (
     64 << 20
 )  # llguidance recurses along a chain of references; pages that nobody touches cost nothing

@@ -63,6 +63,11 @@ class EvenIds:
     has_ended: bool = False
     failure: str | None = None
     seen: list[int] = field(default_factory=list)
+    is_late: bool = False
+    is_ready: bool = True
+
+    def begin_step(self) -> None:
+        """Nothing is computed."""
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         logits_V[1::2] = -np.inf

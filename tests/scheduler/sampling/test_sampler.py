@@ -136,7 +136,11 @@ def test_rules_hold_in_greedy_and_in_drawn_tokens() -> None:
 class OneWay:
     """A structure in which only token 5 may come."""
 
-    has_ended, failure = False, None
+    has_ended = is_late = False
+    is_ready, failure = True, None
+
+    def begin_step(self) -> None:
+        """Nothing is computed."""
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         kept = logits_V[5]

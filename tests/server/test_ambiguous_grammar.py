@@ -1,0 +1,52 @@
+"""A grammar of 170 bytes that made each mask take tenths of a second, for 64 choices at once: other clients' streams go on."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.service.real_service import RealService, write_tiny_model
+
+GRAMMAR = 'start: e\ne: e e | e e e | e e e e | "a" | "b" | "d"'
+ATTACK = {
+    "model": "tiny", "prompt": "x", "max_tokens": 100, "min_tokens": 100, "ignore_eos": True, "n": 64, "seed": 1,
+    "structured_outputs": {"grammar": GRAMMAR},
+}  # fmt: skip
+FLAGS = ("-dp=1", "--max-num-seqs=128", "--max-num-batched-tokens=512")  # seats for others as well
+PAUSE_S = 2.0  # of a stream, on a machine that does other things too; it was 15 s and more
+
+
+def stream_pauses(url: str, body: dict[str, Any]) -> list[float]:
+    """Stream an answer; return the seconds before each of its events."""
+    pauses, last_s = [], time.monotonic()
+    with httpx.stream("POST", url, json=body, timeout=300) as stream:
+        assert stream.status_code == 200
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                now_s = time.monotonic()
+                pauses.append(now_s - last_s)
+                last_s = now_s
+    return pauses
+
+
+@pytest.mark.slow
+def test_an_ambiguous_grammar_ends_with_a_400_and_holds_up_nobody(tmp_path: Path) -> None:
+    with RealService.serve(write_tiny_model(tmp_path / "tiny"), tmp_path / "output.txt", *FLAGS) as service:
+        service.wait_ready()
+        url = f"{service.url}/v1/completions"
+        answers: list[httpx.Response] = []
+        attack = threading.Thread(target=lambda: answers.append(httpx.post(url, json=ATTACK, timeout=300)))
+        body = {"model": "tiny", "prompt": "cat", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        pauses = stream_pauses(url, body)
+        attack.start()
+        while attack.is_alive():
+            pauses += stream_pauses(url, body)
+        attack.join(300)
+        assert max(pauses) < PAUSE_S, sorted(pauses)[-5:]
+        (answer,) = answers
+        assert answer.status_code == 400 and "ambiguous" in answer.json()["error"]["message"], answer.text
+        free = httpx.post(url, json={**body, "stream": False, "max_tokens": 5}, timeout=60)
+        assert free.json()["usage"]["completion_tokens"] == 5
