@@ -187,7 +187,9 @@ def check_config(config: Any) -> None:
 def _why_too_short(text: Any) -> str | None:
     """Name a list of the configuration that ends before the last layer; longer ones may speak of MTP layers too."""
     num_layers = getattr(text, "num_hidden_layers", None)
-    for name in _PER_LAYER if isinstance(num_layers, int) else ():
+    if not isinstance(num_layers, int):
+        return None
+    for name in _PER_LAYER:
         listed = getattr(text, name, None)
         if isinstance(listed, list | tuple) and 0 < len(listed) < num_layers:
             return (

@@ -310,7 +310,7 @@ def _auto_round(config: Mapping[str, Any]) -> Quantisation:
     if quantised:
         seen = f"extra_config of {quantised[0]} (bits of its own)"
         raise _unserved("auto-round", seen, "one number of bits, or 16")
-    plain = {f"-:(?:{name})$": {} for name in others}
+    plain: dict[str, Any] = {f"-:(?:{name})$": {} for name in others}
     return _gptq({**config, "checkpoint_format": _AUTO_ROUND[packing], "dynamic": plain})
 
 
