@@ -2,8 +2,9 @@
 
 Knows no torch, so that the check before the start uses it too. The files' own tensors have the last word about which
 weight is quantised (`moe.load.stored_tensors`); this says which formats may be met. The list of modules that are not
-quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 ones. Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to
-the model. What would change the answer otherwise (rotations, sparse weights, smoothed rows) is refused.
+quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 ones.
+Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to the model. What
+would change the answer otherwise (rotations of rows, sparse weights, smoothed rows) is refused.
 
 Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write, and
 what SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
@@ -310,15 +311,13 @@ def _auto_round(config: Mapping[str, Any]) -> Quantisation:
     layers = config.get("extra_config") or {}
     if not isinstance(layers, Mapping) or not all(isinstance(each, Mapping) for each in layers.values()):
         raise _unserved("auto-round", f"extra_config = {layers!r}", "an object of layers")
-    others = [
-        name for name, layer in layers.items() if layer.get("bits", config.get("bits")) != config.get("bits")
-    ]
-    own_bits = [name for name in others if layers[name]["bits"] < 16]
-    if own_bits:
-        raise _unserved(
-            "auto-round", f"extra_config of {own_bits[0]} (bits of its own)", "one number of bits, or 16"
-        )
-    plain = {f"-:(?:{name})$": {} for name in others}
+    bits = {name: layer.get("bits", config.get("bits")) for name, layer in layers.items()}
+    others = [name for name, own in bits.items() if own != config.get("bits")]
+    quantised = [name for name in others if not (isinstance(bits[name], int) and bits[name] >= 16)]
+    if quantised:
+        seen = f"extra_config of {quantised[0]} (bits of its own)"
+        raise _unserved("auto-round", seen, "one number of bits, or 16")
+    plain: dict[str, Any] = {f"-:(?:{name})$": {} for name in others}
     return _gptq({**config, "checkpoint_format": _AUTO_ROUND[packing], "dynamic": plain})
 
 

@@ -164,7 +164,7 @@ def _spellings(
     """Yield the messages as most templates take them, then in other ways for those that refuse."""
     template, form = model.tokenizer.template, model.markup.taught_form
     if mentions_tools(messages) and not template.knows_calls:
-        messages = as_text(messages)
+        messages = as_text(messages, model.markup.tools)
     if tools.tools and form is not None and not template.knows_tools:
         text = tool_text(tools.tools, form)
         candidates = [beginning_with(messages, text), beginning_with(messages, text, role="user")]

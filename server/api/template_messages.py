@@ -12,7 +12,7 @@ with tool_choice "required" or a named function it then at least knows what the 
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -276,22 +276,38 @@ def _joined(before: Any, behind: Any) -> Any:
     return f"{before or ''}\n\n{behind or ''}"
 
 
-def as_text(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Return messages with calls and results written out in Hermes' tags."""
-    return [_as_text(message) for message in messages]
+def as_text(messages: Sequence[TemplateMessage], parser: str = "hermes") -> list[TemplateMessage]:
+    """Return messages with calls and results written out.
+
+    Args:
+        parser: of the model's calls. LFM2 has its own form, by its model card; all others get Hermes' tags.
+    """
+    return [_as_text(message, parser) for message in messages]
 
 
-def _as_text(message: TemplateMessage) -> TemplateMessage:
+def _as_text(message: TemplateMessage, parser: str) -> TemplateMessage:
     content = text_of(message.get("content"))
     if message["role"] == "tool":
+        if parser == "lfm2":
+            return {**message, "content": f"<|tool_response_start|>{content}<|tool_response_end|>"}
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     if not message.get("tool_calls"):
         return message
     functions = [call["function"] for call in message["tool_calls"]]
-    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
-    texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
+    if parser == "lfm2":
+        texts = [f"<|tool_call_start|>[{', '.join(map(_as_python, functions))}]<|tool_call_end|>"]
+    else:
+        calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+        texts = [f"<tool_call>\n{_json(call)}\n</tool_call>" for call in calls]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**kept, "content": "\n".join([content, *texts] if content else texts)}
+
+
+def _as_python(function: Mapping[str, Any]) -> str:
+    """Return a call in Python's form: f(a='b'). Arguments that were cut off are one string."""
+    arguments = function["arguments"]
+    given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+    return f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
 
 def _json(value: Any) -> str:

@@ -1,6 +1,7 @@
 """How a prompt is made without holding up others: what cannot fit is refused unseen, long work leaves the event loop."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from server.api.anthropic.request import MessagesRequest
 from server.api.anthropic.request import chat_request as anthropic_chat
 from server.api.completions import encode_prompts
+from server.api.parsers.arguments import ArgumentTypes
+from server.api.parsers.deltas import ToolCallDelta
 from server.api.parsers.registry import Markup
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.prompts import (
@@ -298,6 +301,32 @@ def test_parts_and_text_arguments_are_other_spellings() -> None:
     listed = with_content(history, lambda role: ContentForm.PARTS)
     assert [each["content"] for each in listed] == [[{"type": "text", "text": "a"}], []]
     assert with_text_arguments(history)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+
+
+def test_lfm2_s_history_has_its_own_calls() -> None:
+    arguments = {"city": "Köln", "days": 2, "now": True, "tags": ["a"]}
+    calls = [
+        {"function": {"name": "get_weather", "arguments": arguments}},
+        {"function": {"name": "stop", "arguments": {}}},
+    ]
+    history = [
+        {"role": "assistant", "content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "content": "sunny"},
+    ]
+    assistant, tool = as_text(history, "lfm2")
+    text = assistant["content"]
+    assert (
+        text.startswith("Hm.\n<|tool_call_start|>[get_weather(city='Köln', days=2, ")
+        and "tool_calls" not in assistant
+    )
+    assert tool == {"role": "tool", "content": "<|tool_response_start|>sunny<|tool_response_end|>"}
+    schema = {name: {} for name in arguments}
+    types = ArgumentTypes({"get_weather": {"properties": schema}, "stop": {}})
+    parser = Markup(tools="lfm2", reasoning="none").parser("", types)
+    deltas = [each for each in parser.push(text) + parser.finish() if isinstance(each, ToolCallDelta)]
+    assert [each.name for each in deltas if each.name] == ["get_weather", "stop"], "the parser reads it back"
+    spelled = "".join(each.arguments for each in deltas if each.index == 0)
+    assert json.loads(spelled) == arguments
 
 
 def test_a_template_that_knows_no_calls_gets_them_as_text() -> None:
