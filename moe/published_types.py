@@ -285,6 +285,13 @@ def _translate_step(values: Values) -> Values:
     return {"text_config": values, **{name: values[name] for name in outer if name in values}}
 
 
+def _check_step(values: Values) -> Values:
+    """Refuse a configuration of Step-3.7 that is not nested: transformers would take its own defaults for all of it."""
+    if not isinstance(values.get("text_config"), dict):
+        raise PublishedTypeError("it has no text_config; served is Step-3.7's published form, which has one")
+    return values
+
+
 def _translate_bailing_hybrid(values: Values) -> Values:
     """Refuse Ling 2.6, which has Ling 3.0's type and another linear attention than transformers' class."""
     _check_fixed(values, {"architectures": (["BailingMoeV3ForCausalLM"], ["BailingHybridForCausalLM"], None)})
@@ -303,6 +310,7 @@ _TYPES: Mapping[str, _Published] = {
     "intern_s2_preview": _Published("qwen3_5_moe", _translate_intern_s2),
     "kimi_k2": _Published("deepseek_v3", lambda values: values),
     "step3p5": _Published("step3p7", _translate_step),
+    "step3p7": _Published("step3p7", _check_step),
     "mimo_v2": _Published("mimo_v2_flash", _translate_mimo),
     "mimo_v2_flash": _Published("mimo_v2_flash", _translate_mimo),
 }

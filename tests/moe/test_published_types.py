@@ -214,6 +214,14 @@ def test_what_the_architecture_cannot_express_is_refused(case: str, tmp_path: Pa
         read_config(tmp_path)
 
 
+def test_a_flat_configuration_of_step_3_7_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "step3p7", "num_hidden_layers": 45, "sliding_window": 512}'
+    )
+    with pytest.raises(UnsupportedModelError, match="cannot be served: it has no text_config"):
+        read_config(tmp_path)
+
+
 def test_ling_2_6_is_not_taken_for_ling_3_0_which_has_its_type(tmp_path: Path) -> None:
     make_model("bailing_hybrid").save_pretrained(tmp_path)
     assert read_config(tmp_path).model_type == "bailing_hybrid", "as transformers writes it"

@@ -320,7 +320,7 @@ def test_lfm2_s_history_has_its_own_calls() -> None:
         and "tool_calls" not in assistant
     )
     assert tool == {"role": "tool", "content": "<|tool_response_start|>sunny<|tool_response_end|>"}
-    schema = {name: {} for name in arguments}
+    schema: dict[str, Any] = {name: {} for name in arguments}
     types = ArgumentTypes({"get_weather": {"properties": schema}, "stop": {}})
     parser = Markup(tools="lfm2", reasoning="none").parser("", types)
     deltas = [each for each in parser.push(text) + parser.finish() if isinstance(each, ToolCallDelta)]

@@ -79,7 +79,7 @@ def test_routers_and_placements_are_compared_side_by_side(
             ["--calibrate", "http://127.0.0.1:9"],
             "give --model, for step times from a roofline, or --calibrate",
         ),
-        (["--device", "abacus"], "--device is 'abacus'; known are"),
+        (["--device", "abacus"], "--device is 'abacus'; known devices are"),
         (
             ["--max-num-batched-tokens", "100"],
             "--max-num-batched-tokens is 100; it must be at least --max-num-seqs",
