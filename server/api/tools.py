@@ -11,9 +11,9 @@ from typing import Any
 
 from scheduler.policy.request import Structure
 from scheduler.structure.schema import relocated
+from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
-from server.api.parsers.tag_calls import ArgumentTypes
 from server.api.schemas import ChatRequest, check_num_values, json_text
 from server.errors import bad_request
 

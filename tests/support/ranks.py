@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore, distributed_c10d
@@ -44,6 +45,10 @@ class RankError(Exception):
 
 class _Raised(NamedTuple):
     text: str
+
+
+class _Skipped(NamedTuple):
+    reason: str
 
 
 class RankPool:
@@ -90,6 +95,7 @@ class RankPool:
 
         Raises:
             RankError: a rank raised, died or did not answer within `timeout_s` (then all are killed).
+            pytest.skip.Exception: a rank skips the test.
         """
         self.start(function, *args)
         return self.collect(timeout_s=timeout_s)
@@ -121,6 +127,9 @@ class RankPool:
             for rank, answer in answers.items()
             if isinstance(answer, _Raised) or (isinstance(answer, RankDied) and rank not in may_die)
         }
+        skipped = next((a for a in answers.values() if isinstance(a, _Skipped)), None)
+        if skipped is not None:
+            pytest.skip(skipped.reason)
         if wrong:
             parts = [a.text if isinstance(a, _Raised) else repr(a) for a in wrong.values()]
             raise RankError("\n".join(f"rank {r}: {part}" for r, part in zip(wrong, parts, strict=True)))
@@ -214,5 +223,7 @@ def _answer(call: bytes) -> bytes:
     try:
         function, args = pickle.loads(call)
         return pickle.dumps(function(*args))
+    except pytest.skip.Exception as skip:  # no Exception: it would end the rank, and the pool with it
+        return pickle.dumps(_Skipped(str(skip)))
     except Exception:  # noqa: BLE001 - whatever a test's function raises is the test's result
         return pickle.dumps(_Raised(traceback.format_exc()))

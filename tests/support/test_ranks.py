@@ -34,6 +34,11 @@ def fail_on_rank_one() -> None:
         raise ValueError("one is wrong")
 
 
+def skip_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        pytest.skip("not here")
+
+
 def die_on_rank_one() -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,6 +79,12 @@ def test_an_exception_names_its_rank_and_the_pool_goes_on(pool: RankPool) -> Non
     with pytest.raises(RankError, match=r"(?s)rank 1.*one is wrong"):
         pool.run(fail_on_rank_one)
     assert pool.run(add_rank, 0) == [0, 1]
+
+
+def test_a_rank_that_skips_skips_the_test_and_the_pool_goes_on(pool: RankPool) -> None:
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        pool.run(skip_on_rank_one)
+    assert pool.run(add_rank, 3) == [3, 4]
 
 
 def test_an_expected_death_is_a_result() -> None:

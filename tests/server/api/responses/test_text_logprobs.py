@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.api.blocks import DraftChunks
 from server.api.chat_turn import MessageParser, ReasoningCount
+from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.registry import Markup
-from server.api.parsers.tag_calls import ArgumentTypes
 from server.api.responses.answer import ResponseDraft
 from server.api.responses.request import ResponsesRequest
 from server.api.responses.text_logprobs import TextLogprobs
