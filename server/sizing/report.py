@@ -67,7 +67,7 @@ def published_text(compared: list[Compared]) -> str:
         "",
         f"median error {median_error(compared):.0%} over the {len(others)} figures without *; {faster} of them are foretold too high",
         "* one share of the roofline (whole) is from these two; no other figure was used for any",
-        "Of WideEP itself on GPUs no figure has been measured.",
+        "None of these figures is of WideEP.",
         "",
         *notes,
         "",
@@ -264,7 +264,7 @@ def _assumptions(sized: Sized) -> Iterator[str]:
         yield f"experts' loads are log-normal with sigma {LOAD_SPREAD} (as uneven as TensorRT-LLM's blog 4 measured), experts {how}"
     yield "no prompt hits the prefix cache; requests come evenly; nothing is drafted"
     if not device.is_cpu:
-        yield "predictions for GPUs have not been compared with WideEP on GPUs: it has never run on one (`wideep size --published`)"
+        yield "predictions for GPUs have not been compared with WideEP on GPUs (`wideep size --published`)"
 
 
 def _device_line(device: Device) -> str:

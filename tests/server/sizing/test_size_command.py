@@ -38,7 +38,7 @@ def test_a_config_alone_gives_memory_times_flags_and_assumptions(
     )
     for part in (
         "experts in mxfp4", "no weights were there", "KV cache:", "time per output token", "does expert parallelism pay",
-        "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "has never run on one",
+        "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "have not been compared with WideEP on GPUs",
     ):  # fmt: skip
         assert part in said
     assert "https://www.nvidia.com" in said, "a device's figures have a source"
