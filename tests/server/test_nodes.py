@@ -336,7 +336,7 @@ def with_a_wrong_interface(directory: Path, namespaces: Sequence[str]) -> dict[s
 
 
 def with_other_versions(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
-    packages = other_version("transformers", "5.18.0", directory)
+    packages = other_version("transformers", "5.21.0", directory)  # a version that starts
     write_files(directory, name="older", packages=str(packages))
     return {str(directory / "wideep"): str(directory / "older")}
 
@@ -354,7 +354,7 @@ def with_closed_ports(directory: Path, namespaces: Sequence[str]) -> dict[str, s
     [
         (with_another_checkpoint, "the nodes have different checkpoints: model.safetensors"),
         (with_a_wrong_interface, "set GLOO_SOCKET_IFNAME=veth0"),
-        (with_other_versions, "5.18.0 on "),
+        (with_other_versions, "5.21.0 on "),
         (with_closed_ports, "on veth0: 10.213.7.2 port"),
     ],
 )
