@@ -52,28 +52,34 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back, a broken character as U+FFFD: no more tokens come."""
-        return self._show(self._decode(self._shown + self._pending)) if self._pending else ""
+        return self._show(self._decode(self._shown + self._pending))
 
-    def _show(self, text: str) -> str:
+    def _show(self, text: str, *, ends_within_token: bool = False) -> str:
         """Add the pending tokens to the context; return the text that they add."""
         new = text[len(self._shown_text) :]
         if new:  # else special tokens: they are no context for a leading blank
             self._shown, self._shown_text = self._shown + self._pending, text
             if len(self._shown) > MAX_SHOWN:
                 self._shown = self._pending
-                self._shown_text = self._decode(self._shown)
+                context = self._decode(self._shown)
+                self._shown_text = context.removesuffix(REPLACEMENT) if ends_within_token else context
         self._pending = []
         return new
 
     def _show_whole_part(self) -> str:
-        """Show what stands before an unfinished character, whose head is at most three tokens long.
+        """Return the text before an unfinished character.
 
-        Where no cut leaves whole characters the bytes are no UTF-8, and are shown as such.
+        The character usually begins at one of the last three tokens. If every token ends within a character, the text ends
+        within a token. Otherwise the bytes are not UTF-8, and become U+FFFD.
         """
+        whole = self._decode(self._shown + self._pending).removesuffix(REPLACEMENT)
         for num_held in range(1, MAX_BYTES_OF_CHARACTER):
             text = self._decode(self._shown + self._pending[:-num_held])
             if not text.endswith(REPLACEMENT):
                 break
+        else:
+            if REPLACEMENT not in whole[len(self._shown_text) :]:
+                return self._show(whole, ends_within_token=True)
         held = self._pending[-num_held:]
         del self._pending[-num_held:]
         new = self._show(text)

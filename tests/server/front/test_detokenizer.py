@@ -17,6 +17,16 @@ class ByteDecoder:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
+class ChunkDecoder:
+    """Token i is the i-th of these chunks of bytes."""
+
+    def __init__(self, chunks: Sequence[bytes]) -> None:
+        self._chunks = chunks
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return b"".join(self._chunks[token_id] for token_id in token_ids).decode(errors="replace")
+
+
 class FallbackDecoder:
     """SentencePiece with byte fallback, as `tokenizers` decodes it: blanks as U+2581, the first one dropped."""
 
@@ -58,6 +68,27 @@ def test_the_pieces_make_up_the_text_and_never_hold_half_a_character(text: str, 
     assert "".join(pieces) == text
     if REPLACEMENT not in text:
         assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.text("aé€😀", max_size=20))
+def test_characters_that_every_token_cuts_are_whole(sizes: list[int], text: str) -> None:
+    chunks: list[bytes] = []
+    data = text.encode()
+    while data:
+        size = sizes[len(chunks) % len(sizes)]
+        chunks.append(data[:size])
+        data = data[size:]
+    pieces = pieces_of(Detokenizer(ChunkDecoder(chunks), []), [[at] for at in range(len(chunks))])
+    assert "".join(pieces) == text
+
+
+def test_a_long_text_of_cut_characters_is_shown_as_it_comes() -> None:
+    data = ("a" + 50 * "😀").encode()
+    chunks = [data[at : at + 2] for at in range(0, len(data), 2)]
+    detokenizer = Detokenizer(ChunkDecoder(chunks), [])
+    pieces = [detokenizer.push([at]) for at in range(len(chunks))]
+    assert max(map(len, pieces)) <= 3
+    assert "".join(pieces) + detokenizer.flush() == data.decode()
 
 
 @given(st.binary(max_size=40))
