@@ -1,10 +1,10 @@
 """Log-probabilities of the tokens that an output text is made of, and of no others.
 
-Parsers take reasoning, calls and markup out of what the model wrote, and give text, not tokens. So which tokens made a text is
-found by their bytes. The parser is fed token by token (`blocks.token_by_token`): what it gives then is the end of what it
-was given since it gave something, but for the little that it holds back, and the last place where the bytes fit is the right
-one. A token that is only partly in the text (a blank that was trimmed, a tag that begins within) is cut to that part, so that
-the tokens spell exactly the text.
+Parsers remove reasoning, calls and markup from what the model wrote, and return text, not tokens. The tokens of a text are
+therefore found by their bytes, at the first place where they fit behind the text before. The first place never takes bytes
+that a later text needs: the parser may hold back a second copy of the same text ("<tool<tool" where "<tool_call>" is a tag).
+A token that is only partly in the text (a trimmed blank, a tag that begins within it) is cut to that part, so the tokens
+spell exactly the text.
 
 Chats have all tokens in `logprobs.content`, whatever became of them, as OpenAI's and vLLM's have.
 """
@@ -50,7 +50,7 @@ class TextLogprobs:
             return []
         shown = [each for each in self._waiting if not each.is_special]
         for tokens in (self._waiting, shown):
-            at = b"".join(each.spelling for each in tokens).rfind(text.encode())
+            at = b"".join(each.spelling for each in tokens).find(text.encode())
             if at >= 0:
                 return self._cut(tokens, at, at + len(text.encode()))
         self._goes_on = False

@@ -149,6 +149,14 @@ def test_the_tokens_are_those_that_the_text_came_from() -> None:
     assert json.dumps(text)
 
 
+def test_a_text_that_is_held_back_twice_keeps_both_its_tokens() -> None:
+    events = answered([b"<tool", b"<tool"], [1])
+    [message] = events[-1]["response"]["output"]
+    [text] = message["content"]
+    assert text["text"] == spelled(text["logprobs"]) == "<tool<tool"
+    assert len(text["logprobs"]) == 2
+
+
 def test_bytes_that_are_no_text_are_told_as_they_are() -> None:
     events = answered([b"a", b"\xff", b"\xfe", b"b"], [4])
     [message] = events[-1]["response"]["output"]
