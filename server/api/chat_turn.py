@@ -1,8 +1,8 @@
-"""One turn of a chat, from the request to what the answer means: the part that is the same for every chat endpoint.
+"""Run one turn of a chat, from the request to the parsed answer. All chat endpoints share this code.
 
-`ChatTurn.open` checks a request, renders and tokenizes its prompt and gives its choices to ranks. `parser` turns a
-choice's pieces into content, reasoning and tool calls as they come, `message` a whole choice at once. The JSON is the
-endpoint's matter: /v1/chat/completions shows a turn as it is, others turn their request into a ChatRequest first.
+`ChatTurn.open` checks a request, renders and tokenizes its prompt and sends its choices to ranks. `parser` turns the
+pieces of a choice into content, reasoning and tool calls as they arrive; `message` parses a whole choice at once. Each
+endpoint writes its own JSON. Endpoints other than /v1/chat/completions first translate their request into a ChatRequest.
 """
 
 import uuid
@@ -33,20 +33,20 @@ from server.front.requests import Requests
 
 
 class ReasoningCount:
-    """How many tokens of one growing answer were reasoning.
+    """Count the reasoning tokens of an answer while it grows.
 
-    Parsers give text, not tokens. A piece that became reasoning alone counts whole, with the markup before it; only in a
-    piece that became several kinds is the reasoning's own text counted again.
+    Parsers return text, not tokens. If a piece became reasoning only, all its tokens count, including those of the markup
+    before it. If it became several kinds, the text of its reasoning is tokenized again.
     """
 
     def __init__(self, count_tokens: Callable[[str], int]) -> None:
-        """Args: count_tokens tokenizes a text and returns how many tokens it has."""
+        """Args: count_tokens returns the number of tokens in a text."""
         self.num_tokens = 0
         self._count_tokens = count_tokens
-        self._num_pending = 0  # tokens whose text is held back
+        self._num_pending = 0  # tokens with text that the parser holds back
 
     def note(self, deltas: Sequence[Delta], num_tokens: int) -> None:
-        """Take note of a piece: what it became, and how many tokens it had."""
+        """Record the deltas that a piece became and its number of tokens."""
         self._num_pending += num_tokens
         if not deltas:
             return
@@ -60,7 +60,7 @@ class ReasoningCount:
 
 @dataclass(slots=True)
 class ToolCall:
-    """A whole call."""
+    """A complete tool call."""
 
     call_id: str
     name: str
@@ -69,7 +69,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class AnswerMessage:
-    """What a whole choice says."""
+    """The parsed content of a complete choice."""
 
     content: str = ""
     reasoning: str = ""
@@ -77,7 +77,7 @@ class AnswerMessage:
 
 
 class MessageParser:
-    """Reads one choice as its pieces come."""
+    """Parse one choice while its pieces arrive."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MessageParser:
         shows_reasoning: bool = True,
         separates_reasoning: bool = True,
     ) -> None:
-        """Args: max_calls is how many calls are passed on; None is all."""
+        """Args: max_calls is the maximum number of calls to return; None returns all."""
         self._parser = parser
         self._reasoning = reasoning
         self._max_calls = max_calls
@@ -98,22 +98,22 @@ class MessageParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many of the tokens so far were reasoning, shown or not."""
+        """The number of reasoning tokens so far, shown or hidden."""
         return self._reasoning.num_tokens
 
     def push(self, piece: Piece) -> list[Delta]:
-        """Return what a piece adds."""
+        """Return the deltas of a new piece."""
         return self._passed(self._parser.push(piece.text), len(piece.token_ids))
 
     def finish(self) -> list[Delta]:
-        """Return what was held back: the choice has ended. May be called again."""
+        """Return the deltas that were held back, at the end of the choice. May be called more than once."""
         return self._passed(self._parser.finish(), 0)
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
-        """Return OpenAI's name for how the choice ended, None while it goes on.
+        """Return OpenAI's finish reason, or None while the choice is unfinished.
 
-        A call that was cut off has "length", as text has. (With a function that the request names OpenAI and vLLM
-        say "stop"; that is `ChatTurn.finish_reason`'s matter.)
+        A truncated call has "length", like truncated text. `ChatTurn.finish_reason` handles a function that the request
+        names, which has "stop" at OpenAI and in vLLM.
         """
         if self.num_calls and reason is FinishReason.STOP:
             return "tool_calls"
@@ -138,7 +138,7 @@ class MessageParser:
 
 
 class ChatTurn:
-    """A chat request that ranks are answering."""
+    """A chat request that ranks are processing."""
 
     def __init__(
         self,
@@ -150,10 +150,10 @@ class ChatTurn:
         *,
         finds_calls: bool,
     ) -> None:
-        """Use `open`. Args: finds_calls is whether calls are looked for in the answer's text."""
+        """Call `open` instead. Args: finds_calls is whether to search the answer's text for calls."""
         self.body = body
         self.model = model
-        self.model_name = model.check_name(body.model)  # that the answer carries
+        self.model_name = model.check_name(body.model)  # as shown in the answer
         self.tools = tools
         self.prompt = prompt
         self.answer = answer
@@ -170,14 +170,14 @@ class ChatTurn:
         request_id: str | None = None,
         cut_to_fit: bool = False,
     ) -> "ChatTurn":
-        """Check a request and give its choices to ranks.
+        """Check a request and send its choices to ranks.
 
         Args:
-            request_id: None draws one in chat's form.
-            cut_to_fit: take max_tokens that the context has no room for as what it has room for.
+            request_id: Id of the request; None generates one in chat's format.
+            cut_to_fit: Reduce max_tokens to the space left in the context.
 
         Raises:
-            ApiError: 400 or 404, the request is wrong; 503, the service is not ready.
+            ApiError: 400 or 404 if the request is invalid; 503 if the service is not ready.
         """
         model.check_name(body.model)
         refuse_unserved(body)
@@ -215,7 +215,7 @@ class ChatTurn:
         return cls(body, model, tools, prompt, answer, finds_calls=finds_calls)
 
     def parser(self, index: int) -> MessageParser:
-        """Return a choice's parser, the same one every time."""
+        """Return the parser of a choice. Repeated calls return the same one."""
         if index not in self._parsers:
             self._parsers[index] = MessageParser(
                 self._text_parser(),
@@ -227,14 +227,14 @@ class ChatTurn:
         return self._parsers[index]
 
     def echo(self) -> str:
-        """Return the assistant's last message, which the answer begins with where the client wants an echo."""
+        """Return the assistant's last message if the client requested an echo. The answer begins with it."""
         last = self.body.messages[-1]
         if not self.body.echo or last.role != "assistant":
             return ""
         return text_of(template_messages([last])[0].get("content"))
 
     def message(self, index: int, piece: Piece) -> AnswerMessage:
-        """Read a whole choice. A call that must be made and was cut off is none: its arguments are no JSON."""
+        """Parse a complete choice. Drops a truncated call that the structure enforced: its arguments are not valid JSON."""
         parser = self.parser(index)
         message = AnswerMessage(content=self.echo())
         for delta in merge([*parser.push(piece), *parser.finish()]):
@@ -256,7 +256,7 @@ class ChatTurn:
         """Count the request's tokens.
 
         Args:
-            begun: the choices whose output counts, by index; None is all.
+            begun: Indexes of the choices that count as output; None counts all.
         """
         num_thoughts = sum(parser.num_reasoning_tokens for parser in self._parsers.values())
         return usage_of(
@@ -264,9 +264,9 @@ class ChatTurn:
         )
 
     def finish_reason(self, index: int, reason: FinishReason | None) -> str | None:
-        """Return chat's name for how a choice ended, None while it goes on.
+        """Return chat's finish reason, or None while the choice is unfinished.
 
-        With a function that the request names it is "stop", as OpenAI documents and vLLM does.
+        It is "stop" for a function that the request names, as OpenAI documents and vLLM does.
         """
         if self.tools.named:
             return None if reason is None else reason.value
@@ -289,7 +289,7 @@ def _markup_of(model: ServedModel, body: ChatRequest) -> Markup:
 
 
 async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> Structure | None:
-    """Return the structure that the answer is bound to: the call's, if there must be one, else what the body asks for."""
+    """Return the structure of a required call; without one, return the structure that the body requests."""
     structure = tools.structure()
     if structure is None:
         return await structure_of(body, model)
@@ -299,7 +299,7 @@ async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> S
 
 
 def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) -> list[Ask]:
-    """Let the special tokens that a parser reads reach it, and no others unless the client wants to see them."""
+    """Pass on the special tokens that the parser needs. Hide the others unless the client requested them."""
     special = model.tokenizer.special_ids
     shown = {special[mark] for mark in model.markup.markers(with_tools=with_tools) if mark in special}
     if not shown:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text or token ids in, text out, without a chat template."""
+"""POST /v1/completions: continue text or token ids, without a chat template."""
 
 import uuid
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
-_MANY_IDS = 20_000  # looking through more takes milliseconds and leaves the event loop
+_MANY_IDS = 20_000  # checking more takes milliseconds, so a thread does it
 
 
 def completion_routes(model: ServedModel, requests: Requests) -> APIRouter:
@@ -46,13 +46,13 @@ async def answer_completion(
     """Complete one or more prompts, whole or as a stream.
 
     Raises:
-        ApiError: the request is wrong or failed.
-        ClientGone: the client left first.
+        ApiError: The request is invalid or failed.
+        ClientGone: The client disconnected first.
     """
     name = model.check_name(body.model)
     refuse_unserved(body)
     if body.max_tokens == 0 and not body.echo:
-        raise bad_request("max_tokens is 0, which only echo=true gives a meaning.", "max_tokens")
+        raise bad_request("max_tokens is 0, which is allowed only with echo=true.", "max_tokens")
     structure = await structure_of(body, model)
     prompts = await encode_prompts(body, model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
@@ -81,14 +81,14 @@ async def answer_completion(
 
 
 def _max_tokens(body: CompletionRequest) -> int | None:
-    """Return how many tokens are wanted; a prompt that is cut to fit leaves room for the default."""
+    """Return the maximum number of tokens. A prompt that is cut to fit (-1) leaves space for the default."""
     if body.max_tokens is not None:
         return body.max_tokens
     return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
 
 
 class CompletionChunks(JsonChunks):
-    """The JSON of an answer, whole or in chunks."""
+    """Build the JSON of an answer, whole or in chunks."""
 
     def __init__(self, answer: Answer, body: CompletionRequest, model_name: str, model: ServedModel) -> None:
         super().__init__(
@@ -102,7 +102,7 @@ class CompletionChunks(JsonChunks):
         self._answer, self._model = answer, model
         self._body = body
         self._n = body.n or 1
-        self._has_only_text = (  # of pieces in the middle
+        self._has_only_text = (  # in pieces between the first and the last
             body.logprobs is None
             and not body.return_token_ids
             and not self.has_usage_always
@@ -127,7 +127,7 @@ class CompletionChunks(JsonChunks):
         }
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the event of what a choice gained."""
+        """Return the event for a choice's new piece."""
         json = self._choices[index]
         if self._has_only_text and json.is_begun and piece.text and not piece.finish_reason:
             return self.text_event(
@@ -139,7 +139,7 @@ class CompletionChunks(JsonChunks):
         return event(self.chunk(choice, self._count() if self.has_usage_always else None))
 
     def _prompt_logprobs(self, index: int) -> EncodedList | None:
-        """Return those of the prompt that a choice is the first of: they are encoded once, and shown with each."""
+        """Return the prompt's log-probabilities, given its first choice. They are encoded once and shown with each choice."""
         if self._body.prompt_logprobs is None:
             return None
         num_top = count_of(self._body.prompt_logprobs, self._model)
@@ -147,7 +147,7 @@ class CompletionChunks(JsonChunks):
         return encoded_prompt_logprobs(entries, self._model.tokenizer, num_top)
 
     def _echo(self, generation: Generation, model: ServedModel) -> str:
-        """Return the text that precedes a choice's."""
+        """Return the text that precedes the choice's own text."""
         if not self._body.echo:
             return ""
         prompt_ids = generation.ask.request.prompt_ids
@@ -155,13 +155,13 @@ class CompletionChunks(JsonChunks):
 
     def _count(self) -> dict[str, Any]:
         usage = usage_of(self._answer.generations, self._n)
-        if self._body.max_tokens == 0:  # what was generated to score the prompt is nobody's
+        if self._body.max_tokens == 0:  # the token generated to score the prompt is hidden
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 
 
 class _ChoiceJson:
-    """The JSON of one choice: the echo first, then what it gains."""
+    """Build the JSON of one choice: the echo, then its pieces."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _ChoiceJson:
         }
 
     def gained(self, piece: Piece) -> dict[str, Any] | None:
-        """Return what was gained; None where nothing is to be shown yet."""
+        """Return the JSON of a piece, or None if there is nothing to show yet."""
         shows_ids = self._body.return_token_ids and piece.token_ids
         shows_logprobs = self._logprobs is not None and piece.logprobs
         is_empty = not (piece.text or piece.finish_reason or shows_ids or shows_logprobs)
@@ -201,7 +201,7 @@ class _ChoiceJson:
         return self.of_piece(piece)
 
     def of_piece(self, piece: Piece) -> dict[str, Any]:
-        """Return a piece, whatever it has."""
+        """Return the JSON of a piece, even an empty one."""
         if self._body.max_tokens == 0:
             finish = piece.finish_reason and FinishReason.LENGTH
             piece = Piece(finish_reason=finish)
@@ -233,14 +233,14 @@ class _ChoiceJson:
 
 
 _FORMS = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids."
-_NONE = f"Either prompt or prompt_embeds must be provided and non-empty, and this server takes no embeddings. {_FORMS}"
+_NONE = f"Either prompt or prompt_embeds must be provided and non-empty, and this server does not support embeddings. {_FORMS}"
 
 
 async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Bring the four forms of a prompt to lists of token ids.
+    """Convert the four forms of a prompt to lists of token ids.
 
     Raises:
-        ApiError: 400, none of the four forms, empty, or an id that the model does not have.
+        ApiError: 400 if the prompt has none of the four forms, is empty, or has an id that the model does not have.
     """
     prompt = body.prompt
     if isinstance(prompt, str):
@@ -275,12 +275,12 @@ def _num_ids(ids: Any) -> int:
 def _check_count(prompt: list[Any]) -> None:
     if len(prompt) > MAX_CHOICES:
         raise bad_request(
-            f"prompt is a list of {len(prompt)}; up to {MAX_CHOICES} are taken at once.", "prompt"
+            f"prompt is a list of {len(prompt)} entries; the maximum is {MAX_CHOICES}.", "prompt"
         )
 
 
 def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of prompt number `place`: as it was sent, where it was text and is whole."""
+    """Return the text of prompt number `place`: the text that was sent, or the decoded ids if there was none or it was cut."""
     sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(sent[place], str) and body.truncate_prompt_tokens is None:
         return str(sent[place])
@@ -293,7 +293,7 @@ async def _encode_texts(body: CompletionRequest, texts: Sequence[str], model: Se
 
 
 def _check_lengths(body: CompletionRequest, prompt: list[Any], model: ServedModel) -> None:
-    """Refuse token ids that do not fit before each of them is looked at; those that are to be cut may be more."""
+    """Refuse too many token ids before checking each. Prompts that are to be truncated may have more."""
     id_lists = [prompt] if isinstance(prompt[0], int) else [each for each in prompt if isinstance(each, list)]
     longest = max(map(len, id_lists), default=0)
     if longest > model.max_len() and body.truncate_prompt_tokens is None:
@@ -302,7 +302,7 @@ def _check_lengths(body: CompletionRequest, prompt: list[Any], model: ServedMode
 
 def _check_ids(token_ids: list[int], model: ServedModel) -> list[int]:
     if not token_ids:
-        raise bad_request("prompt is empty: there is no token to start from.", "prompt")
+        raise bad_request("prompt is empty: generation needs at least one token.", "prompt")
     low, high, last = min(token_ids), max(token_ids), model.tokenizer.vocab_size - 1
     if low < 0:
         raise bad_request(f"prompt has token id {low}; ids must be greater than or equal to 0.", "prompt")

@@ -1,7 +1,7 @@
-"""From what a client sent to what a rank is asked: checks, defaults and one `Ask` per choice.
+"""Turn a client's request into one `Ask` per choice: check the fields and apply the defaults.
 
-Fields that speak of single tokens (biases, bad words, allowed and watched ids, truncation) are checked at the end of
-the file. Limits are vLLM's where it has one.
+The end of the file checks the fields about single tokens (biases, bad words, allowed and watched ids, truncation). Limits
+are vLLM's if it has one.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,16 @@ from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
-MAX_LOGPROB_ENTRIES = 1_000_000  # of an answer: of a prompt as often as it shows them; they are 90 MB of JSON
+MAX_LOGPROB_ENTRIES = (
+    1_000_000  # per answer (90 MB of JSON); a prompt's count as often as the answer shows them
+)
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-# Known to clients, not served yet: refused unless the value asks for nothing.
+# Fields of other servers that are not supported yet: refused unless the value has no effect.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "function_call": ("none", "auto"),
     "use_beam_search": (),
-    "length_penalty": (1,),  # of beam search
+    "length_penalty": (1,),  # for beam search
     "typical_p": (1,),
     "no_repeat_ngram_size": (),
     "repetition_detection": (),
@@ -46,11 +48,11 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
 }
 _ZERO_IS_A_WISH = ("thinking_token_budget",)
-GREEDY_BELOW = 1e-5  # vLLM's: a temperature so low is greedy, and its inverse no longer a good number
+GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inverse is numerically useless
 
 
 def refuse_unserved(body: SamplingFields) -> None:
-    """Refuse what would be silently ignored.
+    """Refuse fields that would be silently ignored.
 
     Raises:
         ApiError: 400, naming the field.
@@ -67,13 +69,13 @@ def refuse_unserved(body: SamplingFields) -> None:
     if best_of not in (None, body.n or 1):
         raise bad_request(
             f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
-            "or ask for them with n.",
+            "or set n.",
             "best_of",
         )
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        raise bad_request("stream_options is for streams: it needs stream=true.", "stream_options")
+        raise bad_request("stream_options applies only to streams: it needs stream=true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs is not sent in streams: it needs stream=false.", "prompt_logprobs")
+        raise bad_request("Streams do not include prompt_logprobs: it needs stream=false.", "prompt_logprobs")
 
 
 def asks_for(
@@ -93,25 +95,25 @@ def asks_for(
     patterns: tuple[Pattern, ...] = (),
     shows_prompt_once: bool = False,
 ) -> list[Ask]:
-    """Return n asks per prompt, in the order of the choices' indexes. Of an answer that is not streamed, only the first of a
-    prompt's choices asks for the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
+    """Return n asks per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
+    each prompt requests the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
 
     Args:
-        body: the request.
-        model: what is served.
-        prompts: token ids, not empty.
-        request_id: the ranks' ids begin with it.
-        max_tokens: None is the default; 0 scores the prompt, which may fill the context: a rank makes one token, to be hidden.
-        default_max_tokens: of each choice, less where the context ends before; None: the checkpoint's max_new_tokens where it
-            has one, else up to the context's end.
-        num_logprobs: how many likeliest tokens beside each generated one; None is no logprobs, ALL is all.
-        logprobs_field: what an error about them names.
-        prompt_field: what an error about the prompt names.
-        max_tokens_field: likewise.
-        structure: what answers must have, checked (`api.structure`).
-        num_prompt_logprobs: like `num_logprobs`, if more than the body's own prompt_logprobs is needed.
-        patterns: regexes that end answers (`structure.stop_patterns_of`).
-        shows_prompt_once: the answer has the prompt's log-probabilities once, not with each choice.
+        body: The request.
+        model: The served model.
+        prompts: Token ids, not empty.
+        request_id: Prefix of the ranks' request ids.
+        max_tokens: None uses the default. 0 scores the prompt, which may fill the context, and generates one token to hide.
+        default_max_tokens: Default for each choice, limited by the end of the context. None uses the checkpoint's
+            max_new_tokens, or the rest of the context if it has none.
+        num_logprobs: Number of top tokens per generated token; None disables log-probabilities, ALL returns all.
+        logprobs_field: Field that errors about log-probabilities name.
+        prompt_field: Field that errors about the prompt name.
+        max_tokens_field: Field that errors about max_tokens name.
+        structure: Structure of the answers, already checked (`api.structure`).
+        num_prompt_logprobs: Like `num_logprobs`, if the endpoint needs more than the body's prompt_logprobs.
+        patterns: Regexes that end answers (`structure.stop_patterns_of`).
+        shows_prompt_once: The answer shows the prompt's log-probabilities once instead of with each choice.
 
     Raises:
         ApiError: 400, naming the field.
@@ -166,13 +168,13 @@ def asks_for(
 
 
 def count_of(num_top: int, model: ServedModel) -> int:
-    """Return how many log-probabilities a number that a client sent stands for."""
+    """Return the number of log-probabilities that a client's value means."""
     vocab_size = model.tokenizer.vocab_size
     return vocab_size if num_top == ALL else min(num_top, vocab_size)
 
 
 def _check_priority(body: SamplingFields, model: ServedModel) -> None:
-    """Refuse a wish for another place in the queue where there is none, as vLLM does."""
+    """Refuse a priority under the first-come, first-served policy, as vLLM does."""
     if body.priority and not model.has_priorities:
         raise bad_request(
             f"priority is {body.priority}, but this server runs requests in order of arrival (--scheduling-policy fcfs): "
@@ -182,28 +184,28 @@ def _check_priority(body: SamplingFields, model: ServedModel) -> None:
 
 
 def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:
-    """Refuse more log-probabilities for each token than the service gives."""
+    """Refuse more log-probabilities per token than the service allows."""
     if num_top is None or model.max_logprobs == ALL or (num_top == ALL and model.max_logprobs is None):
         return
     limit = MAX_LOGPROBS if model.max_logprobs is None else model.max_logprobs
     if num_top == ALL or num_top > limit:
-        seen = "-1, which is all log-probabilities" if num_top == ALL else str(num_top)
+        seen = "-1 (all log-probabilities)" if num_top == ALL else str(num_top)
         raise bad_request(f"{field} is {seen}; this server gives at most {limit} (--max-logprobs).", field)
 
 
 def _check_entries(
     body: SamplingFields, field: str, num_top: int, num_tokens: int, model: ServedModel
 ) -> None:
-    """Refuse more log-probabilities than an answer may have, the token's own included: those of a whole vocabulary are
-    megabytes a token, and 20 for each token of a long prompt, with every one of many choices, are gigabytes."""
-    seen = "-1, which is all log-probabilities" if num_top == ALL else str(num_top)
+    """Refuse more log-probabilities than an answer may have, including each token's own. A whole vocabulary takes megabytes
+    per token; 20 per token of a long prompt, repeated for many choices, take gigabytes."""
+    seen = "-1 (all log-probabilities)" if num_top == ALL else str(num_top)
     if body.stream and num_top == ALL:
         raise bad_request(f"{field} is {seen}: it needs stream=false.", field)
     each = min(count_of(num_top, model) + 1, model.tokenizer.vocab_size)
     if num_tokens * each > MAX_LOGPROB_ENTRIES:
         raise bad_request(
-            f"{field} is {seen}: {each} for each of {num_tokens} tokens are more than the {MAX_LOGPROB_ENTRIES} that one "
-            "answer may have, a prompt's counted for every choice that shows them: ask for fewer, or for fewer choices.",
+            f"{field} is {seen}: {each} for each of {num_tokens} tokens is more than the {MAX_LOGPROB_ENTRIES} per answer "
+            "(a prompt counts once for every choice that shows it): request fewer of them, or fewer choices.",
             field,
         )
 
@@ -228,7 +230,7 @@ def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tupl
 def _room(
     num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
 ) -> int:
-    """Return how many tokens may be generated."""
+    """Return the maximum number of tokens to generate."""
     room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
     if room < least or (max_tokens is not None and max_tokens > room):
         to_change = prompt_field if room < least else max_tokens_field
@@ -244,10 +246,10 @@ def _sampling(
     num_prompt_logprobs: int | None,
     structure: Structure | None,
 ) -> SamplingParams:
-    """Return what all choices have in common; max_tokens and seed are put in later."""
+    """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
 
     def said(name: str, otherwise: Any) -> Any:
-        """The client's value, else the checkpoint's, else the usual one."""
+        """Return the client's value, the checkpoint's, or the general default, in this order."""
         value = getattr(body, name)
         return model.sampling_defaults.get(name, otherwise) if value is None else value
 
@@ -286,7 +288,7 @@ def _sampling(
 
 
 def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end an answer; one beyond the vocabulary never comes, and SGLang's kits send such ones."""
+    """Return the ids that end an answer. Drops ids beyond the vocabulary, which SGLang's kits send and no token can match."""
     return check_ids(
         "stop_token_ids", [each for each in body.stop_token_ids or () if each < vocab_size], vocab_size
     )
@@ -305,34 +307,34 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
             f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
         )
     if not all(stops):
-        raise bad_request("stop has an empty string, which would end every answer at once.", "stop")
+        raise bad_request("stop contains an empty string, which would end every answer at once.", "stop")
     return tuple(stops)
 
 
 MAX_BIASES = 1024  # vLLM's MAX_NUM_LOGIT_BIAS_TOKENS
 MAX_BIAS = 100.0  # OpenAI's
-MAX_BAD_CHARS = 8192  # of all bad words together; vLLM takes 1,024 tokens
+MAX_BAD_CHARS = 8192  # for all bad words together; vLLM allows 1,024 tokens
 MAX_ID_DIGITS = 10
-_SHOWN = 5  # wrong values that an error quotes
+_SHOWN = 5  # maximum number of wrong values in an error message
 
 
 def logit_bias_of(value: Any, vocab_size: int) -> tuple[TokenBias, ...]:
-    """Read {"token id": bias}.
+    """Parse {"token id": bias}.
 
     Raises:
-        ApiError: 400, naming every key or value that is wrong.
+        ApiError: 400, naming every wrong key or value.
     """
     if not value:
         return ()
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise _refusal("logit_bias", f"must be an object of up to {MAX_BIASES} entries, token id to bias")
+        raise _refusal("logit_bias", f"must be an object of up to {MAX_BIASES} biases by token id")
     wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS)]
     if wrong:
         raise _refusal("logit_bias", f"has keys that are not token ids: {_shown(wrong)}")
     wrong = [key for key, bias in value.items() if not _is_bias(bias)]
     if wrong:
         raise _refusal(
-            "logit_bias", f"has biases that are not numbers from -100 to 100, of tokens {_shown(wrong)}"
+            "logit_bias", f"has biases that are not numbers from -100 to 100, for tokens {_shown(wrong)}"
         )
     check_ids("logit_bias", [int(key) for key in value], vocab_size)
     return tuple(TokenBias(int(key), float(bias)) for key, bias in value.items())
@@ -343,29 +345,29 @@ def _is_bias(value: Any) -> bool:
 
 
 def check_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return the ids, each once, in order.
+    """Return the ids in order, without duplicates.
 
     Raises:
-        ApiError: 400, an id that the model does not have.
+        ApiError: 400 if the model does not have an id.
     """
     wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
     if wrong:
         raise _refusal(
             field,
             f"has token ids that this model does not have: {_shown(wrong)}; its vocabulary of {vocab_size} "
-            f"has 0 to {vocab_size - 1}",
+            f"has ids 0 to {vocab_size - 1}",
         )
     return tuple(dict.fromkeys(token_ids))
 
 
 def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the token sequences of words, each as it is at a text's start and after a blank.
+    """Return the token sequences of words, for the start of a text and after a space.
 
     Raises:
-        ApiError: 400, a word that has no tokens, or too many characters in all.
+        ApiError: 400 if a word has no tokens, or all together have too many characters.
     """
     if words and sum(map(len, words)) > MAX_BAD_CHARS:
-        raise _refusal("bad_words", f"takes words of {MAX_BAD_CHARS} characters together")
+        raise _refusal("bad_words", f"may have at most {MAX_BAD_CHARS} characters in all")
     sequences: dict[tuple[int, ...], None] = {}
     for word in words or ():
         bare = word.lstrip()
@@ -374,20 +376,22 @@ def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
         for text in (bare, " " + bare):
             sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     sequences.pop((), None)
-    return tuple(ids for ids in sequences if max(ids) < tokenizer.vocab_size)  # others cannot be written
+    return tuple(
+        ids for ids in sequences if max(ids) < tokenizer.vocab_size
+    )  # the model cannot generate others
 
 
 def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max_len: int) -> Sequence[int]:
-    """Cut a prompt to truncate_prompt_tokens: its last tokens, or its first with truncation_side "right".
+    """Cut a prompt to truncate_prompt_tokens: its last tokens, or the first if truncation_side is "right".
 
     Args:
-        body: the request.
-        prompt_ids: not empty.
-        room: what -1 means, in tokens.
-        max_len: the context's length, in tokens.
+        body: The request.
+        prompt_ids: Token ids, not empty.
+        room: Number of tokens that -1 means.
+        max_len: Length of the context, in tokens.
 
     Raises:
-        ApiError: 400, nothing would be left, or more than the context has room for.
+        ApiError: 400 if the length is 0 or exceeds the context.
     """
     wanted = body.truncate_prompt_tokens
     if wanted is None:
@@ -404,7 +408,7 @@ def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether there is no half of a surrogate pair in it."""
+    """Return whether a text has no lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 

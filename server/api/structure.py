@@ -1,8 +1,8 @@
-"""From response_format, structured_outputs, guided_* and others to the structure that an answer must have.
+"""Read the structure that an answer must have: response_format, structured_outputs, guided_* and similar fields.
 
-OpenAI's response_format, vLLM's structured_outputs, the guided_* fields that vLLM had before, and the fields of SGLang and
-llama.cpp (json_schema, regex, ebnf, grammar). One request may ask for one structure; it is compiled before the request is
-accepted, so what cannot be is a 400 that says why.
+The fields are OpenAI's response_format, vLLM's structured_outputs and its older guided_*, and those of SGLang and llama.cpp
+(json_schema, regex, ebnf, grammar). A request may have one structure. It is compiled before the request is accepted, so
+an invalid structure gets a 400 with the reason.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from server.api.served import ServedModel
 from server.errors import bad_request
 from server.front.generations import Pattern
 
-MAX_CHARS = 1 << 18  # of a schema, regex or grammar
-MAX_DEPTH = 64  # of a schema
+MAX_CHARS = 1 << 18  # bytes of a schema, regex or grammar
+MAX_DEPTH = 64  # levels of a schema
 MAX_CHOICES = 10_000
 MAX_STOP_REGEXES = 8
 MAX_STOP_REGEX_CHARS = 512
@@ -27,17 +27,17 @@ _COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # llguidance's own ke
 
 
 class WantedStructure(NamedTuple):
-    """A structure and the field that asks for it."""
+    """A structure and the field that requested it."""
 
     param: str
     structure: Structure
 
 
 async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | None:
-    """Return the structure that a request asks for, compiled once to see that it can be; None if any text will do.
+    """Return the structure that a request asks for, or None if any text is allowed. Compiles it once as a check.
 
     Raises:
-        ApiError: 400, naming the field: no valid structure, more than one, or one that cannot be compiled.
+        ApiError: 400, naming the field, if the structure is invalid, cannot be compiled, or is not the only one.
     """
     asked = asked_structure(body)
     if asked is None:
@@ -47,28 +47,25 @@ async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | 
 
 
 async def stop_patterns_of(body: SamplingFields, model: ServedModel) -> tuple[Pattern, ...]:
-    """Return the regexes that end a request's answers, compiled.
+    """Return the compiled regexes that end a request's answers.
 
     Raises:
-        ApiError: 400, a regex that cannot be used; 429, too many wait that take long to compile.
+        ApiError: 400 if a regex is unusable; 429 if too many slow compilations are waiting.
     """
     regexes = [body.stop_regex] if isinstance(body.stop_regex, str) else body.stop_regex or []
     if not isinstance(regexes, list) or not all(isinstance(regex, str) and regex for regex in regexes):
-        raise bad_request(
-            "stop_regex must be a string or a list of strings that are not empty.", "stop_regex"
-        )
+        raise bad_request("stop_regex must be a non-empty string or a list of them.", "stop_regex")
     if len(regexes) > MAX_STOP_REGEXES or any(len(regex) > MAX_STOP_REGEX_CHARS for regex in regexes):
         raise bad_request(
             f"stop_regex takes up to {MAX_STOP_REGEXES} regexes of up to {MAX_STOP_REGEX_CHARS} characters.",
             "stop_regex",
         )
-    for regex in regexes:  # in a process with limits, before a thread of this one does it
+    for regex in regexes:  # compile in a process with limits, before a thread of this process does it
         await check_structure(Structure("regex", regex), model, "stop_regex")
     if not regexes:
         return ()
-    module = importlib.import_module(
-        "scheduler.structure.stop_pattern"
-    )  # only now: llguidance takes 0.1 s to import
+    # Imported late: llguidance takes 0.1 s to import.
+    module = importlib.import_module("scheduler.structure.stop_pattern")
     try:
         patterns: tuple[Pattern, ...] = await model.run(lambda: module.compile_all(regexes), is_long=True)
     except StructureError as error:
@@ -77,13 +74,13 @@ async def stop_patterns_of(body: SamplingFields, model: ServedModel) -> tuple[Pa
 
 
 async def check_structure(structure: Structure, model: ServedModel, param: str) -> None:
-    """Compile a structure to see that it can be.
+    """Compile a structure as a check.
 
     Args:
-        param: the field that the error names.
+        param: Field that errors name.
 
     Raises:
-        ApiError: 400, it cannot; 429, too many wait that take long to compile.
+        ApiError: 400 if the structure is invalid; 429 if too many slow compilations are waiting.
     """
     try:
         size = max(len(structure.text.encode()), len(structure.after.encode()))
@@ -97,11 +94,11 @@ async def check_structure(structure: Structure, model: ServedModel, param: str) 
 
 def _check_size(num_bytes: int, param: str) -> None:
     if num_bytes > MAX_CHARS:
-        raise bad_request(f"{param} has {num_bytes} bytes; up to {MAX_CHARS} are taken.", param)
+        raise bad_request(f"{param} has {num_bytes} bytes; the maximum is {MAX_CHARS}.", param)
 
 
 def refuse_second_structure(body: SamplingFields) -> None:
-    """Refuse vLLM's fields beside a call that must be made; response_format is for answers that are no calls.
+    """Refuse vLLM's fields together with a required call. response_format is allowed: it applies to answers without calls.
 
     Raises:
         ApiError: 400, naming the field.
@@ -109,14 +106,14 @@ def refuse_second_structure(body: SamplingFields) -> None:
     asked = asked_structure(body)
     if asked is not None and not asked.param.startswith("response_format"):
         raise bad_request(
-            f"{asked.param} and a tool_choice that demands a call cannot both hold: ask for structured outputs or "
+            f"{asked.param} cannot be combined with a tool_choice that requires a call: use structured outputs or "
             "tools, not both.",
             asked.param.partition(".")[0],
         )
 
 
 def asked_structure(body: SamplingFields) -> WantedStructure | None:
-    """Read the fields, without compiling.
+    """Read the fields without compiling the structure.
 
     Raises:
         ApiError: 400, naming the field.
@@ -124,7 +121,7 @@ def asked_structure(body: SamplingFields) -> WantedStructure | None:
     asked = list(_asked(body))
     if len(asked) > 1:
         raise bad_request(
-            f"You can only use one kind of constraints: {asked[0].param} and {asked[1].param} both ask for a "
+            f"You can only use one kind of constraints: {asked[0].param} and {asked[1].param} both request a "
             "structure; leave one out.",
             asked[1].param,
         )
@@ -150,12 +147,11 @@ def _asked(body: SamplingFields) -> Iterator[WantedStructure]:
 
 
 def _from_response_format(value: Any) -> Structure | None:
-    """Read OpenAI's field."""
     kind = _object(value, "response_format").get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        if value.get("schema") is not None:  # llama.cpp's, and other servers'
+        if value.get("schema") is not None:  # llama.cpp and other servers
             return _json(value["schema"], "response_format.schema")
         return Structure("json_object")
     if kind == "json_schema":
@@ -169,7 +165,7 @@ def _from_response_format(value: Any) -> Structure | None:
 
 
 def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[WantedStructure]:
-    """Read vLLM's fields, whatever their prefix."""
+    """Read vLLM's fields with a given prefix."""
     for name in ("structural_tag", "whitespace_pattern", "disable_additional_properties"):
         if fields.get(name):
             raise bad_request(f"{prefix}{name} is not supported; leave it out.", f"{prefix}{name}")
@@ -191,7 +187,7 @@ def _from_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[WantedStruc
 
 
 def _compact(structure: Structure) -> Structure:
-    """Leave no room between the parts of JSON."""
+    """Forbid whitespace between the parts of JSON."""
     if structure.kind == "json_object":
         return Structure("json_schema", json.dumps({"type": "object", **_COMPACT}))
     schema = json.loads(structure.text) if structure.kind == "json_schema" else None
@@ -203,7 +199,7 @@ def _compact(structure: Structure) -> Structure:
 
 
 def _json(value: Any, param: str) -> Structure:
-    """Read a schema, given as an object or as its text."""
+    """Read a schema, given as an object or as JSON text."""
     if isinstance(value, str):
         _check_size(len(value), param)  # before it is parsed
         try:
@@ -225,9 +221,9 @@ def _grammar(value: Any, param: str) -> Structure:
 
 def _choice(value: Any, param: str) -> Structure:
     if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-        raise bad_request(f"{param} must be a list of strings, one or more, that are not empty.", param)
+        raise bad_request(f"{param} must be a list of one or more non-empty strings.", param)
     if len(value) > MAX_CHOICES:
-        raise bad_request(f"{param} has {len(value)} choices; up to {MAX_CHOICES} are taken.", param)
+        raise bad_request(f"{param} has {len(value)} choices; the maximum is {MAX_CHOICES}.", param)
     return Structure("choice", json.dumps(value))
 
 
@@ -252,7 +248,7 @@ _PEERS_FIELDS: Mapping[str, Callable[[Any, str], Structure]] = {  # SGLang's and
 
 def _text(value: Any, param: str) -> str:
     if not isinstance(value, str) or not value:
-        raise bad_request(f"{param} must be a string that is not empty; got {_quoted(value)}.", param)
+        raise bad_request(f"{param} must be a non-empty string; got {_quoted(value)}.", param)
     return value
 
 
@@ -263,6 +259,6 @@ def _object(value: Any, param: str) -> dict[str, Any]:
 
 
 def _quoted(value: Any) -> str:
-    """A wrong value, cut short."""
+    """Quote a wrong value, shortened."""
     text = type(value).__name__ if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= 80 else text[:80] + "..."

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's fields: a prompt or a chat as token ids, and ids as text."""
+"""POST /tokenize and /detokenize, with vLLM's fields: convert a prompt or a chat to token ids, and ids to text."""
 
 from functools import partial
 from typing import Any
@@ -15,19 +15,19 @@ from server.errors import bad_request
 from server.http.routes import new_router
 
 _MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
-_MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds and leaves the event loop
+_MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds, so a thread does it
 _PROMPT_ONLY = {"prompt", "add_special_tokens", "return_token_strs"}
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: one of prompt and messages."""
+    """POST /tokenize: either prompt or messages."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_special_tokens: bool | None = None  # true for a prompt; templates write their own
+    add_special_tokens: bool | None = None  # default: true for a prompt; templates write their own tokens
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -43,10 +43,10 @@ class DetokenizeRequest(BaseModel):
 
 
 async def count_tokens(body: ChatRequest, model: ServedModel) -> int:
-    """Return how many tokens a chat's prompt has.
+    """Return the number of tokens in a chat's prompt.
 
     Raises:
-        ApiError: 400, a message or the template's refusal of it.
+        ApiError: 400 if a message is invalid or the template refuses it.
     """
     return len(
         await encode(await render_chat(body, model), model, add_special_tokens=False, param="messages")
@@ -69,7 +69,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
             text, special, param = await _chat_text(body, model), bool(body.add_special_tokens), "messages"
         check_unicode(text, param)
         if len(text) > _MAX_CHARS:
-            raise bad_request(f"{param} has {len(text)} characters; up to {_MAX_CHARS} are taken.", param)
+            raise bad_request(f"{param} has {len(text)} characters; the maximum is {_MAX_CHARS}.", param)
         is_long = len(text) >= LONG_TEXT
         tokenize_text = partial(model.tokenizer.encode, text, add_special_tokens=special)
         token_ids = await model.run(tokenize_text, is_long=is_long)
@@ -84,7 +84,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """Return the text of token ids, special ones shown."""
+        """Return the text of token ids, including special tokens."""
         model.check_name(body.model)
         is_long = len(body.tokens) >= _MANY_TOKENS
         return {"prompt": await model.run(partial(_text_of, body.tokens, model), is_long=is_long)}

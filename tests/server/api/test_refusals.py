@@ -338,7 +338,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
     (CHAT, {"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "both"),
     (CHAT, {"structured_outputs": 7}, "structured_outputs", "object"),
     (CHAT, {"structured_outputs": {"regex": {"1": "a"}}}, "structured_outputs.regex", "string"),
-    (CHAT, {"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "not empty"),
+    (CHAT, {"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "non-empty"),
     (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more"),
     (
         CHAT,

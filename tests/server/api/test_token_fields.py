@@ -176,7 +176,7 @@ def test_every_field_is_in_the_documentation() -> None:
         (
             5,
             -1,
-            "logprobs is -1, which is all log-probabilities; this server gives at most 5 (--max-logprobs).",
+            "logprobs is -1 (all log-probabilities); this server gives at most 5 (--max-logprobs).",
         ),
         (0, 1, "logprobs is 1; this server gives at most 0 (--max-logprobs)."),
     ],
