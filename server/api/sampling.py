@@ -18,9 +18,7 @@ from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
-MAX_LOGPROB_ENTRIES = (
-    1_000_000  # per answer (90 MB of JSON); a prompt's count as often as the answer shows them
-)
+MAX_LOGPROB_ENTRIES = 1_000_000  # per answer (90 MB of JSON); a prompt counts each time it is shown
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 # Fields of other servers that are not supported yet: refused unless the value has no effect.
 _UNSERVED: dict[str, tuple[Any, ...]] = {
@@ -376,9 +374,7 @@ def bad_words_of(words: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[tup
         for text in (bare, " " + bare):
             sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     sequences.pop((), None)
-    return tuple(
-        ids for ids in sequences if max(ids) < tokenizer.vocab_size
-    )  # the model cannot generate others
+    return tuple(ids for ids in sequences if max(ids) < tokenizer.vocab_size)  # others never occur
 
 
 def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max_len: int) -> Sequence[int]:
