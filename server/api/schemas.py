@@ -1,8 +1,8 @@
-"""What clients may send, as pydantic models. Unknown keys are accepted and ignored, as vLLM does.
+"""Request bodies as pydantic models. Unknown keys are accepted and ignored, as in vLLM.
 
-A key that is known but not served is refused by name (`sampling.refuse_unserved`), and so is one by which another API asks
-for a structure or says where an answer stops (`refuse_foreign`): an answer that ignores it looks like one that obeys. None
-always means: not said.
+Known keys of unsupported features are refused by name (`sampling.refuse_unserved`), and so are other APIs' keys for a
+structure or a stop condition (`refuse_foreign`): otherwise an answer that ignores them would look like one that obeys. None
+always means that the client did not set the field.
 """
 
 import json
@@ -13,27 +13,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from server.errors import bad_request, trouble_in
 
-MAX_CHOICES = 128  # n, and prompts times n
-MAX_MESSAGES = 10_000  # of a chat, their parts included
+MAX_CHOICES = 128  # for n, and for prompts times n
+MAX_MESSAGES = 10_000  # per chat, including their parts
 MAX_STOPS = 128
-MAX_LOGPROBS = 20  # unless --max-logprobs says otherwise
-ALL = -1  # of the vocabulary, as a number of log-probabilities
+MAX_LOGPROBS = 20  # unless --max-logprobs is set
+ALL = -1  # as a number of log-probabilities: the whole vocabulary
 MAX_TOOLS = 1024
-MAX_SCHEMA_VALUES = 100_000  # of a schema, and of all tools together
-MAX_LOGPROB_IDS = 128  # vLLM's, as is the next
-MAX_BAD_WORDS = 128
-MAX_ALLOWED_IDS = 4096  # vLLM takes 1,024; every choice carries its own to its rank
+MAX_SCHEMA_VALUES = 100_000  # per schema, and for all tools together
+MAX_LOGPROB_IDS = 128  # vLLM's
+MAX_BAD_WORDS = 128  # vLLM's
+MAX_ALLOWED_IDS = 4096  # vLLM allows 1,024; each choice sends its own list to its rank
 
-UNSET: tuple[Any, ...] = (None, {}, "", [])  # what clients send where they ask for nothing
-_FORMS_ELSEWHERE = (  # by which APIs ask for a structure; an endpoint's own ones are among its declared fields
+UNSET: tuple[Any, ...] = (None, {}, "", [])  # values that clients send for a field they do not use
+_FORMS_ELSEWHERE = (  # other APIs' fields for a structure; an endpoint's own are among its declared fields
     *("format", "output_config", "output_format", "response_format", "structured_outputs", "text"),
     *("guided_choice", "guided_grammar", "guided_json", "guided_json_object", "guided_regex"),
     *("ebnf", "grammar", "json_schema", "regex"),
 )
 _STOPS_ELSEWHERE = ("stop", "stop_regex", "stop_sequences", "stop_token_ids")
-ChatMessage = dict[str, Any]  # a message that another API's became, before it is checked
+ChatMessage = dict[str, Any]  # a message translated from another API, not checked yet
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
-# Checked by hand, for better words than a union's; described here for /openapi.json.
+# Checked in code, for better messages than a union's; described here for /openapi.json.
 Stops = Annotated[
     Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]})
 ]
@@ -49,18 +49,18 @@ Biases = Annotated[
         {"anyOf": [{"type": "object", "additionalProperties": {"type": "number"}}, {"type": "null"}]}
     ),
 ]
-# Lists are fail_fast: one wrong item is enough to know, and an error each for a million would cost gigabytes.
+# Lists are fail_fast: one wrong item is enough, and an error for each of a million items would cost gigabytes.
 
 
 class StreamOptions(BaseModel):
-    """stream_options."""
+    """The stream_options object."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk
+    continuous_usage_stats: bool | None = None  # vLLM: send usage in every chunk
 
 
 class SamplingFields(BaseModel):
-    """What chat and plain completions share."""
+    """Fields that chat and plain completions share."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -74,10 +74,10 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Stops = None  # a string or a list of them; checked in sampling
-    stop_regex: Stops = None  # SGLang's, likewise; checked in structure
+    stop: Stops = None  # a string or a list of strings; checked in sampling
+    stop_regex: Stops = None  # SGLang's: a string or a list of strings; checked in structure
     user: str | None = None
-    # vLLM's extras
+    # vLLM's extensions
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
@@ -87,18 +87,18 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: Biases = None  # {"token id": bias}; checked in sampling, which names every wrong entry
+    logit_bias: Biases = None  # {"token id": bias}; checked in sampling, which lists every wrong entry
     bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
     allowed_token_ids: list[int] | None = Field(
         None, min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True
     )
-    prompt_logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
+    prompt_logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_IDS, fail_fast=True)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # the form of the answer; checked in structure
+    # structures; checked in structure
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -106,7 +106,7 @@ class SamplingFields(BaseModel):
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json_object: bool | None = None
-    # SGLang's and llama.cpp's names for the form
+    # SGLang's and llama.cpp's names for structures
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
@@ -114,12 +114,12 @@ class SamplingFields(BaseModel):
 
 
 class Message(BaseModel):
-    """One message of a chat. Extra keys reach the template."""
+    """A chat message. Extra keys are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Any = None  # text, or a list of text parts; checked in prompts
+    content: Any = None  # text, or a list of text parts; checked in template_messages
 
 
 class ChatRequest(SamplingFields):
@@ -128,33 +128,33 @@ class ChatRequest(SamplingFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
+    top_logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None  # templates write their own
-    documents: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # for templates that cite
-    echo: bool | None = None  # vLLM: the message that is continued, or answered, comes first
+    add_special_tokens: bool | None = None  # templates write their own special tokens
+    documents: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # for templates that cite sources
+    echo: bool | None = None  # vLLM: begin the answer with the last message if it is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # checked in tools, as is the next
+    tools: list[Any] | None = Field(None, max_length=MAX_TOOLS)  # checked in tools, with tool_choice
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
-    separate_reasoning: bool | None = None  # SGLang: false leaves reasoning where the model wrote it
+    include_reasoning: bool | None = None  # vLLM: false omits reasoning from the answer
+    separate_reasoning: bool | None = None  # SGLang: false leaves reasoning in the content
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    max_tokens: int | None = Field(None, ge=0)  # 0 with echo only
+    max_tokens: int | None = Field(None, ge=0)  # 0 only with echo
     prompt: Prompt = None  # text, token ids, or a list of either; checked in completions
-    logprobs: int | None = Field(None, ge=ALL)  # and at most --max-logprobs; checked in sampling
+    logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
 def is_deeper(value: Any, depth: int) -> bool:
-    """Tell whether a JSON value has more than `depth` levels of lists and objects, without recursion."""
+    """Return whether a JSON value has more than `depth` levels of lists and objects, without recursion."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(depth):
         level = [
@@ -169,7 +169,7 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def has_more_values(value: Any, most: int) -> bool:
-    """Tell whether a JSON value has more values in it than that; looks no further than it must."""
+    """Return whether a JSON value contains more than `most` values. Stops counting there."""
     num_values, waiting = 0, [value]
     while waiting:
         each = waiting.pop()
@@ -182,7 +182,7 @@ def has_more_values(value: Any, most: int) -> bool:
 
 
 def check_num_values(value: Any, param: str) -> None:
-    """Refuse more values than a schema needs: walking over them and writing them out takes the event loop's time.
+    """Refuse more values than a schema needs: walking over them and encoding them would block the event loop.
 
     Raises:
         ApiError: 400, naming `param`.
@@ -192,10 +192,10 @@ def check_num_values(value: Any, param: str) -> None:
 
 
 def json_text(value: Any, param: str, most_depth: int) -> str:
-    """Write a client's JSON out.
+    """Encode a client's JSON.
 
     Raises:
-        ApiError: 400, it is deeper than that, has too many values, or a number that JSON has not.
+        ApiError: 400 if it is nested deeper than `most_depth`, has too many values, or contains NaN or Infinity.
     """
     check_num_values(value, param)
     if is_deeper(value, most_depth):
@@ -203,14 +203,14 @@ def json_text(value: Any, param: str, most_depth: int) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        raise bad_request(f"{param} has NaN or Infinity, which is no JSON.", param) from None
+        raise bad_request(f"{param} contains NaN or Infinity, which are not valid JSON.", param) from None
 
 
 def validated(fields: Mapping[str, Any]) -> ChatRequest:
     """Build a chat request from translated fields.
 
     Raises:
-        ApiError: 400, in the words of chat's own check.
+        ApiError: 400, with the message of chat's own validation.
     """
     try:
         return ChatRequest.model_validate(fields)
@@ -221,12 +221,12 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
 
 
 def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:
-    """Refuse fields that other APIs have for what this one has under another name.
+    """Refuse other APIs' fields for features that this endpoint has under another name.
 
     Args:
-        extra: the fields that the endpoint does not declare.
-        form: the endpoint's own field for a structure.
-        stop: its own field for what ends an answer.
+        extra: Fields that the endpoint does not declare.
+        form: The endpoint's own field for a structure.
+        stop: The endpoint's own field for stop conditions.
 
     Raises:
         ApiError: 400, naming the field.
@@ -235,17 +235,17 @@ def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> 
         for name in names:
             value = (extra or {}).get(name)
             if isinstance(value, dict) and name in ("output_config", "text"):
-                value = value.get("format")  # what else they say binds nothing
+                value = value.get("format")  # their other keys set no structure
             is_text = isinstance(value, dict) and value.get("type") == "text"
             if value not in UNSET and value is not False and not is_text:
                 raise bad_request(f"{name} is not a field of this endpoint; use {own}.", name)
 
 
 def check_num_parts(contents: Iterable[Any], param: str) -> None:
-    """Refuse a conversation of more messages and parts than anybody needs: each costs time before it is a token.
+    """Refuse a conversation with too many messages and parts: each costs time before it is tokenized.
 
     Args:
-        contents: every message's: a text, or a list of parts, which may have lists of parts in their turn.
+        contents: Content of each message: a text, or a list of parts, which may contain lists of parts.
 
     Raises:
         ApiError: 400, naming `param`.
