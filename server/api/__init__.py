@@ -1,1 +1,1 @@
-"""What clients may ask: OpenAI's, vLLM's and Anthropic's requests, checked, and the JSON and events of answers."""
+"""The client APIs (OpenAI's, vLLM's, SGLang's, Anthropic's, Ollama's): check requests, build the JSON and events of answers."""

@@ -1,10 +1,10 @@
-"""What answers of several endpoints have in common: server-sent events, the `usage` object, log-probabilities.
+"""JSON that several endpoints share: server-sent events, the `usage` object, log-probabilities.
 
-Most events of a stream differ in one text only. Such an event is encoded once, with a mark in the text's place; after
-that only the text is encoded, which takes 0.2 us where the whole object takes 4.5 (measured).
+Most events of a stream differ only in one text. Such an event is encoded once, with a mark in place of the text. Later
+events encode only the text, which takes 0.2 us instead of 4.5 us for the whole object (measured).
 
-A token that is no whole UTF-8 text is spelled "bytes:\\xe2\\x82" in completions, as OpenAI does there: two such tokens
-must not become one key. Chats have a field for the bytes and show U+FFFD.
+Completions spell a token that is not valid UTF-8 by itself as "bytes:\\xe2\\x82", as OpenAI does: otherwise two such
+tokens could become the same key. Chats have a separate field for the bytes and show U+FFFD.
 """
 
 import codecs
@@ -20,14 +20,14 @@ from server.front.timing import timing_of
 from server.front.tokenizer import Tokenizer
 from server.http.json_parts import EncodedList
 
-_MARK = "\ue000text\ue000"  # of Unicode's private use: in no name
+_MARK = "\ue000text\ue000"  # Unicode's private use area, so no name contains it
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
-# Ends of lines by Unicode: clients that split a stream's text by them (httpx's iter_lines does) would cut an event.
+# Unicode's line ends. Clients that split a stream's text at them (httpx's iter_lines) would split an event.
 _LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
 
 
 def encode_json(content: Any) -> str:
-    """Return JSON in one line, whatever a client takes for the end of one."""
+    """Return JSON in one line, without Unicode line ends that a client might split at."""
     text = _encode(content)
     return text if text.isascii() else text.translate(_LINE_ENDS)
 
@@ -38,7 +38,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def json_bytes(content: Any) -> bytes:
-    """Return JSON in UTF-8; half a surrogate pair (a client's own, echoed) becomes its escape, which is JSON too."""
+    """Return JSON in UTF-8. A lone surrogate (echoed from a client) becomes its escape, which is valid JSON."""
     return encode_json(content).encode("utf-8", "backslashreplace")
 
 
@@ -48,14 +48,14 @@ def json_response(content: Any) -> Response:
 
 
 class TextEvent:
-    """The event, without its text."""
+    """An event that is encoded once, except for its text."""
 
     def __init__(self, content_of: Callable[[str], dict[str, Any]]) -> None:
-        """Args: content_of returns the event's content with a given text, which occurs in it once."""
+        """Args: content_of returns the event's content for a text, which must occur in it exactly once."""
         self._before, self._after = event(content_of(_MARK)).split(encode_json(_MARK).encode())
 
     def of(self, text: str) -> bytes:
-        """Return the event with this text: the bytes that `event` makes of it."""
+        """Return the event with this text, equal to the bytes that `event` returns."""
         return self._before + encode_json(text).encode() + self._after
 
 
@@ -69,15 +69,15 @@ def usage_of(
     """Count a request's tokens.
 
     Args:
-        generations: every choice, n in a row per prompt; a prompt is counted once, however many choices it has.
-        n: choices per prompt.
-        begun: the choices whose output counts, by index; None is all.
-        num_reasoning_tokens: of the output, those that were reasoning.
+        generations: All choices, n in a row per prompt. A prompt counts once, not once per choice.
+        n: Choices per prompt.
+        begun: Indexes of the choices that count as output; None counts all.
+        num_reasoning_tokens: Number of output tokens that were reasoning.
     """
     choices = list(generations)
     prompt_tokens = sum(len(choice.ask.request.prompt_ids) for choice in choices[::n])
     output_tokens = sum(choice.num_tokens for choice in choices if begun is None or choice.index in begun)
-    # Of a prompt's n choices only the first can find nothing cached: its count is the prompt's.
+    # Only the first of a prompt's n choices can find the prompt uncached, so its count is the prompt's.
     cached_tokens = sum(choice.num_cached_tokens for choice in choices[::n])
     details = {"reasoning_tokens": num_reasoning_tokens}
     if num_drafts := sum(choice.num_draft_tokens for choice in choices):
@@ -96,14 +96,14 @@ def usage_of(
 
 
 def metrics_of(answer: Answer) -> dict[str, float | None] | None:
-    """Return vLLM's times of one request, in milliseconds; None where several choices share them."""
+    """Return vLLM's durations of one request, in milliseconds, or None if several choices share the request."""
     if len(answer.generations) != 1:
         return None
     [choice] = answer.generations
     timing = timing_of(choice, now_s=choice.last_token_s)
     num_gaps = choice.num_tokens - 1
     return {
-        "time_to_first_token_ms": 1e3 * timing.prefill_s,  # from when a rank ran it first
+        "time_to_first_token_ms": 1e3 * timing.prefill_s,  # from the first step on a rank
         "generation_time_ms": 1e3 * timing.decode_s,
         "queue_time_ms": 1e3 * timing.queue_s,
         "mean_itl_ms": 1e3 * timing.decode_s / num_gaps if num_gaps > 0 else None,
@@ -111,7 +111,7 @@ def metrics_of(answer: Answer) -> dict[str, float | None] | None:
     }
 
 
-LEAST = -9999.0  # JSON has no minus infinity; vLLM's floor
+LEAST = -9999.0  # vLLM's minimum; JSON has no minus infinity
 
 
 def chat_logprobs(
@@ -122,14 +122,14 @@ def chat_logprobs(
     as_ids: bool = False,
     shows_own: bool = False,
 ) -> dict[str, Any]:
-    """Return chat's `logprobs` object: one entry per token, with the likeliest beside it.
+    """Return chat's `logprobs` object: one entry per token, with its top tokens.
 
     Args:
-        entries: of the tokens.
-        tokenizer: spells them.
-        num_top: likeliest shown.
-        as_ids: spell tokens "token_id:5" (return_tokens_as_token_ids).
-        shows_own: show the token itself beside it, too, first (as vLLM does with logprob_token_ids).
+        entries: Log-probabilities of the tokens.
+        tokenizer: Spells the tokens.
+        num_top: Number of top tokens to show.
+        as_ids: Spell tokens as "token_id:5" (return_tokens_as_token_ids).
+        shows_own: Show the token itself first among its top tokens (as vLLM does with logprob_token_ids).
     """
     return {
         "content": [
@@ -146,29 +146,29 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Completions' `logprobs` objects of one choice, piece by piece; the offsets run on from piece to piece."""
+    """Build the `logprobs` objects of one completion choice, piece by piece. Offsets continue across pieces."""
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, *, as_ids: bool = False) -> None:
-        """`num_top` likeliest tokens are shown beside each; `as_ids`: see `chat_logprobs`."""
+        """Args: num_top is the number of top tokens to show; as_ids spells tokens as "token_id:5"."""
         self._tokenizer, self._num_top, self._as_ids = tokenizer, num_top, as_ids
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters of text before the next token
         self._object = _empty()
 
     def push_first(self, token_id: int) -> None:
-        """Take a prompt's first token: nothing precedes it, so its probability is not known."""
+        """Add a prompt's first token. Nothing precedes it, so it has no probability."""
         self._push(token_id, None, None)
 
     def push(self, entries: Sequence[Logprobs]) -> None:
-        """Take tokens."""
+        """Add tokens."""
         for entry in entries:
             top = {self._spell(each): _finite(value) for each, value in _likeliest(entry, self._num_top)}
-            # The chosen token is always among them, and the first, as vLLM's clients expect.
+            # vLLM's clients expect the chosen token first among the top ones, even if it is not likely.
             own = {self._spell(entry.token_id): _finite(entry.logprob)}
             self._push(entry.token_id, _finite(entry.logprob), own | top | own)
 
     def take(self) -> dict[str, Any]:
-        """Return the object of the tokens taken since the last time."""
+        """Return the object of the tokens added since the last call."""
         content, self._object = self._object, _empty()
         return content
 
@@ -182,7 +182,7 @@ class CompletionLogprobs:
 
     def _spell(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)
-        if self._as_ids or not raw:  # a vocabulary may be padded with ids that have no text
+        if self._as_ids or not raw:  # a vocabulary may have padding ids without text
             return f"token_id:{token_id}"
         try:
             return raw.decode()
@@ -193,13 +193,13 @@ class CompletionLogprobs:
 def prompt_logprobs_list(
     entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int
 ) -> Iterator[dict[str, Any] | None]:
-    """Yield the items of vLLM's `prompt_logprobs`: None for the first token, then {id: {logprob, rank, decoded_token}}, the
-    prompt's own token first.
+    """Yield the items of vLLM's `prompt_logprobs`: None for the first token, then {id: {logprob, rank, decoded_token}}, with
+    the prompt's own token first.
 
     Args:
-        entries: of prompt tokens 1 and on.
-        tokenizer: spells them.
-        num_top: likeliest shown.
+        entries: Log-probabilities of the prompt's tokens from index 1.
+        tokenizer: Spells the tokens.
+        num_top: Number of top tokens to show.
     """
     yield None
     for entry in entries:
@@ -217,7 +217,7 @@ def prompt_logprobs_list(
 
 
 def encoded_prompt_logprobs(entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int) -> EncodedList:
-    """Return `prompt_logprobs_list` as text, token by token: as objects a long prompt's would be a gigabyte."""
+    """Return `prompt_logprobs_list` encoded token by token: the objects of a long prompt would take a gigabyte."""
     return EncodedList([json.dumps(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
 
 
@@ -232,7 +232,7 @@ def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer, as_ids: boo
 
 
 def _shown(entry: Logprobs, num_top: int, *, shows_own: bool) -> list[tuple[int, float]]:
-    """Return what stands beside a token: the likeliest, or what was asked for, and the token itself if wished."""
+    """Return the top tokens of an entry, with the token itself first if `shows_own`."""
     likeliest = _likeliest(entry, num_top)
     if not shows_own:
         return likeliest
@@ -244,5 +244,5 @@ def _likeliest(entry: Logprobs, num_top: int) -> list[tuple[int, float]]:
 
 
 def _finite(logprob: float) -> float:
-    """Clamp; not a number counts as the least."""
+    """Clamp to LEAST. NaN becomes LEAST, too."""
     return logprob if logprob > LEAST else LEAST

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: answer a chat in OpenAI's format."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,15 +40,15 @@ async def answer_chat(
     """Answer a chat, whole or as a stream.
 
     Raises:
-        ApiError: the request is wrong or failed.
-        ClientGone: the client left first.
+        ApiError: The request is invalid or failed.
+        ClientGone: The client disconnected first.
     """
     turn = await ChatTurn.open(body, model, requests)
     chunks = ChatChunks(turn)
     if body.stream:
         return EventStream(turn.answer, chunks)
     choices = await collect(turn.answer, http)
-    # A long prompt's logprobs take seconds to spell, long reasoning is tokenized again to be counted.
+    # Spelling a long prompt's logprobs takes seconds, and counting long reasoning tokenizes it again.
     has_many = has_many_entries(choices, body.top_logprobs if body.logprobs else None)
     is_long = body.prompt_logprobs is not None or body.top_logprobs == ALL or has_many
     return await json_answer(lambda: _whole(turn, chunks, choices), model, is_long=is_long)
@@ -67,7 +67,7 @@ def _whole(turn: ChatTurn, chunks: "ChatChunks", choices: Sequence[Choice]) -> d
 
 
 def _about_prompt(turn: ChatTurn) -> dict[str, Any]:
-    """Return vLLM's fields about the prompt, where they are asked for; every choice has the same prompt."""
+    """Return vLLM's fields about the prompt, if requested. All choices have the same prompt."""
     first, num_top = turn.answer.generations[0], turn.body.prompt_logprobs
     logprobs = None
     if num_top is not None:
@@ -102,8 +102,8 @@ def _logprobs(turn: ChatTurn, entries: Sequence[Logprobs]) -> dict[str, Any]:
 
 
 def _message(turn: ChatTurn, message: AnswerMessage) -> dict[str, Any]:
-    """Return a whole message. Content is null where there is none but calls or reasoning."""
-    has_more = bool(message.tool_calls or message.reasoning) and not turn.tools.named  # then "", as in vLLM
+    """Return a complete message. Content is null if there are only calls or reasoning."""
+    has_more = bool(message.tool_calls or message.reasoning) and not turn.tools.named  # named: "", as in vLLM
     fields: dict[str, Any] = {
         "role": "assistant",
         "content": None if has_more and not message.content else message.content,
@@ -123,7 +123,7 @@ def _message(turn: ChatTurn, message: AnswerMessage) -> dict[str, Any]:
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
-    """Return reasoning by its old name, which most clients read, and by vLLM's new one."""
+    """Return reasoning under its old name, which most clients read, and under vLLM's new one."""
     return {"reasoning_content": text, "reasoning": text}
 
 
@@ -142,14 +142,14 @@ class ChatChunks(JsonChunks):
         )
         self._turn = turn
         self._has_logprobs, self._has_ids = bool(body.logprobs), bool(body.return_token_ids)
-        # of pieces in the middle
+        # True if pieces between the first and the last carry nothing but text.
         self._has_only_text = not (self._has_logprobs or self._has_ids or self.has_usage_always)
         self._begun: set[int] = set()
         self._has_shown_prompt = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the events of what a choice gained: the role first, once, and the finish reason with the last
-        delta."""
+        """Return the events for a choice's new piece. The first event has the role, and the last delta has the finish
+        reason."""
         events = b"" if index in self._begun else self._begin(index)
         gained = self._deltas(index, piece)
         match gained:
@@ -170,7 +170,7 @@ class ChatChunks(JsonChunks):
         return events
 
     def _begin(self, index: int) -> bytes:
-        """Return a choice's first events: the role, then the echo. Its usage counts what came before, as vLLM's does."""
+        """Return a choice's first events: the role, then the echo. Its usage counts only earlier choices, as in vLLM."""
         events = event(self._delta_chunk(index, {"role": "assistant", "content": ""}, None, None))
         self._begun.add(index)
         echo = self._turn.echo()
@@ -186,7 +186,7 @@ class ChatChunks(JsonChunks):
     def _delta_chunk(
         self, index: int, delta: dict[str, Any], logprobs: Any, last: Piece | None
     ) -> dict[str, Any]:
-        """Return one delta's chunk; `last` is the piece that it is the last of."""
+        """Return the chunk of a delta; `last` is the piece if this is its last delta."""
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,

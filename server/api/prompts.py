@@ -1,6 +1,6 @@
-"""From messages, tools or text to a prompt's token ids.
+"""Convert messages, tools or text to a prompt's token ids.
 
-`template_messages` has the forms of a chat's messages; here they are rendered, and texts are tokenized, within limits.
+`template_messages` prepares a chat's messages. This module renders them and tokenizes texts, within limits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +26,18 @@ from server.api.tools import ToolUse, tool_use_of
 from server.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
 
-LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds and leaves the event loop
-VALUE_CHARS = 16  # that a value counts beside its text: rendering takes as long
-SLICE_CHARS = (
-    1 << 19
-)  # tokenizing takes two hundred times a text's memory, so no more is tokenized unless it fits
-SLACK_TOKENS = 16  # by which a text's tokens may differ where it is cut
+LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds, so a thread does it
+VALUE_CHARS = 16  # characters that each JSON value adds to the size of its text: rendering one takes as long
+# Tokenizing takes two hundred times a text's memory, so longer texts are first checked in slices of this size.
+SLICE_CHARS = 1 << 19
+SLACK_TOKENS = 16  # maximum change in a text's number of tokens through a cut
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Refuse what is no text.
+    """Raise if a text is not valid Unicode.
 
     Raises:
-        ApiError: 400, half a surrogate pair.
+        ApiError: 400 if the text has a lone surrogate.
     """
     try:
         text.encode()
@@ -49,18 +48,18 @@ def check_unicode(text: str, param: str) -> None:
 
 
 async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize one text, as `encode_all`."""
+    """Tokenize one text; otherwise like `encode_all`."""
     return (await encode_all([text], model, add_special_tokens=add_special_tokens, param=param))[0]
 
 
 async def encode_all(
     texts: Sequence[str], model: ServedModel, *, add_special_tokens: bool, param: str
 ) -> list[list[int]]:
-    """Tokenize texts, beside the event loop where they are long together.
+    """Tokenize texts. If they are long in all, a thread does it.
 
     Raises:
-        ApiError: 400, a text has half a surrogate pair, is empty, or longer than any text that fits, or has a token that
-            the tokenizer knows and the model does not.
+        ApiError: 400 if a text has a lone surrogate, is empty, cannot fit into the context, or has a token of the tokenizer
+            that the model does not have.
     """
     for text in texts:
         check_unicode(text, param)
@@ -71,24 +70,24 @@ async def encode_all(
 
     encoded = await model.run(work, is_long=sum(map(len, texts)) >= LONG_TEXT)
     if not all(encoded):
-        raise bad_request(f"{param} is empty: there is no token to start from.", param)
+        raise bad_request(f"{param} is empty: generation needs at least one token.", param)
     _check_known(max(map(max, encoded)), model, param)
     return encoded
 
 
 def _check_known(token_id: int, model: ServedModel, param: str) -> None:
-    """Refuse a text's highest token where it has no embedding."""
+    """Refuse a text if its highest token has no embedding."""
     last = model.tokenizer.vocab_size - 1
     if token_id > last:
         (token,) = model.tokenizer.token_strings([token_id])
         raise bad_request(
-            f"{param} has the token {token!r}, whose id {token_id} is the tokenizer's alone: the model's are 0 to {last}.",
+            f"{param} has the token {token!r}; its id {token_id} is outside the model's vocabulary (0 to {last}).",
             param,
         )
 
 
 def is_larger(value: Any, most_chars: int) -> bool:
-    """Tell whether a JSON value has more text than that; looks no further than it must."""
+    """Return whether a JSON value has more than `most_chars` of text. Stops counting there."""
     size, waiting = 0, [value]
     while waiting and size <= most_chars:
         each = waiting.pop()
@@ -110,14 +109,14 @@ def _encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: s
 
 
 def _check_length(num_chars: int, model: ServedModel, param: str) -> None:
-    """Refuse a text that would not fit if all its tokens were the longest one."""
+    """Refuse a text that would not fit even if all its tokens were the longest one."""
     least_tokens = -(-num_chars // model.tokenizer.longest_token_chars)
     if least_tokens > model.max_len():
         raise errors.too_long(least_tokens, model.max_len(), None, param, is_least=True)
 
 
 def _check_slices(text: str, model: ServedModel, param: str) -> None:
-    """Refuse a text whose beginning has more tokens than the context, without tokenizing the rest."""
+    """Refuse a text if its beginning has more tokens than the context, without tokenizing the rest."""
     least_tokens = 0
     for start in range(0, len(text), SLICE_CHARS):
         slice_ids = model.tokenizer.encode(text[start : start + SLICE_CHARS], add_special_tokens=False)
@@ -127,17 +126,17 @@ def _check_slices(text: str, model: ServedModel, param: str) -> None:
 
 
 async def render_chat(body: ChatRequest, model: ServedModel, tools: ToolUse | None = None) -> str:
-    """Return a chat's prompt, rendered beside the event loop where it is long.
+    """Return a chat's rendered prompt. If it is long, a thread renders it.
 
     Args:
-        tools: what `tool_use_of` made of the body's; None looks itself.
+        tools: Result of `tool_use_of` for the body; None computes it.
 
     Raises:
-        ApiError: 400, a message, a tool, or the template's refusal of them; or they are more than the context holds.
+        ApiError: 400 if a message or a tool is invalid, the template refuses it, or the chat exceeds the context.
     """
     contents = [message.content for message in body.messages]
     check_num_parts(contents, "messages")
-    if len(contents) > model.max_len():  # each has a token at least
+    if len(contents) > model.max_len():  # each message has at least one token
         raise errors.too_long(len(contents), model.max_len(), None, "messages", is_least=True)
     of_messages = [each for message in body.messages for each in (message.content, message.model_extra)]
     is_long = is_larger([*of_messages, body.tools, body.documents, body.chat_template_kwargs], LONG_TEXT)
@@ -161,7 +160,7 @@ def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse) -> str:
 def _spellings(
     messages: list[TemplateMessage], model: ServedModel, tools: ToolUse
 ) -> Iterator[list[TemplateMessage]]:
-    """Yield the messages as most templates take them, then in other ways for those that refuse."""
+    """Yield the messages in the form that most templates accept, then in other forms for templates that refuse it."""
     template, form = model.tokenizer.template, model.markup.taught_form
     if mentions_tools(messages) and not template.knows_calls:
         messages = as_text(messages, model.markup.tools)
@@ -192,7 +191,7 @@ def _render(body: ChatRequest, model: ServedModel, messages: list[TemplateMessag
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    """Return the template's variables beside the messages; the client's own come last."""
+    """Return the template's variables other than the messages. The client's own take precedence."""
     effort = body.reasoning_effort
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":

@@ -12,36 +12,34 @@ from server.front.tokenizer import Tokenizer
 from server.http.exchanges import seeds_from
 
 T = TypeVar("T")
-MAX_LONG_WORK = 2  # long texts that are rendered or tokenized at once, each in a thread
+MAX_LONG_WORK = 2  # long texts that are rendered or tokenized concurrently, each in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What requests are checked against."""
+    """The facts that requests are checked against."""
 
-    names: tuple[str, ...]  # the first is what metrics say
+    names: tuple[str, ...]  # metrics use the first
     tokenizer: Tokenizer
     sampling_defaults: dict[str, Any]  # from the checkpoint's generation_config.json
-    max_len: Callable[[], int]  # tokens, prompt plus output; known for certain once ranks have attached
+    max_len: Callable[[], int]  # tokens, prompt plus output; final once ranks have attached
     created: int  # seconds since 1970
     structures: StructureChecks
     directory: str = ""  # of the checkpoint
-    draw_seed: Callable[[], int] = seeds_from(None)  # noqa: RUF009 - a function; for requests that bring none
-    max_logprobs: int | None = (
-        None  # beside each token, ALL is no bound; None is the usual bound, or all of them
-    )
-    has_priorities: bool = False  # requests may have one
-    has_metrics: bool = False  # answers tell how long they took
-    long_work: asyncio.Semaphore = field(
-        default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK)
-    )  # see `run`
-    markup: Markup = Markup()  # noqa: RUF009 - frozen; how the model writes calls and reasoning
+    draw_seed: Callable[[], int] = seeds_from(None)  # noqa: RUF009 - a function; for requests without a seed
+    # Maximum per token; ALL disables the limit. With None, clients may request up to MAX_LOGPROBS, or ALL.
+    max_logprobs: int | None = None
+    has_priorities: bool = False  # requests may set a priority
+    has_metrics: bool = False  # answers include their durations
+    # Limits the concurrent work in `run`.
+    long_work: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK))
+    markup: Markup = Markup()  # noqa: RUF009 - frozen; the model's format for calls and reasoning
 
     def check_name(self, name: str | None) -> str:
-        """Return the name that answers carry; None is the first served name.
+        """Return the model name for the answer. None is the first served name.
 
         Raises:
-            ApiError: 404, the model is not served here.
+            ApiError: 404 if the model is not served here.
         """
         if name is None:
             return self.names[0]
@@ -50,7 +48,7 @@ class ServedModel:
         return name
 
     async def run(self, work: Callable[[], T], *, is_long: bool) -> T:
-        """Do what is short at once, and the rest beside the event loop, a few at a time: each takes memory."""
+        """Run short work at once and long work in a thread, a few at a time: each takes memory."""
         if not is_long:
             return work()
         async with self.long_work:

@@ -1,12 +1,12 @@
-"""What is served, how busy it is, and the paths that clients of vLLM, SGLang and SageMaker expect beside OpenAI's.
+"""Endpoints about the service itself, which clients of OpenAI, vLLM, SGLang and SageMaker expect.
 
-- GET /v1/models and /v1/models/{id}: the served names. GET /load: the requests that are being answered (vLLM's words).
+- GET /v1/models and /v1/models/{id}: the served names. GET /load: the number of unfinished requests (vLLM).
 - GET /tokenizer_info: the tokenizer's configuration (vLLM).
-- GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_": SGLang's.
-- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): no later request finds what is cached now. Requests that run keep
-  what they have, so that nothing is refused because of them, as it is there.
-- POST /invocations: SageMaker's one path. It takes a chat or a completion, told apart by their fields as in vLLM, and is
-  answered by that endpoint itself, errors included.
+- GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_" (SGLang).
+- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): later requests do not reuse what is cached now. Running requests
+  keep their cache, so unlike in those servers they never cause a refusal.
+- POST /invocations (SageMaker): accepts a chat or a completion, distinguished by their fields as in vLLM. The endpoint for
+  that kind answers, including errors.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ def service_routes(
     """Return the endpoints' routes.
 
     Args:
-        facts: of the ranks that are attached.
-        forget_prefixes: tells all ranks.
-        target_itl_ms: the time between two tokens that steps with prompts keep to; None: no such time is set.
-        shows_path: /server_info, which needs no key, has the model's path.
+        facts: Returns the facts of the attached ranks.
+        forget_prefixes: Sends the order to empty the prefix cache to all ranks.
+        target_itl_ms: Target time between tokens for steps that include prompts; None if no target is set.
+        shows_path: Show the model's path in /server_info, which needs no key.
     """
     router = new_router()
 
@@ -64,14 +64,14 @@ def service_routes(
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def show_model(name: str) -> dict[str, Any]:
-        """Show one."""
+        """Show one served name."""
         if name not in model.names:
             raise errors.not_served(name, model.names)
         return _card(model, name)
 
     @router.get("/load", response_model=None)
     async def show_load() -> dict[str, int]:
-        """Show how many requests were accepted and have not been answered to the end."""
+        """Show the number of accepted requests that are not finished."""
         return {"server_load": requests.num_answers}
 
     @router.get("/tokenizer_info", response_model=None)
@@ -105,16 +105,16 @@ def service_routes(
 
 
 def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) -> None:
-    """Add what empties the prefix cache, under both names."""
+    """Add the routes that empty the prefix cache."""
 
     @router.post("/reset_prefix_cache", response_model=None, response_class=Response)
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        """Let no later request find what is cached; with or without reset_running_requests, nothing needs to stop for it."""
+        """Empty the prefix cache for later requests. Running requests continue, with or without reset_running_requests."""
         if reset_external:
             raise bad_request(
-                "reset_external is for a cache outside of the service, and there is none; leave it out.",
+                "reset_external is for an external cache, which this service does not have; leave it out.",
                 "reset_external",
             )
         forget_prefixes()
@@ -122,15 +122,15 @@ def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) ->
 
     @router.post("/flush_cache", response_class=PlainTextResponse)
     async def flush_cache() -> Response:
-        """Let no later request find what is cached."""
+        """Empty the prefix cache for later requests."""
         forget_prefixes()
         return PlainTextResponse("Cache flushed.\n")
 
     @router.get("/flush_cache", response_model=None, include_in_schema=False)
     async def refuse_flush() -> Response:
-        """Refuse: a page in a browser can make it send this unasked."""
+        """Refuse GET: a web page can make a browser send it without the user's consent."""
         raise ApiError(
-            405, "GET /flush_cache would change something: send it as a POST.", headers={"Allow": "POST"}
+            405, "Use POST for /flush_cache: it changes the service's state.", headers={"Allow": "POST"}
         )
 
 
@@ -145,13 +145,13 @@ def _add_sglang_routes(
     target_itl_ms: float | None,
     shown_path: str,
 ) -> None:
-    """Add what SGLang's clients ask a server."""
+    """Add SGLang's routes."""
     health = _GenerationCheck(requests)
 
     @router.get("/get_model_info", response_model=None)
     @router.get("/model_info", response_model=None)
     async def show_model_info() -> dict[str, Any]:
-        """Show what SGLang tells of a model."""
+        """Show the model in SGLang's format."""
         return {
             "model_path": model.directory,
             "tokenizer_path": model.directory,
@@ -165,7 +165,7 @@ def _add_sglang_routes(
     @router.get("/get_server_info", response_model=None)
     @router.get("/server_info", response_model=None)
     async def show_server_info() -> dict[str, Any]:
-        """Show what SGLang tells of a server, as far as it is true here: attention is data-parallel."""
+        """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel."""
         ranks = facts()
         return {
             "version": version,
@@ -186,13 +186,13 @@ def _add_sglang_routes(
 
     @router.get("/health_generate", response_model=None, response_class=Response)
     async def check_generation() -> Response:
-        """Answer 200 once a rank has made a token; many who ask at once share one."""
+        """Answer 200 once a rank has generated a token. Concurrent calls share one token."""
         await health.run()
         return Response()
 
 
 class _GenerationCheck:
-    """Lets a rank make one token."""
+    """Let a rank generate one token, as a health check."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -202,7 +202,7 @@ class _GenerationCheck:
         """Wait for a token.
 
         Raises:
-            ApiError: 503, the service is not ready, or made none in time.
+            ApiError: 503 if the service is not ready, or did not generate a token in time.
         """
         if self._running is None or self._running.done():
             self._running = asyncio.create_task(self._generate())
@@ -221,13 +221,13 @@ class _GenerationCheck:
                 while await answer.next():
                     pass
         except TimeoutError:
-            raise ApiError(503, f"No token was made within {GENERATES_WITHIN_S:g} s.") from None
+            raise ApiError(503, f"No token was generated within {GENERATES_WITHIN_S:g} s.") from None
         finally:
             answer.close()
 
 
 def _state(rank: RankFacts) -> dict[str, Any]:
-    """One rank as SGLang shows a data-parallel one."""
+    """Return one rank in the form in which SGLang shows a data-parallel rank."""
     return {
         "dp_rank": rank.rank,
         "max_total_num_tokens": rank.num_blocks * rank.block_tokens,
@@ -249,7 +249,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """What OpenAI's cards had until 2023, and some clients still read; vLLM has it with these values."""
+    """Return a field that OpenAI dropped in 2023 and some clients still read, with the same values as vLLM."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",
@@ -267,10 +267,10 @@ def _permission(name: str, created: int) -> dict[str, Any]:
 
 
 def _read(kind: type[_Body], fields: dict[str, Any]) -> _Body:
-    """Validate the fields as the endpoint itself would.
+    """Validate the fields like the endpoint itself.
 
     Raises:
-        RequestValidationError: in its form.
+        RequestValidationError: The fields are invalid, with the endpoint's error format.
     """
     try:
         return kind.model_validate(fields)

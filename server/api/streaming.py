@@ -1,8 +1,8 @@
-"""Answers on their way out: server-sent events, or collected whole; either ends when the client leaves.
+"""Send answers: as server-sent events, or collected whole. Both end when the client disconnects.
 
-A plain ASGI response instead of Starlette's StreamingResponse, for three reasons: an error before the first piece is
-a status and not an event, a client that leaves is noticed while nothing is being sent, and a chunk costs one send.
-Where nothing is to be sent for long, a comment is: proxies close connections that are silent for a minute.
+A plain ASGI response replaces Starlette's StreamingResponse for three reasons: an error before the first piece becomes an
+HTTP status instead of an event, a disconnect is noticed even while nothing is being sent, and a chunk costs one send.
+Silent streams send comments, because proxies close connections that are silent for a minute.
 """
 
 import asyncio
@@ -27,30 +27,30 @@ from server.http.idempotency import with_way_on
 from server.http.json_parts import encoded_pieces
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE_S = 15.0  # of silence, before the first piece too: from then on a failure is an event
-_MANY_ENTRIES = 4096  # the JSON of more is made beside the event loop
-COMMENT = b": keep-alive\n\n"  # which every reader of server-sent events passes over
+KEEP_ALIVE_S = 15.0  # silence before a comment, also before the first piece; later failures are events
+_MANY_ENTRIES = 4096  # a thread makes the JSON of more entries
+COMMENT = b": keep-alive\n\n"  # readers of server-sent events ignore it
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold the stream back
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers the stream
 ]
 
 
 class Chunks(Protocol):
-    """An endpoint's stream; each result is one or more whole events."""
+    """The events of an endpoint's stream. Each method returns whole events."""
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the events of what a choice gained; may be empty."""
+        """Return the events for a choice's new piece; may be empty."""
         ...
 
     def end(self) -> bytes:
-        """Return what comes after the last choice ended, before [DONE]."""
+        """Return the events between the end of the last choice and [DONE]."""
         ...
 
 
 class JsonChunks:
-    """What the chunks of /v1/chat/completions and /v1/completions have in common."""
+    """Base of the chunks of /v1/chat/completions and /v1/completions."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class JsonChunks:
         *,
         has_metrics: bool,
     ) -> None:
-        """Args: usage counts what was generated, at the end; has_metrics adds how long it took."""
+        """Args: usage returns the token counts; has_metrics adds durations to the last event."""
         self.head = {
             "id": answer.request_id,
             "object": kind,
@@ -76,29 +76,29 @@ class JsonChunks:
         self._text_events: dict[int, TextEvent] = {}
 
     def chunk(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a chunk; `usage` is what the client is shown of it so far."""
+        """Return a chunk; `usage` is the count so far, if the client is to see it."""
         chunk = {**self.head, "choices": [choice]}
         return {**chunk, "usage": usage} if self.has_usage else chunk
 
     def text_event(self, index: int, text: str, chunk_of: Callable[[str], dict[str, Any]]) -> bytes:
-        """Return the event of a chunk in which nothing but the text changes from piece to piece."""
+        """Return the event of a chunk, which differs between pieces only in its text."""
         if index not in self._text_events:
             self._text_events[index] = TextEvent(chunk_of)
         return self._text_events[index].of(text)
 
     def end(self) -> bytes:
-        """Return the event with the usage, if asked for."""
+        """Return the event with the usage, if the client requested it."""
         if not self.has_usage:
             return b""
         return event({**self.head, "choices": [], "usage": self._usage(), **self.metrics()})
 
     def metrics(self) -> dict[str, Any]:
-        """Return the field that tells how long the answer took, where the operator wants it."""
+        """Return the `metrics` field with the answer's durations, if the operator enabled it."""
         return {"metrics": metrics_of(self._answer)} if self._has_metrics else {}
 
 
 class EventStream(Response):
-    """Streams an answer as its pieces come."""
+    """Stream an answer while its pieces arrive."""
 
     content_type = EVENT_STREAM
 
@@ -109,7 +109,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a failure before its first byte becomes a plain error response."""
+        """Send the stream. A failure before its first byte becomes a plain error response."""
         leaving = contextlib.suppress(ClientGone, OSError)  # OSError: the connection is broken
         with (
             closing_when_gone(self._answer, receive),
@@ -142,7 +142,7 @@ class EventStream(Response):
         await sender.end(last)
 
     def comment(self) -> bytes:
-        """Return what is sent where nothing else is for long."""
+        """Return the bytes to send when the stream is silent for long."""
         return COMMENT
 
     def ending(self) -> bytes:
@@ -150,14 +150,14 @@ class EventStream(Response):
         return self._chunks.end() + DONE
 
     def failing(self, failure: ApiError) -> bytes:
-        """Return the events of a failure after the stream's beginning."""
+        """Return the events of a failure after the stream has begun."""
         return event(failure.body()) + DONE
 
 
 class EventSender:
-    """Sends a stream's events, begins the response with the first of them, and is never silent for long.
+    """Send a stream's events and avoid long silences. The first event begins the response.
 
-    A context; within it comments are sent where nothing else is.
+    A context manager: within it, comments are sent after KEEP_ALIVE_S without events.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class EventSender:
         self.stop()
 
     def stop(self) -> None:
-        """Send no more comments: nothing of the stream may follow."""
-        assert self._watch is not None, "it was entered"
+        """Stop sending comments. Nothing of the stream may follow."""
+        assert self._watch is not None, "stop was called before __enter__"
         self._watch.cancel()
 
     async def send(self, events: bytes) -> None:
@@ -215,20 +215,20 @@ class EventSender:
 
 @dataclass(slots=True)
 class Choice:
-    """A whole choice."""
+    """A complete choice."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
-    last: Piece = field(default_factory=Piece)  # says how it ended
+    last: Piece = field(default_factory=Piece)  # has the finish reason
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended."""
+        """Why the choice ended."""
         return self.last.finish_reason
 
     def piece(self) -> Piece:
-        """Return all of it as one piece."""
+        """Return the choice as one piece."""
         last = self.last
         return Piece(
             "".join(self.text),
@@ -241,11 +241,11 @@ class Choice:
 
 
 async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
-    """Wait for every choice's end.
+    """Wait until every choice has ended.
 
     Raises:
-        ApiError: the request failed.
-        ClientGone: the client left first.
+        ApiError: The request failed.
+        ClientGone: The client disconnected first.
     """
     choices = [Choice() for _ in answer.generations]
     with closing_when_gone(answer, http.receive):
@@ -260,19 +260,19 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
 
 
 def has_many_entries(choices: Sequence[Choice], num_top: int | None) -> bool:
-    """Tell whether an answer's JSON takes milliseconds to make: of tokens, and of log-probabilities beside each."""
+    """Return whether the JSON of an answer's tokens and their top log-probabilities takes milliseconds to make."""
     return sum(len(choice.token_ids) for choice in choices) * (1 + (num_top or 0)) > _MANY_ENTRIES
 
 
 async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: bool) -> Response:
-    """Make a whole answer's JSON; where it is long, beside the event loop, and in parts that do not hold it up."""
+    """Make the JSON of a whole answer. If it is long, a thread makes it, in pieces that do not block the event loop."""
     if not is_long:
         return JSONResponse(make())
     return LongJson(await model.run(lambda: list(encoded_pieces(make())), is_long=True))
 
 
 class LongJson(Response):
-    """A whole answer that is sent piece by piece: the connection's buffer holds one of them."""
+    """A whole answer, sent piece by piece: the connection buffers only one piece."""
 
     media_type = "application/json"
 
@@ -281,17 +281,17 @@ class LongJson(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it; each piece when the client has read the one before."""
+        """Send the pieces, each after the client has read the previous one."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)  # a client that reads quickly leaves others their turns
+            await asyncio.sleep(0)  # let other requests run while a client reads quickly
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.contextmanager
 def closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
-    """Close the answer when the client leaves, and in any case at the end of the block."""
+    """Close the answer when the client disconnects, and at the end of the block."""
     watch = asyncio.create_task(_close_when_gone(answer, receive))
     try:
         yield
@@ -301,7 +301,7 @@ def closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Wait until the client leaves."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

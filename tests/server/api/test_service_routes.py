@@ -106,7 +106,7 @@ def test_every_rank_is_told_to_forget_its_prefixes_in_the_order_of_requests(
 @pytest.mark.parametrize(
     ("method", "path", "status", "said"),
     [
-        ("POST", "/reset_prefix_cache?reset_external=true", 400, "there is none; leave it out"),
+        ("POST", "/reset_prefix_cache?reset_external=true", 400, "does not have; leave it out"),
         ("POST", "/reset_prefix_cache?reset_external=perhaps", 400, "reset_external"),
         ("GET", "/flush_cache", 405, "send it as a POST"),
         ("GET", "/reset_prefix_cache", 405, ""),
