@@ -1,10 +1,10 @@
-"""An answer as a row of blocks: stretches of reasoning, text and tool calls, one open at a time.
+"""Split an answer into a sequence of blocks (reasoning, text and tool calls), one of which is open at a time.
 
-Chat's deltas may change kind from one to the next; /v1/responses and /v1/messages want every stretch opened, grown
-and closed under a number of its own. That bookkeeping is here, once; each endpoint keeps a draft, an object that grows
-with the blocks and returns its events. A stream sends the events; a whole answer is the draft at the end, so that the
-two cannot differ. Blank text in front of anything but text (the empty line between thinking and a call) makes no block:
-Anthropic's own API refuses such blocks when they are sent back.
+Chat's deltas may change their kind at any time. /v1/responses and /v1/messages instead open, extend and close every block
+under its own number. This module does the bookkeeping for both. Each endpoint has a draft, an object that grows with the
+blocks and returns the endpoint's events. A stream sends the events, and a whole answer is the finished draft, so the two
+cannot differ. Whitespace before anything but text (the empty line between thinking and a call) does not become a block:
+Anthropic's API refuses such blocks when a client sends them back.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ from server.front.generations import Answer, Piece
 
 
 class BlockKind(Enum):
-    """What a block holds."""
+    """Kind of a block's content."""
 
     REASONING = "reasoning"
     TEXT = "text"
@@ -33,22 +33,22 @@ class BlockKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One stretch of an answer."""
+    """One section of an answer."""
 
     kind: BlockKind
     index: int  # its place in the answer
-    call_id: str = ""  # of a call, as the next two
+    call_id: str = ""  # only for a call, like the next two fields
     name: str = ""
     call_index: int = -1
     pieces: list[str] = field(default_factory=list)  # text, or a call's arguments
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any]:
-        """Read a call's arguments; of those that were cut short, what came, as Anthropic's own clients do."""
+        """Return a call's arguments. Truncated ones keep the complete part, as in Anthropic's own clients."""
         try:
             content = from_json(self.text or "{}", allow_partial="trailing-strings")
         except ValueError:
@@ -70,7 +70,7 @@ class Grew(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """A block will not grow any more."""
+    """A block is complete."""
 
     block: Block
 
@@ -84,7 +84,7 @@ class Blocks:
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
-        self._blank = ""  # text of blanks alone, until it is known whether text follows
+        self._blank = ""  # whitespace that becomes text only if text follows
 
     @property
     def has_calls(self) -> bool:
@@ -92,14 +92,14 @@ class Blocks:
         return any(block.kind is BlockKind.CALL for block in self.all)
 
     def push(self, deltas: Iterable[Delta]) -> list[BlockEvent]:
-        """Take what the answer gained; return what happened to its blocks, in order.
+        """Add the answer's new deltas and return the resulting block events, in order.
 
-        The blocks in the events have grown by all of it already.
+        The blocks in the events already contain all of the new text.
         """
         return [event for delta in deltas for event in self._take(delta)]
 
     def finish(self) -> list[BlockEvent]:
-        """Close what is open: the answer has ended. An answer of blanks alone is still an answer."""
+        """Close the open block at the end of the answer. An answer of whitespace only still gets a text block."""
         if not self.all and self._blank:
             return [*self._grow(BlockKind.TEXT, self._blank), *self._close()]
         return self._close()
@@ -159,27 +159,27 @@ Event = dict[str, Any]
 
 
 class Draft(Protocol):
-    """An endpoint's answer while it grows; each result is the events that say so, in order."""
+    """An endpoint's growing answer. Each method returns the endpoint's events, in order."""
 
     def begin(self) -> list[Event]:
         """Return the first events."""
         ...
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Return the events of what was gained; `piece` is what the deltas were read from."""
+        """Return the events for new deltas; `piece` is the piece that they were parsed from."""
         ...
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Return the last events; `piece` is the last."""
+        """Return the last events; `piece` is the last piece."""
         ...
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Return the events of a failure after the beginning."""
+        """Return the events of a failure after `begin`."""
         ...
 
 
 def token_by_token(piece: Piece) -> list[Piece]:
-    """Cut a piece with log-probabilities into one for each token; the last one has the end."""
+    """Split a piece with log-probabilities into one piece per token. The last one has the finish reason."""
     if len(piece.logprobs) < 2 or len(piece.ends) != len(piece.logprobs):
         return [piece]
     starts, last = [0, *piece.ends[:-1]], len(piece.ends) - 1
@@ -197,7 +197,7 @@ def token_by_token(piece: Piece) -> list[Piece]:
 
 
 class DraftChunks:
-    """Feeds a draft from the answer's only choice, and encodes its events."""
+    """Feed a draft from the answer's only choice, and encode its events."""
 
     def __init__(
         self, parser: MessageParser, draft: Draft, on_end: Callable[[], None] = lambda: None
@@ -209,7 +209,7 @@ class DraftChunks:
         self._begun = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the events of what the choice gained."""
+        """Return the events for the choice's new piece."""
         events = [] if self._begun else self.begin()
         return self.encode([*events, *self.feed(piece)])
 
@@ -219,7 +219,7 @@ class DraftChunks:
         return self._draft.begin()
 
     def feed(self, piece: Piece) -> list[Event]:
-        """Let the draft grow by a piece; token by token, if it has log-probabilities that are to be found again."""
+        """Add a piece to the draft. With log-probabilities, add it token by token, so that each token can be located."""
         return [event for each in token_by_token(piece) for event in self._feed(each)]
 
     def _feed(self, piece: Piece) -> list[Event]:
@@ -239,12 +239,12 @@ class DraftChunks:
         return self.encode(self._draft.fail(failure))
 
     def encode(self, events: Sequence[Event]) -> bytes:
-        """Return events as they are sent."""
+        """Return the bytes of events."""
         return named_events(events)
 
 
 def named_events(events: Sequence[Event]) -> bytes:
-    """Return server-sent events that carry their type as a name, too."""
+    """Return server-sent events named by their type."""
     return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json_bytes(each)) for each in events)
 
 
@@ -252,8 +252,8 @@ async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> No
     """Feed the draft until the answer has ended.
 
     Raises:
-        ApiError: the request failed.
-        ClientGone: the client left first.
+        ApiError: The request failed.
+        ClientGone: The client disconnected first.
     """
     with closing_when_gone(answer, http.receive):
         while pieces := await answer.next():
@@ -262,14 +262,14 @@ async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> No
 
 
 class DraftStream(EventStream):
-    """Streams a draft's events; its own last event ends it, without [DONE]."""
+    """Stream a draft's events. The draft's last event ends the stream, without [DONE]."""
 
     def __init__(self, answer: Answer, chunks: DraftChunks) -> None:
         super().__init__(answer, chunks)
         self._draft_chunks = chunks
 
     def ending(self) -> bytes:
-        """Return nothing more."""
+        """Return nothing: the draft has sent its last event."""
         return b""
 
     def failing(self, failure: ApiError) -> bytes:

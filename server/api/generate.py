@@ -1,13 +1,13 @@
-"""POST /generate: SGLang's own interface to a model, for scripts that were written for it.
+"""POST /generate: SGLang's own interface, for scripts written for SGLang.
 
-The request is translated into a completion's fields and checked as one; answers have SGLang's form: `text`, `output_ids`
-and `meta_info`, one object, or a list where there are several prompts or choices. A stream's events hold all that was said so
-far, as SGLang's do (its default: `--incremental-streaming-output` is off). Fields of features that are not served are refused by
-name.
+The request is translated into a completion's fields and checked like one. Answers have SGLang's form: `text`, `output_ids`
+and `meta_info`, as one object, or as a list if there are several prompts or choices. A stream's events contain the whole
+answer so far, as by default in SGLang (without `--incremental-streaming-output`). Fields of unsupported features are
+refused by name.
 
-Log-probabilities so far, again in each event, would be quadratic: 800 tokens with 20 each are 229 MB. Each is encoded once, and an
-event of more than LONG_EVENT waits until the answer has grown by a sixteenth. So a stream has at most seventeen times the bytes of
-its answer. SGLang's clients take events of several tokens (its `stream_interval`).
+Repeating all log-probabilities in each event would be quadratic: 800 tokens with 20 each take 229 MB. Instead each is encoded
+once, and after an event over LONG_EVENT the next one waits until the answer has grown by a sixteenth: a stream has at most
+seventeen times the bytes of its answer. SGLang's clients accept events of several tokens (its `stream_interval`).
 """
 
 import json
@@ -37,9 +37,9 @@ from server.http.routes import STREAM_RESPONSE, new_router, refusal
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 LONG_EVENT = 16 << 10  # characters of log-probabilities
-_GROWTH = 1 / 16  # of an event over the one before it, if that was long
+_GROWTH = 1 / 16  # minimum growth of an event over the previous one, if that was long
 _WHERE = "sampling_params"
-_FIELD_OF = {  # of sampling_params -> a completion's
+_FIELD_OF = {  # key of sampling_params -> field of a completion
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
@@ -63,9 +63,9 @@ _FIELD_OF = {  # of sampling_params -> a completion's
         )
     },
 }
-_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> structured_outputs' keys
-_HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # they change nothing here
-# Lists are fail_fast, as those of `schemas` are.
+_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> key of structured_outputs
+_HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # have no effect here
+# Lists are fail_fast, as in `schemas`.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
@@ -81,18 +81,18 @@ class GenerateRequest(BaseModel):
     rid: str | None = Field(None, min_length=1, max_length=128)
     stream: bool | None = None
     return_logprob: bool | None = None
-    logprob_start_len: int | None = Field(None, ge=-1)  # of the prompt's tokens; -1: none
+    logprob_start_len: int | None = Field(None, ge=-1)  # first prompt token to score; -1: none
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_text_in_logprobs: bool | None = None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some of the prompt's tokens are to be scored."""
+        """Whether the client requested log-probabilities of the prompt."""
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
 
 def generate_routes(model: ServedModel, requests: Requests) -> APIRouter:
-    """Return the route."""
+    """Return the endpoint's routes."""
     router = new_router()
 
     @router.post("/generate", response_model=None, responses=STREAM_RESPONSE)
@@ -109,8 +109,8 @@ async def answer_generate(
     """Continue one or more prompts, whole or as a stream.
 
     Raises:
-        ApiError: the request is wrong or failed.
-        ClientGone: the client left first.
+        ApiError: The request is invalid or failed.
+        ClientGone: The client disconnected first.
     """
     fields = completion_of(body)
     refuse_unserved(fields)
@@ -148,13 +148,13 @@ async def answer_generate(
 
 
 def completion_of(body: GenerateRequest) -> CompletionRequest:
-    """Translate a request.
+    """Translate a request to a completion.
 
     Raises:
-        ApiError: 400, naming the field that is wrong or not served.
+        ApiError: 400, naming the field that is invalid or not supported.
     """
     if (body.text is None) == (body.input_ids is None):
-        raise bad_request("Give the prompt as text or as input_ids, one of them.", "text")
+        raise bad_request("Set either text or input_ids.", "text")
     _refuse_others(body.model_extra or {}, "")
     params = dict(body.sampling_params or {})
     fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
@@ -189,18 +189,18 @@ class _Spelled:
     """A choice's log-probabilities as JSON, each encoded once."""
 
     def __init__(self) -> None:
-        self.own: list[str] = []  # of the tokens themselves
-        self.top: list[str] = []  # of the likeliest instead of each
+        self.own: list[str] = []  # entries of the tokens themselves
+        self.top: list[str] = []  # entries of each token's top alternatives
         self.num_chars = 0
-        self.num_told = 0  # of them, in the last event
+        self.num_told = 0  # characters in the last event
 
     @property
     def has_grown(self) -> bool:
-        """Whether there is enough for another event."""
+        """Whether the new characters suffice for another event."""
         return self.num_told < LONG_EVENT or self.num_chars >= self.num_told * (1 + _GROWTH)
 
     def add(self, own: str, top: str | None) -> None:
-        """Add a token's."""
+        """Add the entries of a token."""
         self.own.append(own)
         self.num_chars += len(own)
         if top is not None:
@@ -209,7 +209,7 @@ class _Spelled:
 
 
 class _GenerateJson:
-    """The JSON of an answer, whole or in events."""
+    """Build the JSON of an answer, whole or in events."""
 
     def __init__(
         self,
@@ -222,13 +222,13 @@ class _GenerateJson:
         is_list: bool,
         only_scores: bool = False,
     ) -> None:
-        """Args: n: choices per prompt; is_list: there may be several objects; only_scores: tokens that were made are hidden."""
+        """Args: n: choices per prompt; is_list: return a list of objects; only_scores: hide the generated tokens."""
         self._answer, self._body, self._tokenizer = answer, body, tokenizer
         self._request_id, self._n, self._is_list = request_id, n, is_list
         self._only_scores = only_scores
         self._so_far = [Choice() for _ in answer.generations]
         self._spelled = [_Spelled() for _ in answer.generations]
-        self._of_prompts: dict[int, _Spelled] = {}  # by the index of the choice that they came with
+        self._of_prompts: dict[int, _Spelled] = {}  # by the index of the prompt's first choice
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """Return a whole answer."""
@@ -241,7 +241,7 @@ class _GenerateJson:
         return objects if self._is_list else objects[0]
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the event of what a choice has said so far; nothing if it is too long to be said again so soon."""
+        """Return the event with a choice so far. Returns b"" if it is too long to be repeated so soon."""
         choice, spelled = self._so_far[index], self._spelled[index]
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
@@ -292,12 +292,12 @@ class _GenerateJson:
         return found
 
     def _prompt_logprobs(self, generation: Generation) -> _Spelled:
-        """Return those of a choice's prompt, which its choices share."""
+        """Return the log-probabilities of a choice's prompt, which the prompt's choices share."""
         first = generation.index - generation.index % self._n
         if first not in self._of_prompts:
             spelled = self._of_prompts[first] = _Spelled()
             first_id = generation.ask.request.prompt_ids[0]
-            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # nothing comes before it
+            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # has no probability
             self._spell(spelled, self._answer.prompt_logprobs_of(generation.index, self._n))
         return self._of_prompts[first]
 
@@ -317,7 +317,7 @@ class _GenerateJson:
 
 
 def _finish_of(choice: Choice) -> dict[str, Any] | None:
-    """How a choice ended, as SGLang says it; None: it goes on."""
+    """Return SGLang's finish reason, or None while the choice is unfinished."""
     reason = choice.finish_reason
     if reason is None:
         return None

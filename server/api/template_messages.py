@@ -1,14 +1,14 @@
-"""A chat's messages in the forms that chat templates take.
+"""Convert a chat's messages to the forms that chat templates accept.
 
-A chat's messages become what templates take: text or parts, calls with arguments as objects, reasoning by both names,
-instructions in roles that the template shows. Everything else a client puts into a message (name, tool_call_id, ...) reaches
-the template as sent. What OpenAI's clients send and templates trip over is brought to one form here: content null beside
-calls, an empty list of calls, arguments as a JSON string, also one that was cut off.
+Content becomes text or parts, calls get their arguments as objects, reasoning gets both of its names, and instructions get
+roles that the template shows. Other keys of a message (name, tool_call_id, ...) reach the template as sent. Input from
+OpenAI's clients that breaks templates is normalized here: null content next to calls, an empty list of calls, arguments as
+a JSON string, even a truncated one.
 
-Where the template knows no tools, they are described in the system message, and calls and results become text. The form is
-one that the model's parser reads: DeepSeek's own, which its templates leave to the server (the tool-call section of
-DeepSeek-V3.1's model card), or Hermes' tags for everybody else. A model that was never taught tools may still not use them;
-with tool_choice "required" or a named function it then at least knows what the arguments mean.
+If the template does not support tools, the system message describes them, and calls and results become text, in a form
+that the model's parser reads: DeepSeek's own, which its templates leave to the server (the tool-call section of
+DeepSeek-V3.1's model card), or Hermes' tags for all other models. A model that was not trained on tools may still not use
+them. With tool_choice "required" or a named function, it at least sees what the arguments mean.
 """
 
 import json
@@ -25,12 +25,12 @@ from server.front.tokenizer import TemplateFacts
 from server.http.json_text import parse_json, trouble_with_nesting
 
 TemplateMessage = dict[str, Any]
-MAX_DEPTH = 64  # of a call's arguments; templates write them out recursively
+MAX_DEPTH = 64  # levels of a call's arguments; templates write them recursively
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Return a chat's messages for the template, content as a text, or as a list of text parts if there are several.
+    """Return a chat's messages for the template. Content is a text, or a list of text parts if there are several.
 
     Raises:
         ApiError: 400, naming the message and the field.
@@ -39,7 +39,7 @@ def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
 
 
 def text_of(content: Any) -> str:
-    """Return content as a text; several parts are lines, as vLLM makes them for templates that take text."""
+    """Return content as a text. Several parts become lines, as in vLLM for templates that accept only text."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
     return content or ""
@@ -48,7 +48,7 @@ def text_of(content: Any) -> str:
 def with_content(
     messages: Sequence[TemplateMessage], form_of: Callable[[str], ContentForm]
 ) -> list[TemplateMessage]:
-    """Return messages with content as the template takes it from each role."""
+    """Return messages with content in the form that the template accepts for each role."""
     return [_with_content(message, form_of(message["role"])) for message in messages]
 
 
@@ -65,10 +65,10 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def with_systems(messages: Sequence[TemplateMessage], template: TemplateFacts) -> list[TemplateMessage]:
-    """Return messages whose instructions all come out of the template.
+    """Return messages with instructions that the template shows completely.
 
-    The role `developer` becomes `system` if the template does not know it. Several instructions stay as they are if the
-    template shows them, and become one in front otherwise, as vLLM makes them beside a `developer`.
+    The role `developer` becomes `system` if the template does not know it. Several instructions stay separate if the
+    template shows all of them. Otherwise they become one message in front, as in vLLM for a `developer` message.
     """
     known = [*messages] if template.knows_developer else [_without_developer(message) for message in messages]
     head = 0
@@ -83,7 +83,7 @@ def with_systems(messages: Sequence[TemplateMessage], template: TemplateFacts) -
 
 
 def in_one_system(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Return messages with one instruction in front, which has the texts of all; there is one at least."""
+    """Return messages with all instructions joined into one in front. There must be at least one instruction."""
     systems = [message for message in messages if message["role"] in _INSTRUCTIONS]
     texts = [text for message in systems if (text := text_of(message.get("content")))]
     others = [message for message in messages if message["role"] not in _INSTRUCTIONS]
@@ -91,14 +91,14 @@ def in_one_system(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def _without_developer(message: TemplateMessage) -> TemplateMessage:
-    """Return a message of a role that the template knows; a developer's `tools` are for templates that know the role."""
+    """Replace the developer role by system, without `tools`, which only templates that know developer understand."""
     if message["role"] != "developer":
         return message
     return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
 
 
 def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Return messages whose calls have their arguments as JSON text: some templates paste them as they are."""
+    """Return messages with the arguments of calls as JSON text: some templates print them unchanged."""
     return [
         {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -127,7 +127,7 @@ def _template_message(place: int, message: Message) -> TemplateMessage:
     if isinstance(reasoning, str):
         fields |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if fields.get("tool_calls") and not fields.get("content"):
-            fields.setdefault("thinking", reasoning)  # gpt-oss' name, taken beside calls without content
+            fields.setdefault("thinking", reasoning)  # gpt-oss' name, next to calls without content
     return fields
 
 
@@ -167,7 +167,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _object_of(arguments: str | dict[str, Any] | None) -> Any:
-    """Return arguments as an object; as sent, if they are none: a history may hold a call that was cut off."""
+    """Return arguments as an object, or as sent if they are not valid: a history may contain a truncated call."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     if not arguments.strip():
@@ -176,16 +176,16 @@ def _object_of(arguments: str | dict[str, Any] | None) -> Any:
     if trouble_with_nesting(text) is not None:
         return arguments
     try:
-        parsed = parse_json(text)  # in pieces: it may be megabytes
+        parsed = parse_json(text)  # in pieces, because it may have megabytes
     except ApiError:
         return arguments
     return parsed if isinstance(parsed, dict) and not is_deeper(parsed, MAX_DEPTH) else arguments
 
 
 def with_object_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """Return messages whose calls all have an object as arguments: some templates take nothing else.
+    """Return messages with the arguments of all calls as objects: some templates accept nothing else.
 
-    Of arguments that were cut off (`{"city": "Pa`) it has what came; text that begins no object is under one name.
+    Truncated arguments (`{"city": "Pa`) become the part that arrived. Other text becomes the value of one key.
     """
     return [
         {**message, "tool_calls": [_with_object_arguments(call) for call in message["tool_calls"]]}
@@ -247,7 +247,7 @@ def tool_text(tools: Sequence[dict[str, Any]], form: str) -> str:
 
 
 def mentions_tools(messages: Sequence[TemplateMessage]) -> bool:
-    """Tell whether a chat has calls or results in it."""
+    """Return whether a chat contains calls or results."""
     return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
@@ -257,7 +257,7 @@ def beginning_with(
     """Return messages that begin with a text.
 
     Args:
-        role: "system", or "user" for templates that take no system message.
+        role: "system", or "user" for templates that do not accept a system message.
     """
     first = messages[0]
     if first["role"] == role == "user":
@@ -268,7 +268,7 @@ def beginning_with(
 
 
 def _joined(before: Any, behind: Any) -> Any:
-    """Join two contents with a blank line; the parts of a list stay parts."""
+    """Join two contents with a blank line. Lists keep their parts."""
     if isinstance(before, list):
         return [*before, {"type": "text", "text": f"\n\n{behind}"}]
     if isinstance(behind, list):
@@ -277,10 +277,10 @@ def _joined(before: Any, behind: Any) -> Any:
 
 
 def as_text(messages: Sequence[TemplateMessage], parser: str = "hermes") -> list[TemplateMessage]:
-    """Return messages with calls and results written out.
+    """Return messages with calls and results written as text.
 
     Args:
-        parser: of the model's calls. LFM2 has its own form, by its model card; all others get Hermes' tags.
+        parser: Parser of the model's calls. LFM2 has its own form (model card); all other models get Hermes' tags.
     """
     return [_as_text(message, parser) for message in messages]
 
@@ -304,7 +304,7 @@ def _as_text(message: TemplateMessage, parser: str) -> TemplateMessage:
 
 
 def _as_python(function: Mapping[str, Any]) -> str:
-    """Return a call in Python's form: f(a='b'). Arguments that were cut off are one string."""
+    """Return a call in Python's form: f(a='b'). Truncated arguments become one string."""
     arguments = function["arguments"]
     given = arguments if isinstance(arguments, dict) else {"arguments": arguments}
     return f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in given.items())})"

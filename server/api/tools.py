@@ -1,6 +1,6 @@
-"""A request's tools and tool_choice: checked, and what they mean for the prompt, the answer's structure and its parser.
+"""Check a request's tools and tool_choice, and derive the prompt's tools, the answer's structure and its parser.
 
-auto leaves it to the model. required and a named function bind the answer to JSON: a list of calls, or the arguments.
+auto lets the model decide. required and a named function force the answer to be JSON: a list of calls, or the arguments.
 """
 
 import json
@@ -17,7 +17,7 @@ from server.api.parsers.json_calls import JsonListParser, NamedCallParser
 from server.api.schemas import ChatRequest, check_num_values, json_text
 from server.errors import bad_request
 
-MAX_DEPTH = 64  # of a tool's description, its schema included
+MAX_DEPTH = 64  # levels of a tool's description, including its schema
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _CHOICES = (
     "tool_choice must be 'none', 'auto', 'required' or "
@@ -28,20 +28,20 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What the model may or must call."""
+    """The tools that the model may or must call."""
 
-    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form, as the model gets them
+    tools: tuple[dict[str, Any], ...] = ()  # in OpenAI's form, as passed to the template
     choice: str = "none"  # none, auto, required or named
     named: str = ""  # the function's name, if the choice is named
-    parallel: bool = True  # more than one call in an answer
+    parallel: bool = True  # allows more than one call per answer
 
     @property
     def is_bound(self) -> bool:
-        """Whether the answer must be JSON that holds the call."""
+        """Whether the answer must be JSON that contains the call."""
         return self.choice in ("required", "named")
 
     def types(self) -> ArgumentTypes:
-        """Return what parsers of tagged arguments need."""
+        """Return the argument types that parsers of tagged arguments need."""
         return ArgumentTypes(self._parameters())
 
     def bound_parser(self) -> TextParser:
@@ -49,7 +49,7 @@ class ToolUse:
         return NamedCallParser(self.named) if self.choice == "named" else JsonListParser()
 
     def structure(self) -> Structure | None:
-        """Return the structure that the answer is bound to."""
+        """Return the structure of a bound answer, or None if the answer is not bound."""
         if self.choice == "named":
             return _structure(self._parameters()[self.named])
         if self.choice == "required":
@@ -70,11 +70,11 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
     may_be_without = (None, "none") if tools is None else (None, "none", "auto")
     if not tools and choice not in may_be_without:
         raise bad_request(
-            "When using `tool_choice`, `tools` must be set. tool_choice says which of them may be called, and there are none.",
+            "When using `tool_choice`, `tools` must be set. tool_choice selects one of them, but the request has no tools.",
             "tool_choice",
         )
     if not tools or choice == "none":
-        return ToolUse()  # the model must not call any, so it need not know them
+        return ToolUse()  # the model must not call tools, so the prompt omits them
     check_num_values(tools, "tools")
     checked = [_tool(tool, f"tools.{place}") for place, tool in enumerate(tools)]
     names = [tool["function"]["name"] for tool in checked]
@@ -88,10 +88,10 @@ def tool_use_of(body: ChatRequest) -> ToolUse:
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
-    """Check one tool; return it with parameters that are never missing."""
+    """Check one tool and return it with its default values filled in."""
     if not isinstance(tool, dict) or tool.get("type", "function") != "function":
         raise bad_request(
-            f'{where}.type must be "function": this server has no tools of its own.', f"{where}.type"
+            f'{where}.type must be "function": this server has no built-in tools.', f"{where}.type"
         )
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -107,7 +107,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             f"{where}.function.name",
         )
     parameters = function.get("parameters")
-    json_text(tool, where, MAX_DEPTH)  # answers echo it
+    json_text(tool, where, MAX_DEPTH)  # answers repeat the tool
     if not isinstance(parameters, dict | None):
         raise bad_request(
             f"{where}.function.parameters must be a JSON schema (an object).", f"{where}.function.parameters"
@@ -118,7 +118,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
-    """Return the kind of choice, and the function's name if one is named."""
+    """Return the kind of choice, and the name of the function if the choice is named."""
     if choice is None:
         return "auto", ""
     if choice in ("auto", "required"):
@@ -130,7 +130,7 @@ def _choice(choice: Any, names: Sequence[str]) -> tuple[str, str]:
         raise bad_request(f"{_CHOICES}; got {seen}.", "tool_choice")
     if name not in names:
         known = ", ".join(repr(each) for each in names)
-        raise bad_request(f"tool_choice names {name!r}; tools has {known}.", "tool_choice")
+        raise bad_request(f"tool_choice names {name!r}, which is not in tools ({known}).", "tool_choice")
     return "named", name
 
 
@@ -139,9 +139,9 @@ def _structure(schema: Mapping[str, Any]) -> Structure:
 
 
 def _list_schema(parameters: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls, each with arguments by its function's own schema.
+    """Return the schema of a list of calls. Each call's arguments follow the schema of its function.
 
-    The functions' schemas move under $defs, and their references with them.
+    The functions' schemas move under $defs, together with their references.
     """
     calls = [
         {
