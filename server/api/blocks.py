@@ -209,7 +209,6 @@ class DraftChunks:
         self._begun = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the events for the choice's new piece."""
         events = [] if self._begun else self.begin()
         return self.encode([*events, *self.feed(piece)])
 
@@ -273,5 +272,4 @@ class DraftStream(EventStream):
         return b""
 
     def failing(self, failure: ApiError) -> bytes:
-        """Return the draft's events of a failure."""
         return self._draft_chunks.fail(failure)

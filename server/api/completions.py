@@ -127,7 +127,6 @@ class CompletionChunks(JsonChunks):
         }
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the event for a choice's new piece."""
         json = self._choices[index]
         if self._has_only_text and json.is_begun and piece.text and not piece.finish_reason:
             return self.text_event(

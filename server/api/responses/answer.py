@@ -1,8 +1,8 @@
-"""A response while it grows: its output items, and the events that tell of them.
+"""Build a response while it grows: its output items and its events.
 
-One `ResponseDraft` serves streams and whole answers alike; who waits for the whole ignores the events. Their order is
-that of https://platform.openai.com/docs/api-reference/responses-streaming: created, in_progress, then per item
-added, its content's events, done, and one of completed, incomplete, failed.
+`ResponseDraft` serves both streams and whole answers, which ignore the events. The order of events follows
+https://platform.openai.com/docs/api-reference/responses-streaming: created, in_progress, then for each item added, the
+events of its content, and done; finally completed, incomplete or failed.
 """
 
 import time
@@ -30,7 +30,7 @@ _DELTAS = {
 
 
 class ResponseDraft:
-    """The response object, and what a stream says while it is made."""
+    """The response object and its stream events."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class ResponseDraft:
         prompt: str = "",
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        """Args: logprobs finds those of the output text; usage is asked at the end; prompt is shown where the client
-        wants it."""
+        """Args: logprobs finds the output text's log-probabilities; usage is called at the end; prompt is shown if the
+        client requested it."""
         self.response = _head(response_id, body, model, temperature=temperature, top_p=top_p)
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of text blocks
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # by the index of a text block
         self._of_text = logprobs
         self._usage = usage
         self._number = 0
@@ -62,7 +62,7 @@ class ResponseDraft:
             self.response["output_messages"] = []
 
     def begin(self) -> list[Event]:
-        """Return the first events; in the background a response waits first."""
+        """Return the first events. A background response begins as queued."""
         second = "response.queued" if self._is_queued else "response.in_progress"
         return [
             self._event("response.created", response=dict(self.response)),
@@ -70,7 +70,6 @@ class ResponseDraft:
         ]
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Return the events of what was gained."""
         begun = self._leave_queue()
         if self._raw is not None:
             self._raw.append(piece)
@@ -78,11 +77,11 @@ class ResponseDraft:
         self._of_text.push(piece.logprobs)
         events = [*begun, *(event for each in happened for event in self._events_of(each))]
         if any(isinstance(each, Grew) for each in happened) and not any(map(_is_text, happened)):
-            self._of_text.drop()  # they became reasoning or a call, which show none
+            self._of_text.drop()  # reasoning and calls show no log-probabilities
         return events
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Return the last events, and complete the response. What was cut short is `incomplete`."""
+        """Return the last events, and complete the response. A truncated one is `incomplete`."""
         cut = piece.finish_reason is FinishReason.LENGTH
         happened = self._blocks.finish()
         last = self._blocks.all[-1] if cut and self._blocks.all else None
@@ -99,26 +98,25 @@ class ResponseDraft:
         return [*events, self._event(f"response.{self.response['status']}", response=self.response)]
 
     def cancel(self) -> list[Event]:
-        """Return the events of a cancelled response, and keep what there is; no event is documented for it but this."""
+        """Return the events of a cancelled response and keep its output. OpenAI documents no other event for this."""
         events = [event for each in self._blocks.finish() for event in self._events_of(each, cut=True)]
         self.response["output"] = self._output(self._blocks.all[-1] if self._blocks.all else None)
         self.response["status"] = "cancelled"
         return [*events, self._event("response.incomplete", response=self.response)]
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Return the events of a failure after the stream's beginning."""
         self.response["status"] = "failed"
         self.response["error"] = {"code": "server_error", "message": failure.message}
         return [self._event("response.failed", response=self.response)]
 
     def _output(self, cut: Block | None) -> list[dict[str, Any]]:
-        """Return all items. Arguments that were cut short are no JSON: a client that runs through the calls would trip
-        over them."""
+        """Return all items except a truncated call: its arguments are not valid JSON, and clients that process the
+        calls would fail."""
         kept = [block for block in self._blocks.all if block is not cut or block.kind is not BlockKind.CALL]
         return [self._item(block, cut=block is cut) for block in kept]
 
     def _leave_queue(self) -> list[Event]:
-        """Return the event that tokens come. Who polls sees "queued" until the end, as with vLLM; who follows sees all."""
+        """Return the event of the first token. Polling shows "queued" until the end, as in vLLM; streams show all."""
         if not self._is_queued:
             return []
         self._is_queued = False
@@ -171,7 +169,7 @@ class ResponseDraft:
         return place | ({"content_index": 0} if block.kind in _PARTS else {})
 
     def _part(self, block: Block, *, opening: bool = False) -> dict[str, Any]:
-        """Return a block's content; when it opens it is empty, and what it has by then follows as deltas."""
+        """Return a block's content. An opening block is empty; its text follows as deltas."""
         part: dict[str, Any] = {"type": _PARTS[block.kind], "text": "" if opening else block.text}
         if block.kind is BlockKind.TEXT:
             logprobs = [] if opening else list(self._logprobs.get(block.index, ()))
@@ -195,14 +193,14 @@ def _is_text(happened: BlockEvent) -> bool:
 
 
 def _raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return a message in vLLM's form for models whose text is not harmony's."""
+    """Return a message in the form that vLLM uses for models without the harmony format."""
     return {"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}
 
 
 def _head(
     response_id: str, body: ResponsesRequest, model: str, *, temperature: float, top_p: float
 ) -> dict[str, Any]:
-    """Return a response that has just begun; clients' types want every field."""
+    """Return a response that has just begun, with every field: clients' types require them."""
     return {
         "id": response_id,
         "object": "response",

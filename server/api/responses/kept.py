@@ -1,13 +1,13 @@
-"""Responses that clients may come back to: the last ones, in memory, and those that are made in the background.
+"""Keep responses for later requests: the last ones, in memory, and the background runs.
 
-OpenAI keeps responses for a month unless store=false; vLLM forgets them unless told otherwise and then never drops
-one. Here the last ones are kept, so that previous_response_id works in a conversation and memory stays bounded; after
-a restart, or once newer ones have pushed it out, a response is a plain 404. With API keys it is that of the key that made it:
-to others it is the same 404, and newer ones push out those of the key that keeps most.
+OpenAI keeps responses for a month unless store=false; vLLM keeps them only if configured to, and then never drops one. This
+service keeps the last ones, so that previous_response_id works in a conversation and memory stays bounded. After a restart,
+or once newer responses have replaced it, a response is a plain 404. With API keys, only the key that created a response can
+read it: other keys get the same 404. Newer responses replace those of the key that stores most.
 
-A background run goes on to its end whoever leaves; it is polled by its id, followed as a stream of events from any event
-on, and cancelled. Its events are kept beside the stored response, those of ended runs within a bound. While the front
-drains, runs are open requests like others.
+Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any event, or cancel
+it. The events are stored next to the response; those of ended runs are dropped above a limit. While the front drains, runs
+count as open requests.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from server.http.shares import Shares
 
 _LOG = logging.getLogger("wideep")
 MAX_RESPONSES = 1000
-MAX_CHARS = 64 << 20  # over all stored, each with its whole history
+MAX_CHARS = 64 << 20  # for all stored responses, each with its whole history
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A response and the conversation up to its end, without instructions: those do not carry over."""
+    """A response and the conversation up to its end. Instructions are omitted: they apply to one response only."""
 
     owner: str
     response: dict[str, Any]
@@ -46,14 +46,14 @@ class Stored:
 
 
 class ResponseStore:
-    """The last responses, by id; of the owner that keeps most, the least recently used go first."""
+    """The last responses, by id. When full, drops the least recently used of the owner that stores most."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
         self._number, self._chars = Shares(max_responses), Shares(max_chars)
         self._by_id: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, response: dict[str, Any], messages: Sequence[ChatMessage], owner: str) -> None:
-        """Keep a response, in the place of what it was before; one larger than the whole bound is not kept."""
+        """Store a response, replacing its earlier version. Drops it if it alone exceeds the limit."""
         num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
         if num_chars > self._chars.total:
             return
@@ -69,31 +69,31 @@ class ResponseStore:
                 self._drop(next(each for each, stored in self._by_id.items() if stored.owner == most))
 
     def has(self, response_id: str) -> bool:
-        """Whether a response is kept."""
+        """Return whether a response is stored."""
         return response_id in self._by_id
 
     def get(self, response_id: str, owner: str, param: str) -> Stored:
         """Return a response.
 
         Raises:
-            ApiError: 404, naming `param`: never stored, deleted, pushed out, or another owner's.
+            ApiError: 404, naming `param`, if it was never stored, was deleted or replaced, or has another owner.
         """
         stored = self._by_id.get(response_id)
         if stored is None or stored.owner != owner:
             raise ApiError(
                 404,
                 f"Response with id {response_id!r} not found. This server keeps the last {self._number.total} "
-                "responses in memory, each for the API key that made it, and none that was asked for with store=false.",
+                "responses in memory, except those with store=false, and shows each only to the API key that created it.",
                 param=param,
             )
         self._by_id.move_to_end(response_id)
         return stored
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
-            ApiError: 404, as `get`.
+            ApiError: 404 if the response is not found, as for `get`.
         """
         self.get(response_id, owner, "response_id")
         self._drop(response_id)
@@ -106,12 +106,12 @@ class ResponseStore:
 
 
 MAX_RUNNING = 256
-# Of the events of all runs. Beyond it, those of ended ones go: the oldest of the owner that has most.
+# For the events of all runs. Above it, the oldest ended run of the owner with most event bytes is dropped.
 MAX_BYTES = 64 << 20
 
 
 class BackgroundRun:
-    """One response that is being made, or was; its events' places are their sequence numbers."""
+    """A running or ended background response. An event's index is its sequence number."""
 
     def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
         self.draft, self.owner = draft, owner
@@ -123,7 +123,7 @@ class BackgroundRun:
         self._add(chunks.begin())
 
     async def run(self) -> None:
-        """Make the response."""
+        """Generate the response."""
         try:
             while pieces := await self._answer.next():
                 for _, piece in pieces:
@@ -132,9 +132,9 @@ class BackgroundRun:
             self._add(self.draft.fail(failure))
         except ClientGone:  # `cancel` closed the answer
             self._add(self.draft.cancel())
-        except Exception as error:  # noqa: BLE001 - nobody else would end what its client polls
+        except Exception as error:  # noqa: BLE001 - otherwise its client would poll forever
             _LOG.exception("response %s failed", self.draft.response["id"])
-            reason = f"its answer could not be made: {type(error).__name__}: {error}"
+            reason = f"its answer could not be generated: {type(error).__name__}: {error}"
             self._add(self.draft.fail(failed(reason)))
         finally:
             self._answer.close()
@@ -142,13 +142,13 @@ class BackgroundRun:
             self._tell()
 
     async def cancel(self) -> None:
-        """End it, unless it has ended."""
+        """Stop the run, unless it has ended."""
         self._answer.close()
         while not self.is_ended:
             await self._grown.wait()
 
     async def events_from(self, number: int) -> Sequence[bytes]:
-        """Wait for events, the first of them this one; none if it has ended before."""
+        """Wait for events and return them, beginning with event `number`. Returns none if the run ended before it."""
         while len(self._events) <= number and not self.is_ended:
             await self._grown.wait()
         return self._events[number:]
@@ -160,13 +160,13 @@ class BackgroundRun:
         self._tell()
 
     def _tell(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting tasks."""
         self._grown.set()
         self._grown = asyncio.Event()
 
 
 class BackgroundRuns:
-    """The runs by their responses' ids."""
+    """Background runs, by response id."""
 
     def __init__(
         self,
@@ -175,25 +175,25 @@ class BackgroundRuns:
         max_bytes: int = MAX_BYTES,
         are_several: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Args: are_several says whether several owners share the bounds."""
-        self._running = Shares(max_running, are_several)  # and those that are being prepared
+        """Args: are_several returns whether several owners share the limits."""
+        self._running = Shares(max_running, are_several)  # including runs in preparation
         self._max_bytes = max_bytes
         self._runs: OrderedDict[str, BackgroundRun] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextlib.contextmanager
     def room(self, owner: str) -> Iterator[None]:
-        """Keep room for one run while it is prepared and started.
+        """Reserve capacity for one run while it is prepared and started.
 
         Raises:
-            ApiError: 429, it would be one too many.
+            ApiError: 429 if the limit is reached.
         """
         if not self._running.has_room(owner, 1):
             raise ApiError(
                 429,
-                f"{self._running.held} background responses are being made, {self._running.held_by(owner)} of them yours; "
-                f"this server makes {self._running.total} at a time, and of one API key as many as it leaves free for "
-                "others. Wait for one of yours to end, or cancel it.",
+                f"{self._running.held} background responses are running, {self._running.held_by(owner)} of them yours; "
+                f"this server runs up to {self._running.total} at once, and an API key may run only as many as stay "
+                "free for other keys. Wait for one of yours to end, or cancel it.",
                 param="background",
             )
         self._running.take(owner, 1)
@@ -203,7 +203,7 @@ class BackgroundRuns:
             self._running.give_back(owner, 1)
 
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
-        """Let a run go on by itself; `on_end` is called when it has ended."""
+        """Start a run as a task and call `on_end` when it has ended."""
         self._runs[run.draft.response["id"]] = run
         task = asyncio.create_task(run.run())
         self._tasks.add(task)
@@ -214,35 +214,35 @@ class BackgroundRuns:
         task.add_done_callback(lambda _: self._forget())
 
     def find(self, response_id: str) -> BackgroundRun | None:
-        """Return a run; None: the response was made while its client waited, or so long ago that it is forgotten."""
+        """Return a run, or None if the response did not run in the background or its events were dropped."""
         return self._runs.get(response_id)
 
     def follow(self, response_id: str, after: int) -> "Following":
         """Return a stream of a run's events.
 
         Args:
-            after: the number of the last event that the client knows, -1 for none.
+            after: Number of the last event that the client has; -1 for none.
 
         Raises:
-            ApiError: 400, there are no events of this response.
+            ApiError: 400 if the response has no stored events.
         """
         run = self.find(response_id)
         if run is None:
             raise bad_request(
-                "stream is for responses made with background=true, as long as their events are kept: this one can "
-                "only be retrieved whole.",
+                "stream needs a response created with background=true, and its events must still be stored: retrieve "
+                "this one without stream.",
                 "stream",
             )
         return Following(run, after + 1)
 
     async def delete(self, response_id: str) -> None:
-        """End and forget a run, if there is one."""
+        """Cancel and delete a run, if it exists."""
         run = self._runs.pop(response_id, None)
         if run is not None:
             await run.cancel()
 
     def _forget(self) -> None:
-        """Forget ended runs until the rest is within the bound: the oldest of the owner whose ended runs have most events."""
+        """Drop ended runs until the limit holds: the oldest of the owner with most event bytes in ended runs."""
         num_bytes = sum(run.num_bytes for run in self._runs.values())
         ended = {response_id: run for response_id, run in self._runs.items() if run.is_ended}
         while num_bytes > self._max_bytes and ended:
@@ -256,14 +256,14 @@ class BackgroundRuns:
 
 
 class Following(Response):
-    """Streams a run's events as they come; a follower that leaves ends nothing but this."""
+    """Stream a run's events. The run continues if this client disconnects."""
 
     def __init__(self, run: BackgroundRun, number: int) -> None:
         super().__init__()
         self._run, self._number = run, number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until the run has ended or the client is gone."""
+        """Send the events until the run has ended or the client disconnects."""
         sending = asyncio.create_task(self._send_all(send))
         leaving = asyncio.create_task(until_gone(receive))
         try:

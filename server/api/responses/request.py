@@ -1,8 +1,8 @@
-"""A /v1/responses request: its fields, its items as chat messages, and the chat request that asks for the same.
+"""Translate a /v1/responses request into the equivalent chat request, and its items into chat messages.
 
-Unknown keys are accepted; what is known and not served is refused by name. The sampling fields that vLLM adds to its
-own /v1/responses (top_k, seed, stop, ...) are chat's. Items that one answer was made of (reasoning, a message, calls)
-become one assistant message again, because that is what chat templates know.
+Unknown keys are accepted; known keys of unsupported features are refused by name. The sampling fields that vLLM adds to its
+own /v1/responses (top_k, seed, stop, ...) are those of chat. Items of one answer (reasoning, a message, calls) become one
+assistant message again, because chat templates expect that.
 """
 
 import re
@@ -23,20 +23,20 @@ from server.api.schemas import (
 )
 from server.errors import bad_request
 
-LOGPROBS = "message.output_text.logprobs"  # in `include`
-MAX_METADATA = 16  # as OpenAI's
+LOGPROBS = "message.output_text.logprobs"  # value of `include`
+MAX_METADATA = 16  # OpenAI's
 _INPUT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _METADATA = {"anyOf": [{"type": "object", "additionalProperties": {"type": "string"}}, {"type": "null"}]}
 
 _UNSERVED = {
     "conversation": "send the history as input, or use previous_response_id",
     "prompt": "this server stores no prompt templates; send the text as input",
-    "echo": "an answer comes without what was before it",
+    "echo": "an answer does not include the text before it",
 }
 
 
 class Reasoning(BaseModel):
-    """reasoning. `summary` is accepted and moot: the reasoning itself is delivered."""
+    """The reasoning object. `summary` is accepted and has no effect: answers contain the reasoning itself."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,7 +44,7 @@ class Reasoning(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """text."""
+    """The text object."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -70,19 +70,19 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None
     background: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    enable_response_messages: bool | None = None  # vLLM: the prompt and the answer as they were, text and ids
+    enable_response_messages: bool | None = None  # vLLM: include the raw prompt and answer, as text and ids
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer's text comes with log-probabilities."""
+        """Whether the client requested log-probabilities of the answer's text."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
 def check_metadata(metadata: Any) -> None:
-    """Check what is echoed only; a hundred thousand wrong values are one error.
+    """Check the metadata, which the service only echoes. One error covers any number of wrong values.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400 if the metadata is invalid.
     """
     if metadata is None:
         return
@@ -94,7 +94,7 @@ def check_metadata(metadata: Any) -> None:
 
 
 def refuse_unserved_responses(body: ResponsesRequest) -> None:
-    """Refuse what would be silently ignored, and what cannot be echoed.
+    """Refuse fields that would be silently ignored, and metadata that cannot be echoed.
 
     Raises:
         ApiError: 400, naming the field.
@@ -110,7 +110,7 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     for name in ("prompt_logprobs", "return_token_ids"):
         wish = getattr(body, name)
         if wish is not None and wish is not False:
-            raise bad_request(f"{name!r} is for /v1/chat/completions only.", name)
+            raise bad_request(f"{name!r} is supported only by /v1/chat/completions; leave it out.", name)
     if (body.n or 1) != 1:
         raise bad_request("n must be 1: a response has one answer.", "n")
 
@@ -133,12 +133,12 @@ def messages_of(given: Any) -> list[ChatMessage]:
     check_num_parts((_content_of(item) for item in given), "input")
     messages = items_to_messages(given)
     if not messages:
-        raise bad_request("input has only reasoning that is encrypted or empty.", "input")
+        raise bad_request("input contains only reasoning that is encrypted or empty.", "input")
     return messages
 
 
 def _content_of(item: Any) -> Any:
-    """Return the part of an item that may be a list of parts."""
+    """Return the value of an item that may be a list of parts."""
     if not isinstance(item, dict):
         return None
     return item.get("content") or item.get("output") or item.get("summary")
@@ -165,7 +165,7 @@ def items_to_messages(items: Sequence[Any]) -> list[ChatMessage]:
         elif kind == "reasoning":
             _add_reasoning(messages, item, where)
         else:
-            raise bad_request(f"{where} is of type {kind!r}; this server takes {_ITEMS}.", f"{where}.type")
+            raise bad_request(f"{where} is of type {kind!r}; this server supports {_ITEMS}.", f"{where}.type")
     return messages
 
 
@@ -209,7 +209,7 @@ def _add_call_output(messages: list[ChatMessage], item: Mapping[str, Any], where
 
 
 def _add_reasoning(messages: list[ChatMessage], item: Mapping[str, Any], where: str) -> None:
-    """What is encrypted is another server's and cannot be read; the rest comes back as the model wrote it."""
+    """Add reasoning as the model wrote it. Encrypted reasoning comes from another server and cannot be read."""
     parts = item.get("content") or item.get("summary") or []
     if not isinstance(parts, list):
         raise bad_request(f"{where}.content must be a list of parts.", f"{where}.content")
@@ -219,7 +219,7 @@ def _add_reasoning(messages: list[ChatMessage], item: Mapping[str, Any], where: 
 
 
 def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
-    """Return the assistant message that the next item belongs to, None if the last message is another's."""
+    """Return the last message if it is the assistant's, so that the next item extends it."""
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
@@ -244,12 +244,12 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     field = "refusal" if kind == "refusal" else "text"
     if field == "text" and kind not in _TEXT_PARTS:
-        raise bad_request(f"{where} is of type {kind!r}; this model takes only text.", f"{where}.type")
+        raise bad_request(f"{where} is of type {kind!r}; this model supports only text.", f"{where}.type")
     return string_of(part, field, where)
 
 
 _FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> of the response's
+_OWN_NAMES = (  # a field of the chat request, or its beginning -> field of /v1/responses
     (re.compile(r"messages\b.*"), "input"),
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"response_format\.json_schema\b"), "text.format"),
@@ -260,10 +260,10 @@ _OWN_NAMES = (  # a field of the chat request, or its beginning -> of the respon
 
 
 def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> ChatRequest:
-    """Return the chat request that asks for the same.
+    """Return the equivalent chat request.
 
     Args:
-        history: every message but the instructions, oldest first.
+        history: All messages except the instructions, oldest first.
 
     Raises:
         ApiError: 400, naming the field.
@@ -289,7 +289,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
 
 
 def own_name(param: str) -> str:
-    """Return the name under which /v1/responses has a chat request's field."""
+    """Return the name that a chat request's field has in /v1/responses."""
     for pattern, name in _OWN_NAMES:
         if pattern.match(param):
             return pattern.sub(name, param)
@@ -297,7 +297,7 @@ def own_name(param: str) -> str:
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Put the instructions in front; many templates take one system message only, so those at the head are joined."""
+    """Put the instructions first and join them with leading system messages: many templates accept only one."""
     head = [instructions] if instructions else []
     begin = 0
     for message in history:
@@ -316,8 +316,8 @@ def _tool_fields(body: ResponsesRequest) -> dict[str, Any]:
         if tool.get("type") != "function":
             where = f"tools.{number}"
             raise bad_request(
-                f"{where} is of type {tool.get('type')!r}; this server runs no tools of its own and takes "
-                "type 'function' only.",
+                f"{where} is of type {tool.get('type')!r}; this server has no built-in tools and supports only "
+                "type 'function'.",
                 f"{where}.type",
             )
         string_of(tool, "name", f"tools.{number}")
@@ -336,7 +336,7 @@ def _tool_fields(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _chosen(tools: list[dict[str, Any]], choice: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-    """Resolve a tool_choice that is an object: one function, or a selection of them."""
+    """Resolve a tool_choice object: one function, or a selection of functions."""
     kind = choice.get("type")
     if kind == "function":
         name = choice.get("name")
@@ -363,7 +363,7 @@ def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Return text.format in chat's nesting."""
+    """Return text.format in chat's structure."""
     wanted = body.text.format if body.text else None
     if wanted is None or wanted.get("type") == "text":
         return None
@@ -388,7 +388,7 @@ def _reasoning_fields(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _goes_on(given: Any, message: ChatMessage) -> bool:
-    """Tell whether the last item is an answer that was cut short, to be continued; `message` is what it became."""
+    """Return whether the last item is a truncated answer to continue; `message` is the item as a message."""
     last = given[-1] if isinstance(given, list) else None
     cut = isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete")
     return cut and message["role"] == "assistant" and "tool_calls" not in message and bool(message["content"])

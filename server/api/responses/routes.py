@@ -1,4 +1,4 @@
-"""/v1/responses: create, retrieve, delete, cancel, and count a prompt's tokens."""
+"""/v1/responses: create, retrieve, delete and cancel responses, and count a prompt's tokens."""
 
 import contextlib
 import uuid
@@ -33,7 +33,7 @@ from server.http.routes import STREAM_RESPONSE, new_router
 
 
 class _Parts(NamedTuple):
-    """What the endpoint works with."""
+    """The objects that the endpoint uses."""
 
     model: ServedModel
     requests: Requests
@@ -47,19 +47,19 @@ def responses_routes(
     """Return the endpoint's routes.
 
     Args:
-        are_several: whether several API keys share what is kept.
+        are_several: Returns whether several API keys share the stored responses.
     """
     router = new_router()
     parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several))
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
-        """Answer, now or in the background, and keep the response unless store is false."""
+        """Create a response, now or in the background, and store it unless store is false."""
         return await _create(body, http, parts)
 
     @router.post("/v1/responses/input_tokens", response_model=None)
     async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
-        """Count the tokens of the prompt that a request would make."""
+        """Count the prompt tokens of a request without running it."""
         model.check_name(body.model)
         refuse_unserved_responses(body)
         with named_by(own_name):
@@ -70,7 +70,7 @@ def responses_routes(
     async def retrieve_response(
         response_id: str, stream: bool = False, starting_after: int | None = None
     ) -> Response:
-        """Show a stored response, or what happens to one that is made in the background."""
+        """Return a stored response, or stream the events of a background response."""
         stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
         if not stream:
             return json_response(stored.response)
@@ -78,14 +78,14 @@ def responses_routes(
 
     @router.delete("/v1/responses/{response_id}", response_model=None)
     async def delete_response(response_id: str) -> dict[str, Any]:
-        """Forget a stored response, and end it if it is still being made."""
+        """Delete a stored response, and cancel it if it is still running."""
         parts.store.delete(response_id, owner_of_exchange())
         await parts.runs.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel_response(response_id: str) -> Response:
-        """End a response that is made in the background."""
+        """Cancel a background response."""
         return await _cancel(response_id, parts)
 
     return router
@@ -114,7 +114,7 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
             store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
 
     def keep_whole() -> None:
-        if store.has(request_id):  # it may have been deleted meanwhile
+        if store.has(request_id):  # it may have been deleted in the meantime
             keep()
 
     if body.background:
@@ -144,14 +144,14 @@ async def _cancel(response_id: str, parts: _Parts) -> Response:
 
 
 def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
-    """Return the conversation that a request goes on with, its own input last."""
+    """Return the conversation that a request continues, ending with the request's input."""
     given = messages_of(body.input)
     if body.previous_response_id is None:
         return given
     stored = store.get(body.previous_response_id, owner_of_exchange(), "previous_response_id")
     if stored.response["status"] in ("queued", "in_progress"):
         raise bad_request(
-            "previous_response_id is of a response that is still being made; wait for its end.",
+            "previous_response_id is a response that is still running; wait for its end.",
             "previous_response_id",
         )
     return [*stored.messages, *given]

@@ -1,12 +1,12 @@
-"""Log-probabilities of the tokens that an output text is made of, and of no others.
+"""Find the log-probabilities of exactly the tokens in an output text.
 
-Parsers remove reasoning, calls and markup from what the model wrote, and return text, not tokens. The tokens of a text are
-therefore found by their bytes, at the first place where they fit behind the text before. The first place never takes bytes
-that a later text needs: the parser may hold back a second copy of the same text ("<tool<tool" where "<tool_call>" is a tag).
-A token that is only partly in the text (a trimmed blank, a tag that begins within it) is cut to that part, so the tokens
+Parsers remove reasoning, calls and markup from the model's output, and return text, not tokens. The tokens of a text are
+therefore found by their bytes, in the first position that matches after the previous text. This position never takes bytes
+that a later text needs: the parser may hold back a second copy of the same text ("<tool<tool", if "<tool_call>" is a tag).
+A token that is only partly in the text (a trimmed space, a tag that begins within it) is cut to that part, so the tokens
 spell exactly the text.
 
-Chats have all tokens in `logprobs.content`, whatever became of them, as OpenAI's and vLLM's have.
+Chats instead show all tokens in `logprobs.content`, including those of reasoning and calls, as OpenAI and vLLM do.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from scheduler.policy.request import Logprobs
 
-Entry = dict[str, Any]  # as `chat_logprobs` writes one
+Entry = dict[str, Any]  # in the form of `chat_logprobs`
 
 
 class _Waiting(NamedTuple):
-    """A token that no text had yet, or not all of it."""
+    """A token that no text contains yet, or only in part."""
 
     entry: Entry
     spelling: bytes
     is_special: bool
-    is_rest: bool = False  # the text before has its beginning
+    is_rest: bool = False  # the previous text contains its beginning
 
 
 class TextLogprobs:
@@ -32,20 +32,20 @@ class TextLogprobs:
     def __init__(
         self, spell: Callable[[Sequence[Logprobs]], list[Entry]], special_ids: Collection[int] = ()
     ) -> None:
-        """Args: spell writes entries; special_ids are tokens that a text may leave out."""
+        """Args: spell returns the entries of tokens; special_ids are tokens that a text may omit."""
         self._spell = spell
         self._special_ids = frozenset(special_ids)
         self._waiting: list[_Waiting] = []
-        self._goes_on = False  # the text taken last begins within a token
+        self._goes_on = False  # the last text begins within a token
 
     def push(self, logprobs: Sequence[Logprobs]) -> None:
-        """Take the next tokens'."""
+        """Add the log-probabilities of the next tokens."""
         for each, entry in zip(logprobs, self._spell(logprobs), strict=True):
             spelling = bytes(entry["bytes"])
             self._waiting.append(_Waiting(entry, spelling, each.token_id in self._special_ids))
 
     def take(self, text: str) -> list[Entry]:
-        """Return those of a text that goes on behind the one before, and forget what came before it."""
+        """Return the entries of a text that follows the previous one. Forgets the tokens before it."""
         if not self._waiting:
             return []
         shown = [each for each in self._waiting if not each.is_special]
@@ -54,7 +54,7 @@ class TextLogprobs:
             if at >= 0:
                 return self._cut(tokens, at, at + len(text.encode()))
         self._goes_on = False
-        # Bytes that are no UTF-8 are shown as U+FFFD; then the tokens' own bytes are all that there is to tell.
+        # Invalid UTF-8 appears in the text as U+FFFD, so the tokens cannot be matched: return all of them.
         found = [each.entry for each in shown]
         self.drop()
         return found
@@ -64,7 +64,7 @@ class TextLogprobs:
         self._waiting = []
 
     def extend(self, whole: list[Entry], taken: Sequence[Entry]) -> None:
-        """Put what was taken last behind what was taken before; a token that was cut between them is one again."""
+        """Append the last entries to the earlier ones. Rejoins a token that was cut between them."""
         if whole and taken and self._goes_on:
             before = whole.pop()
             whole.append(_part_of(before, bytes([*before["bytes"], *taken[0]["bytes"]])))
@@ -72,7 +72,7 @@ class TextLogprobs:
         whole.extend(taken)
 
     def _cut(self, tokens: Sequence[_Waiting], start: int, end: int) -> list[Entry]:
-        """Return the entries of the bytes from start to end; keep what is behind them."""
+        """Return the entries of the bytes from start to end, and keep the bytes after them."""
         found: list[Entry] = []
         kept: list[_Waiting] = []
         begin = 0
