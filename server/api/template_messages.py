@@ -136,7 +136,7 @@ def _part_text(where: str, part: Any) -> str:
         raise bad_request(f"{where} must be an object with a type.", where)
     if part["type"] not in _TEXT_PARTS:
         raise bad_request(
-            f"{where} is of type {part['type']!r}; this model takes only text.", f"{where}.type"
+            f"{where} is of type {part['type']!r}; this model supports only text.", f"{where}.type"
         )
     name = _TEXT_PARTS[part["type"]]
     if not isinstance(part.get(name), str):

@@ -80,8 +80,8 @@ def test_what_is_wrong_or_not_served_is_its_own_error_with_our_sentence(client: 
         "options.mirostat is 2": lambda: client.chat(
             model="tiny", messages=said("x"), options={"mirostat": 2}
         ),
-        "makes no embeddings": lambda: client.embed(model="tiny", input="x"),
-        "its model writes text": lambda: client.embeddings(model="tiny", prompt="x"),
+        "does not support embeddings": lambda: client.embed(model="tiny", input="x"),
+        "its model generates text": lambda: client.embeddings(model="tiny", prompt="x"),
         "not pulled here": lambda: client.pull("tiny"),
         "are not pulled": lambda: list(client.pull("tiny", stream=True)),
         "not pushed here": lambda: client.push("tiny"),

@@ -1,1 +1,1 @@
-"""Anthropic's /v1/messages over the same chat: requests translated, answers worded in their blocks and events."""
+"""Anthropic's /v1/messages on top of chat: translates requests, and builds answers as Anthropic's blocks and events."""

@@ -1,7 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens: the message object while it grows, and the endpoints.
+"""POST /v1/messages and /v1/messages/count_tokens: the endpoints, and the message object while it grows.
 
-The order of events is that of https://docs.anthropic.com/en/api/messages-streaming: message_start, per block start,
-deltas and stop, then message_delta with the stop reason and the usage, and message_stop.
+The order of events follows https://docs.anthropic.com/en/api/messages-streaming: message_start; for each block its start,
+deltas and stop; message_delta with the stop reason and the usage; message_stop.
 """
 
 import uuid
@@ -46,12 +46,12 @@ _DELTAS = {
 
 
 class MessageDraft:
-    """The message object, and what a stream says while it is made."""
+    """The message object and its stream events."""
 
     def __init__(
         self, message_id: str, model: str, *, usage: Callable[[], dict[str, int]], context_ends: bool
     ) -> None:
-        """Args: usage counts what was generated so far; context_ends: the context holds less than max_tokens."""
+        """Args: usage returns the token counts so far; context_ends: the context has less space than max_tokens."""
         self.message: dict[str, Any] = {
             "id": message_id,
             "type": "message",
@@ -68,16 +68,13 @@ class MessageDraft:
         self._context_ends = context_ends
 
     def begin(self) -> list[Event]:
-        """Return the first events."""
         message = self.message | {"usage": self._usage() | {"output_tokens": 0}}
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Return the events of what was gained."""
         return [event for each in self._blocks.push(deltas) for event in self._events_of(each)]
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Return the last events, and complete the message."""
         events = [event for each in self._blocks.finish() for event in self._events_of(each)]
         stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
         usage = self._usage()
@@ -86,7 +83,6 @@ class MessageDraft:
         return [*events, {"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Return the events of a failure after the stream's beginning."""
         return [failure.anthropic_body()]
 
     def _events_of(self, happened: BlockEvent) -> list[Event]:
@@ -104,7 +100,7 @@ class MessageDraft:
         return events
 
     def _content(self, block: Block) -> dict[str, Any]:
-        """Return a whole block."""
+        """Return a complete block."""
         if block.kind is BlockKind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": self._signature(block)}
         if block.kind is BlockKind.TEXT:
@@ -112,7 +108,7 @@ class MessageDraft:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": block.arguments()}
 
     def _signature(self, block: Block) -> str:
-        """Return a mark of the right form: clients drop thinking without one. It is not checked when it returns."""
+        """Return a random signature: clients drop thinking without one. It is not checked when clients send it back."""
         return self._signatures.setdefault(block.index, uuid.uuid4().hex)
 
     def _stop_reason(self, piece: Piece) -> str:
@@ -124,7 +120,7 @@ class MessageDraft:
 
 
 def _beginning(block: Block) -> dict[str, Any]:
-    """Return a block that is still empty; what it has by now follows as deltas."""
+    """Return a block without content; its content follows as deltas."""
     if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind is BlockKind.TEXT:
@@ -146,7 +142,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
 
     @router.post("/v1/messages", response_model=None, responses=STREAM_RESPONSE)
     async def create_message(body: MessagesRequest, http: HttpRequest) -> Response:
-        """Answer."""
+        """Answer a conversation in Anthropic's format."""
         name = model.check_name(body.model)
         request_id = f"msg_{uuid.uuid4().hex}"
         turn = await ChatTurn.open(
@@ -167,7 +163,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", response_model=None)
     async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
-        """Count the tokens of the prompt that a request would make."""
+        """Count the prompt tokens of a request without running it."""
         model.check_name(body.model)
         return {"input_tokens": await count_prompt_tokens(prompt_request(body), model)}
 
@@ -175,7 +171,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
 
 
 def _usage(turn: ChatTurn) -> dict[str, int]:
-    """Count as Anthropic does: input_tokens are those that were not read from the cache."""
+    """Return the counts in Anthropic's form: input_tokens excludes cached tokens."""
     counted = turn.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -1,6 +1,6 @@
-"""A /v1/messages request: its fields, its content blocks as chat messages, and the chat request that asks for the same.
+"""Translate a /v1/messages request into the equivalent chat request, and its content blocks into chat messages.
 
-Unknown keys are accepted and ignored, as Anthropic's newer ones must be; not those by which other APIs bind an answer.
+Unknown keys are accepted and ignored, so that Anthropic's newer ones work. Other APIs' keys that bind an answer are refused.
 """
 
 import json
@@ -21,7 +21,7 @@ from server.api.schemas import (
 from server.errors import bad_request
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
-_Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked in conversation
+_Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked by `messages_of`
 
 
 class _Body(BaseModel):
@@ -29,9 +29,9 @@ class _Body(BaseModel):
 
 
 class InputMessage(_Body):
-    """One turn of the conversation."""
+    """A message of the conversation."""
 
-    role: Literal["user", "assistant", "system"]  # system: Claude Code puts reminders between the turns
+    role: Literal["user", "assistant", "system"]  # Claude Code inserts system reminders between messages
     content: _Content
 
 
@@ -39,13 +39,13 @@ class Tool(_Body):
     """A tool that the client runs."""
 
     name: str = Field(min_length=1)
-    type: str | None = None  # absent or "custom"; others run on Anthropic's servers
+    type: str | None = None  # None or "custom"; other types run on Anthropic's servers
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
 class ToolChoice(_Body):
-    """tool_choice."""
+    """The tool_choice object."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -53,21 +53,21 @@ class ToolChoice(_Body):
 
 
 class Thinking(_Body):
-    """thinking. A budget is accepted and not enforced: open models have no such brake."""
+    """The thinking object. A budget is accepted but not enforced: open models cannot limit their thinking."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
 class OutputConfig(_Body):
-    """output_config."""
+    """The output_config object."""
 
     effort: str | None = None
     format: dict[str, Any] | None = None
 
 
 class CountTokensRequest(_Body):
-    """POST /v1/messages/count_tokens: what makes up a prompt."""
+    """POST /v1/messages/count_tokens: the fields that make up a prompt."""
 
     model: str | None = None
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -76,8 +76,8 @@ class CountTokensRequest(_Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # of structured-outputs-2025-11-13, now output_config.format
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extra
+    output_format: dict[str, Any] | None = None  # of structured-outputs-2025-11-13; now output_config.format
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension
 
 
 class MessagesRequest(CountTokensRequest):
@@ -92,7 +92,7 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = None
 
 
-# Claude Code begins its system prompt with a block that differs in every request and would spoil the prefix cache.
+# Claude Code's system prompt begins with a block that differs in every request and would defeat the prefix cache.
 _BILLING = "x-anthropic-billing-header"
 _USER_BLOCKS = "text, tool_result"
 _ASSISTANT_BLOCKS = "text, thinking, redacted_thinking, tool_use"
@@ -101,7 +101,7 @@ _ASSISTANT_BLOCKS = "text, thinking, redacted_thinking, tool_use"
 def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
     """Return the conversation as chat messages.
 
-    System messages between the turns join the first one: few chat templates take them elsewhere.
+    System messages between others join the first one: few chat templates accept them elsewhere.
 
     Raises:
         ApiError: 400, naming the block.
@@ -120,12 +120,12 @@ def messages_of(body: CountTokensRequest) -> list[ChatMessage]:
             messages.append(_assistant_message(message, where))
     head = [{"role": "system", "content": "\n\n".join(system)}] if system else []
     if not head and not messages:
-        raise bad_request("messages has no text in it.", "messages")
+        raise bad_request("messages contains no text.", "messages")
     return [*head, *messages]
 
 
 def goes_on(last: ChatMessage) -> bool:
-    """Tell whether the last message is the beginning of the answer, which the model is to continue."""
+    """Return whether the last message is the beginning of an answer that the model must continue."""
     return last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
 
 
@@ -142,7 +142,7 @@ def _system_texts(content: Any, where: str) -> list[str]:
 
 
 def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
-    """Tool results are messages of their own in a chat, and stay in order with the text around them."""
+    """Return a message's content as chat messages, in order: tool results become separate messages."""
     if isinstance(message.content, str):
         return [{"role": "user", "content": message.content}]
     messages: list[ChatMessage] = []
@@ -177,7 +177,7 @@ def _assistant_message(message: InputMessage, where: str) -> ChatMessage:
             thoughts.append(_string(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
-        elif kind != "redacted_thinking":  # which only Anthropic can read
+        elif kind != "redacted_thinking":  # only Anthropic can read it
             _refuse(block, place, _ASSISTANT_BLOCKS)
     fields: ChatMessage = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     if thoughts:
@@ -218,7 +218,7 @@ def _kind(block: Any, place: str) -> str:
 
 def _refuse(block: dict[str, Any], place: str, allowed: str) -> str:
     raise bad_request(
-        f"{place} is of type {block['type']!r}; this model takes only text, and here the types: {allowed}.",
+        f"{place} is of type {block['type']!r}; this model supports only text; allowed types here: {allowed}.",
         place,
     )
 
@@ -246,7 +246,7 @@ _SAMPLING = ("model", "temperature", "top_p", "top_k", "stream")
 
 
 def chat_request(body: MessagesRequest) -> ChatRequest:
-    """Return the chat request.
+    """Return the equivalent chat request.
 
     Raises:
         ApiError: 400, naming the field.
@@ -260,7 +260,7 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
 
 
 def prompt_request(body: CountTokensRequest) -> ChatRequest:
-    """Return a chat request of the same prompt.
+    """Return a chat request with the same prompt.
 
     Raises:
         ApiError: 400, naming the field.
@@ -269,7 +269,7 @@ def prompt_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """Return the fields that make up the prompt."""
+    """Return the chat fields that make up the prompt."""
     messages = messages_of(body)
     fields: dict[str, Any] = {"messages": messages} | _tool_fields(body) | _output_fields(body)
     if goes_on(messages[-1]):
@@ -286,7 +286,7 @@ def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
         return fields
     if choice.type == "tool":
         if not choice.name:
-            raise bad_request("tool_choice.name is missing: type 'tool' names the tool.", "tool_choice.name")
+            raise bad_request("tool_choice.name is missing; type 'tool' requires it.", "tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         fields["tool_choice"] = _CHOICES[choice.type]
@@ -299,7 +299,7 @@ def _chat_tool(number: int, tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         where = f"tools.{number}.type"
         raise bad_request(
-            f"{where} is {tool.type!r}, a tool of Anthropic's own; this server takes 'custom' tools only.",
+            f"{where} is {tool.type!r}, a built-in tool of Anthropic's; this server supports only 'custom' tools.",
             where,
         )
     if tool.input_schema is None:
@@ -314,11 +314,11 @@ def _chat_tool(number: int, tool: Tool) -> dict[str, Any]:
 
 
 def _output_fields(body: CountTokensRequest) -> dict[str, Any]:
-    """Return what templates read of thinking and effort, and the structure that the text must have."""
+    """Return the template variables for thinking and effort, and the structure of the answer."""
     kwargs: dict[str, Any] = {}
     if body.thinking is not None:
         on = body.thinking.type != "disabled"
-        kwargs |= {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's word, DeepSeek's word
+        kwargs |= {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's name, DeepSeek's name
     kwargs |= body.chat_template_kwargs or {}
     fields: dict[str, Any] = {"chat_template_kwargs": kwargs} if kwargs else {}
     config = body.output_config
@@ -332,11 +332,11 @@ def _output_fields(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _wanted_schema(body: CountTokensRequest) -> dict[str, Any] | None:
-    """Return the schema that the answer is bound to, under the field's newer name or the older one."""
+    """Return the schema of the answer from the field's newer or older name."""
     newer = body.output_config.format if body.output_config is not None else None
     if newer is not None and body.output_format is not None:
         raise bad_request(
-            "output_format and output_config.format both ask for a form: leave output_format, the older name, out.",
+            "output_format and output_config.format cannot both be set: leave out output_format, the older name.",
             "output_format",
         )
     field, wanted = (

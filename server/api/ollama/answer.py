@@ -1,7 +1,7 @@
-"""Ollama's answers: JSON objects, one a line while text comes, and a last one that counts and says how it ended.
+"""Build Ollama's answers: JSON objects, one per line, while text arrives, and a last one with counts and the reason.
 
-Calls come whole, each in an object of its own. Where nothing is to be said for long, an object without text is sent:
-clients read every line as JSON, so a comment or an empty line would be an error to them.
+Each call is sent complete, in a separate object. A silent stream sends an object without text: clients parse every line as
+JSON and would fail at a comment or an empty line.
 """
 
 import time
@@ -32,10 +32,10 @@ LINES = "application/x-ndjson"
 
 
 class TurnDraft:
-    """An answer while it grows; `whole` is all of it once it has ended."""
+    """A growing answer. `whole` is the complete answer once it has ended."""
 
     def __init__(self, model_name: str, answer: Answer, *, is_chat: bool) -> None:
-        """Args: is_chat: what is said stands in a message, as /api/chat has it, instead of a response."""
+        """Args: is_chat: put the content into a message (/api/chat) instead of a response (/api/generate)."""
         self.whole: Event = {}
         self._model_name, self._answer, self._is_chat = model_name, answer, is_chat
         self._blocks = Blocks()
@@ -45,11 +45,9 @@ class TurnDraft:
         return []
 
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
-        """Return the objects of what was gained."""
         return self._events(self._blocks.push(deltas))
 
     def finish(self, piece: Piece) -> list[Event]:
-        """Return the last objects, and put the whole answer together."""
         events = self._events(self._blocks.finish())
         reason = "length" if piece.finish_reason is FinishReason.LENGTH else "stop"
         end = {"done": True, "done_reason": reason, **counts_of(self._answer.generations[0])}
@@ -63,11 +61,10 @@ class TurnDraft:
         return [*events, self._head() | self._said() | end]
 
     def fail(self, failure: ApiError) -> list[Event]:
-        """Return the object of a failure after the stream's beginning."""
         return [failure.ollama_body()]
 
     def silent(self) -> Event:
-        """Return an object that says nothing."""
+        """Return an object without text."""
         return self._head() | self._said() | {"done": False}
 
     def _events(self, happened: Sequence[BlockEvent]) -> list[Event]:
@@ -92,15 +89,14 @@ class TurnDraft:
 
 
 class LineChunks(DraftChunks):
-    """Feeds a draft, and writes its objects in lines."""
+    """Feed a draft, and encode its objects as lines."""
 
     def encode(self, events: Sequence[Event]) -> bytes:
-        """Return a line for each object."""
         return b"".join(json_bytes(each) + b"\n" for each in events)
 
 
 class LineStream(DraftStream):
-    """Streams a draft's objects."""
+    """Stream a draft's objects."""
 
     content_type = LINES.encode()
 
@@ -110,17 +106,16 @@ class LineStream(DraftStream):
         self._silence = chunks.encode([draft.silent()])
 
     def comment(self) -> bytes:
-        """Return what is sent where nothing else is for long."""
         return self._silence
 
 
 def loaded(model_name: str, *, is_chat: bool) -> Event:
-    """Return the answer to who asks for nothing but that the model is in memory."""
+    """Return the answer to a request that only loads the model."""
     return _head(model_name) | _said("", {}, is_chat=is_chat) | {"done": True, "done_reason": "load"}
 
 
 def counts_of(generation: Generation) -> dict[str, int]:
-    """Count tokens and nanoseconds. The model was loaded before; evaluating ends when the answer does."""
+    """Return token counts and durations in nanoseconds. Loading takes none, and evaluation ends with the answer."""
     now_s = time.monotonic()
     timing = timing_of(generation, now_s=now_s)
     since_first_s = timing.e2e_s - timing.first_token_s if timing.first_token_s is not None else 0.0
@@ -135,7 +130,7 @@ def counts_of(generation: Generation) -> dict[str, int]:
 
 
 def timestamp(moment: datetime) -> str:
-    """Return a moment as Ollama writes it, in UTC."""
+    """Return a moment in Ollama's format, in UTC."""
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 

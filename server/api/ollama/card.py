@@ -1,4 +1,4 @@
-"""What /api/tags and /api/show tell of the served checkpoint: what its own files say, read once at the start."""
+"""Describe the served checkpoint for /api/tags and /api/show, from its own files, read once at the start."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ from server.api.served import ServedModel
 from server.model_fields import experts_per_token, num_experts
 
 _WEIGHTS = "*.safetensors"
-_NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory; clients want a time
+_NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory; clients require a time
 _PARAMETERS = {"repetition_penalty": "repeat_penalty", "max_new_tokens": "num_predict"}  # -> Ollama's names
-_SIZES = {  # of config.json -> Ollama's names, after the architecture's
+_SIZES = {  # key of config.json -> Ollama's name, after the architecture's
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -27,16 +27,16 @@ _SIZES = {  # of config.json -> Ollama's names, after the architecture's
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A checkpoint as Ollama describes one."""
+    """A checkpoint in Ollama's form."""
 
     model: ServedModel
-    config: dict[str, Any]  # config.json's, of the text model where there are several
+    config: dict[str, Any]  # config.json, with the text model's configuration merged into it
     num_bytes: int  # of weights
-    digest: str  # of the configuration and the names and sizes of the weights
+    digest: str  # of the configuration and the names and sizes of the weight files
 
     @classmethod
     def read(cls, model: ServedModel) -> "ModelCard":
-        """Read a checkpoint's files; the weights themselves are not opened."""
+        """Read a checkpoint's files without opening the weights."""
         directory = Path(model.directory)
         path = directory / "config.json"
         text = path.read_text(encoding="utf-8") if model.directory and path.is_file() else "{}"
@@ -48,7 +48,7 @@ class ModelCard:
         return cls(model=model, config=config, num_bytes=sum(sizes.values()), digest=digest)
 
     def entry(self, name: str) -> dict[str, Any]:
-        """Return one of /api/tags' models."""
+        """Return an entry of /api/tags."""
         return {
             "name": name,
             "model": name,
@@ -59,7 +59,7 @@ class ModelCard:
         }
 
     def running(self, name: str, *, is_on_gpu: bool) -> dict[str, Any]:
-        """Return one of /api/ps' models."""
+        """Return an entry of /api/ps."""
         return {
             "name": name,
             "model": name,
@@ -72,7 +72,7 @@ class ModelCard:
         }
 
     def shown(self) -> dict[str, Any]:
-        """Return what /api/show tells."""
+        """Return the answer of /api/show."""
         defaults = self.model.sampling_defaults
         return {
             "parameters": "\n".join(

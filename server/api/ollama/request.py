@@ -1,9 +1,8 @@
-"""Ollama's requests, and the chat or the completion that asks for the same.
+"""Translate Ollama's requests into the equivalent chat or completion request.
 
-Fields and options are those of https://docs.ollama.com/api. An option that would change the answer and is not served is
-refused by name, and so is one that nobody knows, of which Ollama itself only warns in its log. Options that say how a
-runner of Ollama's uses its machine change nothing here. What is checked, and in which words, is the chat's own matter;
-`own_name` brings an error's field back to Ollama's.
+Fields and options are those of https://docs.ollama.com/api. Unsupported options that would change the answer are refused by
+name, and so are unknown ones (Ollama only logs a warning). Options about how an Ollama runner uses its machine are ignored.
+The chat endpoint's code checks the values and words the errors; `own_name` translates an error's field back to Ollama's name.
 """
 
 import re
@@ -26,18 +25,18 @@ from server.errors import bad_request
 from server.http.routes import refusal
 
 _Fields = TypeVar("_Fields", bound=SamplingFields)
-LATEST = ":latest"  # Ollama's tag for a name that has none
+LATEST = ":latest"  # Ollama's default tag
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
-_OPTIONS = {  # -> a chat's field
+_OPTIONS = {  # -> field of a chat request
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     **{name: name for name in _SAME},
 }
-_FIXED = {  # options whose only value here changes nothing
+_FIXED = {  # options that are accepted only with the value that has no effect
     "typical_p": 1,
     "tfs_z": 1,
     "mirostat": 0,
-    "repeat_last_n": -1,  # penalties look at the whole context
+    "repeat_last_n": -1,  # penalties apply to the whole context
     "penalize_newline": True,
 }
 _IGNORED = (
@@ -45,20 +44,20 @@ _IGNORED = (
     *("use_mmap", "use_mlock", "vocab_only", "logits_all", "embedding_only", "rope_frequency_base"),
     *("rope_frequency_scale", "mirostat_tau", "mirostat_eta"),
 )
-_MOST_TOKENS = 2**31 - 1  # cut to what the context has room for
-_UNBOUNDED = (-1, -2)  # of num_predict: up to the context's end
+_MOST_TOKENS = 2**31 - 1  # reduced to the space in the context
+_UNBOUNDED = (-1, -2)  # values of num_predict: generate to the end of the context
 _DRAWN_SEED = -1
 _LEVELS = ("low", "medium", "high", "max")
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 _UNSERVED = {
-    "images": "this server takes text only; leave it out",
-    "suffix": "text is not filled in between others; leave it out",
-    "template": "the checkpoint's own chat template is used; leave it out, or send the whole prompt with raw=true",
-    "context": "conversations are sent as messages to /api/chat; leave it out",
-    "logprobs": "log-probabilities are served by /v1/chat/completions and /v1/completions; leave it out",
-    "top_logprobs": "log-probabilities are served by /v1/chat/completions and /v1/completions; leave it out",
+    "images": "this server supports only text; leave it out",
+    "suffix": "this server does not insert text before a suffix; leave it out",
+    "template": "this server uses the checkpoint's chat template; leave it out, or send the whole prompt with raw=true",
+    "context": "send conversations as messages to /api/chat; leave it out",
+    "logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
+    "top_logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
 }
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's
+_OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's name
     (re.compile(r"response_format\b.*"), "format"),
     (re.compile(r"max_tokens$"), "options.num_predict"),
     (re.compile(r"repetition_penalty$"), "options.repeat_penalty"),
@@ -77,12 +76,12 @@ _KeepAlive = Annotated[
 
 
 class _Body(BaseModel):
-    """What both endpoints take. Unknown keys are accepted and ignored, as Ollama does, but for those that bind an answer."""
+    """Fields of both endpoints. Unknown keys are ignored, as in Ollama, except those that bind an answer."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
     model: str = Field(min_length=1)
-    stream: bool | None = None  # None is true
+    stream: bool | None = None  # None means true
     format: _Format = None
     options: dict[str, Any] | None = None
     think: _Think = None
@@ -90,7 +89,7 @@ class _Body(BaseModel):
 
     @property
     def wants_unloading(self) -> bool:
-        """Whether the model is to leave memory afterwards."""
+        """Whether the client requests to unload the model afterwards."""
         return self.keep_alive is not None and str(self.keep_alive).rstrip("smh") in ("0", "0.0")
 
 
@@ -110,16 +109,16 @@ class OllamaPrompt(_Body):
 
 
 def served_name(name: str, model: ServedModel) -> str:
-    """Return the served name that a client means, who may add Ollama's usual tag.
+    """Return the served name for a client's name, which may have Ollama's default tag.
 
     Raises:
-        ApiError: 404, the model is not served here.
+        ApiError: 404 if the model is not served here.
     """
     return model.check_name(name if name in model.names else name.removesuffix(LATEST))
 
 
 def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
-    """Return the chat request.
+    """Return the equivalent chat request.
 
     Raises:
         ApiError: 400 or 404, naming the field.
@@ -130,7 +129,7 @@ def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
 
 
 def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
-    """Return a chat of one message, or two with `system`.
+    """Return a chat request with one message, or two with `system`.
 
     Raises:
         ApiError: 400 or 404, naming the field.
@@ -143,19 +142,19 @@ def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
 
 
 def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
-    """Return the completion of a prompt that needs no template.
+    """Return the completion request of a prompt without a chat template.
 
     Raises:
         ApiError: 400 or 404, naming the field.
     """
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
-            raise bad_request(f"{name} needs the chat template, which raw=true leaves out.", name)
+            raise bad_request(f"{name} needs the chat template, but raw=true disables it.", name)
     return _validated(CompletionRequest, {"prompt": body.prompt} | _shared_fields(body, model))
 
 
 def check_fields(body: _Body) -> None:
-    """Refuse fields that would be silently ignored; before `own_name`, for these are in nobody else's words.
+    """Refuse fields that would be silently ignored. Call it outside `own_name`: its errors have Ollama's names already.
 
     Raises:
         ApiError: 400, naming the field.
@@ -165,7 +164,7 @@ def check_fields(body: _Body) -> None:
 
 
 def own_name(param: str) -> str:
-    """Return the name under which Ollama has a field of a chat or a completion."""
+    """Return Ollama's name for a field of a chat or a completion."""
     for pattern, name in _OWN_NAMES:
         if pattern.match(param):
             return pattern.sub(name, param)
@@ -173,7 +172,7 @@ def own_name(param: str) -> str:
 
 
 def own_prompt_name(param: str) -> str:
-    """Return likewise what /api/generate has: its one message is its prompt."""
+    """Return the name in /api/generate, where the only message is the prompt."""
     return "prompt" if param.partition(".")[0] == "messages" else own_name(param)
 
 
@@ -187,7 +186,7 @@ def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
 
 
 def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message as a chat has it: reasoning and a tool's name have other names."""
+    """Return a message in chat's form: reasoning and a tool's name have other keys."""
     _refuse_unserved(message, f"messages.{place}.")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking")}
     if message.get("thinking"):
@@ -207,10 +206,10 @@ def _refuse_unserved(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that options are.
+    """Return the chat fields for options.
 
     Raises:
-        ApiError: 400, an option that is unknown or not served.
+        ApiError: 400 if an option is unknown or not supported.
     """
     fields: dict[str, Any] = {}
     for name, value in options.items():
@@ -219,13 +218,13 @@ def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _FIXED:
             if value is not None and value != _FIXED[name]:
                 raise bad_request(
-                    f"options.{name} is {value!r}; this server takes {_FIXED[name]!r} only: leave it out.",
+                    f"options.{name} is {value!r}; this server supports only {_FIXED[name]!r}: leave it out.",
                     f"options.{name}",
                 )
         elif name not in _IGNORED:
             known = ", ".join(sorted(_OPTIONS))
             raise bad_request(
-                f"options.{name} is unknown; this server takes {known}, and ignores how a runner uses its machine.",
+                f"options.{name} is unknown; this server supports {known}, and ignores options about Ollama's runner.",
                 f"options.{name}",
             )
     if fields.get("max_tokens") in _UNBOUNDED:
@@ -242,14 +241,14 @@ def _response_format(value: Any) -> dict[str, Any] | None:
         return {"type": "json_object"}
     if isinstance(value, dict):
         return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
-    raise bad_request("format must be 'json' or a JSON schema as an object.", "format")
+    raise bad_request("format must be 'json' or a JSON schema (an object).", "format")
 
 
 def _thinking(body: _Body, model: ServedModel) -> dict[str, Any]:
-    """Return what templates read of thinking.
+    """Return the template variables for thinking.
 
     Raises:
-        ApiError: 400, no way to say it, or the model does not think.
+        ApiError: 400 if the value is invalid or the model does not think.
     """
     think = body.think
     if think is None or think == "":
@@ -257,9 +256,9 @@ def _thinking(body: _Body, model: ServedModel) -> dict[str, Any]:
     if not isinstance(think, bool) and think not in _LEVELS:
         raise bad_request(f"think must be true, false or one of {', '.join(_LEVELS)}.", "think")
     if think is not False and model.markup.reasoning == NONE:
-        raise bad_request(f"think is set, and {body.model!r} does not think; leave it out.", "think")
+        raise bad_request(f"think is set, but {body.model!r} does not think; leave it out.", "think")
     on = think is not False
-    kwargs = {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's word, DeepSeek's word
+    kwargs = {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's name, DeepSeek's name
     effort = {} if isinstance(think, bool) else {"reasoning_effort": think}
     return {"chat_template_kwargs": kwargs} | effort
 

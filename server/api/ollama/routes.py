@@ -1,8 +1,8 @@
-"""Ollama's API, for what was written for it: /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
+"""Ollama's API, for its clients: /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
 
-A chat is a `ChatTurn` as everywhere, and so is a prompt that wants the chat template; a raw prompt is a completion. Models
-are not pulled, made, copied or unloaded: the served one stays in memory as long as the service runs. What asks for that, or
-for embeddings, is told so in one sentence; / says what Ollama's own clients look for before they ask anything.
+Chats, and prompts with the chat template, are `ChatTurn`s as elsewhere; a raw prompt is a completion. Models are not pulled,
+created, copied or unloaded: the served one stays in memory while the service runs. Requests for such actions or for
+embeddings get an error with the reason. / returns the text that Ollama's clients look for in their first request.
 """
 
 import uuid
@@ -42,17 +42,15 @@ from server.http.routes import new_ollama_router
 
 _LINES_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer, an object a line; with stream=false one object.",
+        "description": "The answer, one object per line; with stream=false a single object.",
         "content": {"application/json": {}, LINES: {"schema": {"type": "string"}}},
     }
 }
 
 
-_NO_EMBEDDINGS = "This server makes no embeddings: its model writes text."
-_ONE_MODEL = (
-    "This server serves the model that it was started with, {name}, and no other: models are not {done} here."
-)
-_UNSERVED = {  # a method and a path -> why not
+_NO_EMBEDDINGS = "This server does not support embeddings: its model generates text."
+_ONE_MODEL = "This server serves only the model that it was started with, {name}; models are not {done} here."
+_UNSERVED = {  # a method and a path -> the reason
     ("POST", "/api/embed"): _NO_EMBEDDINGS,
     ("POST", "/api/embeddings"): _NO_EMBEDDINGS,
     ("POST", "/api/pull"): _ONE_MODEL.replace("{done}", "pulled"),
@@ -70,7 +68,7 @@ class ShowRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    name: str | None = None  # what older clients call it
+    name: str | None = None  # older clients' key for the model
     verbose: bool | None = None
 
 
@@ -82,7 +80,7 @@ def ollama_routes(
 
     @router.post("/api/chat", response_model=None, responses=_LINES_RESPONSE)
     async def ollama_chat(body: OllamaChat, http: HttpRequest) -> Response:
-        """Answer a chat; no messages ask whether the model is loaded."""
+        """Answer a chat. Without messages, answer that the model is loaded."""
         name = served_name(body.model, model)
         if not body.messages:
             return _loaded(body, name)
@@ -93,7 +91,7 @@ def ollama_routes(
 
     @router.post("/api/generate", response_model=None, responses=_LINES_RESPONSE)
     async def ollama_generate(body: OllamaPrompt, http: HttpRequest) -> Response:
-        """Answer a prompt; an empty one asks whether the model is loaded."""
+        """Answer a prompt. If it is empty, answer that the model is loaded."""
         name = served_name(body.model, model)
         if not body.prompt:
             return _loaded(body, name)
@@ -114,12 +112,12 @@ def ollama_routes(
 
     @router.get("/api/ps", response_model=None)
     async def ollama_ps() -> dict[str, Any]:
-        """List what is in memory: the one model, by its first name."""
+        """List the models in memory: the served one, by its first name."""
         return {"models": [card.running(model.names[0], is_on_gpu=is_on_gpu)]}
 
     @router.post("/api/show", response_model=None)
     async def ollama_show(body: ShowRequest) -> dict[str, Any]:
-        """Show what is known of a model."""
+        """Show the facts about a model."""
         asked = body.model or body.name
         if not asked:
             raise bad_request("model is missing.", "model")
@@ -128,13 +126,13 @@ def ollama_routes(
 
     @router.get("/api/version", response_model=None)
     async def ollama_version() -> dict[str, str]:
-        """Show the service's version, which is not Ollama's."""
+        """Show the service's version, not Ollama's."""
         return {"version": version}
 
     @router.head("/", response_class=PlainTextResponse)
     @router.get("/", response_class=PlainTextResponse)
     async def ollama_is_running(request: HttpRequest) -> Response:
-        """Answer as Ollama does, because its clients ask this first; send a browser to the dashboard."""
+        """Return Ollama's text, which its clients request first. Redirect browsers to the dashboard."""
         if "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("dashboard", 307, headers={"Vary": "Accept"})
         return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
@@ -146,7 +144,7 @@ def ollama_routes(
 
 
 def _refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """Return an endpoint that says why it does nothing."""
+    """Return an endpoint that refuses every request with a reason."""
 
     async def refuse() -> Response:
         raise bad_request(why)
@@ -170,10 +168,10 @@ async def _answer(
 
 
 async def _open_raw(body: OllamaPrompt, model: ServedModel, requests: Requests) -> Answer:
-    """Give a prompt to a rank as it is.
+    """Send a prompt to a rank unchanged.
 
     Raises:
-        ApiError: 400, naming the field; 503, the service is not ready.
+        ApiError: 400, naming the field; 503 if the service is not ready.
     """
     fields = raw_request(body, model)
     structure = await structure_of(fields, model)
@@ -197,14 +195,14 @@ async def _open_raw(body: OllamaPrompt, model: ServedModel, requests: Requests) 
 
 
 def _loaded(body: OllamaChat | OllamaPrompt, name: str) -> Response:
-    """Answer who asks for the model to be loaded, which it is.
+    """Answer a request to load the model, which is always loaded.
 
     Raises:
-        ApiError: 400, it is to be unloaded.
+        ApiError: 400 if the client requests to unload it.
     """
     if body.wants_unloading:
         raise bad_request(
-            f"keep_alive is {body.keep_alive!r}, but {name!r} stays in memory as long as the service runs; leave it out.",
+            f"keep_alive is {body.keep_alive!r}, but {name!r} stays in memory while the service runs; leave it out.",
             "keep_alive",
         )
     return json_response(loaded(body.model, is_chat=isinstance(body, OllamaChat)))

@@ -196,13 +196,17 @@ def test_stop_token_ids_beyond_the_vocabulary_are_never_seen(front: FrontProcess
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        ({}, "text", "as text or as input_ids, one of them"),
-        ({"text": "a", "input_ids": [5]}, "text", "as text or as input_ids, one of them"),
+        ({}, "text", "Set either text or input_ids"),
+        ({"text": "a", "input_ids": [5]}, "text", "Set either text or input_ids"),
         ({"text": "a", "image_data": "x"}, "image_data", "not supported by this server; leave it out"),
         ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
         ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex", "fits the empty text"),
         ({"text": "a", "sampling_params": {"stop_regex": ["^a"]}}, "stop_regex", "'^a' cannot be used"),
-        ({"text": "a", "sampling_params": {"stop_regex": 5}}, "stop_regex", "must be a string or a list"),
+        (
+            {"text": "a", "sampling_params": {"stop_regex": 5}},
+            "stop_regex",
+            "must be a non-empty string or a list",
+        ),
         ({"text": "a", "sampling_params": {"stop_regex": ["a"] * 9}}, "stop_regex", "up to 8"),
         ({"text": "a", "sampling_params": {"top_q": 1}}, "sampling_params.top_q", "not supported"),
         ({"text": "a", "sampling_params": {"top_p": 7}}, "sampling_params.top_p", "got 7"),

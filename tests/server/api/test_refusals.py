@@ -282,7 +282,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages.0.content.0.type",
-        "takes only text",
+        "supports only text",
     ),
     (CHAT, {"messages": [{"role": "pirate", "content": "x"}]}, "messages", "unknown role"),
     (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not valid Unicode"),

@@ -108,7 +108,7 @@ def test_every_rank_is_told_to_forget_its_prefixes_in_the_order_of_requests(
     [
         ("POST", "/reset_prefix_cache?reset_external=true", 400, "does not have; leave it out"),
         ("POST", "/reset_prefix_cache?reset_external=perhaps", 400, "reset_external"),
-        ("GET", "/flush_cache", 405, "send it as a POST"),
+        ("GET", "/flush_cache", 405, "Use POST for /flush_cache"),
         ("GET", "/reset_prefix_cache", 405, ""),
     ],
 )

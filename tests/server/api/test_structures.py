@@ -178,7 +178,7 @@ def test_a_form_under_any_api_s_name_binds_or_is_refused(front: FrontProcess, pa
         (
             "/v1/messages",
             {"output_format": BINDING, "output_config": {"format": BINDING}},
-            "output_format and output_config.format both ask",
+            "output_format and output_config.format cannot both be set",
         ),
         ("/api/chat", {"stop": "a"}, "stop is not a field of this endpoint; use options.stop."),
         (CHAT, {"structured_outputs": {"jsn": SCHEMA}}, "structured_outputs.jsn is unknown"),

@@ -61,7 +61,7 @@ TREE = {
     "$ref": "#/$defs/node",
 }
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-LARGE = f"up to {MAX_CHARS} are taken"
+LARGE = f"the maximum is {MAX_CHARS}"
 FORMS: dict[str, Form] = {
     "30,000 properties": of_schema(properties(30_000), param=FORMAT, words=LARGE),
     "60,000 required properties": of_schema(

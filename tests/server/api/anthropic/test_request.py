@@ -92,7 +92,7 @@ def test_a_call_without_text_has_no_content() -> None:
 
 
 def test_a_conversation_of_nothing_is_a_400() -> None:
-    with pytest.raises(ApiError, match="messages has no text"):
+    with pytest.raises(ApiError, match="messages contains no text"):
         asked(messages=[{"role": "system", "content": ""}])
 
 

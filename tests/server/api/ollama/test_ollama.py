@@ -171,7 +171,7 @@ def test_nothing_to_answer_asks_whether_the_model_is_loaded(front: FrontProcess)
     assert ask(front, "/api/generate", {"keep_alive": -1}).json()["done_reason"] == "load"
     for forever in (0, "0", "0s"):
         error = ask(front, "/api/generate", {"keep_alive": forever}, 400).json()["error"]
-        assert "stays in memory as long as the service runs" in error
+        assert "stays in memory while the service runs" in error
 
 
 def test_the_model_is_listed_and_shown(front: FrontProcess) -> None:
@@ -231,9 +231,9 @@ def test_what_is_wrong_is_a_text_that_names_it(
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/api/embed", "This server makes no embeddings: its model writes text."),
-        ("POST", "/api/embeddings", "This server makes no embeddings: its model writes text."),
-        ("POST", "/api/pull", "This server serves the model that it was started with, 'tiny', and no other: models are not pulled here."),
+        ("POST", "/api/embed", "This server does not support embeddings: its model generates text."),
+        ("POST", "/api/embeddings", "This server does not support embeddings: its model generates text."),
+        ("POST", "/api/pull", "This server serves only the model that it was started with, 'tiny'; models are not pulled here."),
         ("POST", "/api/push", "models are not pushed here."),
         ("POST", "/api/create", "models are not created here."),
         ("POST", "/api/blobs/sha256:29fd", "models are not created here."),

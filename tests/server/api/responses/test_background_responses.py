@@ -118,7 +118,7 @@ def test_an_unfinished_response_is_no_history(front: FrontProcess, client: opena
     never = threading.Event()
     front.script("b-unfinished", "abc", gates={1: never})
     response = begin(client, "b-unfinished")
-    with pytest.raises(openai.BadRequestError, match="still being made"):
+    with pytest.raises(openai.BadRequestError, match="still running"):
         client.responses.create(model="tiny", input="x", previous_response_id=response.id)
     client.responses.delete(response.id)
     rank = front.served("b-unfinished")
