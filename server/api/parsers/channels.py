@@ -1,4 +1,4 @@
-"""Answers that are messages in channels: Solar-Open's and Muse's. (gpt-oss' are in `harmony`.)
+"""Parse answers that are messages in channels: Solar-Open's and Muse's. (`harmony` parses gpt-oss'.)
 
 Solar-Open (chat template of upstage/Solar-Open-100B):
 
@@ -10,7 +10,7 @@ Muse (the parsers of vLLM and SGLang, muse_glimmer):
     to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
     <|start|>assistant to=NAME<|message|><atem:function_calls>...</atem:function_calls><|eom|>
 
-The prompt ends within a message or its header, which the answer goes on with.
+The prompt ends within a message or its header, which the answer continues.
 """
 
 import re
@@ -27,7 +27,7 @@ _CALL, _CALL_NAME, _CALL_ARGUMENTS, _CALL_END = (
 
 
 class SolarParser(MarkupParser):
-    """Reads Solar-Open's messages."""
+    """Read Solar-Open's messages."""
 
     markers = (
         *(_THINK, _CONTENT, "<|begin|>", _END, _CALLS, _CALLS_END, _FLUSH),
@@ -35,18 +35,17 @@ class SolarParser(MarkupParser):
     )
 
     def __init__(self, *, prompt: str, types: ArgumentTypes | None) -> None:
-        """Args: prompt is what the answer goes on from; without types a call is content."""
+        """Args: prompt is the text that the answer continues; without types, calls are content."""
         super().__init__(types.offered if types else str)
         self._thinks = _open_in(prompt) == _THINK
         self._takes_calls = types is not None
 
     @staticmethod
     def content_header(prompt: str) -> str:
-        """Return what a prompt needs for content to come next."""
+        """Return the text to add to a prompt so that content follows."""
         return {_THINK: f"{_END}{_BEGIN}{_CONTENT}", _CONTENT: ""}.get(_open_in(prompt), _CONTENT)
 
     def run(self) -> Reading[None]:
-        """Read messages to the end."""
         marks = (_THINK, _CONTENT, _BEGIN, _END, _CALLS_END, _FLUSH)
         calls = (_CALLS, _CALL) if self._takes_calls else ()
         out = self.think if self._thinks else self.say
@@ -75,7 +74,7 @@ class SolarParser(MarkupParser):
 
 
 def _open_in(prompt: str) -> str:
-    """Return the mark whose message a prompt leaves open, or the mark that ended the last one."""
+    """Return the mark of the message that a prompt leaves open, or the mark that ended the last one."""
     return max((prompt.rfind(mark), mark) for mark in (_THINK, _CONTENT, _BEGIN, _END))[1]
 
 
@@ -88,26 +87,26 @@ _CUT_HEADER = re.compile(r"<\|start\|>\s*\w*[ \t]*(?:to=[^\s<]*)?\s*(?:<[|a-z]*)
 
 
 class MuseParser(MarkupParser):
-    """Reads Muse's messages; a call is one only in a message to a function."""
+    """Read Muse's messages. Calls count only in a message to a function."""
 
     markers = (_START, _MESSAGE, _EOM, _EOT)
 
     def __init__(self, *, prompt: str, types: ArgumentTypes | None) -> None:
-        """Args: prompt is what the answer goes on from; without types a call is content."""
+        """Args: prompt is the text that the answer continues; without types, calls are content."""
         super().__init__()
         self._types = types
         self._open_header = _open_message(prompt)
 
     @staticmethod
     def content_header(prompt: str) -> str:
-        """Return what a prompt needs for content to come next."""
+        """Return the text to add to a prompt so that content follows."""
         header = _open_message(prompt)
         if header is None:
             return " to=user<|message|>"
         return "" if header["to"] in (None, "user") else f"{_EOM}{_START}assistant to=user{_MESSAGE}"
 
     def run(self) -> Reading[None]:
-        """Read messages to the end; text without a header is content."""
+        """Read messages to the end. Text without a header is content."""
         if self._open_header is not None:
             yield from self._body(self._open_header["to"] or "")
         while self.num_unread or not self._ended:
@@ -124,7 +123,7 @@ class MuseParser(MarkupParser):
             yield from self._body((header["to"] or "") if header else "")
 
     def _body(self, to: str) -> Reading[None]:
-        """Read a message up to its end or the next one's begin."""
+        """Read a message up to its end or the start of the next one."""
         ends = (_EOM, _EOT, _START)
         if to == "self":
             mark = yield from self.stream_until(self.think, *ends)
@@ -149,6 +148,6 @@ class MuseParser(MarkupParser):
 
 
 def _open_message(prompt: str) -> re.Match[str] | None:
-    """Return the header of the message that a prompt's end leaves open."""
+    """Return the header of the message that a prompt leaves open."""
     header = _MUSE_HEADER.match(prompt, max(prompt.rfind(_START), 0))
     return None if prompt.rstrip().endswith((_EOM, _EOT)) else header

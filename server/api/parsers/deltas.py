@@ -1,7 +1,7 @@
-"""What an answer's text turns into: content, reasoning and tool calls, piece by piece.
+"""Deltas of an answer's text: content, reasoning and tool calls, piece by piece.
 
-The common tongue of parsers (text in, deltas out) and of endpoints (deltas in, their own words out). Pieces of one
-kind concatenate: the parts of a call's `arguments` make one JSON text, whatever the sizes of the pieces.
+The interface between parsers (text in, deltas out) and endpoints (deltas in, JSON out). Pieces of one kind are concatenated:
+the parts of a call's `arguments` form one JSON text, regardless of the sizes of the pieces.
 """
 
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of what the user is told."""
+    """More content for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks."""
+    """More of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """More of one call. A call's first delta, and no other, has its id and name."""
+    """More of one call. Only a call's first delta has its id and name."""
 
     index: int  # of the call in the answer, from 0
     arguments: str = ""  # a piece of JSON text
@@ -38,31 +38,29 @@ Delta = ContentDelta | ReasoningDelta | ToolCallDelta
 
 
 class TextParser(Protocol):
-    """Takes one answer's text as it grows. The deltas do not depend on how the text is split, once merged."""
+    """Parse one answer's text while it grows. Once merged, the deltas do not depend on how the text was split."""
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text; return what is certain now."""
+        """Add text and return the deltas that are certain now."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return what was held back: no more text comes."""
+        """Return the deltas that were held back, at the end of the text."""
         ...
 
 
 class PlainParser:
-    """All text is content."""
+    """Treat all text as content."""
 
     def push(self, text: str) -> list[Delta]:
-        """Return the text as content."""
         return [ContentDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
-        """Return nothing: nothing is held back."""
         return []
 
 
 def merge(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join neighbours of one kind."""
+    """Join adjacent deltas of one kind."""
     return [_joined(list(each)) for _, each in groupby(deltas, key=_kind)]
 
 
@@ -71,7 +69,6 @@ def _kind(delta: Delta) -> tuple[type, int]:
 
 
 def _joined(deltas: list[Delta]) -> Delta:
-    """Return deltas of one kind as one."""
     match deltas[0]:
         case ToolCallDelta() as first:
             arguments = "".join(each.arguments for each in deltas if isinstance(each, ToolCallDelta))

@@ -1,11 +1,11 @@
-"""gpt-oss' answers: messages in channels, as OpenAI's harmony format documents them.
+"""Parse gpt-oss' answers: messages in channels, in OpenAI's harmony format.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-analysis is reasoning, final is content, a message to an offered function is a call, and commentary to nobody is content:
-it is meant for the user. The prompt ends inside a message's header, which the answer goes on with. A header that is broken
-off (by <|end|>, or by the next message) has no message; of several channels in one header the last one counts.
+analysis is reasoning, final is content, a message to an offered function is a call, and commentary without a recipient is
+content, because it is meant for the user. The prompt ends inside a message's header, which the answer continues. A header
+that breaks off (at <|end|> or at the next message) has no message. If a header has several channels, the last one counts.
 """
 
 import re
@@ -23,12 +23,12 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
 class HarmonyParser(MarkupParser):
-    """Reads messages, one after the other."""
+    """Read messages in sequence."""
 
     markers = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 
     def __init__(self, *, prompt: str, types: ArgumentTypes | None) -> None:
-        """Args: prompt is what the answer goes on from; without types a call is content."""
+        """Args: prompt is the text that the answer continues; without types, calls are content."""
         super().__init__(types.offered if types else str)
         self._header = _open_header(prompt)
         self._takes_calls = types is not None
@@ -36,18 +36,17 @@ class HarmonyParser(MarkupParser):
 
     @staticmethod
     def content_header(prompt: str) -> str:
-        """Return what a prompt needs for content to come next."""
+        """Return the text to add to a prompt so that content follows."""
         header, final = _open_header(prompt), f"{CHANNEL}final{MESSAGE}"
         if MESSAGE not in header:
             return "" if prompt.endswith(MESSAGE) else final
         return f"{END}{START}assistant{final}" if _CHANNEL.findall(header)[-1:] == ["analysis"] else ""
 
     def run(self) -> Reading[None]:
-        """Read messages to the end."""
         header = self._header
         if MESSAGE not in header:
             if not (yield from self._goes_on()):
-                return  # text without a header: all content
+                return  # text without a header is content
             header = yield from self._rest_of(header)
         while header:
             mark = yield from self._body(header)
@@ -56,12 +55,12 @@ class HarmonyParser(MarkupParser):
             header = (yield from self._rest_of(mark)) if mark else ""
 
     def _next_message(self) -> Reading[str]:
-        """Read up to the begin of a message; text that stands outside of messages is content."""
+        """Read up to the start of a message. Text outside messages is content."""
         yield from self.skip_space()
         return (yield from self.stream_until(self._message("final", self.say), START, CHANNEL))
 
     def _rest_of(self, header: str) -> Reading[str]:
-        """Read a header to its end; what is broken off is none, and the next one counts."""
+        """Read to the end of a header. If it breaks off, continue with the next one."""
         while True:
             found = yield from self._header_part()
             header += found
@@ -75,13 +74,13 @@ class HarmonyParser(MarkupParser):
                     return ""
 
     def _header_part(self) -> Reading[str]:
-        """Read up to what ends a header, or breaks it off; empty if the text ends first."""
+        """Read up to the mark that ends a header or breaks it off. Returns an empty string if the text ends first."""
         parts: list[str] = []
         mark = yield from self.stream_until(parts.append, MESSAGE, START, END, CALL, RETURN)
         return "".join(parts) + self.gap + mark if mark else ""
 
     def _goes_on(self) -> Reading[bool]:
-        """Tell whether the text goes on with a header."""
+        """Return whether the text continues a header."""
         space = yield from self.skip_space()
         comes = yield from self.coming(CHANNEL, MESSAGE, START, CONSTRAIN, "to=")
         self.put_back(space)
@@ -100,7 +99,7 @@ class HarmonyParser(MarkupParser):
         return (yield from self.stream_until(self._message("final", self.say), *_ENDS))
 
     def _call(self, name: str) -> Reading[str]:
-        """Read a call's arguments; what stands behind them is content."""
+        """Read a call's arguments. Text after them is content."""
         yield from self.skip_space()
         span, rest = JsonSpan(), self._message("final", self.say)
         if not (yield from self.coming(*_ENDS)) and not (yield from self.object_comes()):
@@ -118,7 +117,7 @@ class HarmonyParser(MarkupParser):
         return (yield from self.stream_until(add, *_ENDS))
 
     def _message(self, kind: str, out: Callable[[str], None]) -> Callable[[str], None]:
-        """Return `out` with a blank line before the first text, if another message of this kind came before."""
+        """Return `out` with a blank line before the first text if this kind had an earlier message."""
         gap = "\n\n" if kind in self._spoken else ""
 
         def speak(text: str) -> None:
@@ -132,6 +131,6 @@ class HarmonyParser(MarkupParser):
 
 
 def _open_header(prompt: str) -> str:
-    """Return the message that a prompt's end leaves open, from its start; empty if there is none."""
+    """Return the message that a prompt leaves open, from its start, or an empty string."""
     message = prompt[prompt.rfind(START) :] if START in prompt else ""
     return "" if message.rstrip().endswith((END, CALL, RETURN)) else message

@@ -1,16 +1,16 @@
-"""What parsers are made of: a coroutine that reads marks and values from a text that is still growing.
+"""Base of the parsers: a coroutine that reads marks and values from a text that is still growing.
 
-A family's parser is straight code, `run`, that asks for "the text up to this mark" or "one JSON value" and waits where
-the text has not come yet (every `yield` is such a wait). So it reads like a parser of whole texts, and cannot depend
-on where the text was split. The rejected alternative, one state machine per family, is what most of the streaming
-bugs of other servers' parsers are about.
+A family's parser is straight-line code, `run`. It reads "the text up to this mark" or "one JSON value" and waits if the text
+has not arrived yet (every `yield` is such a wait). So it reads like a parser of complete texts, and its result cannot depend
+on how the text was split. The rejected alternative, one state machine per family, causes most streaming bugs in the parsers
+of other servers.
 
-One place decides what is a call: `attempt` reads what a mark may have begun, and gives everything back as text unless
-`begin_call` is reached with a function that the request offered. Behind a call, too, text that is no further part of it
-is content. So no text vanishes, and prose about the syntax stays prose.
+One place decides what is a call: `attempt` reads the text after a mark, and returns all of it as text unless it reaches
+`begin_call` with a function that the request offered. After a call, too, text that does not belong to it is content. So no
+text is lost, and prose about the syntax stays prose.
 
-Text is held back only while it may still become a mark, or is white space that a mark may follow. What is held back is
-short (AHEAD) or taken out of the buffer, so the work per piece does not grow with the answer.
+Text is held back only while it may still become a mark, or is whitespace that a mark may follow. Held-back text is short
+(AHEAD) or taken out of the buffer, so the work per piece does not grow with the answer.
 """
 
 import json
@@ -25,20 +25,19 @@ from typing import NamedTuple, TypeVar
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
 from server.api.parsers.json_span import JsonSpan
 
-AHEAD = 256  # characters that are looked at, at most, before a decision; names and tags are shorter
-_MAX_REREAD = (
-    1 << 20
-)  # characters that an answer may make us read again; behind them, failed calls are passed over
-_SLICE = 4096  # of a long text is looked at in one go
+AHEAD = 256  # maximum number of characters to inspect before a decision; names and tags are shorter
+# Maximum number of characters that one answer can make the parser read twice. Later failed calls become content unread.
+_MAX_REREAD = 1 << 20
+_SLICE = 4096  # characters of a long text to process at a time
 _SPACE = re.compile(r"\s*")
 _OBJECT = re.compile(r"\{\s*(\S)")
 
 
 def decode_json(text: str) -> object:
-    """Read one JSON value; control characters in strings are taken, NaN and infinities are not.
+    """Decode one JSON value. Strings may contain control characters; NaN and infinities are errors.
 
     Raises:
-        ValueError: it is not JSON, or too deep or long to be read, or has a number that JSON cannot hold.
+        ValueError: The text is not JSON, is too deep or long, or has a number that JSON cannot represent.
     """
     try:
         return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
@@ -59,12 +58,12 @@ def _finite(number: str) -> float:
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]  # waits by yielding, returns what it read
-Offered = Callable[[str], str | None]  # the offered function that a written name means, None if there is none
-NOTHING = ""  # the mark that was found when the text ended first
+Offered = Callable[[str], str | None]  # returns the offered function for a written name, or None
+NOTHING = ""  # the mark if the text ended before one was found
 
 
-class NoCall(Exception):  # noqa: N818 - not a fault: the text is content then
-    """What a mark began is no call of an offered function."""
+class NoCall(Exception):  # noqa: N818 - not an error: the text becomes content
+    """The text after a mark is not a call of an offered function."""
 
 
 class Found(NamedTuple):
@@ -75,36 +74,36 @@ class Found(NamedTuple):
 
 
 class MarkupParser(ABC):
-    """Base of the families' parsers; see the module."""
+    """Base of the families' parsers."""
 
-    markers: tuple[str, ...] = ()  # that a tokenizer may have as special tokens; they must reach the parser
+    markers: tuple[str, ...] = ()  # marks that must reach the parser even if they are special tokens
     openings: tuple[str, ...] = ()  # marks that begin calls within a text
 
     def __init__(self, offered: Offered = str) -> None:
-        """Args: offered tells the request's functions; by default every name is one."""
+        """Args: offered finds the request's function for a name; by default every name is a function."""
         self.num_calls = 0
-        self.gap = ""  # white space before the mark that was read last
+        self.gap = ""  # whitespace before the last mark
         self._offered = offered
         self._call_ids: set[str] = set()
-        self._text, self._at = "", 0  # come; what is before `_at` has been read
+        self._text, self._at = "", 0  # received text; everything before `_at` has been read
         self._ended = False
         self._deltas: list[Delta] = []
-        self._trims = False  # the next content starts a line of its own: drop white space before it
-        self._kept: list[str] | None = None  # read by an attempt that has not come to a call
+        self._trims = False  # the next content begins a new line: drop whitespace before it
+        self._kept: list[str] | None = None  # text read by an attempt that has not begun a call yet
         self._reread = 0
         self._reading: Reading[None] = self._read_all()
 
     @abstractmethod
     def run(self) -> Reading[None]:
-        """Read the whole answer. What it leaves unread is content."""
+        """Read the whole answer. Unread text becomes content."""
 
     def push(self, text: str) -> list[Delta]:
-        """Take more text; return what is certain now."""
+        """Add text and return the deltas that are certain now."""
         self._text, self._at = self._text[self._at :] + text, 0
         return self._advance()
 
     def finish(self) -> list[Delta]:
-        """Return what was held back: no more text comes. May be called again."""
+        """Return the deltas that were held back, at the end of the text. May be called more than once."""
         self._ended = True
         return self._advance()
 
@@ -119,10 +118,10 @@ class MarkupParser(ABC):
             self.say(self.take(self.num_unread))
             yield
 
-    # What was read goes out as one of these.
+    # Output.
 
     def say(self, text: str) -> None:
-        """Put out content."""
+        """Output content."""
         if self._trims:
             text = text.lstrip()
         if text:
@@ -130,15 +129,15 @@ class MarkupParser(ABC):
             self._deltas.append(ContentDelta(text))
 
     def think(self, text: str) -> None:
-        """Put out reasoning."""
+        """Output reasoning."""
         if text:
             self._deltas.append(ReasoningDelta(text))
 
     def function(self, name: str) -> str:
-        """Return the offered function that a name means.
+        """Return the offered function for a name.
 
         Raises:
-            NoCall: none was offered under this name.
+            NoCall: No function with this name was offered.
         """
         function = self._offered(name) if name else None
         if not function:
@@ -146,13 +145,13 @@ class MarkupParser(ABC):
         return function
 
     def begin_call(self, name: str, call_id: str | None = None) -> str:
-        """Put out a call's id and function, and return the function. White space behind the call is not content.
+        """Output a call's id and function, and return the function. Whitespace after the call is not content.
 
         Args:
-            call_id: the model's own; an id that is missing or taken is drawn.
+            call_id: The model's id. A missing or repeated one is replaced by a random id.
 
         Raises:
-            NoCall: the function was not offered.
+            NoCall: The function was not offered.
         """
         function = self.function(name)
         if not call_id or call_id in self._call_ids:
@@ -165,27 +164,27 @@ class MarkupParser(ABC):
         return function
 
     def new_call_id(self) -> str:
-        """Return an id for a call, in OpenAI's form."""
+        """Return a random call id in OpenAI's form."""
         return f"call_{secrets.token_hex(12)}"
 
     def add_arguments(self, text: str) -> None:
-        """Put out more of the last call's arguments."""
-        assert self.num_calls, "arguments belong to a call that has begun"
+        """Output more of the last call's arguments."""
+        assert self.num_calls, "arguments were added before a call began"
         if text:
             self._deltas.append(ToolCallDelta(self.num_calls - 1, _encodable(text)))
 
-    # What is a call.
+    # Calls.
 
     def find_calls(self, *marks: str, read: Callable[[str], Reading[None]]) -> Reading[None]:
-        """Put text out as content; where a mark comes, read the calls that it begins."""
+        """Output text as content, and read the calls that begin at marks."""
         while mark := (yield from self.stream_until(self.say, *marks)):
             yield from self.attempt(mark, read(mark), gap=self.gap)
 
     def attempt(self, mark: str, reading: Reading[None], *, gap: str = "") -> Reading[bool]:
-        """Read what a mark has begun; tell whether it was a call.
+        """Read the text after a mark, and return whether it was a call.
 
-        If it was none (NoCall), gap and mark are content, and what was read behind them comes again. Within another
-        attempt that has not come to a call, the failure is the outer one's.
+        If not (NoCall), gap and mark become content, and the text after them is read again. Within another attempt that
+        has not begun a call, NoCall propagates to the outer attempt.
         """
         if self._kept is not None:
             yield from reading
@@ -208,13 +207,13 @@ class MarkupParser(ABC):
     def section(
         self, mark: str, head: str, closings: tuple[str, ...], call: Callable[[], Reading[None]]
     ) -> Reading[None]:
-        """Read calls up to their section's end.
+        """Read calls up to the end of their section.
 
         Args:
-            mark: has been read: what opens the section, or the first call's head where a model forgot it.
-            head: begins each call.
-            closings: end the section; they may be missing.
-            call: reads a call behind its head.
+            mark: The mark already read: the section's opening, or the first call's head if a model forgot the opening.
+            head: The mark that begins each call.
+            closings: The marks that end the section; they may be missing.
+            call: Reads a call after its head.
         """
         if mark != head:
             yield from self.skip_space()
@@ -232,11 +231,11 @@ class MarkupParser(ABC):
 
     @property
     def num_unread(self) -> int:
-        """Characters that have come and were not read."""
+        """Number of received characters that were not read."""
         return len(self._text) - self._at
 
     def take(self, length: int) -> str:
-        """Take characters that have come."""
+        """Take characters that have been received."""
         taken = self._text[self._at : self._at + length]
         self._at += len(taken)
         if self._kept is not None:
@@ -244,7 +243,7 @@ class MarkupParser(ABC):
         return taken
 
     def put_back(self, text: str) -> None:
-        """Let text that was just taken, in one piece, come again."""
+        """Put back the text of the last `take`, so that it is read again."""
         if not text:
             return
         if self._text.endswith(text, 0, self._at):
@@ -252,11 +251,11 @@ class MarkupParser(ABC):
         else:
             self._text, self._at = text + self._text[self._at :], 0
         if self._kept:
-            assert self._kept[-1] == text, "only what was read last can be put back"
+            assert self._kept[-1] == text, "only the text of the last take can be put back"
             self._kept.pop()
 
     def stream_until(self, out: Callable[[str], None], *marks: str) -> Reading[str]:
-        """Pass text on as it comes, up to the first of the marks; return the mark. White space before it is `gap`."""
+        """Pass text on while it arrives, up to the first mark, and return the mark. Sets `gap` to the whitespace before it."""
         gap: list[str] = []
         while True:
             at, mark = _first_mark(self._text, marks, self._at)
@@ -286,13 +285,13 @@ class MarkupParser(ABC):
         *,
         line_end: str = "",
     ) -> Reading[str]:
-        """Pass a value on as it comes, up to the first mark that really ends it; return the mark.
+        """Pass a value on while it arrives, up to the first mark that really ends it, and return the mark.
 
         Args:
-            is_end: gets a mark, the character before it (a line end if there is none), up to AHEAD characters behind
-                it, and whether these are all that will ever come; returns None as long as it needs more, or if the
-                text was cut off within the mark's tag.
-            line_end: is left out before the mark that ends the value.
+            is_end: Gets a mark, the character before it (a line end if there is none), up to AHEAD characters after it, and
+                whether the text ends with these. Returns None if it needs more text, or if the text was truncated within
+                the mark's tag.
+            line_end: Omitted before the mark that ends the value.
         """
         before = "\n"
         while True:
@@ -304,7 +303,7 @@ class MarkupParser(ABC):
                 is_all = self._ended and end + len(mark) + len(behind) == len(self._text)
                 last = self._text[end - 1] if end > self._at else before
                 verdict = is_end(mark, last, behind, is_all)
-                assert verdict is not None or len(behind) < AHEAD, "it must decide now"
+                assert verdict is not None or len(behind) < AHEAD, "is_end must decide after AHEAD characters"
             if verdict:
                 out(self.take(end - self._at).removesuffix(line_end))
                 self.take(len(mark))
@@ -317,28 +316,28 @@ class MarkupParser(ABC):
             before = piece[-1:] or before
             out(piece)
             if verdict is None:
-                if self._ended:  # cut off: what is held back was the begin of a mark
+                if self._ended:  # truncated: the held-back text was the beginning of a mark
                     self.take(self.num_unread)
                     return NOTHING
                 yield
 
     def _certain(self, marks: tuple[str, ...]) -> int:
-        """Return where the unread text's last characters begin that may become a mark."""
+        """Return the position from which the unread text may become a mark."""
         return len(self._text) - longest_head(self._text, marks, self._at)
 
     def skip_space(self) -> Reading[str]:
-        """Pass over white space; return it."""
+        """Skip whitespace and return it."""
         parts: list[str] = []
         while True:
             found = _SPACE.match(self._text, self._at)
-            assert found is not None, "no white space is white space too"
+            assert found is not None, "the pattern matches empty whitespace"
             parts.append(self.take(found.end() - self._at))
             if self.num_unread or self._ended:
                 return "".join(parts)
             yield
 
     def coming(self, *marks: str) -> Reading[str]:
-        """Return which of the marks comes next (the longest), without taking it; NOTHING if none does."""
+        """Return the longest of the marks that comes next, without taking it. Returns NOTHING if none comes next."""
         while True:
             rest = self._text[self._at : self._at + AHEAD]
             if self._ended or not any(mark.startswith(rest) and mark != rest for mark in marks):
@@ -346,16 +345,16 @@ class MarkupParser(ABC):
             yield
 
     def accept(self, *marks: str) -> Reading[str]:
-        """Pass over one of the marks if it comes next, and return it; otherwise NOTHING."""
+        """Take one of the marks if it comes next, and return it. Otherwise return NOTHING."""
         mark = yield from self.coming(*marks)
         self.take(len(mark))
         return mark
 
     def head(self, *marks: str) -> Reading[Found]:
-        """Read up to the first of the marks, and the mark.
+        """Read up to the first of the marks, including the mark.
 
         Raises:
-            NoCall: none is near.
+            NoCall: The next AHEAD characters contain no mark.
         """
         while True:
             window = self._text[self._at : self._at + AHEAD]
@@ -367,7 +366,7 @@ class MarkupParser(ABC):
             yield
 
     def take_match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Read what a pattern matches; None, and nothing is read, if the next AHEAD characters do not begin with it."""
+        """Read the match of a pattern. Returns None and reads nothing if the next AHEAD characters do not begin with it."""
         while True:
             window = self._text[self._at : self._at + AHEAD]
             if found := pattern.match(window):
@@ -378,13 +377,13 @@ class MarkupParser(ABC):
             yield
 
     def peek(self) -> Reading[str]:
-        """Return the next character without taking it; empty at the end."""
+        """Return the next character without taking it. Returns an empty string at the end."""
         while not self.num_unread and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def pass_cut_tag(self, *tags: str) -> Reading[bool]:
-        """Pass over the text's end if it is the begin of a tag that was cut off; tell whether it is."""
+        """Skip the end of the text if it is the beginning of a truncated tag, and return whether it is."""
         mark = yield from self.coming(*tags)
         rest = self._text[self._at : self._at + AHEAD]
         is_cut = self._ended and bool(rest) and not mark and any(tag.startswith(rest) for tag in tags)
@@ -392,18 +391,18 @@ class MarkupParser(ABC):
         return is_cut
 
     def pass_cut(self, begin: re.Pattern[str]) -> None:
-        """Pass over the text's end if it is the begin of something that was cut off: if the pattern matches it whole."""
+        """Skip the rest of the text if it is truncated: the text has ended, and the pattern matches the rest completely."""
         if self._ended and begin.fullmatch(self._text, self._at):
             self.take(self.num_unread)
 
     def end_tag(self, *tags: str) -> Reading[None]:
-        """Pass over white space and one of the tags, or as much of it as was not cut off; over nothing if none comes."""
+        """Skip whitespace and one of the tags, which may be truncated. If no tag comes next, skip nothing."""
         space = yield from self.skip_space()
         if not (yield from self.pass_cut_tag(*tags)) and not (yield from self.accept(*tags)):
             self.put_back(space)
 
     def object_comes(self) -> Reading[bool]:
-        """Tell whether a JSON object comes next, as far as its first two characters tell."""
+        """Return whether a JSON object comes next, judging by its first two characters."""
         while True:
             window = self._text[self._at : self._at + AHEAD]
             if found := _OBJECT.match(window):
@@ -413,7 +412,7 @@ class MarkupParser(ABC):
             yield
 
     def json_text(self, out: Callable[[str], None]) -> Reading[bool]:
-        """Pass the text of one JSON value on as it comes; tell whether it was whole."""
+        """Pass the text of one JSON value on while it arrives, and return whether it was complete."""
         span = JsonSpan()
         while True:
             while self.num_unread and not span.done:
@@ -428,7 +427,7 @@ class MarkupParser(ABC):
 
 
 def _first_mark(text: str, marks: tuple[str, ...], start: int) -> tuple[int, str]:
-    """Return where the first mark is, and which: the longest there; (-1, NOTHING) if there is none."""
+    """Return the position of the first mark and the longest mark there, or (-1, NOTHING)."""
     found = _any_of(marks).search(text, start)
     return (found.start(), found[0]) if found else (-1, NOTHING)
 
@@ -439,7 +438,7 @@ def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def longest_head(text: str, marks: tuple[str, ...], start: int = 0) -> int:
-    """Return how many characters at the end of the text begin a mark."""
+    """Return the number of characters at the end of the text that begin a mark."""
     heads = {mark[0] for mark in marks}
     for at in range(max(start, len(text) - max(map(len, marks), default=0) + 1), len(text)):
         if text[at] in heads and any(mark.startswith(text[at:]) for mark in marks):
@@ -448,5 +447,5 @@ def longest_head(text: str, marks: tuple[str, ...], start: int = 0) -> int:
 
 
 def _encodable(text: str) -> str:
-    """Return text with halves of surrogate pairs, which JSON's escapes can spell, as such escapes again."""
+    """Return text with lone surrogates, which JSON's escapes can spell, turned back into such escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

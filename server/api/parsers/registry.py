@@ -1,7 +1,7 @@
-"""The parsers by name, and which of them a model wants when nobody says.
+"""The parsers by name, and the default parser for each model.
 
-Names are vLLM's and SGLang's, so that start commands keep working. The choice is made from the chat template: it shows the
-model how its own calls and thoughts are written, and fine-tunes under another model_type keep it. Knows no request.
+Names are those of vLLM and SGLang, so that start commands keep working. The default follows from the chat template, which
+shows the model how to write calls and reasoning: fine-tunes keep it, even under another model_type. Independent of requests.
 """
 
 from collections.abc import Callable
@@ -36,18 +36,18 @@ from server.api.parsers.thinking import (
 )
 from server.api.parsers.token_calls import DEEPSEEK, KIMI, DeepseekParser, KimiParser
 
-NONE = "none"  # turns parsing off
-_GENERIC = "hermes"  # also what models are told to write whose template knows no tools
+NONE = "none"  # disables parsing
+_GENERIC = "hermes"  # also taught to models whose template does not support tools
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkingStyle:
-    """How a family thinks."""
+    """How a family writes its reasoning."""
 
     tags: TagPairs = THINK
-    assumes_opened: bool = False  # where the prompt's end does not tell
-    calls_end_it: bool = False  # a call ends reasoning, whatever follows
-    answer_tags: tuple[str, str] | None = None  # around what follows
+    assumes_opened: bool = False  # assume open reasoning if the end of the prompt does not show it
+    calls_end_it: bool = False  # a call ends reasoning, regardless of the text after it
+    answer_tags: tuple[str, str] | None = None  # around the answer
 
 
 _Factory = Callable[[ArgumentTypes], MarkupParser]
@@ -91,7 +91,7 @@ _REASONING: dict[str, ThinkingStyle] = {
     ),
     "cohere_command4": ThinkingStyle(tags=_COHERE_TAGS, answer_tags=("<|START_TEXT|>", "<|END_TEXT|>")),
 }
-# Families whose answers are messages in channels: one parser reads reasoning and calls.
+# Families with messages in channels: one parser reads reasoning and calls.
 _Channels = type[HarmonyParser] | type[SolarParser] | type[MuseParser]
 _CHANNELS: dict[str, _Channels] = {
     "openai": HarmonyParser,
@@ -102,7 +102,7 @@ GPT_OSS = "openai"
 _CHANNELS |= dict.fromkeys(("openai_gptoss", "gpt-oss", "gpt_oss"), HarmonyParser)
 _CHANNELS |= {"muse": MuseParser}
 
-# Other names that users know, most of them SGLang's.
+# Other known names, most of them SGLang's.
 _TOOL_ALIASES = {
     **dict.fromkeys(("qwen3", "qwen", "qwen25"), _GENERIC),
     **dict.fromkeys(("qwen3_xml", "mimo"), "qwen3_coder"),
@@ -130,7 +130,7 @@ _REASONING |= {alias: _REASONING[name] for alias, name in _REASONING_ALIASES.ite
 TOOL_PARSERS = tuple(sorted([*_TOOLS, *_CHANNELS, NONE]))
 REASONING_PARSERS = tuple(sorted([*_REASONING, *_CHANNELS, NONE]))
 
-# Texts of a template -> the parser of what they show; the first whose texts are all there counts.
+# Texts of a template -> the parser for it. The first entry with all its texts in the template applies.
 _TOOLS_BY_TEMPLATE = (
     (("<atem:function_calls>",), "muse_glimmer"),
     (("<|tool_call:begin|>",), "solar_open"),
@@ -152,15 +152,15 @@ _TOOLS_BY_TEMPLATE = (
     ((_ROLE_SEP,), "gigachat3"),
     (("<tool_calls>",), "hunyuan_a13b"),
     (("<tool_call>",), _GENERIC),
-    (("[func_name1(",), "llama4_pythonic"),  # Llama 3.2's and 4's own words
-    (('"parameters": dictionary of argument name and its value',), "llama3_json"),  # Llama 3.1's own words
+    (("[func_name1(",), "llama4_pythonic"),  # text of Llama 3.2's and 4's templates
+    (('"parameters": dictionary of argument name and its value',), "llama3_json"),  # text of Llama 3.1's
 )
-_FENCE = "```json"  # DeepSeek-V3 has one around arguments, V3.1 none
+_FENCE = "```json"  # DeepSeek-V3 puts one around arguments, V3.1 does not
 _REASONING_BY_TOOLS = {name: name for name in ("minimax_m2", "kimi_k2", "glm45", "hunyuan_a13b", "hy_v3")}
 
 
 class Bound(NamedTuple):
-    """Where the form of a bound answer begins: what to add to the prompt, and the text that comes before the form."""
+    """Where a structure begins in an answer: text to add to the prompt, and text that precedes the structure."""
 
     prompt: str
     after: str
@@ -168,14 +168,14 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Markup:
-    """How one model writes calls and reasoning: names of parsers."""
+    """Names of the parsers for one model's calls and reasoning."""
 
     tools: str = _GENERIC
     reasoning: str = NONE
-    continues: bool = False  # prompts end within the assistant's own message
+    continues: bool = False  # prompts end within the assistant's message
 
     def parser(self, prompt: str, tools: ArgumentTypes | None) -> TextParser:
-        """Return a parser for an answer to `prompt`; without tools, calls are content."""
+        """Return a parser for an answer to `prompt`. Without tools, calls are content."""
         if self._channels is not None:
             return self._channels(prompt=prompt, types=None if self.tools == NONE else tools)
         if tools is None:
@@ -183,7 +183,7 @@ class Markup:
         return self.thinking(prompt, lambda: self._call_parser(tools))
 
     def thinking(self, prompt: str, make_answer: Callable[[], TextParser]) -> TextParser:
-        """Return a parser that splits off reasoning and leaves the rest to a parser that `make_answer` makes."""
+        """Return a parser that separates reasoning and passes the rest to a parser from `make_answer`."""
         style, answer = self._style, make_answer()
         if style is None:
             return answer
@@ -201,11 +201,11 @@ class Markup:
         )
 
     def without_reasoning(self) -> "Markup":
-        """Return the markup of a model whose reasoning is left in its text; channels are always read."""
+        """Return a markup that leaves reasoning in the text. Channels are always parsed."""
         return self if self._channels is not None else replace(self, reasoning=NONE)
 
     def markers(self, *, with_tools: bool) -> tuple[str, ...]:
-        """Return the marks that must reach the parser even where they are special tokens."""
+        """Return the marks that must reach the parser even if they are special tokens."""
         if self._channels is not None:
             return self._channels.markers
         style = self._style
@@ -219,13 +219,13 @@ class Markup:
 
     @property
     def taught_form(self) -> str | None:
-        """Which of `server.api.prompts`'s forms the parser reads."""
+        """The form for describing tools (`template_messages.tool_text`) that the parser reads, if any."""
         if _TOOLS.get(self.tools) is _TOOLS[_GENERIC]:
             return _GENERIC
         return self.tools if self.tools in ("deepseek_v3", "deepseek_v31") else None
 
     def bound(self, prompt: str) -> Bound:
-        """Return where an answer's form begins. Channels have a header first, which the prompt then brings along."""
+        """Return where an answer's structure begins. With channels, the prompt includes the header before it."""
         if self._channels is not None:
             return Bound(self._channels.content_header(prompt), "")
         if not self._starts_thinking(prompt):
@@ -234,11 +234,11 @@ class Markup:
         return Bound("", (open_tags(prompt, self._style.tags) or self._style.tags[0])[1])
 
     def bound_parser(self, prompt: str, answer: TextParser) -> TextParser:
-        """Return a parser for a bound answer, which `answer` reads once reasoning is over."""
+        """Return a parser for a bound answer: `answer` reads the text after reasoning."""
         return answer if self._channels is not None else self.thinking(prompt, lambda: answer)
 
     def _starts_thinking(self, prompt: str) -> bool:
-        """Tell whether the answer's first text is reasoning for certain."""
+        """Return whether the answer certainly begins with reasoning."""
         style = self._style
         if style is None:
             return False
@@ -259,13 +259,13 @@ class Markup:
 
 
 def markup_of(template: str, *, tools: str | None = None, reasoning: str | None = None) -> Markup:
-    """Choose by a chat template's text, unless the user chose: names of TOOL_PARSERS and REASONING_PARSERS."""
+    """Choose parsers by a chat template's text. `tools` and `reasoning` are the user's choices, which take precedence."""
     found = _shown_by(template) or _GENERIC
     if found == "deepseek_v3" and _FENCE not in template:
         found = "deepseek_v31"
     tools = tools or (reasoning if reasoning in _CHANNELS else found)
     if found in _CHANNELS and tools not in (*_CHANNELS, NONE):
-        found = _GENERIC  # the user knows better
+        found = _GENERIC  # the user's choice takes precedence
     reasoning = reasoning or _reasoning_of(template, found)
     if tools in _CHANNELS:
         reasoning = reasoning if reasoning in _CHANNELS else tools
@@ -273,7 +273,7 @@ def markup_of(template: str, *, tools: str | None = None, reasoning: str | None 
 
 
 def shows_known_calls(template: str) -> bool:
-    """Tell whether a chat template shows calls in a form that a parser reads."""
+    """Return whether a chat template shows calls in a form that a parser reads."""
     return _shown_by(template) is not None
 
 

@@ -1,4 +1,4 @@
-"""Calls that are written between special tokens: DeepSeek's and Kimi's.
+"""Parse calls written between special tokens: DeepSeek's and Kimi's.
 
 Documented in the chat templates of DeepSeek-V3 and V3.1 and in Kimi-K2's tool calling guide:
 
@@ -29,17 +29,17 @@ class CallTokens:
 
     @property
     def section(self) -> tuple[str, str]:
-        """The section's tokens as the template writes them."""
+        """The section's tokens as in the template."""
         return self.sections[0]
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every token."""
+        """All tokens."""
         return (*(token for section in self.sections for token in section), *self.call, self.separator)
 
 
 def _deepseek(token: str) -> str:
-    """Spell a token as DeepSeek does."""
+    """Spell a token with DeepSeek's characters."""
     return token.replace("|", "\uff5c").replace("_", "\u2581")
 
 
@@ -59,7 +59,7 @@ KIMI = CallTokens(
 
 
 class TokenCallParser(MarkupParser):
-    """Reads sections of calls; subclasses read what is before a call's arguments."""
+    """Read sections of calls. Subclasses read the text before a call's arguments."""
 
     tokens: CallTokens
 
@@ -71,7 +71,7 @@ class TokenCallParser(MarkupParser):
         self.markers = self.tokens.all
 
     def run(self) -> Reading[None]:
-        """Read content and sections in turn. A call outside a section is one too."""
+        """Read content and sections in turn. A call outside a section counts, too."""
         yield from self.find_calls(*self.openings, read=self._section)
 
     def _section(self, mark: str) -> Reading[None]:
@@ -100,16 +100,16 @@ class TokenCallParser(MarkupParser):
 
     @abstractmethod
     def name(self, text: str) -> Reading[tuple[str, str | None]]:
-        """Return a call's function, and its id if it has one; `text` is what came before the separator."""
+        """Return a call's function, and its id if it has one; `text` precedes the separator."""
 
 
 class DeepseekParser(TokenCallParser):
-    """V3.1 has the name before the separator; V3 and R1 a kind, then the name, and the arguments in a fence."""
+    """V3.1 writes the name before the separator. V3 and R1 write a type, then the name, and the arguments in a fence."""
 
     tokens = DEEPSEEK
 
     def name(self, text: str) -> Reading[tuple[str, str | None]]:
-        """Return the name; what comes next tells the two forms apart."""
+        """Return the name. The next character distinguishes the two forms."""
         yield from self.skip_space()
         if text != "function" or (yield from self.peek()) in ("{", "<", "`"):
             return text, None
@@ -117,11 +117,10 @@ class DeepseekParser(TokenCallParser):
 
 
 class KimiParser(TokenCallParser):
-    """functions.NAME:NUMBER stands before the separator; it is the call's id, which the template wants back."""
+    """functions.NAME:NUMBER precedes the separator. It is the call's id, and the template expects it back."""
 
     tokens = KIMI
 
     def name(self, text: str) -> Reading[tuple[str, str | None]]:
-        """Return the function that the id names, and the id."""
         yield from ()
         return self._types.of_call_id(text) or "", text
