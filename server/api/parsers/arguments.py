@@ -1,8 +1,8 @@
-"""A request's functions: which were offered, and what an argument's text means by its schema.
+"""Find a request's functions by name, and convert the text of arguments by their schemas.
 
-Formats with tags write "5" for the number and for the text, so the schema decides: text stays text where a string is
-allowed, and is read as JSON otherwise. Models that were shown Python's repr of arrays and objects write that, so it is
-read where the schema wants one. What does not fit stays text: the caller's own validation then sees what the model wrote.
+Formats with tags write "5" for both a number and a text, so the schema decides: text stays text if a string is allowed, and
+is read as JSON otherwise. Models that saw Python's repr of arrays and objects write that, so it is read if the schema allows
+an array or object. Text that does not fit stays text: the caller's own validation then sees what the model wrote.
 """
 
 import json
@@ -16,30 +16,30 @@ from server.api.parsers.reader import decode_json
 
 Schema = Mapping[str, Any]
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-_MAX_DEPTH = 8  # of anyOf in anyOf
+_MAX_DEPTH = 8  # levels of anyOf within anyOf
 
 
 class ArgumentTypes:
-    """The names and the arguments' schemas of a request's functions."""
+    """The names of a request's functions and the schemas of their arguments."""
 
     def __init__(self, parameters: Mapping[str, Schema]) -> None:
         """Args: parameters are each function's JSON schema."""
         self._parameters = parameters
 
     def offered(self, name: str) -> str | None:
-        """Return the offered function that a model means by a name, None if there is none.
+        """Return the offered function for a name that a model wrote, or None.
 
-        Besides the function's own name, these are its name in harmony's namespace (functions.f), and f.f, which Muse
-        writes for a function without a namespace.
+        Accepts the function's own name, its name in harmony's namespace (functions.f), and f.f, which Muse writes for a
+        function without a namespace.
         """
         short, _, last = name.removeprefix("functions.").partition(".")
         ways = (name, name.removeprefix("functions."), short if short == last else "")
         return next((way for way in ways if way in self._parameters), None)
 
     def of_call_id(self, call_id: str) -> str | None:
-        """Return the offered function that a call id of Kimi's names.
+        """Return the offered function that a Kimi call id names.
 
-        The form is functions.NAME:NUMBER. Clients replace what their own ids may not have, models copy the result.
+        The form is functions.NAME:NUMBER. Clients replace characters that their ids may not have, and models copy the result.
         """
         named = self.offered(call_id.split(":")[0])
         if named is not None:
@@ -53,17 +53,17 @@ class ArgumentTypes:
         return None
 
     def may_have(self, function: str, argument: str) -> bool:
-        """Tell whether a function's schema has an argument, or names none at all."""
+        """Return whether a function's schema has an argument. True if it declares no properties."""
         properties = (self._parameters.get(function) or {}).get("properties")
         return not (isinstance(properties, Mapping) and properties) or argument in properties
 
     def is_text(self, function: str, argument: str) -> bool:
-        """Tell whether an argument is text whatever is written."""
+        """Return whether an argument is always text."""
         kinds = self._kinds(function, argument)
         return "string" in kinds and "null" not in kinds
 
     def excludes_text(self, function: str, argument: str) -> bool:
-        """Tell whether an argument is no text for certain."""
+        """Return whether an argument is certainly not text."""
         kinds = self._kinds(function, argument)
         return bool(kinds) and not kinds & {"string", "other"}
 
@@ -93,16 +93,15 @@ class ArgumentTypes:
 
 class _AnyText(ArgumentTypes):
     def is_text(self, function: str, argument: str) -> bool:
-        """Say that everything is."""
         return True
 
 
 ANY_TEXT = _AnyText({})
-ANY_JSON = ArgumentTypes({})  # knows no schema: what is JSON is taken as such
+ANY_JSON = ArgumentTypes({})  # without a schema: text that is valid JSON is read as JSON
 
 
 def _kinds(schema: Any, root: Schema, depth: int, followed: set[str]) -> set[str]:
-    """Collect the JSON types that a schema allows, as far as it says; each reference is followed once."""
+    """Collect the JSON types that a schema allows explicitly. Follows each reference once."""
     if not isinstance(schema, Mapping) or depth == 0:
         return set()
     said = schema.get("type")
@@ -135,7 +134,7 @@ def _listed(schema: Schema, key: str) -> list[Any]:
 
 
 def _resolve(reference: str, root: Schema) -> Any:
-    """Return what a reference within the same schema points to (RFC 6901, as a URI's fragment), None if nothing."""
+    """Return the target of a reference within the same schema (RFC 6901, as a URI fragment), or None."""
     at: Any = root
     for step in unquote(reference.removeprefix("#")).split("/"):
         key = step.replace("~1", "/").replace("~0", "~")

@@ -1,12 +1,12 @@
-"""Calls that are written as JSON objects: {"name": ..., "arguments": {...}}, alone or in a list, with or without tags.
+"""Parse calls written as JSON objects: {"name": ..., "arguments": {...}}, alone or in a list, with or without tags.
 
-Documented formats: Hermes function calling (NousResearch/Hermes-Function-Calling; Qwen2.5, Qwen3, ERNIE 4.5, EXAONE
-write it too), Granite and Hunyuan model cards (a list after a tag), MiniMax-M1's function call guide (several objects in
+Documented formats: Hermes function calling (NousResearch/Hermes-Function-Calling; also Qwen2.5, Qwen3, ERNIE 4.5, EXAONE),
+Granite and Hunyuan model cards (a list after a tag), MiniMax-M1's function call guide (several objects in
 <tool_calls>), Llama 3.1 prompt format ("parameters", the whole answer), Mistral's tokenizer guide ([TOOL_CALLS], a list
-or name[ARGS]{...}), GigaChat 3's chat template (a message of the role "function call"), Cohere's tool use guide
+or name[ARGS]{...}), GigaChat 3's chat template (a message with the role "function call"), Cohere's tool use guide
 ("tool_name", "parameters", a list between <|START_ACTION|> and <|END_ACTION|>).
 
-Arguments are passed on as they come. The name may stand after them; then they wait for it.
+Arguments are passed on while they arrive. If the name follows them, they wait for it.
 """
 
 import re
@@ -16,23 +16,19 @@ from server.api.parsers.reader import NOTHING, MarkupParser, NoCall, Offered, Re
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-_ABOUT_THE_CALL = (
-    "id",
-    "type",
-    "index",
-    "tool_call_id",
-)  # other fields are no call's, unless arguments stand beside them
+# An object with other fields is a call only if it also has arguments.
+_ABOUT_THE_CALL = ("id", "type", "index", "tool_call_id")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class JsonCallParser(MarkupParser):
-    """Reads call objects; subclasses know where they stand."""
+    """Read call objects. Subclasses find them in the text."""
 
     def json_calls(self) -> Reading[None]:
-        """Read a call object or a list of them; what follows the last one that is a call stays unread.
+        """Read a call object or a list of them. Text after the last valid call stays unread.
 
         Raises:
-            NoCall: it begins with none.
+            NoCall: The text does not begin with a call.
         """
         if not (yield from self.accept("[")):
             yield from self._call()
@@ -63,7 +59,7 @@ class JsonCallParser(MarkupParser):
         fields.end()
 
     def _rest_of_object(self) -> Reading[None]:
-        """Read what stands behind a call's name and arguments."""
+        """Read the rest of an object after the call's name and arguments."""
         while True:
             yield from self.skip_space()
             if not (yield from self.peek()) or (yield from self.accept("}")):
@@ -87,7 +83,7 @@ class JsonCallParser(MarkupParser):
         """Read one JSON value.
 
         Raises:
-            NoCall: it is none.
+            NoCall: The text is not a JSON value.
         """
         parts: list[str] = []
         yield from self.json_text(parts.append)
@@ -107,7 +103,7 @@ class _CallFields:
     def __init__(self, parser: JsonCallParser) -> None:
         self._parser = parser
         self._name = ""
-        self._early: str | None = None  # arguments that came before the name
+        self._early: str | None = None  # arguments that preceded the name
         self._has_others = False
         self.has_begun = False
 
@@ -149,7 +145,7 @@ class _CallFields:
         self.has_begun = True
 
     def end(self) -> None:
-        """Close the call. An object with a name and fields of its own is an answer, not a call without arguments."""
+        """Close the call. An object with a name and other fields is an answer, not a call without arguments."""
         if not self._name or self._has_others:
             raise NoCall
         self._begin("{}")
@@ -160,7 +156,7 @@ def _nowhere(_: str) -> None:
 
 
 def _object_text(value: object) -> str:
-    """Arguments that are no object: JSON in a string, which some models write, or nothing at all."""
+    """Return arguments that are not an object: JSON in a string, which some models write, or an empty value."""
     if isinstance(value, str) and value.strip():
         try:
             decoded = decode_json(value)
@@ -175,7 +171,7 @@ def _object_text(value: object) -> str:
 
 
 class TaggedJsonParser(JsonCallParser):
-    """Call objects, each or all after a tag."""
+    """Parse call objects after a tag, each or all together."""
 
     def __init__(self, offered: Offered, openings: tuple[str, ...], closing: str = NOTHING) -> None:
         super().__init__(offered)
@@ -184,7 +180,6 @@ class TaggedJsonParser(JsonCallParser):
         self.markers = (*openings, *self._closings)
 
     def run(self) -> Reading[None]:
-        """Read content and calls in turn."""
         yield from self.find_calls(*self.openings, read=self._calls)
 
     def _calls(self, _: str) -> Reading[None]:
@@ -201,12 +196,12 @@ class TaggedJsonParser(JsonCallParser):
 
 
 class WholeJsonParser(JsonCallParser):
-    """An answer that is nothing but calls: from its first character, or content throughout."""
+    """Parse an answer that either begins with calls or is content throughout."""
 
     markers = ("<|python_tag|>",)
 
     def run(self) -> Reading[None]:
-        """Read calls, separated by white space, commas or semicolons, as long as there are any."""
+        """Read calls, separated by whitespace, commas or semicolons. The rest is content."""
         while (yield from self.attempt(NOTHING, self._calls())):
             pass
 
@@ -222,17 +217,16 @@ class WholeJsonParser(JsonCallParser):
 
 
 class MistralParser(JsonCallParser):
-    """[TOOL_CALLS] and a list of call objects, or for each call its name, [ARGS] and its arguments."""
+    """Parse [TOOL_CALLS] and a list of call objects, or for each call its name, [ARGS] and its arguments."""
 
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     openings = ("[TOOL_CALLS]",)
 
     def new_call_id(self) -> str:
-        """Return an id: Mistral's templates refuse ids of other than nine letters and digits."""
+        """Return an id of nine letters and digits: Mistral's templates refuse other ids."""
         return secrets.token_hex(5)[:9]
 
     def run(self) -> Reading[None]:
-        """Read content, then calls."""
         yield from self.find_calls(*self.openings, read=self._calls)
 
     def _calls(self, _: str) -> Reading[None]:
@@ -254,14 +248,13 @@ class MistralParser(JsonCallParser):
 
 
 class NamedCallParser(MarkupParser):
-    """An answer that is the arguments of one call, whose name is known: tool_choice names a function."""
+    """Parse an answer that is the arguments of one call, for a tool_choice that names the function."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
 
     def run(self) -> Reading[None]:
-        """Read the arguments."""
         yield from self.skip_space()
         if (yield from self.peek()):
             self.begin_call(self._name)
@@ -269,10 +262,10 @@ class NamedCallParser(MarkupParser):
 
 
 class JsonListParser(JsonCallParser):
-    """An answer that is a list of call objects: what tool_choice "required" binds it to."""
+    """Parse an answer that is a list of call objects, for tool_choice "required"."""
 
     def run(self) -> Reading[None]:
-        """Read the calls; what is no list is content."""
+        """Read the calls. Without a list, the text is content."""
         space = yield from self.skip_space()
         if (yield from self.peek()) == "[":
             yield from self.attempt(NOTHING, self.json_calls())

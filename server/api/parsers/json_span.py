@@ -1,9 +1,9 @@
-"""One JSON value in a text that is still growing: where it ends, and its text as strict JSON (RFC 8259).
+"""Find the end of one JSON value in a text that is still growing, and return its text as strict JSON (RFC 8259).
 
-Valid JSON passes unchanged, as it comes. Models also write what JSON does not have, and clients parse the result: line
-ends in strings and unknown escapes are escaped, True and None become true and null, a trailing comma is left out, and a
-word or a number that JSON cannot hold (NaN, 1e999, 0x1F) becomes text. Anything else breaks the value off: what has come
-out until then is the begin of a JSON text, so a broken value never looks like a whole one.
+Valid JSON passes unchanged while it arrives. Models also write text that is not valid JSON, and clients parse the result. So
+line ends in strings and unknown escapes are escaped, True and None become true and null, a trailing comma is omitted, and a
+word or number that JSON cannot represent (NaN, 1e999, 0x1F) becomes text. Anything else ends the value: the output up to there
+is the beginning of a JSON text, so a broken value never looks like a complete one.
 """
 
 import json
@@ -18,10 +18,10 @@ _NUMBER = re.compile(rf"{_INTEGER.pattern}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WHOLE_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
-_MAX_DIGITS = 4300  # what Python's own json reads
+_MAX_DIGITS = 4300  # limit of Python's json
 _CLOSING = {"{": "}", "[": "]"}
 
-# What may come next, besides white space.
+# Tokens that may come next, besides whitespace.
 _VALUE, _FIRST_VALUE, _KEY, _FIRST_KEY, _COLON, _COMMA = (
     "value",
     "first value",
@@ -33,7 +33,7 @@ _VALUE, _FIRST_VALUE, _KEY, _FIRST_KEY, _COLON, _COMMA = (
 
 
 class JsonSpan:
-    """Takes a text piece by piece, up to the value's end."""
+    """Process a text piece by piece, up to the end of the value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -41,12 +41,12 @@ class JsonSpan:
         self._open: list[str] = []
         self._next = _VALUE
         self._in_string = False
-        self._escape = ""  # an escape that has not come whole
+        self._escape = ""  # an incomplete escape
         self._word: list[str] = []
-        self._comma = ""  # waits, with the white space behind it, for a value
+        self._comma = ""  # waits, with the whitespace after it, for a value
 
     def push(self, text: str) -> tuple[int, str]:
-        """Take more text; return how much of it belongs to the value, and this as JSON."""
+        """Add text. Return the length of its part that belongs to the value, and this part as JSON."""
         at, out = 0, list[str]()
         while at < len(text) and not self.done:
             if self._in_string:
@@ -86,7 +86,7 @@ class JsonSpan:
         if _WHOLE_ESCAPE.fullmatch(escape) or is_quote:
             out.append("'" if is_quote else escape)
             return at + 1
-        out.append("\\" + escape[:-1])  # JSON has no such escape: the backslash is text
+        out.append("\\" + escape[:-1])  # not an escape in JSON: the backslash is text
         return at
 
     def _scalar(self, text: str, at: int, out: list[str]) -> int:

@@ -1,11 +1,11 @@
-"""Calls that are written like a program's: f(city="Paris", days=3), and Gemma 4's call:f{city:<|"|>Paris<|"|>,days:3}.
+"""Parse calls written like program code: f(city="Paris", days=3), and Gemma 4's call:f{city:<|"|>Paris<|"|>,days:3}.
 
 Documented in Llama 3.2's and 4's prompt formats (a list of calls, the whole answer; vLLM's llama4_pythonic template),
-the model cards and chat templates of LFM2 (the list stands between <|tool_call_start|> and <|tool_call_end|>) and Gemma 4's
-chat template (format_argument: strings between <|"|>, keys bare).
+the model cards and chat templates of LFM2 (the list is between <|tool_call_start|> and <|tool_call_end|>) and Gemma 4's
+chat template (format_argument: strings between <|"|>, bare keys).
 
-Templates show a text in quotes without escaping its own, so a quote ends a text only where a comma or a closing bracket
-follows. An argument comes out when it is whole; a call, as soon as its first argument has a name.
+Templates show a text in quotes without escaping quotes inside it, so a quote ends a text only if a comma or a closing bracket
+follows. An argument is output when it is complete; a call, as soon as its first argument has a name.
 """
 
 import re
@@ -23,10 +23,10 @@ _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
 @dataclass(frozen=True, kw_only=True)
 class CallForm:
-    """How calls and values are written."""
+    """The syntax of calls and values."""
 
-    arguments: tuple[str, str]  # around a call's arguments
-    name: re.Pattern[str]  # an argument's, with what stands behind it
+    arguments: tuple[str, str]  # brackets around a call's arguments
+    name: re.Pattern[str]  # an argument's name and the sign after it
     quotes: tuple[str, ...]
     has_escapes: bool  # in quoted text
     word: re.Pattern[str]  # a value without quotes
@@ -49,7 +49,7 @@ GEMMA = CallForm(
 
 
 class LiteralCallParser(MarkupParser):
-    """Reads calls; subclasses know where they stand."""
+    """Read calls. Subclasses find them in the text."""
 
     form: CallForm
 
@@ -62,7 +62,7 @@ class LiteralCallParser(MarkupParser):
         """Read a call from its name on.
 
         Raises:
-            NoCall: it is none.
+            NoCall: The text is not a call.
         """
         opening, closing = self.form.arguments
         name = self.function((yield from self.head(opening)).text.strip())
@@ -98,7 +98,7 @@ class LiteralCallParser(MarkupParser):
         return found
 
     def _argument(self, function: str, key: str, has_any: bool) -> Reading[None]:
-        """Read an argument's value and put the argument out, unless the text ends within it."""
+        """Read and output an argument, unless the text ends within its value."""
         try:
             yield from self.skip_space()
             value = yield from self._value(0, whole=(function, key))
@@ -113,13 +113,13 @@ class LiteralCallParser(MarkupParser):
         self.add_arguments(f"{', ' if has_any else '{'}{as_json(key)}: {value}")
 
     def _value(self, depth: int, whole: tuple[str, str] | None = None) -> Reading[str]:
-        """Read a value; return it as JSON. `whole` are the function and argument whose value it is."""
+        """Read a value and return it as JSON. `whole` is its function and argument if it is a whole argument."""
         if depth > MAX_DEPTH:
             raise NoCall
         quote = yield from self.accept(*self.form.quotes)
         if quote:
             text = yield from self._text_in(quote)
-            # vLLM's template for Llama 4 shows every value in quotes.
+            # vLLM's template for Llama 4 puts every value in quotes.
             is_other = self.form is PYTHON and whole is not None and self._types.excludes_text(*whole)
             return self._types.json_of(*whole, text) if whole is not None and is_other else as_json(text)
         opening = yield from self.accept(*_PAIRS)
@@ -130,7 +130,7 @@ class LiteralCallParser(MarkupParser):
         return (yield from self._bare(whole))
 
     def _text_in(self, quote: str) -> Reading[str]:
-        """Read a quoted text whose opening quote was read."""
+        """Read a quoted text after its opening quote."""
         is_json = quote == '"' and not self.form.has_escapes
         escapes = ("\\\\", "\\" + quote) if self.form.has_escapes or is_json else ()
 
@@ -206,12 +206,12 @@ def _from_json(text: str) -> str:
 
 
 class PythonCallParser(LiteralCallParser):
-    """[f(a=1), g()], between tags or as the whole answer."""
+    """Parse [f(a=1), g()], between tags or as the whole answer."""
 
     form = PYTHON
 
     def __init__(self, types: ArgumentTypes, tags: tuple[str, str], *, whole_answer: bool = False) -> None:
-        """Args: with whole_answer the tags may be missing, and calls stand at the answer's begin only."""
+        """Args: with whole_answer, the tags may be missing, and calls must begin the answer."""
         super().__init__(types)
         self.markers = tags
         self._tags = tags
@@ -219,7 +219,6 @@ class PythonCallParser(LiteralCallParser):
         self.openings = () if whole_answer else tags[:1]
 
     def run(self) -> Reading[None]:
-        """Read content and calls in turn, or calls and then content."""
         if self._whole_answer:
             yield from self.attempt(NOTHING, self._list_of_calls())
         else:
@@ -247,14 +246,13 @@ class PythonCallParser(LiteralCallParser):
 
 
 class GemmaParser(LiteralCallParser):
-    """<|tool_call>call:NAME{...}<tool_call|>, once for each call."""
+    """Parse <|tool_call>call:NAME{...}<tool_call|>, once for each call."""
 
     form = GEMMA
     markers = ("<|tool_call>", "<tool_call|>", '<|"|>')
     openings = ("<|tool_call>",)
 
     def run(self) -> Reading[None]:
-        """Read content and calls in turn."""
         yield from self.find_calls(*self.openings, read=self._call)
 
     def _call(self, _: str) -> Reading[None]:

@@ -1,7 +1,7 @@
-"""Python's literals, as models write them for JSON: ['x', True, None], {'a': 1}, "it\\n's".
+"""Read Python literals, which models write instead of JSON: ['x', True, None], {'a': 1}, "it\\n's".
 
-Knows JSON's values only; no sets, bytes, complex numbers or names, and no code is run. What can be read in the same
-way is read leniently: JSON's own words, tuples (as arrays), a trailing comma.
+Supports only JSON's values: no sets, bytes, complex numbers or names. Runs no code. Unambiguous variants are accepted: JSON's
+own words, tuples (as arrays), a trailing comma.
 """
 
 import json
@@ -27,7 +27,7 @@ class _Read(NamedTuple):
 
 
 def read_literal(text: str) -> Any:
-    """Return the value of a text that is one literal, the text itself if it is none."""
+    """Return the value of a text that is one literal. Otherwise return the text itself."""
     try:
         value, end = _value(text, _SPACE.match(text).end(), 0)  # type: ignore[union-attr]
     except ValueError:
@@ -36,10 +36,10 @@ def read_literal(text: str) -> Any:
 
 
 def word_value(word: str) -> Any:
-    """Return what a word stands for.
+    """Return the value of an unquoted word.
 
     Raises:
-        ValueError: it is neither a number that JSON can hold nor one of true, false and null.
+        ValueError: The word is neither true, false or null nor a number that JSON can represent.
     """
     if word in WORDS:
         return WORDS[word]
@@ -47,12 +47,12 @@ def word_value(word: str) -> Any:
         return int(word)
     value = float(word) if re.match(r"[+-]?\.?[0-9]", word) else math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{word[:80]} is no number that JSON can hold")
+        raise ValueError(f"{word[:80]} is not a number that JSON can represent")
     return value
 
 
 def unescape(text: str) -> str:
-    """Return what a string literal's inside means; an unknown escape is text, as in Python."""
+    """Return a string literal's content with its escapes resolved. Unknown escapes stay text, as in Python."""
     return _ESCAPE.sub(_meaning, text)
 
 
@@ -67,7 +67,7 @@ def _meaning(found: re.Match[str]) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return a value that was read as JSON text."""
+    """Return a value as JSON text."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 

@@ -26,7 +26,7 @@ from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolC
 from server.api.parsers.json_span import JsonSpan
 
 AHEAD = 256  # maximum number of characters to inspect before a decision; names and tags are shorter
-# Maximum number of characters that one answer can make the parser read twice. Later failed calls become content unread.
+# Maximum number of characters read twice per answer. Beyond it, the text of a failed call becomes content at once.
 _MAX_REREAD = 1 << 20
 _SLICE = 4096  # characters of a long text to process at a time
 _SPACE = re.compile(r"\s*")
@@ -288,7 +288,7 @@ class MarkupParser(ABC):
         """Pass a value on while it arrives, up to the first mark that really ends it, and return the mark.
 
         Args:
-            is_end: Gets a mark, the character before it (a line end if there is none), up to AHEAD characters after it, and
+            is_end: Gets a mark, the character before it (a line end at the start), up to AHEAD characters after it, and
                 whether the text ends with these. Returns None if it needs more text, or if the text was truncated within
                 the mark's tag.
             line_end: Omitted before the mark that ends the value.

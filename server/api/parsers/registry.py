@@ -37,7 +37,7 @@ from server.api.parsers.thinking import (
 from server.api.parsers.token_calls import DEEPSEEK, KIMI, DeepseekParser, KimiParser
 
 NONE = "none"  # disables parsing
-_GENERIC = "hermes"  # also taught to models whose template does not support tools
+_GENERIC = "hermes"  # also taught to models without tools in their template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ _REASONING_BY_TOOLS = {name: name for name in ("minimax_m2", "kimi_k2", "glm45",
 
 
 class Bound(NamedTuple):
-    """Where a structure begins in an answer: text to add to the prompt, and text that precedes the structure."""
+    """The beginning of a structure in an answer: text to add to the prompt, and text that precedes the structure."""
 
     prompt: str
     after: str
@@ -225,7 +225,7 @@ class Markup:
         return self.tools if self.tools in ("deepseek_v3", "deepseek_v31") else None
 
     def bound(self, prompt: str) -> Bound:
-        """Return where an answer's structure begins. With channels, the prompt includes the header before it."""
+        """Return the beginning of an answer's structure. With channels, the prompt includes the header before it."""
         if self._channels is not None:
             return Bound(self._channels.content_header(prompt), "")
         if not self._starts_thinking(prompt):

@@ -1,7 +1,7 @@
-"""Calls that are written in tags, one pair per argument.
+"""Parse calls written in tags, with one pair per argument.
 
 Documented in the model repositories of Qwen3-Coder (chat template), MiniMax-M2 (tool calling guide), GLM-4.5 and Hy3 (chat
-templates), DeepSeek (encoding/; DSML: V3.2 has function_calls as the section's name, V4 tool_calls; bars are U+FF5C) and, for
+templates), DeepSeek (encoding/; DSML: the section is named function_calls in V3.2, tool_calls in V4; bars are U+FF5C) and, for
 Muse, in the parsers of vLLM and SGLang (muse_glimmer):
 
     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
@@ -11,13 +11,13 @@ Muse, in the parsers of vLLM and SGLang (muse_glimmer):
     <|DSML|function_calls>\\n<|DSML|invoke name="NAME">\\n<|DSML|parameter name="KEY" string="true">VALUE</|DSML|parameter>\\n
     </|DSML|invoke>\\n</|DSML|function_calls>
 
-A value is data, and data may quote tags: it ends at a closing tag only where the next argument, the call's end or the text's
-end follows, and without one (models forget it) only where the rest has the form of what must follow. A value that holds the
-very sequence that ends it cannot be told from its end.
+A value is data, and data may quote tags. So it ends at a closing tag only if the next argument, the call's end or the text's
+end follows. Without a closing tag (models forget it), it ends only if the rest has the form of what must follow. A value that
+contains exactly the sequence that ends it cannot be distinguished from its end.
 
-DSML marks text itself; for the others the function's schema decides (see `arguments`). Text comes out as it comes in, other
-arguments whole: only its end tells what a value is. If the text ends inside one, the object stays open, so that nobody takes
-a call that was cut off for a whole one.
+DSML marks which values are text; otherwise the function's schema decides (see `arguments`). Text is output while it arrives,
+other arguments when complete, because only the end tag determines the value. If the text ends inside an argument, the object
+stays open, so that a client cannot mistake a truncated call for a complete one.
 """
 
 import json
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from server.api.parsers.arguments import ANY_JSON, ANY_TEXT
-from server.api.parsers.arguments import ArgumentTypes as ArgumentTypes  # where others import it from
+from server.api.parsers.arguments import ArgumentTypes as ArgumentTypes  # other modules import it from here
 from server.api.parsers.reader import AHEAD, MarkupParser, NoCall, Reading
 
 _SPACE = r"\s{0,64}"
@@ -37,36 +37,36 @@ _QUOTED = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)')""")
 
 @dataclass(frozen=True)
 class ArgumentTag:
-    """What opens an argument. Patterns are of the text behind the head."""
+    """The opening tag of an argument. Patterns apply to the text after the head."""
 
     head: str
-    rest: str  # has the argument's name as the group `key`
-    cut: str  # of what there is of the rest where the text was cut off
+    rest: str  # pattern of the rest, with the argument's name as the group `key`
+    cut: str  # pattern of a truncated rest
 
     @cached_property
     def whole(self) -> re.Pattern[str]:
-        """Return a pattern of the tag."""
+        """The pattern of the complete tag."""
         return re.compile(re.escape(self.head) + self.rest)
 
     @cached_property
     def begin(self) -> re.Pattern[str]:
-        """Return a pattern of the tag where it was cut off."""
+        """The pattern of a truncated tag."""
         return re.compile(re.escape(self.head) + self.cut)
 
 
 @dataclass(frozen=True)
 class End:
-    """Where a tag ends a value: in front of which others, besides white space."""
+    """The condition under which a tag ends a value: the tags that must follow, after optional whitespace."""
 
     tags: tuple[str, ...]
-    behind: re.Pattern[str]  # the same, whole; its group `key` is an argument that begins there
-    cut: re.Pattern[str]  # an argument's tag that was cut off
-    opens_argument: bool = False  # the tag is the next argument's: a model has forgotten this value's end
-    starts_line: bool = False  # only at the begin of a line, then
+    behind: re.Pattern[str]  # matches these tags completely; its group `key` is an argument that begins there
+    cut: re.Pattern[str]  # matches a truncated argument tag
+    opens_argument: bool = False  # the tag opens the next argument: the model forgot to close this value
+    starts_line: bool = False  # and it must be at the beginning of a line
 
 
 def _end(tags: Iterable[str], argument: ArgumentTag | None = None) -> End:
-    """Return an end before any of the tags, or before an argument."""
+    """Return the end of a value before any of the tags, or before an argument."""
     tags = tuple(tags)
     if argument is None:
         return End(tags, re.compile(f"{_SPACE}(?:{'|'.join(map(re.escape, tags))})"), re.compile(r"(?!)"))
@@ -78,7 +78,7 @@ def _end(tags: Iterable[str], argument: ArgumentTag | None = None) -> End:
 
 
 def _next_argument(argument: ArgumentTag, *, starts_line: bool) -> End:
-    """Return the end of a value that nobody closed, at the next argument's head."""
+    """Return the end of an unclosed value, at the next argument's head."""
     return End(
         ("",),
         re.compile(argument.rest),
@@ -89,9 +89,9 @@ def _next_argument(argument: ArgumentTag, *, starts_line: bool) -> End:
 
 
 class TagCallParser(MarkupParser):
-    """What the forms have in common: arguments that make up an object, one by one."""
+    """Base of the forms with tags: output arguments one by one as an object."""
 
-    line_end = ""  # stands before a value's closing tag and is not the value's
+    line_end = ""  # precedes a value's closing tag and does not belong to the value
 
     def __init__(self, types: ArgumentTypes) -> None:
         super().__init__(types.offered)
@@ -106,11 +106,11 @@ class TagCallParser(MarkupParser):
         self._keys = set()
 
     def argument(self, key: str, ends: Mapping[str, End], types: ArgumentTypes | None = None) -> Reading[str]:
-        """Read an argument's value, put it out, and return the tag that ended it; NOTHING if it was cut off.
+        """Read and output an argument's value, and return the tag that ended it. Returns NOTHING if it was truncated.
 
         Args:
-            ends: by the tag that ends the value.
-            types: say what the value is; None asks the functions' schemas.
+            ends: End conditions by the tag that ends the value.
+            types: Types of the value; None uses the functions' schemas.
         """
         types = types or self._types
         self._key = key
@@ -146,12 +146,12 @@ class TagCallParser(MarkupParser):
         return None if may_come and len(behind) < AHEAD else False
 
     def _may_begin(self, key: str, end: End) -> bool:
-        """Tell whether an argument may begin here: an object has each once, and one that ends a value is known."""
+        """Return whether an argument may begin here. Each may occur once, and one that ends a value must be known."""
         is_new = bool(key) and key not in self._keys and key != self._key
         return is_new and (not end.opens_argument or self._types.may_have(self._function, key))
 
     def name_in(self, tag: str) -> str:
-        """Return the name at the begin of a tag's rest: perhaps in quotes, perhaps with more attributes behind it."""
+        """Return the name at the beginning of a tag's rest, which may be quoted and followed by attributes."""
         quoted = _QUOTED.match(tag)
         return ((quoted[1] or quoted[2] or "") if quoted else tag).strip()
 
@@ -159,11 +159,11 @@ class TagCallParser(MarkupParser):
         self.add_arguments(_quoted(text)[1:-1])
 
     def json_body(self) -> Reading[bool]:
-        """Read arguments that stand as one JSON object where the form has tags; tell whether they were whole."""
+        """Read arguments written as one JSON object instead of tags, and return whether they were complete."""
         return (yield from self.json_text(self.add_arguments))
 
     def end(self) -> None:
-        """End the call's arguments."""
+        """Close the call's arguments."""
         self.add_arguments("}" if self._keys else "{}")
 
 
@@ -173,7 +173,7 @@ def _quoted(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """Tags whose names carry the function's and the argument's name: opening (or its head) and closing."""
+    """Tags that contain the function's and the argument's name: opening (or its head) and closing."""
 
     sections: tuple[tuple[str, str], ...]
     call: tuple[str, str]
@@ -181,12 +181,12 @@ class Tags:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What may begin calls. A call without its section's tags is one too: models forget them."""
+        """The tags that may begin calls. A call may lack its section's tags: models forget them."""
         return (*(opening for opening, _ in self.sections), self.call[0])
 
     @property
     def closings(self) -> tuple[str, ...]:
-        """What may end sections."""
+        """The tags that may end sections."""
         return tuple(closing for _, closing in self.sections)
 
 
@@ -206,7 +206,7 @@ MUSE = Tags(
     argument=("<atem:parameter name=", "</atem:parameter>"),
 )
 TOKEN = "\uff5cDSML\uff5c"
-_DSML_SECTIONS = ("function_calls", "tool_calls")  # V3.2's and V4's; a model may have learnt both
+_DSML_SECTIONS = ("function_calls", "tool_calls")  # V3.2's and V4's; a model may have learned both
 DSML = Tags(
     sections=tuple((f"<{TOKEN}{section}>", f"</{TOKEN}{section}>") for section in _DSML_SECTIONS),
     call=(f"<{TOKEN}invoke name=", f"</{TOKEN}invoke>"),
@@ -221,7 +221,7 @@ def _argument_of(tags: Tags) -> ArgumentTag:
 
 @lru_cache
 def _ends_of(tags: Tags) -> dict[str, End]:
-    """Return where a value ends, by the tag."""
+    """Return the end conditions of a value by tag."""
     argument, after_call = _argument_of(tags), (*tags.closings, *tags.openings)
     return {
         tags.argument[1]: _end((tags.call[1], *after_call), argument),
@@ -232,7 +232,7 @@ def _ends_of(tags: Tags) -> dict[str, End]:
 
 
 class NamedTagParser(TagCallParser):
-    """Qwen3-Coder's and MiniMax-M2's form."""
+    """Parse Qwen3-Coder's and MiniMax-M2's form."""
 
     line_end = "\n"
 
@@ -243,7 +243,6 @@ class NamedTagParser(TagCallParser):
         self.markers = tuple(tag for section in tags.sections for tag in section)
 
     def run(self) -> Reading[None]:
-        """Read content and sections in turn."""
         yield from self.find_calls(*self.openings, read=self._section)
 
     def _section(self, mark: str) -> Reading[None]:
@@ -270,7 +269,7 @@ class NamedTagParser(TagCallParser):
         yield from self.end_tag(self._tags.call[1])
 
     def _arguments(self) -> Reading[bool]:
-        """Read arguments; tell whether they are whole."""
+        """Read arguments and return whether they are complete."""
         while (yield from self.coming(self._tags.argument[0])):
             found = yield from self.take_match(_argument_of(self._tags).whole)
             if found is None:
@@ -282,15 +281,15 @@ class NamedTagParser(TagCallParser):
         return not (yield from self.pass_cut_tag(self._tags.argument[0]))
 
     def read_argument(self, tag: str) -> Reading[bool]:
-        """Read the argument whose opening tag has this rest; tell whether it was whole.
+        """Read an argument, given the rest of its opening tag, and return whether it was complete.
 
-        A value may stand on lines of its own. Where it does not, a line end at its end is the value's.
+        A value may be on separate lines. If it is not, a line end at its end belongs to the value.
         """
         self.line_end = yield from self.accept("\n")
         return (yield from self.read_value(self.name_in(tag)))
 
     def read_value(self, key: str, types: ArgumentTypes | None = None) -> Reading[bool]:
-        """Read an argument's value; tell whether it was whole. `types` as in `argument`."""
+        """Read an argument's value and return whether it was complete. `types` is as in `argument`."""
         mark = yield from self.argument(key, _ends_of(self._tags), types)
         if mark != self._tags.argument[1]:
             self.put_back(mark)
@@ -301,7 +300,7 @@ _IS_TEXT = re.compile(r"""\sstring=["'](true|false)["']""")
 
 
 class DsmlParser(NamedTagParser):
-    """Named tags with one more attribute. Text is raw: no line end is left out."""
+    """Parse named tags with one more attribute. Text is raw: line ends belong to it."""
 
     line_end = ""
 
@@ -310,7 +309,7 @@ class DsmlParser(NamedTagParser):
         self.markers = (TOKEN,)
 
     def read_argument(self, tag: str) -> Reading[bool]:
-        """Read an argument as the tag's attribute says."""
+        """Read an argument by the type in the tag's attribute."""
         said = _IS_TEXT.search(tag)
         types = None if said is None else ANY_TEXT if said[1] == "true" else ANY_JSON
         return (yield from self.read_value(self.name_in(tag), types))
@@ -323,11 +322,11 @@ class KeyTags:
     call: tuple[str, str] = ("<tool_call>", "</tool_call>")
     key: tuple[str, str] = ("<arg_key>", "</arg_key>")
     value: tuple[str, str] = ("<arg_value>", "</arg_value>")
-    separator: str = ""  # behind the function's name
+    separator: str = ""  # after the function's name
     section: tuple[str, str] | None = None
 
     def spelled(self, suffix: str) -> "KeyTags":
-        """Return the tags with a suffix in each."""
+        """Return these tags with a suffix in each."""
 
         def pair(tags: tuple[str, str]) -> tuple[str, str]:
             return (tags[0].replace(">", f"{suffix}>"), tags[1].replace(">", f"{suffix}>"))
@@ -342,7 +341,7 @@ class KeyTags:
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every tag."""
+        """All tags."""
         return (
             *(self.section or ()),
             *self.call,
@@ -354,15 +353,13 @@ class KeyTags:
 
 GLM = KeyTags()
 _HY3_TAGS = KeyTags(separator="<tool_sep>", section=("<tool_calls>", "</tool_calls>"))
-HY3 = (
-    _HY3_TAGS,
-    _HY3_TAGS.spelled(":opensource"),
-)  # the published checkpoints write the suffix, the preview none
+# The published checkpoints write the suffix, the preview does not.
+HY3 = (_HY3_TAGS, _HY3_TAGS.spelled(":opensource"))
 
 
 @lru_cache
 def _key_of(tags: KeyTags) -> ArgumentTag:
-    """Return what stands before a value; models forget the key's closing tag."""
+    """Return the tags before a value. Models forget the key's closing tag."""
     closing, value = map(re.escape, (tags.key[1], tags.value[0]))
     cut = rf"{_begin_of(tags.key[1])}|{closing}{_SPACE}{_begin_of(tags.value[0])}|{_begin_of(tags.value[0])}"
     return ArgumentTag(
@@ -373,13 +370,13 @@ def _key_of(tags: KeyTags) -> ArgumentTag:
 
 
 def _begin_of(tag: str) -> str:
-    """Return a pattern of as much of a tag as there may be."""
+    """Return a pattern of a tag's beginning, of any length."""
     return "".join(f"(?:{re.escape(char)}" for char in tag) + ")?" * len(tag)
 
 
 @lru_cache
 def _key_ends_of(tags: KeyTags) -> dict[str, End]:
-    """Return where a value ends, by the tag."""
+    """Return the end conditions of a value by tag."""
     argument, openings = _key_of(tags), (tags.call[0], *(tags.section or ()))
     return {
         tags.value[1]: _end((tags.call[1], *openings), argument),
@@ -389,7 +386,7 @@ def _key_ends_of(tags: KeyTags) -> dict[str, End]:
 
 
 class KeyTagParser(TagCallParser):
-    """GLM-4.5's and Hy3's form: tags around keys and values."""
+    """Parse GLM-4.5's and Hy3's form: tags around keys and values."""
 
     def __init__(self, spellings: tuple[KeyTags, ...], types: ArgumentTypes) -> None:
         super().__init__(types)
@@ -399,7 +396,6 @@ class KeyTagParser(TagCallParser):
         self.markers = tuple(tag for tags in spellings for tag in tags.all)
 
     def run(self) -> Reading[None]:
-        """Read content and calls in turn."""
         yield from self.find_calls(*self.openings, read=self._calls)
 
     def _calls(self, mark: str) -> Reading[None]:
@@ -425,7 +421,7 @@ class KeyTagParser(TagCallParser):
         yield from self.end_tag(tags.call[1])
 
     def _key_arguments(self, tags: KeyTags, name: str) -> Reading[bool]:
-        """Begin the call and read its arguments; tell whether they are whole."""
+        """Begin the call, read its arguments, and return whether they are complete."""
         found = yield from self.take_match(_key_of(tags).whole)
         if found is None and not (yield from self.coming(tags.call[1])):
             raise NoCall

@@ -1,13 +1,12 @@
-"""Reasoning that stands before an answer, between tags such as <think> and </think>; what follows goes to another parser.
+"""Parse reasoning before an answer, between tags such as <think> and </think>. Another parser reads the text after it.
 
 Documented in the chat templates of DeepSeek-R1, Qwen3, GLM-4.5, Kimi-K2-Thinking, MiniMax-M2, Hy3, Gemma 4 and Command A
-Reasoning. Whether the text begins inside is seen in the prompt, whose template may have written the opening tag, or both
-tags where thinking is off, and whose last message may be an answer to go on with. White space around the tags belongs to
-neither part.
+Reasoning. The prompt shows whether the answer begins inside reasoning: its template may have written the opening tag, or both
+tags if thinking is off, and its last message may be an answer to continue. Whitespace around the tags belongs to neither part.
 
-Models also call without closing their reasoning (Qwen3.5, MiniMax-M2, DeepSeek-V3.2; Kimi and GLM do it by design). Drafts of
-calls stand in reasoning too, with more reasoning behind them. So whole calls of offered functions end reasoning if nothing
-but calls follows them; in families that do it by design, at once.
+Models also call without closing their reasoning (Qwen3.5, MiniMax-M2, DeepSeek-V3.2; Kimi and GLM by design), but reasoning
+may also contain drafts of calls, followed by more reasoning. So complete calls of offered functions end reasoning if only
+calls follow them; in families that do it by design, they end it at once.
 """
 
 import re
@@ -19,18 +18,18 @@ from server.api.parsers.reader import MarkupParser, Reading
 OPENING, CLOSING = "<think>", "</think>"
 TagPairs = tuple[tuple[str, str], ...]
 THINK: TagPairs = ((OPENING, CLOSING),)
-_FIRST_SLICE, _LAST_SLICE = 64, 4096  # of what may be a call; most of what is none shows in a few characters
+_FIRST_SLICE, _LAST_SLICE = 64, 4096  # for a possible call; most non-calls show in a few characters
 _LONGEST_TAG = 32
-_CALL, _DRAFT, _CLOSED = "call", "draft", "reasoning goes on to its closing tag"
-_MAX_DRAFTS = 32  # whole calls in reasoning that were none; behind them nobody looks for one
-# Special tokens in the forms that chat templates give them: a turn ends or begins, so what was open is history.
+_CALL, _DRAFT, _CLOSED = "call", "draft", "reasoning continues to its closing tag"
+_MAX_DRAFTS = 32  # after this many drafts of calls in reasoning, the parser ignores further ones
+# Special tokens as chat templates write them. They end or begin a turn, so reasoning opened before them is history.
 _TURN = re.compile(
     r"<[|\uff5c][^<>]{1,40}>|<[^<>]{1,40}\|>|<(?:start|end)_of_turn>|\[/?INST\]|\[e~\[|\]~b\]|</s>"
 )
 
 
 class ThinkParser(MarkupParser):
-    """Splits off the reasoning."""
+    """Separate the reasoning from the answer."""
 
     def __init__(
         self,
@@ -41,14 +40,14 @@ class ThinkParser(MarkupParser):
         calls: tuple[str, ...] = (),
         calls_end_it: bool = False,
     ) -> None:
-        """Set up.
+        """Create a parser for one answer.
 
         Args:
-            make_answer: makes the parser of what follows.
-            opened: the prompt has opened reasoning.
-            tags: pairs, one of which is used.
-            calls: marks that begin calls, which may stand in reasoning that is never closed.
-            calls_end_it: whatever follows them.
+            make_answer: Creates the parser of the answer after reasoning.
+            opened: Whether the prompt has opened reasoning.
+            tags: Pairs of tags, one of which is used.
+            calls: Marks that begin calls, which may occur in reasoning that is never closed.
+            calls_end_it: Calls end reasoning, regardless of the text after them.
         """
         super().__init__()
         self._make_answer = make_answer
@@ -61,7 +60,7 @@ class ThinkParser(MarkupParser):
         self._num_drafts = 0
 
     def run(self) -> Reading[None]:
-        """Read the reasoning, if there is any, then hand everything on."""
+        """Read the reasoning, if any, then pass everything on."""
         space = yield from self.skip_space()
         if (yield from self.accept(*self._openings)) or self._opened:
             yield from self._reasoning()
@@ -85,7 +84,7 @@ class ThinkParser(MarkupParser):
             self.think(gap + mark)
 
     def _answer_begins(self, mark: str) -> Reading[bool]:
-        """Read what a mark of a call begins; tell whether it is the answer. If not, it comes again."""
+        """Read the text after a call's mark, and return whether it is the answer. If not, the text is read again."""
         answer = self._make_answer()
         deltas: list[Delta] = answer.push(mark)
         read: list[str] = []
@@ -115,7 +114,7 @@ class ThinkParser(MarkupParser):
         return False
 
     def _verdict(self, deltas: list[Delta], new: list[Delta], tail: str) -> str:
-        """Judge what stands behind a call's mark by its deltas and its end; empty as long as it is open."""
+        """Classify the text after a call's mark by its deltas and its end. Returns an empty string while undecided."""
         if self._calls_end_it:
             return "" if not deltas else _CALL if isinstance(deltas[0], ToolCallDelta) else _DRAFT
         if any(isinstance(delta, ContentDelta) for delta in new):
@@ -124,7 +123,7 @@ class ThinkParser(MarkupParser):
 
 
 class WrappedAnswerParser(MarkupParser):
-    """Takes an answer out of its tags, as Hunyuan (<answer>) and ERNIE 4.5 (<response>) write them after reasoning."""
+    """Remove the tags around an answer, which Hunyuan (<answer>) and ERNIE 4.5 (<response>) write after reasoning."""
 
     def __init__(self, answer: TextParser, tags: tuple[str, str]) -> None:
         super().__init__()
@@ -132,7 +131,7 @@ class WrappedAnswerParser(MarkupParser):
         self._tags = tags
 
     def run(self) -> Reading[None]:
-        """Read what is in the tags, and what is after them; without tags, everything."""
+        """Read the text in the tags and after them. Without tags, read everything."""
         space = yield from self.skip_space()
         if (yield from self.accept(self._tags[0])):
             yield from self.skip_space()
@@ -151,7 +150,7 @@ class WrappedAnswerParser(MarkupParser):
 
 
 def open_tags(prompt: str, tags: TagPairs = THINK) -> tuple[str, str] | None:
-    """Return the tags whose reasoning a prompt leaves open: opened, not closed, and no turn ends or begins behind it."""
+    """Return the tags of the reasoning that a prompt leaves open: not closed, and with no turn end or start after it."""
     at, pair = max((prompt.rfind(pair[0]), pair) for pair in tags)
     behind = prompt[at + len(pair[0]) :]
     is_open = at >= 0 and not any(closing in behind for _, closing in tags) and not _TURN.search(behind)
@@ -159,7 +158,7 @@ def open_tags(prompt: str, tags: TagPairs = THINK) -> tuple[str, str] | None:
 
 
 def is_opened(prompt: str, tags: TagPairs = THINK) -> bool | None:
-    """Tell whether a prompt leaves reasoning open; None if it does not, but does not end with its closing tag either."""
+    """Return whether a prompt leaves reasoning open. Returns None if it neither does nor ends with a closing tag."""
     if open_tags(prompt, tags) is not None:
         return True
     return False if prompt.rstrip().endswith(tuple(closing for _, closing in tags)) else None
