@@ -1,8 +1,8 @@
-"""Batches: OpenAI's batch objects, kept in a folder beside the files, so that a front that is started again goes on with them.
+"""Store OpenAI's batch objects in a folder next to the files, so that a restarted front can continue them.
 
 A batch is one small JSON file, rewritten whenever its status changes, and two files of answers that grow while it runs
-(`output_lines`): the good ones, and the rest. How many lines are done stands in those, not here. Ended batches are kept for
-as long as their files may be.
+(`output_lines`): good answers, and the rest. These files, not this record, show which lines are done. Ended batches are kept
+for the maximum lifetime of their files.
 """
 
 import logging
@@ -18,13 +18,13 @@ from server.http.shares import Shares
 from server.steady_clock import GRACE_S, SteadyClock, taken_over
 
 WINDOW_S = 86_400  # the completion_window of 24h
-MAX_OPEN = 100  # batches of one owner that have not ended
+MAX_OPEN = 100  # unfinished batches per owner
 MAX_BATCHES = 10_000
 _LOG = logging.getLogger("wideep.front")
 
 
 class BatchStatus(StrEnum):
-    """Where a batch is, in OpenAI's words."""
+    """A batch's status, in OpenAI's terms."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -41,36 +41,35 @@ ENDED = (BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchSt
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """A batch as far as it is."""
+    """The current state of a batch."""
 
     id: str
-    owner: str  # as its files'
+    owner: str  # like its files'
     endpoint: str
     input_file_id: str
     created_at: int  # seconds since 1970
     metadata: dict[str, str] | None
     answers_lifetime_s: int
     status: BatchStatus = BatchStatus.VALIDATING
-    times: dict[str, int] = field(default_factory=dict)  # status -> when it began
-    outcome: BatchStatus | None = None  # the status that it will end with, once that is known
+    times: dict[str, int] = field(default_factory=dict)  # status -> time when it was entered
+    outcome: BatchStatus | None = None  # the final status, once it is known
     errors: list[dict[str, Any]] = field(default_factory=list)  # why it failed
     num_lines: int = 0
     num_good: int = 0
     num_failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    closes_at: float | None = (
-        None  # when lines are given up; None: it is by another version, and `created_at` says it
-    )
+    # End of the completion window. None if another version wrote the batch: then `created_at` determines it.
+    closes_at: float | None = None
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more happens to it."""
+        """Whether the batch is in a final status."""
         return self.status in ENDED
 
     @property
     def expires_at(self) -> int:
-        """When lines are given up."""
+        """End of the completion window, in seconds since 1970."""
         return self.created_at + WINDOW_S if self.closes_at is None else int(self.closes_at)
 
     def shown(self) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class Batch:
 
 
 class BatchStore:
-    """The batches by id."""
+    """Batches by id."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class BatchStore:
         max_batches: int = MAX_BATCHES,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Take over what is in the folder."""
+        """Load the batches in the folder."""
         self._directory, self._clock = directory, clock or SteadyClock()
         self._max_open, self._number = max_open, Shares(max_batches)
         self._batches: dict[str, Batch] = {}
@@ -129,7 +128,7 @@ class BatchStore:
 
     @property
     def open_batches(self) -> list[Batch]:
-        """Those that have not ended, oldest first."""
+        """The unfinished batches, oldest first."""
         return [each for each in self._batches.values() if not each.has_ended]
 
     def create(
@@ -141,15 +140,15 @@ class BatchStore:
         metadata: dict[str, str] | None,
         answers_lifetime_s: int,
     ) -> Batch:
-        """Keep a new batch.
+        """Create and store a batch.
 
         Raises:
-            ApiError: 429, there are too many; 507 or 500, it cannot be kept.
+            ApiError: 429 if the owner has too many unfinished batches; 507 or 500 if it cannot be written.
         """
         if sum(each.owner == owner for each in self.open_batches) >= self._max_open:
             raise ApiError(
                 429,
-                f"{self._max_open} of your batches have not ended, the most at a time; wait for one, or cancel it.",
+                f"{self._max_open} of your batches are unfinished, which is the maximum; wait for one, or cancel it.",
             )
         created_at = int(self._clock())
         batch = Batch(
@@ -174,7 +173,7 @@ class BatchStore:
         """Return a batch.
 
         Raises:
-            ApiError: 404, there is none, or it is somebody else's.
+            ApiError: 404 if it does not exist or has another owner.
         """
         found = self._batches.get(batch_id)
         if found is None or found.owner != owner:
@@ -182,57 +181,56 @@ class BatchStore:
         return found
 
     def all_of(self, owner: str) -> list[Batch]:
-        """Return somebody's batches, in no order."""
+        """Return an owner's batches, unordered."""
         return [each for each in self._batches.values() if each.owner == owner]
 
     def reader_of(self, file_id: str) -> Batch | None:
-        """Return a batch that has not ended and reads this file."""
+        """Return an unfinished batch that reads this file."""
         return next((each for each in self.open_batches if each.input_file_id == file_id), None)
 
     def enter(self, batch: Batch, status: BatchStatus) -> None:
-        """Note a batch's new status. If that cannot be written, a front that is started again repeats what led to it."""
+        """Set and write a batch's status. If it cannot be written, a restarted front repeats the preceding work."""
         try:
             self.record(batch, status)
         except OSError as error:
-            _LOG.error("%s is %s, which cannot be written: %s", batch.id, status, error)
+            _LOG.error("cannot write that %s is %s: %s", batch.id, status, error)
 
     def record(self, batch: Batch, status: BatchStatus) -> None:
-        """Note a batch's new status, and write it.
+        """Set and write a batch's status.
 
         Raises:
-            OSError: it is not.
+            OSError: The status cannot be written.
         """
         self.show(batch, status)
         write_json(self._path_of(batch), asdict(batch))
 
     def show(self, batch: Batch, status: BatchStatus) -> None:
-        """Note a batch's new status, and do not write it."""
+        """Set a batch's status without writing it."""
         batch.status = status
         batch.times.setdefault(status, int(self._clock()))
 
     def record_outcome(self, batch: Batch) -> None:
-        """Write how a batch will end, whatever status is shown: a front that is started again makes its files, no more.
+        """Write a batch's outcome, regardless of its shown status: a restarted front then only creates its files.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The outcome cannot be written.
         """
         write_json(self._path_of(batch), {**asdict(batch), "status": BatchStatus.FINALIZING})
 
     def paths_of(self, batch: Batch) -> tuple[Path, Path]:
-        """Return where its answers are while it runs: the good ones, and the rest."""
+        """Return the paths of a running batch's answers: the good ones, and the rest."""
         return self._directory / f"{batch.id}.output.jsonl", self._directory / f"{batch.id}.errors.jsonl"
 
     def expire(self) -> None:
-        """Forget ended batches that are too old, and the oldest of the owner with most if there are too many."""
+        """Drop expired ended batches, and while there are too many, the oldest ended one of the owner with most."""
         now_s = self._clock()
         if now_s >= self._grace_until_s:
             for each in [each for each in self._batches.values() if each.has_ended]:
                 if max(each.times.values(), default=each.created_at) < now_s - LIFETIME_S:
                     self._drop(each)
         while self._number.is_over and (ended := [each for each in self._batches.values() if each.has_ended]):
-            self._drop(
-                max(ended, key=lambda each: self._number.held_by(each.owner))
-            )  # of equal ones the first
+            # max returns the first, oldest batch of this owner.
+            self._drop(max(ended, key=lambda each: self._number.held_by(each.owner)))
 
     def _remember(self, batch: Batch) -> None:
         self._batches[batch.id] = batch

@@ -1,9 +1,9 @@
-"""Many requests to one service at once: as many as the service can use, tried again where that can help.
+"""Send many requests to one service at once: up to the limit that the service can use, with useful retries.
 
-What may pass by itself (a full queue, a start or restart, a lost connection) is waited out for about a minute in all,
-with the service's Retry-After where it gives one; what is left then is an error of the whole bulk, because the next
-request would fare no better. Every other answer, good or bad, is the caller's. Requests are not cut off by time: one
-may wait in the service's queue for as long as the others take.
+Temporary failures (a full queue, a start or restart, a lost connection) are retried for about a minute in all, after the service's
+Retry-After if it sends one. If they persist, the whole bulk fails, because the next request would fail, too. All other
+answers, good or bad, go to the caller. Requests have no timeout: one may wait in the service's queue until the others are
+finished.
 """
 
 import asyncio
@@ -17,15 +17,15 @@ from server.http.json_parts import encode
 from server.http.json_text import PIECE_BYTES, parse_json
 
 CONNECT_TIMEOUT_S = 30.0
-PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each new try
-LONGEST_PAUSE_S = 60.0  # of what Retry-After may ask for
-_PASSING = (429, 503)  # too many requests, not ready
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each retry
+LONGEST_PAUSE_S = 60.0  # limit for Retry-After
+_PASSING = (429, 503)  # temporary: too many requests, not ready
 
 Job = TypeVar("Job")
 
 
 class ServiceLostError(RuntimeError):
-    """The service cannot be reached or takes nothing any more; the message says which and what to do."""
+    """The service is unreachable or refuses requests; the message has the reason and what to do."""
 
 
 class Reply(NamedTuple):
@@ -37,12 +37,12 @@ class Reply(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """Whether it is an answer and no refusal."""
+        """Whether the request succeeded."""
         return self.status == 200
 
     @property
     def complaint(self) -> str:
-        """The service's own words for a refusal."""
+        """The service's error message."""
         try:
             return str(self.body["error"]["message"])
         except (LookupError, TypeError):
@@ -50,10 +50,10 @@ class Reply(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """Why a try failed, in a way that may pass."""
+    """A temporary failure of one attempt."""
 
     reason: str
-    asked_pause_s: float = 0.0  # by the service's Retry-After
+    asked_pause_s: float = 0.0  # from Retry-After
 
 
 class BulkClient:
@@ -69,16 +69,16 @@ class BulkClient:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Connect when asked first.
+        """Create the client. It connects with the first request.
 
         Args:
-            url: the service's, with or without http:// and /v1.
-            concurrency: the most connections.
-            why_gone: says why no further try can help, None while one can.
-            sleep, transport: replaced in tests.
+            url: URL of the service, with or without http:// and /v1.
+            concurrency: Maximum number of connections.
+            why_gone: Returns why retries are useless, or None while they may help.
+            sleep, transport: Replaced in tests.
 
         Raises:
-            ServiceLostError: it is not a URL.
+            ServiceLostError: The URL is invalid.
         """
         self.url = _root(url)
         self.concurrency = concurrency
@@ -90,14 +90,14 @@ class BulkClient:
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             transport=transport,
-            trust_env=False,  # no proxy stands between a batch and its service
+            trust_env=False,  # use no proxy between a batch and its service
         )
 
     async def get(self, path: str) -> Reply:
-        """GET, once: it tells early whether there is a service.
+        """Send a GET without retries, to find out early whether the service is reachable.
 
         Raises:
-            ServiceLostError: nobody answers.
+            ServiceLostError: The service does not answer.
         """
         answer = await self._try("GET", path, None)
         if isinstance(answer, Trouble):
@@ -105,12 +105,12 @@ class BulkClient:
         return answer
 
     async def post(self, path: str, body: Any) -> Reply:
-        """POST a JSON body, again and again while the trouble is one that passes.
+        """POST a JSON body, with retries after temporary failures.
 
         Raises:
-            ServiceLostError: the last try failed as well.
+            ServiceLostError: The last attempt failed, or retries are useless.
         """
-        content = await asyncio.to_thread(encode, body)  # ASCII: half surrogates travel, too
+        content = await asyncio.to_thread(encode, body)  # ASCII, so that lone surrogates can be sent
         for pause_s in PAUSES_S:
             answer = await self._try("POST", path, content)
             if not isinstance(answer, Trouble):
@@ -120,7 +120,7 @@ class BulkClient:
             await self._sleep(min(max(pause_s, answer.asked_pause_s), LONGEST_PAUSE_S))
         answer = await self._try("POST", path, content)
         if isinstance(answer, Trouble):
-            raise ServiceLostError(f"{answer.reason}; gave up after {len(PAUSES_S) + 1} tries")
+            raise ServiceLostError(f"{answer.reason}; stopped after {len(PAUSES_S) + 1} attempts")
         return answer
 
     async def _try(self, method: str, path: str, content: bytes | None) -> Reply | Trouble:
@@ -131,13 +131,13 @@ class BulkClient:
             return Trouble(f"no service answers at {self.url} ({_words(error)})")
         except httpx.TransportError as error:
             return Trouble(f"lost the connection to {self.url} ({_words(error)})")
-        is_long = len(response.content) > PIECE_BYTES  # log-probabilities may be megabytes
+        is_long = len(response.content) > PIECE_BYTES  # log-probabilities may take megabytes
         reply = await asyncio.to_thread(_reply, response) if is_long else _reply(response)
         if reply.status not in _PASSING:
             return reply
-        asked = response.headers.get("retry-after", "")  # or a date, which we do not wait for
+        asked = response.headers.get("retry-after", "")  # a date is ignored
         return Trouble(
-            f"{self.url} takes no requests ({reply.status}): {reply.complaint}",
+            f"{self.url} refuses requests ({reply.status}): {reply.complaint}",
             float(asked) if asked.isdecimal() else 0.0,
         )
 
@@ -149,7 +149,7 @@ class BulkClient:
 
 
 def _root(url: str) -> str:
-    """Return a service's root, whether the user wrote it with or without http:// and /v1."""
+    """Return the root of a service's URL, which may lack http:// or end with /v1."""
     root = url if "://" in url else f"http://{url}"
     root = root.rstrip("/").removesuffix("/v1")
     try:
@@ -163,15 +163,15 @@ def _root(url: str) -> str:
 
 
 async def for_each(jobs: Iterable[Job], work: Callable[[Job], Awaitable[None]], *, concurrency: int) -> None:
-    """Work on every job, on at most `concurrency` at once, taking the next only when there is room for it.
+    """Process all jobs, at most `concurrency` at once. Takes the next job only when it can start.
 
     Raises:
-        Exception: what the first failing job raised; the others are cancelled.
+        Exception: The exception of the first job that failed. The others are cancelled.
     """
     waiting = iter(jobs)
 
     async def take() -> None:
-        for job in waiting:  # one iterator for all: each job is taken once
+        for job in waiting:  # a shared iterator: each job is taken once
             await work(job)
 
     try:

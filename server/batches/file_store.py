@@ -1,15 +1,15 @@
-"""Files that clients gave and batches made, in a folder: OpenAI's file objects, bounded, and each its owner's alone.
+"""Store the files that clients upload and batches write, in one folder: OpenAI's file objects, limited, visible to their owner.
 
-A file is two: its content, `ID.jsonl`, and what is known of it, `ID.json`. Names in the folder are ids that are made here; what a
-client calls its file is only told. An upload's content is written before what is known of it, a batch's answers after: whatever
-ends the front between the two leaves a half that the next one removes, or that the batch completes (`runs`).
+A file consists of its content, `ID.jsonl`, and its record, `ID.json`. Names in the folder are generated ids; the client's file
+name is only stored. An upload's content is written before its record, a batch's answers after theirs. If the front dies between
+the two, the next front removes the incomplete upload, and the batch completes its file (`runs`).
 
-An id begins with its time, so that ids in order are files in order, and a list goes on behind a file that is deleted meanwhile.
-One service uses a folder at a time: a lock tells the second one. Rejected: a database file, for what a few thousand small files
-do, and which `ls` and `rm` would not read.
+An id begins with its creation time, so ids sort by age, and a list can continue after a file that has been deleted. A lock
+ensures that one service at a time uses the folder. Rejected: a database file, which a few thousand small files do not need, and
+which `ls` and `rm` cannot read.
 
-With several API keys an owner has room for as much as it leaves free for others (`shares`). What a batch writes is counted as it
-grows. On a full disk a batch's answers can be read where they are until what is known of them can be written.
+With several API keys, an owner may use as much as stays free for others (`shares`). A running batch's answers count while they
+grow. On a full disk, a batch's answers can be read in place until their record can be written.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ from server.steady_clock import SteadyClock, taken_over
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
 MAX_FILES = 10_000  # OpenAI's longest list
 MAX_NAME_CHARS = 255
-LIFETIME_S = 30 * 86_400  # OpenAI's for files of batches, and the longest that may be asked for
+LIFETIME_S = 30 * 86_400  # OpenAI's default for batch files, and the maximum here
 LEAST_LIFETIME_S = 3600
 _CONTENT, _ABOUT = ".jsonl", ".json"
-_OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # see `new_id` and `write_json`
-_OWN_NAMES = ("lock", "batches")  # beside what `_OURS` names
-_OF_SEVERAL = ", of one API key as much as it leaves free for others"
+_OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # names from `new_id` and `write_json`
+_OWN_NAMES = ("lock", "batches")  # further names of a service
+_OF_SEVERAL = ", and one API key may use as much as stays free for others"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOG = logging.getLogger("wideep.front")
 
@@ -56,11 +56,11 @@ Item = TypeVar("Item", bound=_HasId)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """What is known of a file."""
+    """The record of a file."""
 
     id: str
-    owner: str  # whose API key gave it, as a digest; empty where no key is needed
-    filename: str  # as the client calls it
+    owner: str  # digest of the API key that uploaded it; empty without keys
+    filename: str  # the client's name for it
     purpose: str  # INPUT or OUTPUT
     num_bytes: int
     created_at: int  # seconds since 1970
@@ -82,7 +82,7 @@ class StoredFile:
 
 
 class FileStore:
-    """The files by id. Everything but the writing of an upload's content runs in the event loop."""
+    """Files by id. Runs in the event loop, except that a thread writes uploads."""
 
     def __init__(
         self,
@@ -93,24 +93,23 @@ class FileStore:
         are_several: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Take over what is in the folder, which is made if it is missing.
+        """Open the folder and load its files. Creates it if it is missing.
 
         Args:
-            max_bytes: of all files together; answers of batches may go beyond it, uploads may not.
-            are_several: whether several owners share that.
+            max_bytes: Limit for all files together. Batch answers may exceed it, uploads may not.
+            are_several: Returns whether several owners share the limits.
 
         Raises:
-            OptionsError: the folder cannot be used, others can look into it, or another service uses it.
+            OptionsError: The folder is unusable, accessible to other users, or used by another service.
         """
         self.directory, self._clock = directory, clock or SteadyClock()
         self._bytes, self._number = Shares(max_bytes, are_several), Shares(max_files, are_several)
         self._files: dict[str, StoredFile] = {}
-        self._lent: dict[str, Path] = {}  # by file id, answers that a batch could not make a file of yet
+        self._lent: dict[str, Path] = {}  # by file id, answers of batches without a stored record yet
         self._are_several = are_several
         self._growing: dict[str, tuple[str, int]] = {}  # by batch, its owner and the bytes of its answers
-        self.is_read: Callable[[str], bool] = lambda _: (
-            False
-        )  # whether a batch reads a file, which then stays
+        # Returns whether a batch reads a file. Such a file does not expire.
+        self.is_read: Callable[[str], bool] = lambda _: False
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(directory)
@@ -119,18 +118,18 @@ class FileStore:
             self._take_over()
         except BlockingIOError as error:
             raise OptionsError(
-                f"--files-dir {str(directory)!r} is used by another service; give each a folder of its own"
+                f"--files-dir {str(directory)!r} is used by another service; give each service a separate folder"
             ) from error
         except OSError as error:
             raise OptionsError(f"--files-dir {str(directory)!r} cannot be used: {error.strerror}") from error
 
     def _take_over(self) -> None:
-        # Only what a service has named: the folder may hold files of others.
+        # Only files named by a service: the folder may contain other files.
         names = {path.name for path in self.directory.iterdir() if _OURS.fullmatch(path.name)}
         for name in names:
             file_id, ending = os.path.splitext(name)
             if ending not in (_ABOUT, _CONTENT) or not {file_id + _ABOUT, file_id + _CONTENT} <= names:
-                (self.directory / name).unlink()  # a half, left by a front that was killed
+                (self.directory / name).unlink()  # an incomplete file of a front that was killed
             elif ending == _ABOUT:
                 about = read_json(self.directory / name)
                 with passing_over(self.directory / name):
@@ -138,20 +137,20 @@ class FileStore:
 
     @property
     def now_s(self) -> float:
-        """The time, in seconds since 1970."""
+        """The current time, in seconds since 1970."""
         return self._clock()
 
     async def add(
         self, content: bytes, *, owner: str, filename: str, lifetime_s: int = LIFETIME_S
     ) -> StoredFile:
-        """Keep an upload.
+        """Store an upload.
 
         Raises:
-            ApiError: 413, there is no room for it; 507, the disk is full; 500, it cannot be written.
+            ApiError: 413 if it exceeds the limits; 507 if the disk is full; 500 if it cannot be written.
         """
         self._check_room(len(content), owner)
         about = self._about(new_id("file-"), owner, filename, INPUT, len(content), lifetime_s)
-        self._take(about)  # while it is written
+        self._take(about)  # reserve while writing
         try:
             await asyncio.to_thread(self._write, about, content)
         except OSError as error:
@@ -163,19 +162,19 @@ class FileStore:
         return about
 
     def lend(self, path: Path, file_id: str, *, owner: str, filename: str, lifetime_s: int) -> None:
-        """Make a file of a batch's answers, which are written, until this process ends or `adopt` keeps it for good.
+        """Make a batch's written answers available as a file, until the process ends or `adopt` stores it permanently.
 
-        Nothing happens if that was done before.
+        Does nothing if it was called before.
         """
         if file_id not in self._files and path.exists():
             self._remember(self._about(file_id, owner, filename, OUTPUT, path.stat().st_size, lifetime_s))
             self._lent[file_id] = path
 
     def adopt(self, file_id: str) -> None:
-        """Keep a file that was lent.
+        """Store a lent file permanently.
 
         Raises:
-            OSError: what is known of it cannot be written; it stays lent.
+            OSError: Its record cannot be written. The file stays lent.
         """
         path = self._lent.get(file_id)
         if path is not None:
@@ -184,7 +183,7 @@ class FileStore:
             del self._lent[file_id]
 
     def note_growing(self, batch_id: str, owner: str, num_bytes: int) -> None:
-        """Count what a batch has written and no file is made of yet."""
+        """Count the bytes of a batch's answers before they become a file."""
         _, before = self._growing.pop(batch_id, (owner, 0))
         self._bytes.give_back(owner, before)
         if num_bytes:
@@ -192,8 +191,8 @@ class FileStore:
             self._growing[batch_id] = owner, num_bytes
 
     def may_grow(self, owner: str) -> bool:
-        """Whether a batch may write more answers. One owner alone may go beyond the bound; of several each has an equal part,
-        which what others upload meanwhile takes nothing from.
+        """Return whether a batch may write more answers. A single owner may exceed the limit. Each of several owners has an
+        equal part, which uploads of others cannot reduce.
         """
         return not self._are_several() or self._bytes.has_room(owner, 0) or self._bytes.has_part(owner)
 
@@ -201,7 +200,7 @@ class FileStore:
         """Return a file.
 
         Raises:
-            ApiError: 404, naming `param`: there is none, or it is somebody else's.
+            ApiError: 404, naming `param`, if it does not exist or has another owner.
         """
         found = self._files.get(file_id)
         if found is None or found.owner != owner or self._is_over(found):
@@ -209,14 +208,14 @@ class FileStore:
         return found
 
     def path_of(self, file_id: str) -> Path:
-        """Return where a file's content is."""
+        """Return the path of a file's content."""
         return self._lent.get(file_id) or self._own_path_of(file_id)
 
     def _own_path_of(self, file_id: str) -> Path:
         return self.directory / (file_id + _CONTENT)
 
     def all_of(self, owner: str) -> list[StoredFile]:
-        """Return somebody's files, in no order."""
+        """Return an owner's files, unordered."""
         self.expire()
         return [each for each in self._files.values() if each.owner == owner]
 
@@ -227,12 +226,12 @@ class FileStore:
         self._remove(file.id)
 
     def expire(self) -> None:
-        """Remove what is too old."""
+        """Remove expired files."""
         for each in [each for each in self._files.values() if self._is_over(each)]:
             self.delete(each)
 
     def close(self) -> None:
-        """Let another service use the folder."""
+        """Release the folder for another service."""
         os.close(self._lock)
 
     def _check_room(self, num_bytes: int, owner: str) -> None:
@@ -240,14 +239,14 @@ class FileStore:
         if not self._number.has_room(owner, 1):
             raise ApiError(
                 413,
-                f"{self._number.held} files are kept, {self._number.held_by(owner)} of them yours; this server keeps "
+                f"{self._number.held} files are stored, {self._number.held_by(owner)} of them yours; this server stores up to "
                 f"{self._number.total}{_OF_SEVERAL if self._are_several() else ''}. Delete some.",
             )
         if not self._bytes.has_room(owner, num_bytes):
             raise ApiError(
                 413,
-                f"A file of {num_bytes} bytes has no room: files with {self._bytes.held} bytes are kept, "
-                f"{self._bytes.held_by(owner)} of them yours, and this server keeps {self._bytes.total} in all "
+                f"A file of {num_bytes} bytes exceeds the limit: files with {self._bytes.held} bytes are stored, "
+                f"{self._bytes.held_by(owner)} of them yours, and this server stores up to {self._bytes.total} in all "
                 f"(--max-files-bytes){_OF_SEVERAL if self._are_several() else ''}. Delete some.",
                 param="file",
             )
@@ -294,29 +293,29 @@ class FileStore:
 
 
 def _make_private(directory: Path) -> None:
-    """Let a folder be for its owner alone. One with files of others is left as it is.
+    """Restrict a folder to its owner. A folder with other files is not changed.
 
     Raises:
-        OptionsError: others can use it.
+        OptionsError: Other users can access the folder, and its mode cannot be changed.
     """
     mode = stat.S_IMODE(directory.stat().st_mode)
     if not mode & 0o077:
         return
-    words = f"--files-dir {str(directory)!r} can be used by others (mode {mode:o})"
+    words = f"--files-dir {str(directory)!r} is accessible to other users (mode {mode:o})"
     has_others = any(
         path.name not in _OWN_NAMES and not _OURS.fullmatch(path.name) for path in directory.iterdir()
     )
     if has_others:
         raise OptionsError(
-            f"{words} and holds other files; run chmod 700 on it, or give a folder of its own, which is made so"
+            f"{words} and contains other files; run chmod 700 on it, or give a separate folder, which gets this mode"
         )
     try:
         directory.chmod(0o700)
     except PermissionError as error:
         raise OptionsError(
-            f"{words} and is not yours; give a folder below it, which is made for its owner alone"
+            f"{words} and has another owner; give a folder below it, which will be private"
         ) from error
-    _LOG.warning("%s; it is mode 700 now", words)
+    _LOG.warning("%s; its mode is now 700", words)
 
 
 def _taken_over(file: StoredFile, now_s: float) -> StoredFile:
@@ -324,7 +323,7 @@ def _taken_over(file: StoredFile, now_s: float) -> StoredFile:
 
 
 def new_id(head: str) -> str:
-    """Return an id that nobody can guess; ids sort as they were made."""
+    """Return an unpredictable id. Ids sort by creation time."""
     return f"{head}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
@@ -336,13 +335,13 @@ def page_of(
     limit: int,
     newest_first: bool = True,
 ) -> dict[str, Any]:
-    """Return a part of a list, as OpenAI's clients page through one.
+    """Return a page of a list, as OpenAI's clients request it.
 
     Args:
-        after: an id; what comes behind it is returned, whether it still is there or not.
+        after: An id; the page begins after it, even if that object no longer exists.
     """
     if after is not None and not re.fullmatch(r"[a-z]+[-_][0-9a-f]{32}", after):
-        raise bad_request(f"after is {after!r}; it must be the id of the last object that you have.", "after")
+        raise bad_request(f"after is {after!r}; it must be the id of the last object of a page.", "after")
     found = sorted(items, key=lambda each: each.id, reverse=newest_first)
     if after is not None:
         found = [each for each in found if (each.id < after if newest_first else each.id > after)]
@@ -357,10 +356,10 @@ def page_of(
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a small file so that it is whole at any time.
+    """Write a small file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     draft = path.with_suffix(".draft")
     try:
@@ -374,7 +373,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write_json` wrote; nothing, where it is something else."""
+    """Read a file of `write_json`. Returns an empty dict if it is invalid."""
     with passing_over(path):
         return dict(json.loads(path.read_text()))
     return {}
@@ -382,27 +381,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def passing_over(path: Path) -> Iterator[None]:
-    """Log what is wrong with a file of the folder, which stays as it is: another version may have written it."""
+    """Log an invalid file of the folder and ignore it. It is not removed: another version may have written it."""
     try:
         yield
     except (ValueError, TypeError, KeyError) as error:
-        _LOG.error("%s is passed over: %s: %s", path, type(error).__name__, error)
+        _LOG.error("%s is ignored: %s: %s", path, type(error).__name__, error)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a write failed because there is no room on the disk."""
+    """Return whether a write failed because the disk is full."""
     return error.errno in _FULL
 
 
 def not_written(error: OSError) -> NoReturn:
-    """Refuse what cannot be kept.
+    """Refuse a request because a file cannot be written.
 
     Raises:
-        ApiError: 507 or 500.
+        ApiError: 507 if the disk is full; 500 otherwise.
     """
     if is_full(error):
         raise ApiError(
-            507, "The disk with this server's files (--files-dir) is full; delete some files, or try later."
+            507, "The disk with this server's files (--files-dir) is full; delete some files, or retry later."
         ) from error
     raise ApiError(500, f"This server's files (--files-dir) cannot be written: {error.strerror}.") from error
 
@@ -412,7 +411,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def expiry_of(seconds: Any, param: str) -> int:
-    """Read how long a file is to be kept.
+    """Parse a file's lifetime in seconds.
 
     Raises:
         ApiError: 400, naming `param`.
@@ -420,7 +419,7 @@ def expiry_of(seconds: Any, param: str) -> int:
     text = str(seconds)
     if not text.isdecimal() or len(text) > 9 or not LEAST_LIFETIME_S <= int(text) <= LIFETIME_S:
         raise bad_request(
-            f"{param} is {text[:80]!r}; it must be {LEAST_LIFETIME_S} (an hour) to {LIFETIME_S} (30 days).",
+            f"{param} is {text[:80]!r}; it must be from {LEAST_LIFETIME_S} (an hour) to {LIFETIME_S} (30 days).",
             param,
         )
     return int(text)

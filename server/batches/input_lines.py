@@ -1,8 +1,8 @@
-"""The lines of a batch: OpenAI's batch input format, one request per line, bad ones told from good.
+"""Read the lines of a batch in OpenAI's batch input format, one request per line, and separate bad lines from good ones.
 
-A bad line never ends a batch: it becomes a `BadLine` with the reason. Every line has a key, by which a batch that was
-interrupted knows again what it has answered: a good line's follows from its custom_id, so that lines may be moved and
-added between two runs; a bad line's from its place and text, so that it is looked at again once it was changed.
+A bad line never ends a batch: it becomes a `BadLine` with the reason. Every line has a key, by which an interrupted batch
+recognizes answered lines. A good line's key depends on its custom_id, so lines may be moved and added between two runs. A bad
+line's key depends on its position and text, so it is read again after a change.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-KEY_HEAD = "batch_req_"  # as OpenAI's ids of answered requests begin
-_SEEN_CHARS = 60  # of a wrong value, quoted
+KEY_HEAD = "batch_req_"  # the beginning of OpenAI's ids for answered requests
+_SEEN_CHARS = 60  # maximum length of a quoted value
 
 
 class BatchFileError(ValueError):
-    """A batch's file cannot be used at all; the message says which, why and what to do."""
+    """A batch's file cannot be used at all; the message has the file, the reason and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class BatchLine:
     """A request of a batch."""
 
     key: str
-    number: int  # of the line, from 1
+    number: int  # line number, from 1
     custom_id: str
     url: str  # one of URLS
     body: dict[str, Any]
@@ -34,18 +34,18 @@ class BatchLine:
 
 @dataclass(frozen=True, kw_only=True)
 class BadLine:
-    """A line that is no request."""
+    """A line that is not a valid request."""
 
     key: str
     number: int
-    custom_id: str | None  # None where the line has none
+    custom_id: str | None  # None if the line has none
     reason: str
-    code: str  # OpenAI's word for such an error
+    code: str  # OpenAI's code for such an error
     param: str | None = None  # the wrong field
 
 
 class _LineError(ValueError):
-    """What is wrong with a line."""
+    """A line is invalid."""
 
     def __init__(self, message: str, param: str | None = None, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -56,15 +56,15 @@ class _LineError(ValueError):
 def read_batch(
     path: Path, why_not: Callable[[bytes], str | None] = lambda _text: None
 ) -> Iterator[BatchLine | BadLine]:
-    """Read a batch, line by line; blank lines are passed over.
+    """Read a batch line by line, skipping blank lines.
 
     Args:
-        why_not: says what is wrong with a line before it is parsed, None: nothing.
+        why_not: Returns why a line must not be parsed, or None.
 
     Raises:
-        BatchFileError: the file cannot be read.
+        BatchFileError: The file cannot be read.
     """
-    lines_of: dict[str, int] = {}  # custom_id -> the line that has it
+    lines_of: dict[str, int] = {}  # custom_id -> line number
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -87,7 +87,7 @@ def _read_line(
         line = _request(number, fields)
         if line.custom_id in lines_of:
             raise _LineError(
-                f"custom_id {_seen(custom_id)} is line {lines_of[line.custom_id]}'s already",
+                f"custom_id {_seen(custom_id)} is already used by line {lines_of[line.custom_id]}",
                 "custom_id",
                 code="duplicate_custom_id",
             )
@@ -112,9 +112,9 @@ def _object(text: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise _LineError(f"not JSON ({error.msg} at character {error.pos})") from error
     except RecursionError as error:
-        raise _LineError("not JSON that can be read (nested too deeply)") from error
-    except ValueError as error:  # ours, and Python's for a number of thousands of digits
-        raise _LineError(f"not JSON that can be read ({error})") from error
+        raise _LineError("not readable as JSON (nested too deeply)") from error
+    except ValueError as error:  # ours, and Python's for a number with thousands of digits
+        raise _LineError(f"not readable as JSON ({error})") from error
     if not isinstance(fields, dict):
         raise _LineError(f"not a JSON object but {_seen(fields)}")
     return fields
@@ -128,9 +128,7 @@ def _request(number: int, fields: dict[str, Any]) -> BatchLine:
     custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
     body = fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _LineError(
-            f"custom_id is {_seen(custom_id)}; it must be a string that no other line has", "custom_id"
-        )
+        raise _LineError(f"custom_id is {_seen(custom_id)}; it must be a unique string", "custom_id")
     if method != "POST":
         raise _LineError(f"method is {_seen(method)}; it must be 'POST'", "method")
     if url not in URLS:
@@ -138,10 +136,10 @@ def _request(number: int, fields: dict[str, Any]) -> BatchLine:
     if not isinstance(body, dict):
         raise _LineError(f"body is {_seen(body)}; it must be the request's JSON object", "body")
     if body.get("stream"):
-        raise _LineError("body.stream is true; a batch's answers are whole, leave it out", "body.stream")
+        raise _LineError("body.stream is true; batches do not support streams, leave it out", "body.stream")
     if body.get("background"):
         raise _LineError(
-            "body.background is true; a batch waits for its answers, leave it out", "body.background"
+            "body.background is true; batches do not support background runs, leave it out", "body.background"
         )
     return BatchLine(
         key=_key(custom_id.encode(errors="surrogatepass")),

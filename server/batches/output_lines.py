@@ -1,7 +1,7 @@
-"""A batch's answers: OpenAI's batch output format, appended line by line, safe to interrupt and to go on with.
+"""Write a batch's answers in OpenAI's batch output format, line by line, so that a run can be interrupted and resumed.
 
-A line is one write to the file's end, so whatever ends the process leaves whole lines, or at worst one torn line at
-the end (a full disk, a lost machine), which the next run cuts off. The lines' ids say what is answered already.
+A line is one write to the end of the file. So if the process ends, the file has complete lines and at most one torn line at the
+end (a full disk, a lost machine), which the next run removes. The ids of the lines show what is answered already.
 Rejected: a side file with the state, which can contradict the answers.
 """
 
@@ -19,19 +19,19 @@ _READ_BYTES = 1 << 16
 
 
 class BatchOutput:
-    """The output file. A context manager: leaving closes it."""
+    """The output file. A context manager that closes it."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
-        """Open or create the file, cut off a torn last line, and read what is answered.
+        """Open or create the file, remove a torn last line, and read the answered lines.
 
         Args:
-            mode: of a file that is created; the process' umask takes away from it.
+            mode: Mode of a created file, reduced by the umask.
 
         Raises:
-            BatchFileError: the file cannot be written, is another batch's at this moment, or holds something else.
+            BatchFileError: The file cannot be written, is in use by another batch, or contains something else.
         """
         self._path = path
-        self.answered: dict[str, bool] = {}  # key -> whether it is a good answer
+        self.answered: dict[str, bool] = {}  # key -> whether the answer is good
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         except OSError as error:
@@ -46,26 +46,26 @@ class BatchOutput:
 
     @property
     def num_failed(self) -> int:
-        """Lines that have no good answer."""
+        """Number of lines without a good answer."""
         return sum(not is_good for is_good in self.answered.values())
 
     @property
     def num_bytes(self) -> int:
-        """How long the file is."""
+        """Size of the file."""
         return os.fstat(self._fd).st_size
 
     def append(self, entry: dict[str, Any], line: bytes | None = None) -> bool:
-        """Add a line; returns whether it is a good answer.
+        """Add a line. Returns whether it is a good answer.
 
         Args:
-            line: the entry as JSON, if it was encoded elsewhere: one with log-probabilities may be megabytes.
+            line: The entry as JSON, if it was encoded elsewhere: log-probabilities may take megabytes.
 
         Raises:
-            BatchFileError: the disk is full, or the file gone.
+            BatchFileError: The disk is full, or the file was removed.
         """
         line = (json.dumps(entry).encode() if line is None else line) + b"\n"
         try:
-            while line:  # once, but on a full disk
+            while line:  # one write, except on a full disk
                 line = line[os.write(self._fd, line) :]
         except OSError as error:
             raise BatchFileError(f"cannot write the answers to {self._path}: {error.strerror}") from error
@@ -73,7 +73,7 @@ class BatchOutput:
         return is_good
 
     def close(self) -> None:
-        """Close the file, which unlocks it."""
+        """Close and unlock the file."""
         os.close(self._fd)
 
     def __enter__(self) -> Self:
@@ -86,10 +86,10 @@ class BatchOutput:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BatchFileError(f"{self._path} is being written by another run-batch") from error
+            raise BatchFileError(f"{self._path} is in use by another run-batch") from error
 
     def _mend(self) -> bool:
-        """Complete or cut off a last line without an end; returns whether there was one to cut off."""
+        """Complete or remove a last line without a line end. Returns whether a line was removed."""
         size = os.fstat(self._fd).st_size
         start = _last_line_start(self._fd, size)
         if start == size:
@@ -98,7 +98,7 @@ class BatchOutput:
             try:
                 os.write(self._fd, b"\n")
                 return False
-            except OSError:  # still a full disk: it has not been told as answered
+            except OSError:  # the disk is still full: remove the line, which was not reported as answered
                 pass
         os.ftruncate(self._fd, start)
         return True
@@ -109,13 +109,13 @@ class BatchOutput:
                 entry = _entry(line)
                 if entry is None:
                     raise BatchFileError(
-                        f"{self._path}, line {number}, is no answer of run-batch; give another -o, or remove the file"
+                        f"{self._path}, line {number}, is not an answer of run-batch; give another -o, or remove the file"
                     )
                 self.answered[entry["id"]] = is_good_entry(entry)
 
 
 def answer_entry(line: BatchLine, reply: Reply) -> dict[str, Any]:
-    """Word what the service answered, good or bad."""
+    """Return the output line of the service's answer, good or bad."""
     return {
         "id": line.key,
         "custom_id": line.custom_id,
@@ -125,12 +125,12 @@ def answer_entry(line: BatchLine, reply: Reply) -> dict[str, Any]:
 
 
 def refusal_entry(line: BadLine) -> dict[str, Any]:
-    """Word why a line was not sent."""
+    """Return the output line of a line that was not sent."""
     return entry_without_answer(line, "invalid_request", line.reason)
 
 
 def entry_without_answer(line: BatchLine | BadLine, code: str, message: str) -> dict[str, Any]:
-    """Word why a line has no answer at all."""
+    """Return the output line of a line without an answer."""
     return {
         "id": line.key,
         "custom_id": line.custom_id,
@@ -140,13 +140,13 @@ def entry_without_answer(line: BatchLine | BadLine, code: str, message: str) -> 
 
 
 def is_good_entry(entry: dict[str, Any]) -> bool:
-    """Whether a line's request was answered."""
+    """Return whether a line's request succeeded."""
     response = entry.get("response")
     return not entry.get("error") and isinstance(response, dict) and response.get("status_code") == 200
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """Read a line; None if it is not one of ours."""
+    """Parse an output line. Returns None if run-batch did not write it."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -156,7 +156,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def _last_line_start(fd: int, size: int) -> int:
-    """Return where the text after the last line end begins; `size` if there is none."""
+    """Return the position after the last line end; `size` if the file ends with it."""
     for start in _chunk_starts(size):
         at = os.pread(fd, min(_READ_BYTES, size - start), start).rfind(b"\n")
         if at >= 0:
@@ -165,5 +165,5 @@ def _last_line_start(fd: int, size: int) -> int:
 
 
 def _chunk_starts(size: int) -> Iterator[int]:
-    """Yield the starts of the file's chunks, the last first."""
+    """Yield the start positions of the file's chunks, last first."""
     return iter(range((size - 1) // _READ_BYTES * _READ_BYTES, -1, -_READ_BYTES)) if size else iter(())

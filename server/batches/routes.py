@@ -1,8 +1,8 @@
-"""OpenAI's /v1/files and /v1/batches: files of requests in, files of answers out, made while nobody waits.
+"""OpenAI's /v1/files and /v1/batches: files of requests in, files of answers out, processed in the background.
 
 Fields, statuses and pages are those of https://platform.openai.com/docs/api-reference/batch. A file is a batch's input or its
-answers; other purposes are refused by name. With API keys a file and a batch are those of the key that made them, and anybody
-else gets the 404 of one that is not there.
+answers; other purposes are refused by name. With API keys, only the key that created a file or batch can see it: other keys
+get the 404 of a missing one.
 """
 
 from typing import Annotated, Any, Literal
@@ -58,7 +58,7 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 
 
 class ExpiresAfter(BaseModel):
-    """How long files of answers are kept."""
+    """The lifetime of answer files."""
 
     anchor: Literal["created_at"]
     seconds: int
@@ -82,12 +82,12 @@ def file_routes(files: FileStore, batches: BatchStore) -> APIRouter:
 
     @router.post("/v1/files", response_model=None, openapi_extra=_FORM)
     async def create_file(http: HttpRequest) -> Response:
-        """Keep a file of requests."""
+        """Store a file of requests."""
         form = read_form(http.headers.get("content-type", "").encode("latin-1"), await http.body())
         purpose = form.get("purpose", Part(b"", None)).text
         if purpose != INPUT:
             raise bad_request(
-                f"purpose is {purpose[:80]!r}; this server keeps files for batches only: it must be {INPUT!r}.",
+                f"purpose is {purpose[:80]!r}; this server stores files only for batches: it must be {INPUT!r}.",
                 "purpose",
             )
         file = form.get("file")
@@ -105,21 +105,21 @@ def file_routes(files: FileStore, batches: BatchStore) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=MAX_FILES)] = MAX_FILES,
         order: Literal["asc", "desc"] = "desc",
     ) -> Response:
-        """List files, the newest first."""
+        """List files, newest first by default."""
         found = [each for each in files.all_of(owner_of_exchange()) if purpose in (None, each.purpose)]
         page = page_of(found, StoredFile.shown, after=after, limit=limit, newest_first=order == "desc")
         return json_response(page)
 
     @router.get("/v1/files/{file_id}", response_model=None)
     async def retrieve_file(file_id: str) -> Response:
-        """Show what is known of a file."""
+        """Return a file object."""
         return json_response(files.find(file_id, owner_of_exchange()).shown())
 
     @router.get(
         "/v1/files/{file_id}/content", response_model=None, response_class=FileResponse, responses=_CONTENT
     )
     async def download_file(file_id: str) -> Response:
-        """Send a file."""
+        """Return a file's content."""
         found = files.find(file_id, owner_of_exchange())
         return FileResponse(
             files.path_of(found.id), media_type="application/octet-stream", filename=found.filename
@@ -127,7 +127,7 @@ def file_routes(files: FileStore, batches: BatchStore) -> APIRouter:
 
     @router.delete("/v1/files/{file_id}", response_model=None)
     async def delete_file(file_id: str) -> Response:
-        """Remove a file, unless a batch still reads it."""
+        """Delete a file, unless a batch still reads it."""
         found = files.find(file_id, owner_of_exchange())
         if reader := batches.reader_of(found.id):
             raise bad_request(
@@ -145,7 +145,7 @@ def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIR
 
     @router.post("/v1/batches", response_model=None)
     async def create_batch(body: BatchRequest) -> Response:
-        """Begin a batch."""
+        """Create and start a batch."""
         if body.endpoint not in URLS:
             raise bad_request(
                 f"endpoint is {body.endpoint[:80]!r}; it must be one of {', '.join(URLS)}.", "endpoint"
@@ -160,7 +160,7 @@ def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIR
         file = files.find(body.input_file_id, owner_of_exchange(), "input_file_id")
         if file.purpose != INPUT:
             raise bad_request(
-                f"{file.id} has answers of a batch; input_file_id must be a file of requests.",
+                f"{file.id} contains a batch's answers; input_file_id must be a file of requests.",
                 "input_file_id",
             )
         batch = batches.create(
@@ -178,19 +178,19 @@ def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIR
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=_MAX_LISTED_BATCHES)] = 20,
     ) -> Response:
-        """List batches, the newest first."""
+        """List batches, newest first."""
         return json_response(
             page_of(batches.all_of(owner_of_exchange()), Batch.shown, after=after, limit=limit)
         )
 
     @router.get("/v1/batches/{batch_id}", response_model=None)
     async def retrieve_batch(batch_id: str) -> Response:
-        """Show how far a batch is."""
+        """Return a batch object with its progress."""
         return json_response(batches.find(batch_id, owner_of_exchange()).shown())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
     async def cancel_batch(batch_id: str) -> Response:
-        """End a batch; what is answered is kept."""
+        """Cancel a batch and keep its answers."""
         batch = batches.find(batch_id, owner_of_exchange())
         runs.cancel(batch)
         return json_response(batch.shown())
@@ -199,13 +199,13 @@ def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIR
 
 
 def _told_name(file: Part) -> str:
-    """Return how a file is called to its owner: the last part of what the client said, which never becomes a path here."""
+    """Return a file's name to store: the last part of the client's name, which is never used as a path here."""
     name = "".join(char for char in file.filename or "" if char.isprintable())
     return name.replace("\\", "/").rpartition("/")[2][-MAX_NAME_CHARS:] or "upload"
 
 
 def _lifetime_of(form: dict[str, Part]) -> int:
-    """Read how long an upload is to be kept."""
+    """Return the lifetime of an upload, in seconds."""
     if "expires_after[anchor]" in form and form["expires_after[anchor]"].text != "created_at":
         raise bad_request("expires_after[anchor] must be 'created_at'.", "expires_after[anchor]")
     seconds = form.get("expires_after[seconds]")

@@ -1,14 +1,14 @@
-"""Batches at work: checked, answered line by line through the service's own endpoints, and turned into files of answers.
+"""Run batches: check them, answer each line through the service's own endpoints, and turn the answers into files.
 
-Lines of all batches share a few places, and take turns for them. A line takes one for each of its choices (prompts times n). They
-have a quarter of the choices that the ranks run at once, less those of others, and at least one: a step's time grows with
-them. A line with more choices than that runs alone, with as many at a time as there are places, and the rest after them. With 16 requests, a quarter of a
-CPU rank's 64, the README's model makes 80 % of the tokens per second that it makes with 32, at 29 ms between a request's tokens
-instead of 47. So somebody who chats beside a batch finds most places free, and a busy service lets batches wait.
+Lines of all batches share a few places and take turns. A line takes one place for each of its choices (prompts times n). Batches
+get a quarter of the choices that the ranks run at once, minus the choices of other requests, and at least one, because a step's
+time grows with them. A line with more choices runs alone, with as many at a time as there are places. With 16 requests, a quarter
+of a CPU rank's 64, the README's model generates 80 % of the tokens per second that it generates with 32, at 29 ms between a
+request's tokens instead of 47. So interactive users find most places free, and batches wait while the service is busy.
 
-Every answer is written as soon as it is there, good ones and others apart, each line once. A front that is started again knows
-from those files what was answered; lines that were running run again. What may pass by itself (a start, a rank that is away)
-is waited out: `bulk_client` tries again, here without an end but the batch's window.
+Every answer is written as soon as it is complete, to separate files for good answers and others, each line once. A restarted front
+reads from these files which lines were answered; lines that were running run again. Temporary failures (a start, an absent rank)
+are retried by `bulk_client`, here until the batch's window closes.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from server.http.exchanges import answering_line
 from server.http.json_parts import encode
 from server.http.json_text import trouble_with_nesting
 
-SHARE = 4  # of the requests that ranks run at once, batches have one in so many
+SHARE = 4  # batches get one in SHARE of the choices that ranks run at once
 MAX_LINES = 50_000  # OpenAI's
-MAX_ERRORS = 100  # that are told of one batch
-LOOK_AGAIN_S = 0.5  # whether there is room
-LOST_PAUSE_S = 5.0  # after tries that have taken a minute
+MAX_ERRORS = 100  # errors shown per batch
+LOOK_AGAIN_S = 0.5  # interval between checks for free places
+LOST_PAUSE_S = 5.0  # after retries of about a minute
 SWEEP_S = 60.0
 _LOG = logging.getLogger("wideep.front")
 
 
 class LinePlaces:
-    """The places for choices of batches' lines. The line that waits longest is first."""
+    """Places for the choices of batch lines. The line that has waited longest goes first."""
 
     def __init__(self, num_places: Callable[[], int], num_others: Callable[[], int]) -> None:
-        """Args: num_places is how many choices ranks run at once, num_others how many are open that are no lines'."""
+        """Args: num_places returns how many choices ranks run at once, num_others how many other requests have open."""
         self._num_places, self._num_others = num_places, num_others
         self.num_taken = 0
         self._turn = asyncio.Lock()
@@ -52,12 +52,12 @@ class LinePlaces:
 
     @property
     def limit(self) -> int:
-        """How many choices may run now."""
+        """The number of choices of batches that may run now."""
         num_places = self._num_places()
         return max(1, num_places // SHARE - self._num_others()) if num_places else 0
 
     async def enter(self, num_choices: int) -> int:
-        """Wait for places and take them; returns how many: fewer than the line's choices only where it is alone."""
+        """Wait for places and take them. Returns their number, which is lower than `num_choices` only if the line is alone."""
         async with self._turn:
             while not (num_granted := self._grant(num_choices)):
                 self._left.clear()
@@ -71,34 +71,34 @@ class LinePlaces:
         return num_choices if num_choices <= num_free else 0 if self.num_taken else num_free
 
     def leave(self, num_granted: int) -> None:
-        """Give places back."""
+        """Release places."""
         self.num_taken -= num_granted
         self._left.set()
 
 
 class _NoRoomError(BatchFileError):
-    """The owner of a batch holds so many bytes of files that others would have no room."""
+    """A batch's owner has used the share of the files' bytes that others leave free."""
 
 
 class _Checked(NamedTuple):
-    """What checking an input has shown."""
+    """The result of checking an input."""
 
     num_lines: int
     errors: list[dict[str, Any]]
 
 
 class _Outputs(NamedTuple):
-    """A batch's answers while it runs."""
+    """A running batch's answer files."""
 
     good: BatchOutput
     rest: BatchOutput
 
 
 class BatchRuns:
-    """The batches that have not ended, each a task."""
+    """The unfinished batches, each a task."""
 
     def __init__(self, batches: BatchStore, files: FileStore, room: LinePlaces, endpoints: ASGIApp) -> None:
-        """Args: endpoints answer the lines; they want no key."""
+        """Args: endpoints answer the lines, without an API key."""
         self._batches, self._files, self._room = batches, files, room
         self._client = BulkClient(
             "http://batches",
@@ -107,10 +107,10 @@ class BatchRuns:
             transport=httpx.ASGITransport(endpoints, raise_app_exceptions=False),
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._work: dict[str, asyncio.Task[BatchStatus]] = {}  # what `cancel` ends
+        self._work: dict[str, asyncio.Task[BatchStatus]] = {}  # cancelled by `cancel`
 
     async def serve(self) -> None:
-        """Go on with what an earlier front has left, and remove what is too old, until cancelled."""
+        """Continue the batches of an earlier front, and remove expired files and batches, until cancelled."""
         try:
             for batch in self._batches.open_batches:
                 self.start(batch)
@@ -125,15 +125,15 @@ class BatchRuns:
             self._files.close()
 
     def start(self, batch: Batch) -> None:
-        """Let a batch run."""
+        """Start a batch."""
         task = self._tasks[batch.id] = asyncio.create_task(self._run(batch))
         task.add_done_callback(lambda _: self._forget(batch))
 
     def cancel(self, batch: Batch) -> None:
-        """End a batch; what is answered is kept.
+        """Cancel a batch and keep its answers.
 
         Raises:
-            ApiError: 400, it has ended, or is about to.
+            ApiError: 400 if it has ended or is about to.
         """
         if batch.status is BatchStatus.CANCELLING:
             return
@@ -153,7 +153,7 @@ class BatchRuns:
             try:
                 batch.outcome = await work
             except asyncio.CancelledError:
-                if batch.status is not BatchStatus.CANCELLING:  # the service ends
+                if batch.status is not BatchStatus.CANCELLING:  # the service is stopping
                     raise
                 batch.outcome = BatchStatus.CANCELLED
         while True:
@@ -162,13 +162,13 @@ class BatchRuns:
                 return
             except (OSError, BatchFileError) as error:
                 _LOG.error(
-                    "%s cannot be kept as it ended: %s; it is tried again in %g s", batch.id, error, SWEEP_S
+                    "%s has ended but cannot be stored: %s; retrying in %g s", batch.id, error, SWEEP_S
                 )
-            self._batches.show(batch, batch.outcome)  # its client need not wait for room on the disk
+            self._batches.show(batch, batch.outcome)  # its client need not wait for the disk
             await asyncio.sleep(SWEEP_S)
 
     async def _answer_within_window(self, batch: Batch) -> BatchStatus:
-        """Check and answer a batch; returns what it ends with."""
+        """Check and answer a batch. Returns its final status."""
         if batch.status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED
         try:
@@ -183,14 +183,14 @@ class BatchRuns:
         except BatchFileError as error:
             batch.errors = [_unwritten(error)]
             return BatchStatus.FAILED
-        except Exception as error:  # noqa: BLE001 - nobody else would end what its client polls
-            _LOG.exception("%s broke off", batch.id)
-            batch.errors = [_error("server_error", f"The batch broke off: {type(error).__name__}.")]
+        except Exception as error:  # noqa: BLE001 - otherwise its client would poll forever
+            _LOG.exception("%s failed", batch.id)
+            batch.errors = [_error("server_error", f"The batch failed: {type(error).__name__}.")]
             return BatchStatus.FAILED
         return BatchStatus.COMPLETED
 
     async def _check(self, batch: Batch) -> bool:
-        """Say whether a batch may run; note the errors if not."""
+        """Return whether a batch may run. Records the errors if not."""
         checked = await asyncio.to_thread(_check, self._files.path_of(batch.input_file_id), batch.endpoint)
         batch.num_lines, batch.errors = checked.num_lines, checked.errors
         if not batch.errors:
@@ -208,32 +208,32 @@ class BatchRuns:
                     while (line := await asyncio.to_thread(next, lines, None)) is not None:
                         has_room = self._files.may_grow(batch.owner)
                         if not has_room:
-                            break  # what runs is answered
+                            break  # running lines are still answered
                         num_granted = await self._room.enter(num_choices(line))
                         answering = group.create_task(self._answer(batch, line, outputs, num_granted))
                         answering.add_done_callback(self._leaving(num_granted))
             except ExceptionGroup as failures:
                 first = failures.exceptions[0]
-                raise first from first.__cause__  # which says whether the disk is full
+                raise first from first.__cause__  # the cause shows whether the disk is full
             if not has_room:
                 raise _NoRoomError("the owner's files have no room for more answers")
 
     def _leaving(self, num_granted: int) -> Callable[[asyncio.Task[None]], None]:
-        """Return what gives places back at a task's end, also of one that was cancelled before it began."""
+        """Return a callback that releases places when a task ends, even if it was cancelled before it began."""
         return lambda _: self._room.leave(num_granted)
 
     def _open(self, batch: Batch, files: contextlib.ExitStack) -> _Outputs:
-        """Open a batch's answers, and count them."""
+        """Open a batch's answer files and count the answers."""
         good, rest = (files.enter_context(BatchOutput(path, 0o600)) for path in self._batches.paths_of(batch))
         batch.num_good, batch.num_failed = len(good.answered), len(rest.answered)
         return _Outputs(good, rest)
 
     def _note_size(self, batch: Batch, outputs: _Outputs) -> None:
-        """Let uploads count what a batch writes."""
+        """Count a batch's answers against the limit for files."""
         self._files.note_growing(batch.id, batch.owner, sum(each.num_bytes for each in outputs))
 
     def _open_lines(self, batch: Batch, outputs: _Outputs) -> Iterator[BatchLine]:
-        """Yield the lines that nothing is written of."""
+        """Yield the lines without an answer."""
         for line in read_batch(self._files.path_of(batch.input_file_id), _why_not):
             if isinstance(line, BatchLine) and not any(line.key in each.answered for each in outputs):
                 yield line
@@ -255,7 +255,7 @@ class BatchRuns:
                 await asyncio.sleep(LOST_PAUSE_S)
 
     def _give_up_lines(self, batch: Batch) -> None:
-        """Say of every line that has no answer that the window has closed."""
+        """Write an error for every unanswered line: the window has closed."""
         words = "batch_expired", "The completion window closed before this request was answered."
         with contextlib.ExitStack() as files:
             outputs = self._open(batch, files)
@@ -264,12 +264,12 @@ class BatchRuns:
             batch.num_failed = len(outputs.rest.answered)
 
     async def _finish(self, batch: Batch) -> None:
-        """Make files of the answers and end the batch; may be repeated, also by a front that is started again.
+        """Turn the answers into files and end the batch. May be repeated, also by a restarted front.
 
         Raises:
-            OSError, BatchFileError: not all of it is kept; what was answered can be read all the same.
+            OSError, BatchFileError: Something could not be stored. The answers can be read nevertheless.
         """
-        assert batch.outcome is not None, "it is known how the batch ends"
+        assert batch.outcome is not None, "_finish was called before the outcome was set"
         good_path, rest_path = self._batches.paths_of(batch)
         if batch.output_file_id is None and await asyncio.to_thread(_has_lines, good_path):
             batch.output_file_id = new_id("file-")
@@ -295,7 +295,7 @@ class BatchRuns:
 
 
 async def _to_the_end(work: Callable[..., _Outputs], *arguments: Any) -> _Outputs:
-    """Do something in a thread, and stay until it is done even if cancelled: nobody else would close what it opens."""
+    """Run work in a thread and wait for its end even if cancelled: otherwise the files that it opens would stay open."""
     doing = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(doing)
@@ -305,7 +305,7 @@ async def _to_the_end(work: Callable[..., _Outputs], *arguments: Any) -> _Output
 
 
 def _why_not(text: bytes) -> str | None:
-    """Bound what a line costs to parse, as a request's body is bounded."""
+    """Return why a line is too costly to parse, or None. The limits are those of a request's body."""
     trouble = trouble_with_nesting(text)
     return None if trouble is None else trouble.message.replace("The body", "the line")
 
@@ -331,7 +331,7 @@ def _check(path: Path, endpoint: str) -> _Checked:
 
 
 def num_choices(line: BatchLine) -> int:
-    """Count the choices that a line asks for: its prompts times n. What no endpoint takes counts as one."""
+    """Return the number of a line's choices: its prompts times n. Invalid values count as one."""
     n, prompt = line.body.get("n"), line.body.get("prompt")
     per_prompt = n if isinstance(n, int) and n > 0 else 1
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -344,28 +344,28 @@ def _error(code: str, message: str, param: str | None = None, line: int | None =
 
 
 def _unwritten(error: BatchFileError) -> dict[str, Any]:
-    """Say why a batch's files cannot be used, without the paths of this machine."""
+    """Return the error of unusable batch files, without this machine's paths."""
     if isinstance(error, _NoRoomError):
         return _error(
             "files_full",
-            "The files of your API key leave others no room for more answers (--max-files-bytes): delete some, and send "
-            "what was not answered in another batch. What was answered is kept.",
+            "The files of your API key use its whole share (--max-files-bytes): delete some, and send the unanswered lines "
+            "in another batch. The answers so far are kept.",
         )
     cause = error.__cause__
     if isinstance(cause, OSError) and is_full(cause):
         return _error(
             "disk_full",
-            "The disk with this server's files (--files-dir) is full; what was answered before is kept.",
+            "The disk with this server's files (--files-dir) is full; the answers so far are kept.",
         )
     _LOG.error("%s", error)
     return _error(
         "server_error",
-        "The batch's files cannot be read or written; the server's log says more. What was answered before is kept.",
+        "The batch's files cannot be read or written; see the server's log. The answers so far are kept.",
     )
 
 
 def _has_lines(path: Path) -> bool:
-    """Whether a file has answers; a line that a full disk has torn is cut off."""
+    """Return whether a file has answers. Removes a torn line, which a full disk leaves."""
     if not path.exists():
         return False
     with BatchOutput(path) as output:

@@ -108,7 +108,7 @@ def test_a_batch_answers_every_line_good_ones_and_others_apart(
     ("content", "code", "number", "words"),
     [
         (jsonl(line("1", "x")) + b"{\n", "invalid_json_line", 2, "line 2: not JSON"),
-        (jsonl(line("1", "x"), line("1", "y")), "duplicate_custom_id", 2, "is line 1's already"),
+        (jsonl(line("1", "x"), line("1", "y")), "duplicate_custom_id", 2, "is already used by line 1"),
         (jsonl(line("1", "x"), line("2", "x", CHAT)), "mismatched_url", 2, "the batch's endpoint is '/v1/completions'"),
         (jsonl({**line("1", "x"), "url": "/v1/embeddings"}), "invalid_url", 1, "it must be one of"),
         (jsonl({**line("1", "x"), "method": "GET"}), "invalid_method", 1, "it must be 'POST'"),
@@ -281,12 +281,12 @@ def test_files_are_paged_in_either_order_also_while_they_are_deleted(client: ope
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"data": {"purpose": "vision"}, "files": {"file": b"{}"}}, "purpose is 'vision'; this server keeps files for batches only"),
+        ({"data": {"purpose": "vision"}, "files": {"file": b"{}"}}, "purpose is 'vision'; this server stores files only for batches"),
         ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file is missing or empty"),
         ({"data": {"purpose": "batch"}, "files": {"other": b"{}"}}, "file is missing or empty"),
-        ({"json": {"purpose": "batch"}}, "A file is sent as multipart/form-data"),
+        ({"json": {"purpose": "batch"}}, "Send the file as multipart/form-data"),
         ({"data": {"purpose": "batch", "expires_after[seconds]": "9"}, "files": {"file": b"{}"}}, "expires_after[seconds] is '9'"),
-        ({"content": b"--x\r\nno form", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "no form that can be read"),
+        ({"content": b"--x\r\nno form", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "not a valid form"),
     ],
 )  # fmt: skip
 def test_what_is_no_upload_is_refused_by_a_sentence(

@@ -101,7 +101,7 @@ def test_trouble_that_stays_is_a_sentence() -> None:
     refusal = httpx.Response(503, json={"error": {"message": "waiting for rank 1"}})
     client = client_of([refusal] * (len(PAUSES_S) + 1), pauses)
     with pytest.raises(
-        ServiceLostError, match=r"http://x takes no requests \(503\): waiting for rank 1; gave up"
+        ServiceLostError, match=r"http://x refuses requests \(503\): waiting for rank 1; stopped after"
     ):
         post(client)
     assert pauses == list(PAUSES_S)

@@ -46,7 +46,7 @@ def test_a_folder_is_private_and_one_service_s_at_a_time(tmp_path: Path) -> None
     kept = add(files)
     assert files.directory.stat().st_mode & 0o777 == 0o700
     assert files.path_of(kept.id).stat().st_mode & 0o777 == 0o600
-    with pytest.raises(OptionsError, match="is used by another service; give each a folder of its own"):
+    with pytest.raises(OptionsError, match="is used by another service; give each service a separate folder"):
         store(files.directory)
     files.close()
     store(files.directory)
@@ -68,7 +68,7 @@ def test_a_folder_that_others_can_use_becomes_private(
     folder.chmod(mode)
     files = store(folder)
     assert folder.stat().st_mode & 0o777 == 0o700 and len(files.all_of("me")) == has_files
-    assert f"can be used by others (mode {mode:o}); it is mode 700 now" in caplog.text
+    assert f"is accessible to other users (mode {mode:o}); its mode is now 700" in caplog.text
 
 
 def test_a_folder_of_others_is_left_as_it_is_and_refused(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_of_others_is_left_as_it_is_and_refused(tmp_path: Path) -> None
     folder.chmod(0o755)
     (folder / "letters.txt").write_text("")
     with pytest.raises(
-        OptionsError, match=r"mode 755.* holds other files; run chmod 700 on it, or give a folder"
+        OptionsError, match=r"mode 755.* contains other files; run chmod 700 on it, or give a separate folder"
     ):
         store(folder)
     assert folder.stat().st_mode & 0o777 == 0o755
@@ -91,7 +91,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
     tmp_path.chmod(0o770)
     monkeypatch.setattr(Path, "chmod", fail)
-    with pytest.raises(OptionsError, match="is not yours; give a folder below it"):
+    with pytest.raises(OptionsError, match="has another owner; give a folder below it"):
         store(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_with_several_owners_each_leaves_room_for_others(tmp_path: Path) -> None
                 add(files, b"x" * 100, owner)
             except ApiError as refused:
                 assert (
-                    refused.status == 413 and "yours" in refused.message and "leaves free" in refused.message
+                    refused.status == 413 and "yours" in refused.message and "stays free" in refused.message
                 )
                 return number
         raise AssertionError("without a bound")
@@ -121,7 +121,7 @@ def test_with_several_owners_each_leaves_numbers_of_files_for_others(tmp_path: P
     add(files, owner="a")
     add(files, owner="a")
     with pytest.raises(
-        ApiError, match="2 files are kept, 2 of them yours; this server keeps 4, of one API key"
+        ApiError, match="2 files are stored, 2 of them yours; this server stores up to 4, and one API key"
     ):
         add(files, owner="a")
     add(files, owner="b")
@@ -158,7 +158,7 @@ def test_what_has_no_room_is_refused_and_deleting_makes_some(tmp_path: Path) -> 
     files = store(tmp_path, max_files=3)
     first = add(files, b"x" * 900)
     with pytest.raises(
-        ApiError, match=r"A file of 101 bytes has no room: .* 1000 in all \(--max-files-bytes\)"
+        ApiError, match=r"A file of 101 bytes exceeds the limit: .* 1000 in all \(--max-files-bytes\)"
     ) as full:
         add(files, b"x" * 101)
     assert full.value.status == 413
@@ -166,7 +166,7 @@ def test_what_has_no_room_is_refused_and_deleting_makes_some(tmp_path: Path) -> 
     files.delete(first)
     add(files)
     add(files)
-    with pytest.raises(ApiError, match="3 files are kept, 3 of them yours; this server keeps 3"):
+    with pytest.raises(ApiError, match="3 files are stored, 3 of them yours; this server stores up to 3"):
         add(files)
 
 

@@ -49,8 +49,8 @@ def test_bytes_that_are_no_form_are_a_400(kind: bytes, body: bytes) -> None:
         (FORM, b"", "begin and end with its boundary"),
         (FORM, b"--x\r\n" + PART, "begin and end with its boundary"),
         (FORM, (b"--x\r\n" + PART + b"\r\n") * 20 + b"--x--", "too many fields"),
-        (FORM, b"--x\r\nno head\r\n--x--", "no head"),
-        (FORM, b"--x\r\nA: " + b"b" * 5000 + b"\r\n\r\n\r\n--x--", "no head"),
+        (FORM, b"--x\r\nno head\r\n--x--", "does not end with an empty line"),
+        (FORM, b"--x\r\nA: " + b"b" * 5000 + b"\r\n\r\n\r\n--x--", "does not end with an empty line"),
         (FORM, b"--x\r\nContent-Disposition: form-data\r\n\r\n\r\n--x--", "no name"),
         (FORM, (b"--x\r\n" + PART + b"\r\n") * 2 + b"--x--", "has 'a' twice"),
         (

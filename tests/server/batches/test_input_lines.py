@@ -45,10 +45,10 @@ def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_passed_over(tmp_
         ('{"custom_id": ', "line 1: not JSON (Expecting value at character 13)"),
         (b'{"custom_id": "\xff"}', "line 1: not UTF-8 (invalid start byte at byte 15)"),
         ("[1, 2]", "line 1: not a JSON object but [1, 2]"),
-        ('{"custom_id": NaN}', "line 1: not JSON that can be read (NaN is not JSON)"),
-        ("[" * 100_000, "line 1: not JSON that can be read (nested too deeply)"),
-        ('{"a": ' + "9" * 5000 + "}", "line 1: not JSON that can be read (Exceeds the limit"),
-        ({**GOOD, "custom_id": None}, "custom_id is missing; it must be a string that no other line has"),
+        ('{"custom_id": NaN}', "line 1: not readable as JSON (NaN is not JSON)"),
+        ("[" * 100_000, "line 1: not readable as JSON (nested too deeply)"),
+        ('{"a": ' + "9" * 5000 + "}", "line 1: not readable as JSON (Exceeds the limit"),
+        ({**GOOD, "custom_id": None}, "custom_id is missing; it must be a unique string"),
         ({**GOOD, "custom_id": 7}, "custom_id is 7;"),
         ({**GOOD, "method": "GET"}, "method is 'GET'; it must be 'POST'"),
         (
@@ -70,7 +70,7 @@ def test_a_custom_id_of_two_lines_is_the_first_ones(tmp_path: Path) -> None:
     assert isinstance(first, BatchLine)
     assert isinstance(second, BadLine)
     assert second.custom_id == "a"
-    assert second.reason == "line 2: custom_id 'a' is line 1's already"
+    assert second.reason == "line 2: custom_id 'a' is already used by line 1"
 
 
 def test_keys_follow_a_good_line_wherever_it_moves_and_a_bad_line_only_while_it_is_the_same(

@@ -93,14 +93,14 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
 def test_a_file_with_anything_else_in_it_is_left_alone(tmp_path: Path, foreign: str) -> None:
     path = tmp_path / "out"
     path.write_text(json.dumps(good()) + "\n" + foreign + "\n")
-    with pytest.raises(BatchFileError, match="out, line 2, is no answer of run-batch; give another -o"):
+    with pytest.raises(BatchFileError, match="out, line 2, is not an answer of run-batch; give another -o"):
         BatchOutput(path)
     assert path.read_text().endswith(foreign + "\n")
 
 
 def test_two_batches_cannot_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    with BatchOutput(path), pytest.raises(BatchFileError, match="is being written by another run-batch"):
+    with BatchOutput(path), pytest.raises(BatchFileError, match="is in use by another run-batch"):
         BatchOutput(path)
     BatchOutput(path).close()
 

@@ -217,7 +217,7 @@ def test_a_bug_ends_its_batch_and_no_other(tmp_path: Path, monkeypatch: pytest.M
     service = Service(tmp_path)
     made = asyncio.run(serving(service, wait))
     assert [each.status for each in made] == ["completed", "completed", "failed"]
-    assert made[-1].errors[0]["message"] == "The batch broke off: ZeroDivisionError."
+    assert made[-1].errors[0]["message"] == "The batch failed: ZeroDivisionError."
 
 
 def test_too_many_lines_and_many_errors_are_told_within_bounds(
