@@ -127,7 +127,7 @@ class Blocks:
         events: list[BlockEvent] = []
         if self._open is None or self._open.kind is not kind:
             events += self._begin(Block(kind, len(self.all)))
-        assert self._open is not None, "a block was just begun"
+        assert self._open is not None, "no block is open after _begin"
         self._open.pieces.append(text)
         return [*events, Grew(self._open, text)]
 
@@ -243,7 +243,7 @@ class DraftChunks:
 
 
 def named_events(events: Sequence[Event]) -> bytes:
-    """Return server-sent events named by their type."""
+    """Return server-sent events with their type as the event name."""
     return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json_bytes(each)) for each in events)
 
 

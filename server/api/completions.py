@@ -102,7 +102,7 @@ class CompletionChunks(JsonChunks):
         self._answer, self._model = answer, model
         self._body = body
         self._n = body.n or 1
-        self._has_only_text = (  # in pieces between the first and the last
+        self._has_only_text = (  # of pieces between the first and the last
             body.logprobs is None
             and not body.return_token_ids
             and not self.has_usage_always
@@ -138,7 +138,7 @@ class CompletionChunks(JsonChunks):
         return event(self.chunk(choice, self._count() if self.has_usage_always else None))
 
     def _prompt_logprobs(self, index: int) -> EncodedList | None:
-        """Return the prompt's log-probabilities, given its first choice. They are encoded once and shown with each choice."""
+        """Return the log-probabilities of a prompt, given its first choice. All its choices share their encoded form."""
         if self._body.prompt_logprobs is None:
             return None
         num_top = count_of(self._body.prompt_logprobs, self._model)
@@ -292,7 +292,7 @@ async def _encode_texts(body: CompletionRequest, texts: Sequence[str], model: Se
 
 
 def _check_lengths(body: CompletionRequest, prompt: list[Any], model: ServedModel) -> None:
-    """Refuse too many token ids before checking each. Prompts that are to be truncated may have more."""
+    """Refuse a prompt with too many token ids before checking each id. A prompt to be truncated may have more."""
     id_lists = [prompt] if isinstance(prompt[0], int) else [each for each in prompt if isinstance(each, list)]
     longest = max(map(len, id_lists), default=0)
     if longest > model.max_len() and body.truncate_prompt_tokens is None:

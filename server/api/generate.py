@@ -241,7 +241,7 @@ class _GenerateJson:
         return objects if self._is_list else objects[0]
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        """Return the event with a choice so far. Returns b"" if it is too long to be repeated so soon."""
+        """Return the event with a choice so far, or b"" if it is too early to repeat a long one."""
         choice, spelled = self._so_far[index], self._spelled[index]
         choice.text.append(piece.text)
         choice.token_ids += piece.token_ids
@@ -297,7 +297,7 @@ class _GenerateJson:
         if first not in self._of_prompts:
             spelled = self._of_prompts[first] = _Spelled()
             first_id = generation.ask.request.prompt_ids[0]
-            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # has no probability
+            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # no log-probability
             self._spell(spelled, self._answer.prompt_logprobs_of(generation.index, self._n))
         return self._of_prompts[first]
 

@@ -30,7 +30,7 @@ LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes millisecond
 VALUE_CHARS = 16  # characters that each JSON value adds to the size of its text: rendering one takes as long
 # Tokenizing takes two hundred times a text's memory, so longer texts are first checked in slices of this size.
 SLICE_CHARS = 1 << 19
-SLACK_TOKENS = 16  # maximum change in a text's number of tokens through a cut
+SLACK_TOKENS = 16  # maximum difference in tokens that cutting a text causes
 
 
 def check_unicode(text: str, param: str) -> None:

@@ -1,7 +1,7 @@
 """Turn a client's request into one `Ask` per choice: check the fields and apply the defaults.
 
 The end of the file checks the fields about single tokens (biases, bad words, allowed and watched ids, truncation). Limits
-are vLLM's if it has one.
+are those of vLLM, if it has them.
 """
 
 from collections.abc import Sequence
@@ -71,9 +71,11 @@ def refuse_unserved(body: SamplingFields) -> None:
             "best_of",
         )
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        raise bad_request("stream_options applies only to streams: it needs stream=true.", "stream_options")
+        raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("Streams do not include prompt_logprobs: it needs stream=false.", "prompt_logprobs")
+        raise bad_request(
+            "prompt_logprobs does not work in streams; it needs stream=false.", "prompt_logprobs"
+        )
 
 
 def asks_for(
@@ -93,7 +95,7 @@ def asks_for(
     patterns: tuple[Pattern, ...] = (),
     shows_prompt_once: bool = False,
 ) -> list[Ask]:
-    """Return n asks per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
+    """Return n `Ask`s per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
     each prompt requests the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
 
     Args:

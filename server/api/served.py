@@ -19,7 +19,7 @@ MAX_LONG_WORK = 2  # long texts that are rendered or tokenized concurrently, eac
 class ServedModel:
     """The facts that requests are checked against."""
 
-    names: tuple[str, ...]  # metrics use the first
+    names: tuple[str, ...]  # metrics show the first one
     tokenizer: Tokenizer
     sampling_defaults: dict[str, Any]  # from the checkpoint's generation_config.json
     max_len: Callable[[], int]  # tokens, prompt plus output; final once ranks have attached

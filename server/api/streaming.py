@@ -27,7 +27,7 @@ from server.http.idempotency import with_way_on
 from server.http.json_parts import encoded_pieces
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE_S = 15.0  # silence before a comment, also before the first piece; later failures are events
+KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
 _MANY_ENTRIES = 4096  # a thread makes the JSON of more entries
 COMMENT = b": keep-alive\n\n"  # readers of server-sent events ignore it
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -81,7 +81,7 @@ class JsonChunks:
         return {**chunk, "usage": usage} if self.has_usage else chunk
 
     def text_event(self, index: int, text: str, chunk_of: Callable[[str], dict[str, Any]]) -> bytes:
-        """Return the event of a chunk, which differs between pieces only in its text."""
+        """Return the event of a chunk in which only the text differs between pieces."""
         if index not in self._text_events:
             self._text_events[index] = TextEvent(chunk_of)
         return self._text_events[index].of(text)

@@ -34,7 +34,7 @@ class WantedStructure(NamedTuple):
 
 
 async def structure_of(body: SamplingFields, model: ServedModel) -> Structure | None:
-    """Return the structure that a request asks for, or None if any text is allowed. Compiles it once as a check.
+    """Return the requested structure, or None if any text is allowed. Compiles it once as a check.
 
     Raises:
         ApiError: 400, naming the field, if the structure is invalid, cannot be compiled, or is not the only one.

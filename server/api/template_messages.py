@@ -91,7 +91,7 @@ def in_one_system(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def _without_developer(message: TemplateMessage) -> TemplateMessage:
-    """Replace the developer role by system, without `tools`, which only templates that know developer understand."""
+    """Replace the role developer with system, and drop `tools`, which only templates with that role use."""
     if message["role"] != "developer":
         return message
     return {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
@@ -160,7 +160,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if not isinstance(arguments, str | dict | None) or is_deeper(arguments, MAX_DEPTH):
         raise bad_request(
-            f"{where}.function.arguments must be an object as JSON in a string.",
+            f"{where}.function.arguments must be a string that contains a JSON object.",
             f"{where}.function.arguments",
         )
     return {**call, "function": {**function, "arguments": _object_of(arguments)}}
