@@ -73,9 +73,7 @@ def refuse_unserved(body: SamplingFields) -> None:
     if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
         raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
-        raise bad_request(
-            "prompt_logprobs does not work in streams; it needs stream=false.", "prompt_logprobs"
-        )
+        raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
 
 
 def asks_for(

@@ -222,7 +222,7 @@ class BatchStore:
         return self._directory / f"{batch.id}.output.jsonl", self._directory / f"{batch.id}.errors.jsonl"
 
     def expire(self) -> None:
-        """Drop expired ended batches, and while there are too many, the oldest ended one of the owner with most."""
+        """Drop ended batches that have expired. While there are too many, drop the oldest of the owner with the most."""
         now_s = self._clock()
         if now_s >= self._grace_until_s:
             for each in [each for each in self._batches.values() if each.has_ended]:

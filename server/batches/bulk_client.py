@@ -1,9 +1,9 @@
-"""Send many requests to one service at once: up to the limit that the service can use, with useful retries.
+"""Send many requests to one service concurrently, and retry temporary failures.
 
 Temporary failures (a full queue, a start or restart, a lost connection) are retried for about a minute in all, after the service's
-Retry-After if it sends one. If they persist, the whole bulk fails, because the next request would fail, too. All other
-answers, good or bad, go to the caller. Requests have no timeout: one may wait in the service's queue until the others are
-finished.
+Retry-After if it sends one. If they persist, `ServiceLostError` is meant to end the whole job, because the next request would
+fail, too. All other answers, good or bad, go to the caller. Requests have no timeout: one may wait in the service's queue until
+the others are finished.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Store the files that clients upload and batches write, in one folder: OpenAI's file objects, limited, visible to their owner.
 
 A file consists of its content, `ID.jsonl`, and its record, `ID.json`. Names in the folder are generated ids; the client's file
-name is only stored. An upload's content is written before its record, a batch's answers after theirs. If the front dies between
-the two, the next front removes the incomplete upload, and the batch completes its file (`runs`).
+name is only stored. An upload's content is written before its record; a batch's answers are moved to `ID.jsonl` after it. If the
+front dies between the two, the next front removes the incomplete upload, or the batch completes its file (`runs`).
 
 An id begins with its creation time, so ids sort by age, and a list can continue after a file that has been deleted. A lock
 ensures that one service at a time uses the folder. Rejected: a database file, which a few thousand small files do not need, and

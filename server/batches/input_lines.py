@@ -128,7 +128,9 @@ def _request(number: int, fields: dict[str, Any]) -> BatchLine:
     custom_id, method, url = fields.get("custom_id"), fields.get("method"), fields.get("url")
     body = fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise _LineError(f"custom_id is {_seen(custom_id)}; it must be a unique string", "custom_id")
+        raise _LineError(
+            f"custom_id is {_seen(custom_id)}; it must be a non-empty, unique string", "custom_id"
+        )
     if method != "POST":
         raise _LineError(f"method is {_seen(method)}; it must be 'POST'", "method")
     if url not in URLS:

@@ -115,7 +115,7 @@ def loaded(model_name: str, *, is_chat: bool) -> Event:
 
 
 def counts_of(generation: Generation) -> dict[str, int]:
-    """Return token counts and durations in nanoseconds. Loading takes none, and evaluation ends with the answer."""
+    """Return token counts and durations in nanoseconds. The load duration is 0; evaluation ends with the answer."""
     now_s = time.monotonic()
     timing = timing_of(generation, now_s=now_s)
     since_first_s = timing.e2e_s - timing.first_token_s if timing.first_token_s is not None else 0.0

@@ -2,7 +2,7 @@
 
 Fields and options are those of https://docs.ollama.com/api. Unsupported options that would change the answer are refused by
 name, and so are unknown ones (Ollama only logs a warning). Options about how an Ollama runner uses its machine are ignored.
-The chat endpoint's code checks the values and words the errors; `own_name` translates an error's field back to Ollama's name.
+Values are checked like those of chats, and `own_name` translates the field in an error back to Ollama's name.
 """
 
 import re

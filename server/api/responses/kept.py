@@ -242,7 +242,7 @@ class BackgroundRuns:
             await run.cancel()
 
     def _forget(self) -> None:
-        """Drop ended runs until the limit holds: the oldest of the owner with most event bytes in ended runs."""
+        """Drop ended runs until the limit holds, each time the oldest of the owner with the most event bytes in ended runs."""
         num_bytes = sum(run.num_bytes for run in self._runs.values())
         ended = {response_id: run for response_id, run in self._runs.items() if run.is_ended}
         while num_bytes > self._max_bytes and ended:

@@ -129,7 +129,7 @@ def messages_of(given: Any) -> list[ChatMessage]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise bad_request("input must be a string or a list of items, and not empty.", "input")
+        raise bad_request("input must be a string or a non-empty list of items.", "input")
     check_num_parts((_content_of(item) for item in given), "input")
     messages = items_to_messages(given)
     if not messages:

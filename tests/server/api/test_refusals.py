@@ -380,7 +380,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
     ),
     (COMPLETIONS, {"guided_json": {"minimum": float("nan")}}, "guided_json", "NaN"),
     (COMPLETIONS, {"guided_regex": "\ud800"}, "guided_regex", "not valid Unicode"),
-    (RESPONSES, {"input": None}, "input", "not empty"),
+    (RESPONSES, {"input": None}, "input", "non-empty list"),
     (RESPONSES, {"input": [{"type": "video"}]}, "input.0.type", "'video'"),
     (RESPONSES, {"input": "x" * 5000}, "input", LENGTH),
     (RESPONSES, {"instructions": "\ud800"}, "input", "not valid Unicode"),

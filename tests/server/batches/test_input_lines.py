@@ -48,7 +48,7 @@ def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_passed_over(tmp_
         ('{"custom_id": NaN}', "line 1: not readable as JSON (NaN is not JSON)"),
         ("[" * 100_000, "line 1: not readable as JSON (nested too deeply)"),
         ('{"a": ' + "9" * 5000 + "}", "line 1: not readable as JSON (Exceeds the limit"),
-        ({**GOOD, "custom_id": None}, "custom_id is missing; it must be a unique string"),
+        ({**GOOD, "custom_id": None}, "custom_id is missing; it must be a non-empty, unique string"),
         ({**GOOD, "custom_id": 7}, "custom_id is 7;"),
         ({**GOOD, "method": "GET"}, "method is 'GET'; it must be 'POST'"),
         (
