@@ -44,7 +44,7 @@ def test_bytes_that_are_no_form_are_a_400(kind: bytes, body: bytes) -> None:
         (b"application/json", b"{}", "multipart/form-data with a boundary"),
         (b"multipart/form-data", b"", "multipart/form-data with a boundary"),
         (b"multipart/form-data; boundary=" + b"x" * 71, b"", "multipart/form-data with a boundary"),
-        (FORM + b";" * 60_000, b"", "Content-Type has 60031 bytes; up to 1024"),
+        (FORM + b";" * 60_000, b"", "Content-Type header has 60031 bytes; the maximum is 1024"),
         (FORM, b"--x\r\n" + PART[:-5] + b";" * 2000 + b"\r\n\r\nb\r\n--x--", "more than 1024 bytes"),
         (FORM, b"", "begin and end with its boundary"),
         (FORM, b"--x\r\n" + PART, "begin and end with its boundary"),
@@ -52,7 +52,7 @@ def test_bytes_that_are_no_form_are_a_400(kind: bytes, body: bytes) -> None:
         (FORM, b"--x\r\nno head\r\n--x--", "does not end with an empty line"),
         (FORM, b"--x\r\nA: " + b"b" * 5000 + b"\r\n\r\n\r\n--x--", "does not end with an empty line"),
         (FORM, b"--x\r\nContent-Disposition: form-data\r\n\r\n\r\n--x--", "no name"),
-        (FORM, (b"--x\r\n" + PART + b"\r\n") * 2 + b"--x--", "has 'a' twice"),
+        (FORM, (b"--x\r\n" + PART + b"\r\n") * 2 + b"--x--", "has the field 'a' twice"),
         (
             FORM,
             b"--x\r\nContent-Disposition: form-data; name=a; filename*=punycode''%ff\r\n\r\n\r\n--x--",

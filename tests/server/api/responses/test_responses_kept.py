@@ -144,7 +144,7 @@ def test_one_run_too_many_is_refused_until_one_has_ended() -> None:
         run = run_of("resp_1", endless())
         ends: list[str] = []
         runs.start(run, lambda: ends.append("resp_1"))
-        with pytest.raises(ApiError, match="1 background responses are being made") as caught:
+        with pytest.raises(ApiError, match="1 background responses are running") as caught:
             runs.room("me").__enter__()
         assert (caught.value.status, caught.value.param) == (429, "background")
         await run.cancel()
