@@ -17,7 +17,7 @@ from server.process.greeting import address_elsewhere
         (
             "http://127.0.0.1:8000",
             "head:41",
-            "http://127.0.0.1:8000 on head alone (--host 0.0.0.0 lets other machines ask)",
+            "http://127.0.0.1:8000 (on head only; --host 0.0.0.0 opens it to others)",
         ),
     ],
 )
