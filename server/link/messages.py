@@ -57,9 +57,8 @@ class Served(NamedTuple):
 
     epoch: int  # of the newest order
     version: int  # of the placement in use
-    home: (
-        Placement | None
-    )  # newest placement over all ranks; None if only some ranks have served since this one started
+    # The newest placement over all ranks; None if only some ranks have served since this one started.
+    home: Placement | None
     expert_bytes: int  # of one expert of one layer
     experts: ExpertMap
 

@@ -294,9 +294,7 @@ def signal_children_of(pid: int, number: signal.Signals) -> None:
 
 def children_of(pid: int) -> frozenset[int]:
     """Return the pids of a process's children, including unreaped ones."""
-    tasks = Path(f"/proc/{pid}/task").glob(
-        "*/children"
-    )  # children are listed under the thread that started them
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child is listed under the thread that started it
     return frozenset(int(child) for task in tasks for child in task.read_text().split())
 
 

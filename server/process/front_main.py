@@ -281,16 +281,13 @@ class _Front:
             _LOG.error("rank %s did not detach in time", ranks)
 
     def refused(self, peer: str, reason: str) -> None:
-        """Log that a connection was refused."""
         _LOG.warning("refused a rank at %s: %s", peer, reason)
 
     def claim(self, claim: Claim) -> Claimed:
-        """Assign a rank to a worker of a joining node."""
         missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
         return self._nodes.claim(claim, missing, time.monotonic())
 
     def attached(self, facts: RankFacts) -> None:
-        """Register a rank that is ready to serve."""
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
@@ -320,11 +317,9 @@ class _Front:
             self._leader.lose(rank, reason)
 
     def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver the outputs of a rank's steps to their requests."""
         self._http.requests.deliver(rank, outputs)
 
     def stats(self, stats: RankStats) -> None:
-        """Record a rank's statistics."""
         self._metrics.note_stats(stats)
         self._http.requests.note_stats(stats)
 
@@ -340,23 +335,18 @@ class _Front:
         self._http.experts_load.regroup(order)
 
     def load(self, load: LoadReport) -> None:
-        """Record the load of a rank's experts."""
         self._http.experts_load.take_load(load)
 
     def experts(self, experts: ExpertMap) -> None:
-        """Record the experts and their ranks."""
         self._http.experts_load.take_experts(experts)
 
     def placement(self, update: PlacementUpdate) -> None:
-        """Record the outcome of a placement change."""
         self._http.placement.take_update(update)
 
     def regrouped(self, rank: int, epoch: int) -> None:
-        """Record that a rank serves in an epoch."""
         self._leader.take_regrouped(rank, epoch)
 
     def fault(self, rank: int, fault: Fault) -> None:
-        """Record that a rank's steps failed."""
         self._leader.take_fault(rank, fault)
 
     def _fail(self, reason: str) -> None:

@@ -105,7 +105,7 @@ class _KeyHint(NamedTuple):
         named = environment.get(API_KEY_VARIABLE, "")
         if not named.split():
             source = "from --api-key" if options.api_keys else f"from {options.http.api_key_file}"
-            export = f"\nFirst, set a key {source}:\n\n  export {API_KEY_VARIABLE}=KEY\n"
+            export = f"\nFirst, replace KEY with a key {source}:\n\n  export {API_KEY_VARIABLE}=KEY\n"
             return cls(export, f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"')
         first = f"${{{API_KEY_VARIABLE}%% *}}" if len(named.split()) > 1 else f"${API_KEY_VARIABLE}"
         return cls("", f' -H "Authorization: Bearer {first}"')

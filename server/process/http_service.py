@@ -78,9 +78,7 @@ _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 _GRACE_S = 2  # for open connections when the server ends
 _BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
-_KEEP_ALIVE_S = (
-    60  # between requests of a client; a shorter time makes pooled clients reuse closed connections
-)
+_KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
 class HttpService:

@@ -189,5 +189,7 @@ def _completed(options: Options) -> Options:
         options,
         port=port,
         api_keys=options.api_keys or (secrets.token_urlsafe(32),),
-        http=replace(options.http, shutdown_timeout_s=0),  # when the owner stops it, no request is open
+        http=replace(
+            options.http, shutdown_timeout_s=0
+        ),  # the owner stops it only when it needs no more answers
     )

@@ -134,7 +134,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str, 
 
 
 class _Start(NamedTuple):
-    """The given options, the resolved options, the start time, and the folder of the ranks' log files."""
+    """The given options, the resolved options, the start time, and the folder that ranks write to."""
 
     asked: Options
     options: Options

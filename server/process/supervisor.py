@@ -20,8 +20,8 @@ Rejected: a growing delay before each restart, because it keeps away a rank that
 Protocol with the children, besides the command line: the front gets `--ready-fd` and writes one JSON line with its addresses.
 The line goes to this rank's engine, and to a replacement front, as WIDEEP_FRONT. A front also gets WIDEEP_KEPT, a folder that
 outlives it (answers kept for retries, files). A restarted engine gets WIDEEP_RESTARTS, the number of restarts, and
-WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed. An engine writes to WIDEEP_READY_FD: {"http": URL}; {"kv_cache_bytes": n}, a flag
-of its successors; {"ready": true} when it serves; then {"beat": n} several times a second until {"leaving": true}. If
+WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed. An engine writes to WIDEEP_READY_FD: {"http": URL}; {"kv_cache_bytes": n}, which
+its successors get as a flag; {"ready": true} when it serves; then {"beat": n} several times a second until {"leaving": true}. If
 the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
 """
 

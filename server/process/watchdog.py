@@ -33,9 +33,7 @@ def account_of(pid: int) -> Account:
     process = Path(f"/proc/{pid}")
     fields = _fields(process)
     state = next((each for each in _thread_states(process) if each in _BUSY), fields[0])
-    return Account(
-        state, int(fields[11]) + int(fields[12])
-    )  # utime and stime; `fields` starts at the third field
+    return Account(state, int(fields[11]) + int(fields[12]))  # utime and stime; fields[0] is the third field
 
 
 def _thread_states(process: Path) -> Iterator[str]:

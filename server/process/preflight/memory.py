@@ -288,8 +288,8 @@ def check_memory(
     kv = f" + {_gib(cache)} of KV cache" if cache else ""
     raise PreflightError(
         f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would need about {_gib(needed)}, but only "
-        f"{_gib(free_bytes)} is free. Each rank holds {_gib(rank_weights)} of weights ({_gib(weights.shared)} shared by all "
-        f"ranks, and {_gib(experts.serving)} for {experts.slots_per_rank} experts of each layer, out of "
+        f"{_gib(free_bytes)} is free. Each rank holds {_gib(rank_weights)} of weights ({_gib(weights.shared)} on "
+        f"every rank, and {_gib(experts.serving)} for {experts.slots_per_rank} experts of each layer, out of "
         f"{_gib(weights.experts)} for all experts){spare}{kv} + {_gib(_PROCESS_BYTES)} for its process. Use fewer ranks per "
         "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )

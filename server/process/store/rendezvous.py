@@ -2,7 +2,7 @@
 
 torchrun (c10d) gives rank 0 to any node, not to the one in the user's command, and puts MASTER_ADDR on rank
 0's node (seen with torch 2.13). Users expect HTTP on the node that they named, so the front runs on the node
-with the torchrun agent that listens on the rendezvous endpoint's port. The kernel tells which process listens: two agents on
+with the torchrun agent that listens on the rendezvous endpoint's port. The kernel's socket tables show which process listens: two agents on
 one host share names and addresses, but a port has one owner. Rejected: comparing host names with the endpoint's, which
 cannot distinguish these two and fails behind NAT.
 """

@@ -41,7 +41,7 @@ def test_one_node_as_json_is_one_object_and_nothing_else() -> None:
     assert [check["check"] for check in said["checks"]] == NAMES
     (failure,) = [check for check in said["checks"] if check["status"] == "failure"]
     assert (failure["check"], failure["node"]) == ("gloo interface", "")
-    assert "'no-such-interface' and there is no such interface" in failure["text"] and failure["remedy"]
+    assert "'no-such-interface', but there is no such interface" in failure["text"] and failure["remedy"]
 
 
 def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
@@ -71,7 +71,7 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
         (["--nproc-per-node", "0"], "--nproc-per-node is 0; it must be at least 1"),
         (["-dp", "4", "--nproc-per-node", "3"], "--nproc-per-node is 3, but --data-parallel-size is 4; both mean the ranks of a node, as torchrun starts them: remove one"),
         (["--wait-seconds", "0"], "--wait-seconds is 0; it must be above 0 and at most 86400 (a day)"),
-        (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; give HOST:PORT, such as 10.0.0.1:29400"),
+        (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; it must be HOST:PORT, such as 10.0.0.1:29400"),
         (["--port", "70000"], "--port is 70000; it must be 0 to 65535"),
         (["--ndoes", "2"], "--ndoes is no flag of `wideep doctor` (did you mean --nnodes?); `wideep doctor --help` lists them"),
     ],

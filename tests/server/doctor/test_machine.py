@@ -104,7 +104,8 @@ def test_the_node_that_listens_holds_all_ranks_requests_and_the_others_need_no_p
     )
     assert of_all["HTTP"].status is CheckStatus.FAILURE
     assert (
-        of_all["open files"].status is CheckStatus.WARNING and "32,768 requests" in of_all["open files"].text
+        of_all["open files"].status is CheckStatus.WARNING
+        and "32,768 concurrent requests" in of_all["open files"].text
     )
     assert own["HTTP"].status is CheckStatus.NOT_HERE and not own["open files"].is_wrong
 
@@ -255,7 +256,7 @@ def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
     monkeypatch.setattr(doctor, "version_of", lambda name: {"transformers": "6.0.1"}.get(name, "99.0"))
     check = doctor.check_packages(["torch", "transformers", "numpy"])
     assert check.status is CheckStatus.FAILURE
-    assert check.text.startswith("transformers is 6.0.1, needed is <6,>=5.")
+    assert check.text.startswith("transformers is 6.0.1, but <6,>=5.")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_a_models_files_and_its_memory_at_n_ranks_are_checked(
     of = lambda: list(doctor.check_model(fits, num_ranks=4, num_local_ranks=2, gpu_bytes=None))  # noqa: E731
     files, memory = of()
     assert files.text == "mixtral, 1 weight file of 0.0 GiB, complete"
-    assert memory.text.startswith("a rank of 4 keeps 0.0 GiB of weights; ")
+    assert memory.text.startswith("each of 4 ranks holds 0.0 GiB of weights; ")
     monkeypatch.setattr("server.process.preflight.checks.available_bytes", lambda: 1 << 20)
     assert of()[1].status is CheckStatus.FAILURE and "2 ranks on this node would need about" in of()[1].text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")

@@ -88,7 +88,7 @@ def test_an_endpoint_that_nobody_knows_is_one_sentence() -> None:
 @pytest.mark.parametrize("text", ["head", "head:", ":29400", "head:0", "head:x", "head:\u00b2", "head:65536"])
 def test_what_is_no_endpoint_is_one_sentence(text: str) -> None:
     assert one_sentence(lambda: Endpoint.parse(text)).startswith(
-        f"--rdzv-endpoint is {text!r}; give HOST:PORT"
+        f"--rdzv-endpoint is {text!r}; it must be HOST:PORT"
     )
 
 

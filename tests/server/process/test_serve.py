@@ -238,7 +238,11 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
 @pytest.mark.parametrize(
     ("environment", "header", "export"),
     [
-        ({}, "$WIDEEP_API_KEY", "First, set a key from --api-key:\n\n  export WIDEEP_API_KEY=KEY\n"),
+        (
+            {},
+            "$WIDEEP_API_KEY",
+            "First, replace KEY with a key from --api-key:\n\n  export WIDEEP_API_KEY=KEY\n",
+        ),
         ({"WIDEEP_API_KEY": "secret"}, "$WIDEEP_API_KEY", None),
         ({"WIDEEP_API_KEY": "secret other"}, "${WIDEEP_API_KEY%% *}", None),
     ],
@@ -264,7 +268,7 @@ def test_with_keys_the_greeting_s_lines_work_in_the_shell_that_has_one_or_say_wh
 def test_a_key_file_is_named_where_keys_come_from_it() -> None:
     options = options_from(build_parser().parse_args(["serve", "m"]), {})
     options = replace(options, http=replace(options.http, api_key_file="keys"), data_parallel_size=1)
-    assert "First, set a key from keys:" in greeting(options, None, seconds=3.4, environment={})
+    assert "First, replace KEY with a key from keys:" in greeting(options, None, seconds=3.4, environment={})
 
 
 @pytest.mark.parametrize("host, reached", [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.1.2.3", "10.1.2.3")])

@@ -109,7 +109,7 @@ def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Pa
         "2 ranks on this node would need about 11.1 GiB",
         "11.0 GiB is free",
         "2.0 GiB for 4 experts of each layer, out of 8.0 GiB",
-        "0.2 GiB for experts that move",
+        "0.2 GiB for moving experts",
         "1.0 GiB of KV",
     ):
         assert number in complaint

@@ -125,7 +125,7 @@ def fail_with(error: Exception) -> Callable[..., object]:
     return fail
 
 
-DENSE = "is not a Mixture-of-Experts model: its config.json (model_type 'mixtral') has none of"
+DENSE = "is not a Mixture-of-Experts model: its config.json (model_type 'mixtral') does not set any of"
 NO_SAFETENSORS = "model.safetensors is not a safetensors file"
 BACKEND = "--all2all-backend is nvshmem, which cannot be used: "
 NO_ANSWER = httpx.Response(403, request=httpx.Request("GET", "http://hub"))
