@@ -1,7 +1,7 @@
-"""What the doctors of several nodes find together: equal programs and checkpoints, ways and links, a dispatch of real sizes.
+"""Checks across nodes: equal programs and checkpoints, reachability and link speed, and a dispatch of realistic size.
 
-Every node comes to the same results, because each stage hands round what all nodes have found. The cheap things come first, and
-what can only hang after a failure is not tried. Starts of a service agree on the first two of these over their own
+Every node computes the same results, because each stage shares the findings of all nodes. Cheap checks run first, and
+checks that could only hang after a failure are skipped. At its start, a service runs the first two over its own
 store (`process.store.node_check`).
 """
 
@@ -25,15 +25,15 @@ from server.process.preflight.model import read_config
 from server.roots import WIDEEP_COMMAND
 
 TRIAL_COMMAND = (*WIDEEP_COMMAND, "dispatch-trial")
-_READY_S = 180.0  # for torch's first import from a cold disk, beside other nodes' or processes'
-_TRIAL_S = 240.0  # for all sizes together; the first time, kernels are compiled
-_TRIAL_TIMEOUT_S = 200.0  # of one exchange, in which the other may still compile
-_DEEPSEEK_V3 = {"hidden": 7168, "top_k": 8, "experts": 256}  # its config.json
+_READY_S = 180.0  # for torch's first import from a cold disk, while other processes import it too
+_TRIAL_S = 240.0  # for all sizes; the first run compiles kernels
+_TRIAL_TIMEOUT_S = 200.0  # for one exchange, during which the peer may still compile
+_DEEPSEEK_V3 = {"hidden": 7168, "top_k": 8, "experts": 256}  # from its config.json
 _DECODE_TOKENS = 64
 
 
 class DispatchTrial:
-    """The process that tries a dispatch: started early, asked late. A context manager."""
+    """The process that tests a dispatch, started early because it imports torch. A context manager."""
 
     def __init__(self, command: Sequence[str] = TRIAL_COMMAND) -> None:
         self._process = subprocess.Popen(
@@ -42,10 +42,10 @@ class DispatchTrial:
         self._left = b""
 
     def ask(self, order: Mapping[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-        """Give an order (None: the first answer comes unasked), and return the answer, or {"error": why}."""
+        """Send an order (None waits for the initial message) and return the answer, or {"error": reason}."""
         assert self._process.stdin is not None and self._process.stdout is not None, "they are pipes"
         if order is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: reading says so
+            with contextlib.suppress(BrokenPipeError):  # it has ended, as reading will show
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
         until_s = time.monotonic() + timeout_s
@@ -55,7 +55,7 @@ class DispatchTrial:
                 return {"error": f"no answer within {timeout_s:g} s"}
             content = self._process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
             if not content:
-                return {"error": f"the process that tries it ended with status {self._process.wait()}"}
+                return {"error": f"the trial process exited with status {self._process.wait()}"}
             self._left += content
         line, _, self._left = self._left.partition(b"\n")
         return dict(json.loads(line))
@@ -71,10 +71,10 @@ class DispatchTrial:
 def check_together(
     meeting: Gathers, own: Sequence[Check], facts: Mapping[str, Any]
 ) -> Iterator[tuple[str, Check]]:
-    """Hand round what each node found alone, and compare; yields checks with the node that they are about.
+    """Share each node's own checks and compare facts; yields checks, with the node's name if it is another node.
 
     Args:
-        own: this node's checks. facts: of `equal.facts_to_compare`.
+        own: This node's checks. facts: Result of `equal.facts_to_compare`.
     """
     found = meeting.gather("checks", as_json(own), STAGE_S)
     for number, checks in enumerate(found):
@@ -84,16 +84,16 @@ def check_together(
 
 
 def check_ways(meeting: Gathers, taken: Taken, trial: DispatchTrial, sizes: Mapping[str, int], tokens: Sequence[int]) -> Iterator[Check]:  # fmt: skip
-    """Reach, measure, dispatch. Collective."""
+    """Check reachability, links and a dispatch. Collective."""
     with listening(taken) as port:
         reached = reach(meeting, taken, port)
         yield from reached
         if any(check.status is CheckStatus.FAILURE for check in reached):
             yield not_here("link", "not measured, because nodes do not reach each other")
-            yield not_here("dispatch", "not tried, because nodes do not reach each other")
+            yield not_here("dispatch", "not tested, because nodes do not reach each other")
             return
-        # With every process of this kind started, so that their imports do not disturb the figures.
-        ready = _patiently(trial, None, "torch loads", _READY_S)
+        # Wait until all these processes have started, so that their imports do not disturb the measurements.
+        ready = _patiently(trial, None, "loading torch", _READY_S)
         meeting.gather("ready", None, _READY_S)
         yield from measure(meeting, taken, port)
     yield from _try_dispatch(meeting, taken, trial, ready, {"sizes": sizes, "tokens": list(tokens)})
@@ -102,7 +102,7 @@ def check_ways(meeting: Gathers, taken: Taken, trial: DispatchTrial, sizes: Mapp
 def _patiently(
     trial: DispatchTrial, order: Mapping[str, Any] | None, doing: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Ask, and say what takes long, if it does."""
+    """Send an order and return the answer; log what is going on if it takes long."""
     answer = trial.ask(order, SAY_AFTER_S)
     if "error" not in answer or "no answer" not in answer["error"]:
         return answer
@@ -127,7 +127,7 @@ def _try_dispatch(
         answer = _patiently(
             trial,
             {**order, **place, "timeout_s": _TRIAL_TIMEOUT_S},
-            "a dispatch is tried; the first time, kernels are compiled",
+            "testing a dispatch (the first run compiles kernels)",
             _TRIAL_S,
         )
         told = meeting.gather("dispatched", answer, STAGE_S + _TRIAL_S)
@@ -141,22 +141,22 @@ def _try_dispatch(
 
 
 def _judge_dispatch(found: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> Check:
-    """Say how long a dispatch and its combine took on the slowest node."""
+    """Return a check with the times of a dispatch and its combine on the slowest node."""
     slowest = max(found, key=lambda each: each["dispatch_ms"] + each["combine_ms"])
     sent = max(each["sent_bytes"] for each in found)
     seconds = (slowest["dispatch_ms"] + slowest["combine_ms"]) / 1e3
     text = (
-        f"{slowest['tokens']:.0f} tokens per node of {sizes['hidden']:,} x bfloat16, {sizes['top_k']} of {sizes['experts']} experts, "
-        f"through gloo: {slowest['dispatch_ms']:.1f} ms, combine {slowest['combine_ms']:.1f} ms, "
+        f"{slowest['tokens']:.0f} tokens per node ({sizes['hidden']:,} x bfloat16, {sizes['top_k']} of {sizes['experts']} experts) "
+        f"over gloo: dispatch {slowest['dispatch_ms']:.1f} ms, combine {slowest['combine_ms']:.1f} ms, "
         f"{sent / 1e6:.1f} MB sent per node ({sent * 8 / 1e9 / seconds:.1f} Gbit/s)"
     )
     if not all(each["is_right"] for each in found):
-        return failure("dispatch", f"{text}, and answers differ from what they must be", "test the memory and the network cards of the nodes")  # fmt: skip
-    return ok("dispatch", f"{text}; answers are right", dispatch_ms=slowest["dispatch_ms"], combine_ms=slowest["combine_ms"], sent_bytes=sent)  # fmt: skip
+        return failure("dispatch", f"{text}, but the results are wrong", "test the memory and the network cards of the nodes")  # fmt: skip
+    return ok("dispatch", f"{text}; the results are correct", dispatch_ms=slowest["dispatch_ms"], combine_ms=slowest["combine_ms"], sent_bytes=sent)  # fmt: skip
 
 
 def sizes_of(directory: Path | None) -> dict[str, int]:
-    """Return what a layer of the model dispatches; DeepSeek-V3's where there is no model."""
+    """Return the dispatch dimensions of the model, or those of DeepSeek-V3 without a model."""
     if directory is None:
         return _DEEPSEEK_V3
     config = read_config(directory)
@@ -167,5 +167,5 @@ def sizes_of(directory: Path | None) -> dict[str, int]:
 
 
 def tokens_of(max_num_batched_tokens: int | None) -> list[int]:
-    """Return how many tokens of a node are tried: a decode step's, and the most that a step has."""
+    """Return the tested numbers of tokens per node: a decode step's, and the largest of any step."""
     return [_DECODE_TOKENS, max_num_batched_tokens or _DECODE_TOKENS * 8]

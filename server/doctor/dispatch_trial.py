@@ -1,11 +1,11 @@
-"""A dispatch of real sizes between nodes, by the service's own dispatcher over gloo: the process that tries it, one per node.
+"""A dispatch of realistic size between nodes, with the service's own dispatcher over gloo; the test process, one per node.
 
-It is a process of its own because it imports torch, which takes seconds: the doctor starts it first and looks at everything else
-meanwhile, and ends it where nodes do not come. It reads a line of JSON for each thing to do and writes one when it
-is done. Answers are compared with what they must be, bit for bit, before a time is believed.
+It is a separate process because it imports torch, which takes seconds. The doctor starts it first, does its other checks
+meanwhile, and kills it if nodes are missing. It reads a JSON line per order and writes one when it
+is done. Results are compared bit for bit with the expected ones before a time counts.
 
-Rows are the model's width in bfloat16, slots are drawn with a seed, experts answer with the row itself. One process stands for a
-node; on GPUs a service sends the same rows through NCCL or NVSHMEM, which this does not try.
+Rows have the model's width in bfloat16, slots are drawn with a seed, and experts return the row unchanged. One process represents
+a node. On GPUs, a service sends the same rows through NCCL or NVSHMEM, which this does not test.
 """
 
 import json
@@ -29,7 +29,7 @@ _WARM_UPS, _RUNS = 2, 5
 
 
 class Sizes(NamedTuple):
-    """What is dispatched."""
+    """The dimensions of a dispatch."""
 
     hidden: int
     top_k: int
@@ -37,9 +37,9 @@ class Sizes(NamedTuple):
 
 
 def run_dispatch_trial() -> int:
-    """Do what the doctor asks for, line by line, until it has nothing more to ask."""
+    """Execute the doctor's orders from stdin until it closes."""
     die_with_parent()
-    kept: list[object] = []  # a store serves as long as somebody holds it
+    kept: list[object] = []  # a store serves as long as it is referenced
     _tell({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)
@@ -50,7 +50,7 @@ def run_dispatch_trial() -> int:
                 _tell({"port": store.port})
             else:
                 _tell({"sizes": _try_sizes(order)})
-        except (DispatchError, dist.DistError, RuntimeError) as error:  # RuntimeError: all that gloo says
+        except (DispatchError, dist.DistError, RuntimeError) as error:  # gloo raises only RuntimeError
             _tell({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
     return 0
 
@@ -60,7 +60,7 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 def _try_sizes(order: dict[str, Any]) -> list[dict[str, float]]:
-    """Meet the other nodes' processes over gloo, and dispatch each number of tokens."""
+    """Form a gloo group with the other nodes' processes, and dispatch each number of tokens."""
     timeout_s, rank, world_size = order["timeout_s"], order["rank"], order["world_size"]
     store = TCPStore(order["host"], order["port"], is_master=False, timeout=timedelta(seconds=timeout_s))
     dist.init_process_group(
@@ -78,7 +78,7 @@ def _try_sizes(order: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def _time_one(dispatcher: Dispatcher, sizes: Sizes, num_tokens: int, rank: int) -> dict[str, float]:
-    """Dispatch and combine so many tokens of each node; returns medians."""
+    """Dispatch and combine `num_tokens` tokens per node. Returns medians."""
     random = torch.Generator().manual_seed(rank)
     x_TH = torch.randn(num_tokens, sizes.hidden, generator=random).to(torch.bfloat16)
     slots = dispatcher.slots_per_rank * dispatcher.world_size
@@ -107,7 +107,7 @@ def _time_one(dispatcher: Dispatcher, sizes: Sizes, num_tokens: int, rank: int) 
 
 
 def _expected(x_TH: Tensor, weights_TK: Tensor) -> Tensor:
-    """What comes home if every expert answers with the row: summed choice by choice in float32, rounded once."""
+    """Return the result if every expert returns the row: summed choice by choice in float32, rounded once."""
     sum_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
     for choice in range(weights_TK.shape[1]):
         sum_TH += weights_TK[:, choice : choice + 1] * x_TH.float()

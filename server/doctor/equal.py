@@ -1,11 +1,11 @@
-"""What must be the same on all nodes: programs, libraries, GPUs, the checkpoint, the cluster key. Told by each, compared by all.
+"""Compare what must be equal on all nodes: programs, libraries, GPUs, the checkpoint and the cluster key.
 
-Ranks walk one program in lock-step over one checkpoint. Where they differ nothing need fail: answers may be wrong, or
-differ from run to run. So each node says what it has, and every node compares all of it, with the same result.
+Ranks run one program in lock-step over one checkpoint. Differences need not cause a failure: answers may be wrong, or
+differ from run to run. So each node publishes its facts, and every node compares all of them, with the same result.
 
-A checkpoint is told by its files: configuration and tokenizer whole, of each weight file its size, its header and a few
-samples spread over it. That takes a fraction of a second for hundreds of gigabytes, and two trainings of one model
-differ in nearly every number. Rejected: a digest of every byte, which takes as long as loading all of it on every node.
+A checkpoint is compared by its files: configuration and tokenizer completely; weight files by size, header and a few
+samples spread over each. This takes a fraction of a second for hundreds of gigabytes, and two trainings of one model
+differ in nearly every number. Rejected: a digest of every byte, which takes as long as loading the model on every node.
 """
 
 import hashlib
@@ -25,30 +25,30 @@ from server.process.preflight.device import NO_FACTS, GpuFacts
 from server.process.preflight.model import safetensors_files
 from server.roots import PACKAGES
 
-# Whoever computes or decides in lock-step: another version may give other bits, or another decision.
+# Packages that compute or decide in lock-step: another version may give other bits or other decisions.
 _DECIDING = ("wideep", "torch", "transformers")
 _OTHERS = ("numpy", "numba", "safetensors", "grpcio", "triton", "nvshmem4py-cu13", "llguidance")
 _ROOT = Path(__file__).resolve().parents[2]
 _NOT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-_NUM_SAMPLES, _SAMPLE_BYTES = 8, 4096  # of a weight file
-_HEX = 12  # of a digest: enough to tell two files apart
+_NUM_SAMPLES, _SAMPLE_BYTES = 8, 4096  # per weight file
+_HEX = 12  # digits of a digest; enough to distinguish files
 
 
 class Identity(NamedTuple):
-    """Where a node is."""
+    """The host and network namespace of a process."""
 
     host: str
-    network: str  # equal for processes that share their interfaces, loopback too
+    network: str  # equal for processes that share their interfaces, including loopback
 
 
 def identity() -> Identity:
-    """Return where this process is."""
+    """Return the identity of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Identity(socket.gethostname(), f"{boot} {os.readlink('/proc/self/ns/net')}")
 
 
 def version_of(package: str) -> str:
-    """Return a package's version; "" where it is not installed."""
+    """Return a package's version, or "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -56,29 +56,29 @@ def version_of(package: str) -> str:
 
 
 def driver_version(proc: Path = Path("/proc")) -> str:
-    """Return the version of the NVIDIA driver; "" where there is none, or it does not say."""
+    """Return the version of the NVIDIA driver, or "" if it is missing or unknown."""
     path = driver_file(proc)
     found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", path.read_text()) if path.exists() else None
     return found[1] if found else ""
 
 
 def driver_file(proc: Path) -> Path:
-    """Return where the NVIDIA driver says its version."""
+    """Return the path of the NVIDIA driver's version file."""
     return proc / "driver" / "nvidia" / "version"
 
 
 def facts_to_compare(
     directory: Path | None, key: bytes | None, gpus: GpuFacts = NO_FACTS, *, root: Path = _ROOT
 ) -> dict[str, Any]:
-    """Return what this node has, as JSON values.
+    """Return this node's facts, as JSON values.
 
     Args:
-        directory: of the model; None: none was said.
-        key: the cluster's.
-        gpus: what was found of them; a start, which has each rank look at its own, compares the driver only.
+        directory: The model's directory; None without a model.
+        key: The cluster key.
+        gpus: Facts about the GPUs. A start compares the driver only, because each rank examines its own GPU.
 
     Raises:
-        PreflightError: the checkpoint lacks files.
+        PreflightError: Files of the checkpoint are missing.
     """
     versions = {name: version_of(name) for name in (*_DECIDING, *_OTHERS)}
     versions["wideep"] = f"{versions['wideep'] or '(not installed)'} (source {source_digest(root)})"
@@ -92,7 +92,7 @@ def facts_to_compare(
 
 
 def source_digest(root: Path) -> str:
-    """Return a digest of our own source files: a version number tells two checkouts apart too rarely."""
+    """Return a digest of our source files: two checkouts often have the same version number."""
     digest = hashlib.sha256()
     for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
@@ -104,7 +104,7 @@ def file_digests(directory: Path) -> dict[str, str]:
     """Return a digest of each file of a checkpoint, by name.
 
     Raises:
-        PreflightError: it has no weights, or lacks some.
+        PreflightError: Weight files are missing.
     """
     small = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern) if path.is_file()}
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:_HEX] for path in sorted(small)}
@@ -114,7 +114,7 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 
 def _sampled_digest(path: Path) -> str:
-    """Digest a weight file's size, header and samples."""
+    """Return a digest of a weight file's size, header and samples."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
@@ -144,10 +144,10 @@ def _processor() -> str:
 
 
 def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Compare what all nodes have.
+    """Compare the facts of all nodes.
 
     Args:
-        names: of the nodes, in the order of `facts`.
+        names: Names of the nodes, in the order of `facts`.
     """
     checks = [_compare_versions(names, [each["versions"] for each in facts])]
     checks += _compare_gpus(names, [each["gpus"] for each in facts])
@@ -156,7 +156,7 @@ def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Ch
     processors = [each["processor"] for each in facts]
     if len(set(processors)) > 1:
         text = f"the processors differ: {_who_has(names, processors)}"
-        checks.append(warning("processors", text, "on CPU answers keep their bits on equal processors only"))
+        checks.append(warning("processors", text, "CPU results are bit-equal on identical processors only"))
     return checks
 
 
@@ -173,7 +173,7 @@ def _compare_versions(names: Sequence[str], versions: Sequence[Mapping[str, str]
 
 
 def _differing(told: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return what is not the same on all nodes, with what each has."""
+    """Return the facts that differ between nodes, with the value of each node."""
     every = dict.fromkeys(name for each in told for name in each)
     found = {name: [each.get(name, "") for each in told] for name in every}
     return {name: values for name, values in found.items() if len(set(values)) > 1}
@@ -188,7 +188,7 @@ def _told(
 
 
 def _compare_gpus(names: Sequence[str], gpus: Sequence[Mapping[str, str]]) -> list[Check]:
-    """Ranks exchange through NCCL, whose versions must be equal, and run the same kernels; nodes on CPUs have nothing to say."""
+    """Compare GPUs and libraries: NCCL's versions must be equal, and kernels too. Returns no check for nodes without GPUs."""
     if not any(value for each in gpus for value in each.values()):
         return []
     differing = _differing(gpus)
@@ -200,14 +200,14 @@ def _compare_gpus(names: Sequence[str], gpus: Sequence[Mapping[str, str]]) -> li
         return [failure("equal GPUs", said, "install the same torch on all nodes")]
     return [
         warning(
-            "equal GPUs", said, "answers keep their bits on equal GPUs only, and the slowest sets the pace"
+            "equal GPUs", said, "results are bit-equal on identical GPUs only, and the slowest sets the pace"
         )
     ]
 
 
 def _compare_checkpoints(names: Sequence[str], files: Sequence[Mapping[str, str] | None]) -> Check:
     if all(each is None for each in files):
-        return not_here("checkpoints", "no MODEL was given, so none was compared")
+        return not_here("checkpoints", "no MODEL was given")
     told = [each or {} for each in files]
     every = sorted({name for each in told for name in each})
     differing = [name for name in every if len({each.get(name, "") for each in told}) > 1]
@@ -237,7 +237,7 @@ def _compare_keys(names: Sequence[str], keys: Sequence[str | None]) -> Check:
 
 
 def _who_has(names: Sequence[str], values: Sequence[str], *, missing: str = "not installed") -> str:
-    """Say which nodes have which value, the commonest first: "2.13.0 on a and 2 more, 2.11.0 on b"."""
+    """Return which nodes have which value, the most common first: "2.13.0 on a and 2 more, 2.11.0 on b"."""
     nodes: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         nodes.setdefault(value, []).append(name)

@@ -1,4 +1,4 @@
-"""The flags of `wideep doctor`; `run` runs it. Nothing heavy is imported here: `wideep --help` needs it."""
+"""The flags of `wideep doctor`; `run` implements it. `wideep --help` imports this module, so its imports must be cheap."""
 
 import argparse
 from typing import Any
@@ -10,21 +10,21 @@ WAIT_S = 120.0
 _MOST_NODES = 4096
 _EXAMPLES = """\
 examples:
-  wideep doctor                              this machine
-  wideep doctor ./Qwen3-30B-A3B -dp 2        and a model on two ranks of it: give the line of `wideep serve`
+  wideep doctor                              check this machine
+  wideep doctor ./Qwen3-30B-A3B -dp 2        and a model on two ranks: pass the arguments of `wideep serve`
   wideep doctor ./DeepSeek-V3 --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HEAD:29400
-                                             the same line on each of two nodes, of which HEAD is one
+                                             the same command on each of two nodes, one of which is HEAD
 
-The exit status is 0, or 1 where a check failed; warnings do not count.
+The exit status is 1 if a check failed and 0 otherwise, even with warnings.
 """
 
 
 def add_doctor_parser(commands: Any) -> None:
-    """Add `doctor` to the command line's parser."""
+    """Add `doctor` to the command-line parser."""
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, and the links between nodes, before a start",
-        description="Check what a service needs of this machine and, on several nodes, of what is between them: a line per check.",
+        description="Check the requirements of a service on this machine and, with several nodes, between them. Prints a line per check.",
         epilog=_EXAMPLES,
     )
     doctor.usage = "wideep doctor [MODEL] [FLAGS]"
@@ -35,27 +35,27 @@ def add_doctor_parser(commands: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="nodes, as torchrun will be told (default: %(default)s)",
+        help="number of nodes, as for torchrun (default: %(default)s)",
     )
     add(
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks of a node, as torchrun will be told (default: -dp's)",
+        help="ranks per node, as for torchrun (default: --data-parallel-size)",
     )
-    add("--rdzv-endpoint", metavar="HEAD:PORT", help="where nodes meet, as torchrun will be told")
+    add("--rdzv-endpoint", metavar="HEAD:PORT", help="where the nodes meet, as for torchrun")
     add(
-        "--wait-seconds", type=float, default=WAIT_S, metavar="S", help="for the other nodes' doctors to come (default: %(default)g)"
+        "--wait-seconds", type=float, default=WAIT_S, metavar="S", help="how long to wait for the other nodes' doctors (default: %(default)g)"
     )  # fmt: skip
-    add("--json", action="store_true", help="print one JSON object at the end, and no lines")
+    add("--json", action="store_true", help="print one JSON object at the end instead of lines")
     add_options(doctor, own=("--nnodes",))
 
 
 def check_doctor_arguments(args: argparse.Namespace) -> None:
-    """Check what concerns the doctor alone.
+    """Check the doctor's own flags.
 
     Raises:
-        OptionsError: naming the flag.
+        OptionsError: A flag is invalid; the message names it.
     """
     if not 1 <= args.nnodes <= _MOST_NODES:
         raise OptionsError(f"--nnodes is {args.nnodes}; it must be 1 to {_MOST_NODES}")
@@ -64,8 +64,8 @@ def check_doctor_arguments(args: argparse.Namespace) -> None:
     ranks = vars(args).get("data_parallel_size")
     if None not in (args.nproc_per_node, ranks) and str(ranks) != str(args.nproc_per_node):
         raise OptionsError(
-            f"--nproc-per-node is {args.nproc_per_node} and --data-parallel-size {ranks}; both are the ranks of a node, as "
-            "torchrun starts them: leave one out"
+            f"--nproc-per-node is {args.nproc_per_node}, but --data-parallel-size is {ranks}; both mean the ranks of a node, as "
+            "torchrun starts them: remove one"
         )
     if not 0 < args.wait_seconds <= 86_400:
         raise OptionsError(
@@ -73,7 +73,7 @@ def check_doctor_arguments(args: argparse.Namespace) -> None:
         )
     if args.nnodes > 1 and args.rdzv_endpoint is None:
         raise OptionsError(
-            f"--nnodes is {args.nnodes}: give --rdzv-endpoint HEAD:PORT too, where the nodes meet"
+            f"--nnodes is {args.nnodes}, so --rdzv-endpoint HEAD:PORT is required: the address where the nodes meet"
         )
     if args.nnodes == 1 and args.rdzv_endpoint is not None:
-        raise OptionsError("--rdzv-endpoint is where several nodes meet: give --nnodes too, their number")
+        raise OptionsError("--rdzv-endpoint requires --nnodes, the number of nodes that meet there")

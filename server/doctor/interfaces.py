@@ -1,10 +1,10 @@
-"""Which network interface gloo and NCCL will take on this node, and why.
+"""Predict which network interface gloo and NCCL use on this node, and why.
 
-Both libraries decide by themselves, before WideEP could ask; so their rules are followed here. gloo (torch's
-ProcessGroupGloo and gloo's TCP device): the interface that GLOO_SOCKET_IFNAME names, else the first address of the node's
-own host name that can be bound, else 127.0.0.1. NCCL (its socket.cc): those that NCCL_SOCKET_IFNAME selects, else names
-that begin with ib, else all but docker* and lo*, else these. Rejected: to ask the libraries, which needs a group of nodes and, for NCCL,
-GPUs; it is what the check is to come before.
+Both libraries choose without a query interface, so this module follows their rules. gloo (torch's
+ProcessGroupGloo and gloo's TCP device) uses the interface in GLOO_SOCKET_IFNAME; otherwise the first bindable address of the
+node's host name; otherwise 127.0.0.1. NCCL (its socket.cc) uses the interfaces that NCCL_SOCKET_IFNAME selects; otherwise
+those with a name that begins with ib; otherwise all except docker* and lo*; otherwise these. Rejected: asking the libraries,
+which needs a group of nodes and, for NCCL, GPUs. The check must work before these exist.
 """
 
 import contextlib
@@ -19,29 +19,29 @@ from typing import NamedTuple
 from server.doctor.report import Check, failure, not_here, ok, warning
 
 GLOO_VARIABLE, NCCL_VARIABLE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's first IPv4 address
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's first IPv4 address
 
 
 class Interface(NamedTuple):
     """One network interface."""
 
     name: str
-    addresses: tuple[str, ...]  # as the kernel lists them: IPv4 first
+    addresses: tuple[str, ...]  # in the kernel's order, IPv4 first
     is_up: bool = True
 
 
 class Taken(NamedTuple):
-    """What a library takes."""
+    """The interface that a library uses."""
 
     interface: str
-    address: str  # "" where there is none
+    address: str  # "" without an address
     why: str
-    problem: str = ""  # why it will fail here, already on one node
+    problem: str = ""  # why it fails even on a single node
     remedy: str = ""
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other machine reaches it."""
+        """Whether the address is unreachable from other machines."""
         return bool(self.address) and ipaddress.ip_address(self.address).is_loopback
 
 
@@ -65,7 +65,7 @@ def _ipv4_address(name: str) -> tuple[str, ...]:
 
 
 def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
-    """Global addresses by interface; those of one link alone are no use to other nodes."""
+    """Return global addresses by interface. Other nodes cannot use link-local ones."""
     found: dict[str, list[str]] = {}
     for row in table.read_text().splitlines() if table.exists() else []:
         digits, _, _, _, _, name = row.split()
@@ -76,7 +76,7 @@ def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
 
 
 def bindable_address(host: str) -> str:
-    """Return the first address of a name that this node can bind, as gloo looks for it; "" for none."""
+    """Return the first address of a name that this node can bind (gloo's rule), or ""."""
     try:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -89,9 +89,9 @@ def bindable_address(host: str) -> str:
 
 
 def has_endpoint(host: str) -> bool:
-    """Whether a rendezvous endpoint's host is this node: torchrun hosts the store here, and doctors meet here.
+    """Return whether a rendezvous endpoint's host is this node. It then hosts torchrun's store and the doctors' meeting.
 
-    torchrun's own rule compares host names, and fails on a node whose host name resolves to loopback.
+    torchrun's own rule compares host names, and fails on a node with a host name that resolves to loopback.
     """
     return bool(bindable_address(host))
 
@@ -102,49 +102,49 @@ def gloo_takes(
     host: str,
     resolve: Callable[[str], str] = bindable_address,
 ) -> Taken:
-    """Follow gloo's rule.
+    """Return the interface that gloo uses.
 
     Args:
-        host: this node's name.
-        resolve: as `bindable_address`.
+        host: This node's name.
+        resolve: Function with the contract of `bindable_address`.
     """
     named = environment.get(GLOO_VARIABLE, "").split(",")[0]
     if named:
         return _named(named, interfaces)
     address = resolve(host)
     if not address:
-        return Taken("lo", "127.0.0.1", f"the host name {host} has no address of this node")
+        return Taken("lo", "127.0.0.1", f"the host name {host} resolves to no address of this node")
     name = next((each.name for each in interfaces if address in each.addresses), "lo")
     return Taken(name, address, f"the host name {host} resolves to it")
 
 
 def _named(name: str, interfaces: Sequence[Interface]) -> Taken:
     found = next((each for each in interfaces if each.name == name), None)
-    why = f"{GLOO_VARIABLE} names it"
+    why = f"{GLOO_VARIABLE} selects it"
     others = ", ".join(each.name for each in interfaces if each.addresses) or "none"
     if found is None or not found.addresses:
         what = "there is no such interface" if found is None else "it has no address"
         return Taken(
-            name, "", why, f"{GLOO_VARIABLE} is {name!r} and {what} on this node", f"interfaces with an address are {others}"
+            name, "", why, f"{GLOO_VARIABLE} is {name!r}, but {what} on this node", f"choose an interface with an address ({others})"
         )  # fmt: skip
     return Taken(name, found.addresses[0], why)
 
 
 def other_interface(interfaces: Sequence[Interface]) -> Interface | None:
-    """Return the first that other nodes may reach, to propose it; None: there is none."""
+    """Return the first interface that other nodes may reach, as a suggestion, or None."""
     usable = [each for each in interfaces if each.is_up and each.addresses]
     return next((each for each in usable if not each.name.startswith(("lo", "docker", "veth_"))), None)
 
 
 def check_gloo(taken: Taken, interfaces: Sequence[Interface], *, has_other_nodes: bool) -> Check:
-    """Judge what gloo takes.
+    """Check the interface that gloo uses.
 
     Args:
-        has_other_nodes: whether others have to reach it.
+        has_other_nodes: Whether other nodes must reach it.
     """
     if taken.problem:
         return failure("gloo interface", taken.problem, taken.remedy)
-    found = f"gloo takes {taken.interface} ({taken.address}), because {taken.why}"
+    found = f"gloo uses {taken.interface} ({taken.address}), because {taken.why}"
     if not taken.is_loopback or not has_other_nodes:
         return ok("gloo interface", found)
     better = other_interface(interfaces)
@@ -159,44 +159,44 @@ def check_nccl(
     has_gpus: bool,
     has_other_nodes: bool,
 ) -> Check:
-    """Follow NCCL's rule, and judge what it takes."""
+    """Check the interface that NCCL uses."""
     if not has_gpus:
         return not_here("NCCL interface", "no GPU, so NCCL is not used")
     chosen, why = _nccl_takes(environment.get(NCCL_VARIABLE, ""), interfaces)
     if not chosen:
         names = ", ".join(each.name for each in interfaces)
         return failure(
-            "NCCL interface", f"NCCL finds no interface with an address ({why}; there are {names})",
-            f"set {NCCL_VARIABLE} to one that has an address, or unset it",
+            "NCCL interface", f"NCCL finds no interface with an address ({why}; interfaces: {names})",
+            f"set {NCCL_VARIABLE} to one with an address, or unset it",
         )  # fmt: skip
-    text = f"NCCL takes {', '.join(f'{each.name} ({each.addresses[0]})' for each in chosen)}, because {why}"
+    text = f"NCCL uses {', '.join(f'{each.name} ({each.addresses[0]})' for each in chosen)}, because {why}"
     only_local = all(ipaddress.ip_address(each.addresses[0]).is_loopback for each in chosen)
     if only_local and has_other_nodes:
         return failure("NCCL interface", f"{text}; other nodes cannot reach it", f"set {NCCL_VARIABLE}")
     if chosen[0].name.startswith("docker") and has_other_nodes:
-        return warning("NCCL interface", f"{text}, a bridge of containers", f"set {NCCL_VARIABLE}")
+        return warning("NCCL interface", f"{text}, which is a container bridge", f"set {NCCL_VARIABLE}")
     return ok("NCCL interface", text)
 
 
 def _nccl_takes(said: str, interfaces: Sequence[Interface]) -> tuple[list[Interface], str]:
-    """Return the interfaces, and why."""
+    """Return the interfaces and the reason."""
     usable = [each for each in interfaces if each.addresses]
     if len(said) > 1:
         return [each for each in usable if _matches(each.name, said)], f"{NCCL_VARIABLE} is {said}"
     for rule, why in (
         ("ib", "its name begins with ib"),
         ("^docker,lo", "it is neither docker nor lo"),
-        ("docker", "there is none but docker"),
-        ("lo", "there is none but lo"),
+        ("docker", "only docker interfaces are left"),
+        ("lo", "only lo is left"),
     ):
         found = [each for each in usable if _matches(each.name, rule)]
         if found:
             return found, why
-    return [], "nothing is set"
+    return [], "no interface is selected"
 
 
 def _matches(name: str, rule: str) -> bool:
-    """Whether an interface is selected: prefixes by commas; = for whole names, ^ in front to leave them out."""
+    """Return whether an interface is selected: comma-separated prefixes; = matches whole names, ^ excludes."""
     is_excluded, rest = rule.startswith("^"), rule.removeprefix("^")
     is_exact, rest = rest.startswith("="), rest.removeprefix("=")
     words = [word for word in rest.split(",") if word]

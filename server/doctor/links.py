@@ -1,8 +1,8 @@
-"""Between nodes, pair by pair: whether they reach each other where gloo will, how fast, how soon, and whose clock is off.
+"""Measure the links between nodes, pair by pair: reachability at gloo's address, bandwidth, latency and clock skew.
 
-Each node listens on a free port of the address that gloo will take, as gloo does, so a firewall or a wrong interface shows here,
-in seconds and by name, where gloo would wait for minutes. Then pairs measure, each node in one pair at a time. A figure is
-one TCP connection's: several, or RDMA, may be faster. It needs neither torch nor the cluster's key, and says nothing of itself.
+Each node listens on a free port of the address that gloo will use, as gloo does. A firewall or a wrong interface therefore shows
+within seconds, with a name, where gloo would wait for minutes. Then pairs measure; each node is in one pair at a time. A figure is
+for one TCP connection; several of them, or RDMA, may be faster. No torch and no cluster key are needed, and no data is exposed.
 """
 
 import concurrent.futures
@@ -20,22 +20,22 @@ from server.doctor.interfaces import Taken
 from server.doctor.meeting import why_unreachable
 from server.doctor.report import Check, failure, ok, warning
 
-REACH_S = 5.0  # for a node to answer
-STAGE_S = 60.0  # for all nodes to come to a stage
+REACH_S = 5.0  # for an answer of a node
+STAGE_S = 60.0  # for all nodes to reach a stage
 _NUM_PINGS = 200
 _PING_BYTES = 64
 _CHUNK = 1 << 20
 _PROBE_CHUNKS, _MOST_CHUNKS = 4, 512
-_STREAM_S = 0.3  # of each direction
+_STREAM_S = 0.3  # target duration per direction
 _MEASURE_S = 20.0  # for one pair
 _SLOW_GBIT = 1.0
 _SLOW_MS = 1.0
-_MOST_SKEW_S = 1.0  # of clocks: lines of logs and traces of several nodes keep their order for people
+_MOST_SKEW_S = 1.0  # larger skew confuses readers of logs and traces from several nodes
 _PING, _SEND, _RECEIVE, _CLOCK = b"p", b"s", b"r", b"c"
 
 
 class Gathers(Protocol):
-    """What a check between nodes needs: see `meeting.Meeting`."""
+    """The part of `meeting.Meeting` that checks between nodes use."""
 
     @property
     def number(self) -> int: ...
@@ -45,23 +45,23 @@ class Gathers(Protocol):
 
 
 class LinkFigures(NamedTuple):
-    """One pair's."""
+    """Measurements of one pair."""
 
-    latency_ms: float  # a round trip of a small message, median
+    latency_ms: float  # median round trip of a small message
     latency_p99_ms: float
     there_gbit: float  # from the node with the lower number
     back_gbit: float
-    skew_s: float  # the other's clock minus this one's
+    skew_s: float  # the other node's clock minus this one's
 
 
 class Listener:
-    """Answers other nodes' measurements, on threads of its own, until closed."""
+    """Answers other nodes' measurements on background threads until closed."""
 
     def __init__(self, address: str) -> None:
-        """Listen on a free port of an address of this node.
+        """Listen on a free port of a local address.
 
         Raises:
-            OSError: it is none.
+            OSError: The address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family)
@@ -69,7 +69,7 @@ class Listener:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop accepting connections."""
         self._socket.close()
 
     def _accept(self) -> None:
@@ -83,7 +83,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening(taken: Taken) -> Iterator[int]:
-    """Listen where gloo will; the port is 0 where that cannot be done, which the others find out."""
+    """Listen on the address that gloo will use. Yields the port, or 0 if that fails, which the other nodes will notice."""
     try:
         listener = Listener(taken.address) if taken.address else None
     except OSError:
@@ -96,7 +96,7 @@ def listening(taken: Taken) -> Iterator[int]:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Do what the other end asks for, until it is gone."""
+    """Serve the other end's measurements until it disconnects."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(_MEASURE_S)
     with connection:
@@ -112,7 +112,7 @@ def _answer(connection: socket.socket) -> None:
                     _pour(connection, amount)
                 elif asked == _CLOCK:
                     connection.sendall(time.time_ns().to_bytes(8, "big"))
-        except OSError:  # it has left; whoever measures says so
+        except OSError:  # the other end has left and reports it
             return
 
 
@@ -142,10 +142,10 @@ def _pour(connection: socket.socket, size: int) -> None:
 
 
 def reach(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
-    """Let every node connect to every other, where gloo will, and say which do not get through. Collective.
+    """Connect every node to every other at gloo's address, and return failures by pair. Collective.
 
     Args:
-        port: of this node's listener.
+        port: Port of this node's listener.
     """
     network = identity().network
     places = gathers.gather("places", [taken.address, port, taken.interface, network], STAGE_S)
@@ -156,8 +156,8 @@ def reach(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
     found = gathers.gather("reach", {str(number): why for number, why in problems.items() if why}, STAGE_S)
     wrong = [
         failure(
-            "reach", f"{gathers.names[number]} does not reach {gathers.names[int(other)]} on {places[int(other)][2]}: {why}",
-            "allow TCP between the nodes (docs/nodes.md has the ports), or set GLOO_SOCKET_IFNAME there",
+            "reach", f"{gathers.names[number]} cannot reach {gathers.names[int(other)]} on {places[int(other)][2]}: {why}",
+            "allow TCP between the nodes (docs/nodes.md lists the ports), or set GLOO_SOCKET_IFNAME there",
         )
         for number, its in enumerate(found)
         for other, why in its.items()
@@ -171,7 +171,7 @@ def _why_not_reached(place: Sequence[Any], own_network: str) -> str:
     if not address:
         return f"{interface} has no address there"
     if network != own_network and ipaddress.ip_address(address).is_loopback:
-        return f"{address} leads to no other machine"
+        return f"{address} is a loopback address"
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
             connection.settimeout(REACH_S)
@@ -183,7 +183,7 @@ def _why_not_reached(place: Sequence[Any], own_network: str) -> str:
 
 
 def rounds_of_pairs(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Return rounds in which each node is in one pair at most, so that each pair meets once (the circle method)."""
+    """Return rounds with at most one pair per node, such that each pair meets once (the circle method)."""
     seats = [*range(num_nodes), *([-1] if num_nodes % 2 else [])]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -194,7 +194,7 @@ def rounds_of_pairs(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
-    """Measure every pair; every node gets all figures. Collective, and all nodes reach each other."""
+    """Measure every pair and return all results. Collective; all nodes must reach each other."""
     places = gathers.gather("measured places", [taken.address, port], STAGE_S)
     own: dict[str, Any] = {}
     for number, pairs in enumerate(rounds_of_pairs(len(places))):
@@ -212,7 +212,7 @@ def measure(gathers: Gathers, taken: Taken, port: int) -> list[Check]:
 
 
 def _measured(address: str, port: int) -> LinkFigures | str:
-    """Measure towards a node; a text: why it failed."""
+    """Measure the link to a node. Returns the reason as text if that fails."""
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
             connection.settimeout(_MEASURE_S)
@@ -234,7 +234,7 @@ def _ping_s(connection: socket.socket) -> float:
 
 
 def _skew_s(connection: socket.socket) -> float:
-    """The other clock minus ours, by the quickest of some round trips (NTP's way)."""
+    """Return the other clock minus this one, from the fastest of 20 round trips (as in NTP)."""
     best_s, skew_s = float("inf"), 0.0
     for _ in range(20):
         sent_ns = time.time_ns()
@@ -247,7 +247,7 @@ def _skew_s(connection: socket.socket) -> float:
 
 
 def _gbit(connection: socket.socket, asked: bytes) -> float:
-    """Bandwidth of one direction: a short probe says how much is sent in some tenths of a second."""
+    """Return the bandwidth of one direction. A short probe determines how much to send in about `_STREAM_S`."""
     seconds = _stream_s(connection, asked, _PROBE_CHUNKS)
     chunks = max(_PROBE_CHUNKS, min(_MOST_CHUNKS, int(_PROBE_CHUNKS * _STREAM_S / max(seconds, 1e-6))))
     return chunks * _CHUNK * 8 / 1e9 / max(_stream_s(connection, asked, chunks), 1e-9)
@@ -265,20 +265,20 @@ def _stream_s(connection: socket.socket, asked: bytes, chunks: int) -> float:
 
 
 def judge(names: Sequence[str], figures: dict[tuple[int, int], LinkFigures | str]) -> list[Check]:
-    """Say of every pair how it is, and of clocks that are off."""
+    """Return a check for every pair, and checks of the clocks."""
     whole = [each for each in figures.values() if isinstance(each, LinkFigures)]
     typical = statistics.median([min(each.there_gbit, each.back_gbit) for each in whole]) if whole else 0.0
     checks = []
     for (one, other), each in sorted(figures.items()):
         pair = f"{names[one]} and {names[other]}"
         if isinstance(each, str):
-            checks.append(failure("link", f"{pair} could not measure: {each}", "start the doctor again; look at both nodes"))  # fmt: skip
+            checks.append(failure("link", f"{pair}: the measurement failed: {each}", "run the doctor again and check both nodes"))  # fmt: skip
             continue
         checks.append(_judge_link(pair, each, typical))
         if abs(each.skew_s) > _MOST_SKEW_S:
             text = f"the clock of {names[other]} is {each.skew_s:+.1f} s off that of {names[one]}"
             checks.append(
-                warning("clocks", text, "let both follow a time server (chrony)", skew_s=each.skew_s)
+                warning("clocks", text, "synchronise both with a time server (chrony)", skew_s=each.skew_s)
             )
     if whole and not any(check.name == "clocks" for check in checks):
         most = max(abs(each.skew_s) for each in whole)
@@ -289,12 +289,12 @@ def judge(names: Sequence[str], figures: dict[tuple[int, int], LinkFigures | str
 def _judge_link(pair: str, each: LinkFigures, typical_gbit: float) -> Check:
     text = (
         f"{pair}: {each.there_gbit:.1f} and {each.back_gbit:.1f} Gbit/s, round trip {each.latency_ms:.2f} ms "
-        f"(99 % within {each.latency_p99_ms:.2f})"
+        f"(p99 {each.latency_p99_ms:.2f} ms)"
     )
     slowest = min(each.there_gbit, each.back_gbit)
     measured = each._asdict()
     if slowest < _SLOW_GBIT or each.latency_ms > _SLOW_MS:
-        return warning("link", f"{text}, which is slow", "see docs/nodes.md on slow links, and which interface is taken", **measured)  # fmt: skip
+        return warning("link", f"{text}, which is slow", "see docs/nodes.md on slow links, and check the interface", **measured)  # fmt: skip
     if slowest < typical_gbit / 2:
-        return warning("link", f"{text}; half of all pairs have {typical_gbit:.1f}", "look at the cable and port", **measured)  # fmt: skip
+        return warning("link", f"{text}; the median of all pairs is {typical_gbit:.1f} Gbit/s", "check the cable and the port", **measured)  # fmt: skip
     return ok("link", text, **measured)

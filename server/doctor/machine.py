@@ -1,9 +1,9 @@
-"""What one node has, and what of it stands in a service's way: each check reads, and changes nothing. Knows no torch.
+"""Check what one node has, and whether it prevents or slows a service. Checks only read. Does not use torch.
 
-Python and packages, processor, GPUs and their links, NCCL and NVSHMEM, RDMA, interfaces, shared memory, huge pages, limits
-and ports; the model's files, and whether a node's ranks fit. What a start refuses by itself is asked of
-the start's own checks (`process.preflight`). Where the kernel is read, it is read below roots that a test may put elsewhere.
-`problems_at_start` is the part that every start runs: it takes milliseconds, and only what is wrong is shown.
+They cover Python and packages, processor, GPUs and their links, NCCL and NVSHMEM, RDMA, interfaces, shared memory, huge pages,
+limits and ports, the model's files, and whether a node's ranks fit. Where a start has its own checks, they are
+used (`process.preflight`). Kernel files are read below root folders that a test can replace.
+`problems_at_start` is the part that runs at every start: it takes milliseconds and reports problems only.
 """
 
 import importlib.metadata
@@ -32,16 +32,16 @@ from server.process.preflight.processor import why_slow
 from server.process.preflight.versions import VersionError, check_transformers
 
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
-_FILES_BESIDES_REQUESTS = 256  # of a front: libraries, logs, pipes; and some 16 for each rank
+_FILES_BESIDES_REQUESTS = 256  # of a front: libraries, logs, pipes
 _FILES_PER_RANK = 16
-_LEAST_SHARED = 1 << 30  # NCCL's segments between the GPUs of a node are in /dev/shm
+_LEAST_SHARED = 1 << 30  # NCCL's segments between GPUs of a node are in /dev/shm
 _FEW_PORTS = 1024
 _UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where to look; a test looks into folders of its own."""
+    """The places to examine; tests replace them."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -57,12 +57,12 @@ class Machine:
 def check_machine(
     machine: Machine, device: Device, options: Options, *, num_ranks: int, num_nodes: int, has_front: bool
 ) -> Iterator[Check]:
-    """Check this node, but for the model.
+    """Check this node, except for the model.
 
     Args:
-        num_ranks: of this node.
-        num_nodes: that the service is to span.
-        has_front: whether this node will listen for HTTP and hold the clients' connections.
+        num_ranks: Number of ranks on this node.
+        num_nodes: Number of nodes of the service.
+        has_front: Whether this node listens for HTTP and holds the clients' connections.
     """
     yield ok("Python", f"{platform.python_version()}, Linux {platform.release()}")
     yield check_packages(_NEEDED)
@@ -75,7 +75,7 @@ def check_machine(
     yield check_open_files(machine, options, num_ranks * num_nodes if has_front else num_ranks)
     yield check_locked_memory(machine)
     yield check_ports(machine)
-    yield check_http(options) if has_front else not_here("HTTP", "the node of the endpoint listens")
+    yield check_http(options) if has_front else not_here("HTTP", "only the endpoint's node listens")
 
 
 def problems_at_start(
@@ -86,11 +86,11 @@ def problems_at_start(
     num_served_ranks: int | None = None,
     machine: Machine | None = None,
 ) -> list[Check]:
-    """Return what is wrong with this node for a service that starts now, and that its start does not refuse itself.
+    """Return this node's problems for a service that starts now, except those that its start rejects itself.
 
     Args:
-        num_ranks: of this node.
-        num_served_ranks: whose requests this node's front holds; None: this node's.
+        num_ranks: Number of ranks on this node.
+        num_served_ranks: Number of ranks that this node's front serves; None for the local ones.
     """
     machine = machine or Machine()
     on_gpus = options.device == "cuda"
@@ -105,34 +105,34 @@ def problems_at_start(
 
 
 def say_problems(checks: Sequence[Check]) -> None:
-    """Say what a start has found wrong, and goes on with all the same."""
+    """Log problems that do not prevent the start."""
     for check in checks:
         say(
-            f"wideep: {check.name}: {check.sentence} (`wideep doctor` looks at more)",
+            f"wideep: {check.name}: {check.sentence} (run `wideep doctor` for more checks)",
             error=True,
             level="warning",
         )
 
 
 def check_packages(names: Sequence[str]) -> Check:
-    """What WideEP needs is installed, in versions that it allows."""
+    """Check that all required packages are installed in supported versions."""
     needs = _requirements()
     missing = [name for name in names if not version_of(name)]
     if missing:
         return failure(
-            "packages", f"not installed: {', '.join(missing)}", "install WideEP again, with its packages"
+            "packages", f"not installed: {', '.join(missing)}", "reinstall WideEP with its dependencies"
         )
     outside = [
-        f"{name} is {version_of(name)}, needed is {needs[name]}"
+        f"{name} is {version_of(name)}, but {needs[name]} is required"
         for name in names
         if not _fits(version_of(name), needs.get(name, ""))
     ]
     if outside:
-        return failure("packages", "; ".join(outside), "install WideEP again, with its packages")
+        return failure("packages", "; ".join(outside), "reinstall WideEP with its dependencies")
     try:
         note = check_transformers()
-    except VersionError as error:  # of a checkout that is newer than what is installed as wideep
-        return failure("packages", str(error), "install WideEP again, with its packages")
+    except VersionError as error:  # a checkout may be newer than the installed wideep
+        return failure("packages", str(error), "reinstall WideEP with its dependencies")
     if note is not None:
         return warning("packages", note, "install the tested version if a model fails to start")
     told = ", ".join(f"{name} {version_of(name)}" for name in names[:3])
@@ -141,7 +141,7 @@ def check_packages(names: Sequence[str]) -> Check:
 
 
 def _requirements() -> dict[str, str]:
-    """What our own distribution asks for, by package: such as ">=5.21,<6"."""
+    """Return the requirements of our own distribution by package, such as ">=5.21,<6"."""
     try:
         lines = importlib.metadata.requires("wideep") or []
     except importlib.metadata.PackageNotFoundError:
@@ -151,7 +151,7 @@ def _requirements() -> dict[str, str]:
 
 
 def _fits(version: str, needed: str) -> bool:
-    """Whether a version is within bounds of the forms that we use."""
+    """Return whether a version satisfies bounds with >= and <."""
     for operator, bound in re.findall(r"(>=|<)\s*([\d.]+)", needed):
         is_lower = _numbers(version) < _numbers(bound)
         if is_lower != (operator == "<"):
@@ -165,7 +165,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_processor(machine: Machine) -> Check:
-    """Cores, memory, and what makes kernels slow."""
+    """Check cores, memory and the instructions that kernels need."""
     facts = machine.proc / "cpuinfo"
     slow = why_slow(facts=facts.read_text() if facts.exists() else "")
     free = available_bytes(machine.proc / "meminfo", machine.sys / "fs" / "cgroup")
@@ -174,7 +174,7 @@ def check_processor(machine: Machine) -> Check:
 
 
 def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
-    """Driver, GPUs, links between them, NCCL and NVSHMEM; from the driver's files and from what torch told a child."""
+    """Check the driver, GPUs, their links, NCCL and NVSHMEM, from the driver's files and the facts of a child process."""
     driver = driver_version(machine.proc)
     yield (
         ok("driver", f"NVIDIA {driver}")
@@ -183,14 +183,14 @@ def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
     )
     facts = device.facts
     if not facts.devices:
-        yield warning("GPUs", device.reason, "the service computes on the CPU") if driver else not_here("GPUs", device.reason)  # fmt: skip
+        yield warning("GPUs", device.reason, "the service will use the CPU") if driver else not_here("GPUs", device.reason)  # fmt: skip
         for name in ("GPU links", "NCCL", "NVSHMEM"):
             yield not_here(name, "no GPU")
         return
     each = ", ".join(f"{gpu.name} with {_gib(gpu.free_bytes)} free" for gpu in facts.devices)
     yield ok("GPUs", f"{len(facts.devices)}: {each}")
     yield check_links(facts)
-    yield ok("NCCL", facts.nccl) if facts.nccl else failure("NCCL", f"torch {facts.torch} has no NCCL", "install a torch for CUDA")  # fmt: skip
+    yield ok("NCCL", facts.nccl) if facts.nccl else failure("NCCL", f"torch {facts.torch} has no NCCL", "install a torch build for CUDA")  # fmt: skip
     problem = why_unavailable("nvshmem")
     yield (
         not_here("NVSHMEM", problem)
@@ -200,20 +200,20 @@ def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
 
 
 def check_links(facts: GpuFacts) -> Check:
-    """Whether each GPU of the node reads the others' memory."""
+    """Check that the GPUs of the node can access each other's memory."""
     if len(facts.devices) < 2:
-        return not_here("GPU links", "one GPU")
+        return not_here("GPU links", "only one GPU")
     if not facts.apart:
-        return ok("GPU links", f"each of {len(facts.devices)} GPUs reads the others' memory")
+        return ok("GPU links", f"all {len(facts.devices)} GPUs can access each other's memory")
     pairs = ", ".join(f"{one} and {other}" for one, other in facts.apart[:4])
     return warning(
-        "GPU links", f"{len(facts.apart)} pairs of GPUs do not read each other's memory ({pairs})",
-        "what they exchange goes through the host: see `nvidia-smi topo -m`, and IOMMU or ACS in the firmware",
+        "GPU links", f"{len(facts.apart)} pairs of GPUs cannot access each other's memory ({pairs})",
+        "their traffic goes through the host; check `nvidia-smi topo -m`, and IOMMU or ACS in the firmware",
     )  # fmt: skip
 
 
 def check_rdma(machine: Machine) -> Check:
-    """RDMA devices and the state of their ports."""
+    """Check RDMA devices and the state of their ports."""
     ports = sorted((machine.sys / "class" / "infiniband").glob("*/ports/*"))
     if not ports:
         return not_here("RDMA", f"no device in {machine.sys / 'class' / 'infiniband'}")
@@ -223,11 +223,11 @@ def check_rdma(machine: Machine) -> Check:
         name = f"{port.parts[-3]} port {port.name}"
         told.append(f"{name} {layer} {rate}".strip())
         if "ACTIVE" not in state:
-            down.append(f"{name} is {state.rpartition(':')[2].strip() or 'in no known state'}")
+            down.append(f"{name} is {state.rpartition(':')[2].strip() or 'in an unknown state'}")
     if not (machine.dev / "infiniband").is_dir():
         return warning(
             "RDMA", f"{len(ports)} ports, but {machine.dev / 'infiniband'} is missing",
-            "give the container its devices (--device=/dev/infiniband)",
+            "pass the devices to the container (--device=/dev/infiniband)",
         )  # fmt: skip
     if down:
         return warning("RDMA", "; ".join(down), "check cables, the switch and the subnet manager")
@@ -235,7 +235,7 @@ def check_rdma(machine: Machine) -> Check:
 
 
 def check_network(machine: Machine, *, has_gpus: bool, has_other_nodes: bool) -> list[Check]:
-    """Which interface gloo and NCCL will take, and why."""
+    """Check the interfaces that gloo and NCCL will use."""
     found = machine.interfaces()
     taken = network.gloo_takes(machine.environment, found, machine.host, machine.resolve)
     return [
@@ -245,7 +245,7 @@ def check_network(machine: Machine, *, has_gpus: bool, has_other_nodes: bool) ->
 
 
 def check_shared_memory(machine: Machine, *, num_gpus: int) -> Check:
-    """Room in /dev/shm, which NCCL uses; our own wires map files without a name."""
+    """Check the free space in /dev/shm, which NCCL uses. Our own wires map unnamed files."""
     folder = machine.dev / "shm"
     if not folder.is_dir():
         return warning("shared memory", f"{folder} is missing", "mount a tmpfs there")
@@ -257,52 +257,52 @@ def check_shared_memory(machine: Machine, *, num_gpus: int) -> Check:
 
 
 def check_huge_pages(machine: Machine) -> Check:
-    """Whether the kernel gives large pages by itself; a service needs none reserved."""
+    """Report the mode of transparent huge pages. A service needs no reserved ones."""
     mode = re.search(r"\[(\w+)\]", _line(machine.sys / "kernel" / "mm" / "transparent_hugepage" / "enabled"))
     reserved = re.search(r"HugePages_Total:\s*(\d+)", (machine.proc / "meminfo").read_text())
     if mode is None:
-        return not_here("huge pages", "this kernel has no transparent ones")
+        return not_here("huge pages", "this kernel has no transparent huge pages")
     return ok(
-        "huge pages", f"transparent: {mode[1]}; {reserved[1] if reserved else 0} reserved (none are needed)"
+        "huge pages", f"transparent: {mode[1]}; {reserved[1] if reserved else 0} reserved (none needed)"
     )
 
 
 def check_open_files(machine: Machine, options: Options, num_ranks: int) -> Check:
-    """Whether the front can hold a socket for every request that runs at once."""
+    """Check that the front can hold a socket for every concurrent request."""
     limit = machine.limit_of(resource.RLIMIT_NOFILE)
     requests = (options.max_num_seqs or 0) * num_ranks
     needed = requests + _FILES_BESIDES_REQUESTS + _FILES_PER_RANK * num_ranks
     if limit == _UNLIMITED or limit >= needed:
-        return ok("open files", f"at most {_limit(limit)}; about {needed:,} are needed")
+        return ok("open files", f"limit {_limit(limit)}; about {needed:,} needed")
     return warning(
-        "open files", f"at most {limit:,} may be open; {requests:,} requests at once need about {needed:,}",
+        "open files", f"limit {limit:,}, but {requests:,} concurrent requests need about {needed:,}",
         f"ulimit -n {1 << (needed - 1).bit_length()}, or a smaller --max-num-seqs",
     )  # fmt: skip
 
 
 def check_locked_memory(machine: Machine) -> Check:
-    """Whether RDMA may pin what it sends."""
+    """Check that RDMA may pin its buffers."""
     limit = machine.limit_of(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if limit == _UNLIMITED else f"at most {limit >> 10:,} KiB"
     if not any((machine.sys / "class" / "infiniband").glob("*")):
         return ok("locked memory", f"{found} (only RDMA needs it)")
     if limit == _UNLIMITED:
         return ok("locked memory", found)
-    return warning("locked memory", f"{found}, and RDMA pins what it sends", "ulimit -l unlimited, or docker run --ulimit memlock=-1")  # fmt: skip
+    return warning("locked memory", f"{found}, but RDMA pins its buffers", "ulimit -l unlimited, or docker run --ulimit memlock=-1")  # fmt: skip
 
 
 def check_ports(machine: Machine) -> Check:
-    """The ports that the kernel gives to ranks."""
+    """Check the range of ports that the kernel gives to ranks."""
     path = machine.proc / "sys" / "net" / "ipv4" / "ip_local_port_range"
     first, last = map(int, path.read_text().split())
     text = f"ranks listen on free ports from {first} to {last}"
     if last - first < _FEW_PORTS:
-        return warning("ports", f"{text}, which are few", "sysctl net.ipv4.ip_local_port_range='32768 60999'")
+        return warning("ports", f"{text}, a small range", "sysctl net.ipv4.ip_local_port_range='32768 60999'")
     return ok("ports", f"{text}; allow them between the nodes")
 
 
 def check_http(options: Options) -> Check:
-    """Whether HTTP can listen."""
+    """Check that HTTP can listen."""
     try:
         check_listener(options)
     except (PreflightError, OptionsError) as error:
@@ -310,7 +310,7 @@ def check_http(options: Options) -> Check:
         if served is not None:
             where = options.uds or f"port {options.port}"
             return warning(
-                "HTTP", f"a WideEP service already answers on {where}", "give a second one another --port"
+                "HTTP", f"a WideEP service already answers on {where}", "use another --port for a second one"
             )
         return failure("HTTP", str(error))
     where = options.uds or (
@@ -322,11 +322,11 @@ def check_http(options: Options) -> Check:
 def check_model(
     options: Options, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
 ) -> Iterator[Check]:
-    """Check a model's files and whether a node's ranks fit, as a start does.
+    """Check a model's files and whether a node's ranks fit, as at a start.
 
     Args:
-        options: with `model` a directory. num_ranks: of all nodes.
-        gpu_bytes: free memory of the GPU that has the least; None on a CPU.
+        options: The options; `model` is a directory. num_ranks: Number of ranks on all nodes.
+        gpu_bytes: Smallest free memory of all GPUs; None on a CPU.
     """
     try:
         check_choices(options, num_ranks)
@@ -336,7 +336,7 @@ def check_model(
         kind = read_config(Path(options.model)).get("model_type", "unknown")
         yield ok(
             "model files",
-            f"{kind}, {len(files)} weight file{'s' if len(files) > 1 else ''} of {_gib(size)}, whole",
+            f"{kind}, {len(files)} weight file{'s' if len(files) > 1 else ''} of {_gib(size)}, complete",
         )
     except PreflightError as error:
         yield failure("model files", str(error))
@@ -350,12 +350,12 @@ def check_model(
         return
     free = available_bytes() if gpu_bytes is None else gpu_bytes
     where = (
-        f"{_gib(free)} free on this node for {num_local_ranks}"
+        f"{_gib(free)} free on this node (local ranks: {num_local_ranks})"
         if gpu_bytes is None
         else f"{_gib(free)} free on a GPU"
     )
     yield ok(
-        "memory", f"a rank of {num_ranks} keeps {_gib(weights.shared + experts.serving)} of weights; {where}",
+        "memory", f"each of {num_ranks} ranks holds {_gib(weights.shared + experts.serving)} of weights; {where}",
         rank_bytes=weights.shared + experts.serving + experts.spare, free_bytes=free,
     )  # fmt: skip
 
@@ -365,7 +365,7 @@ def _line(path: Path) -> str:
 
 
 def _limit(limit: int) -> str:
-    return "any number" if limit == _UNLIMITED else f"{limit:,}"
+    return "not set" if limit == _UNLIMITED else f"{limit:,}"
 
 
 def _gib(size: int) -> str:

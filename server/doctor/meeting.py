@@ -1,11 +1,11 @@
-"""Doctors of several nodes meet at the rendezvous endpoint, in any order, and tell each other values, stage by stage.
+"""A meeting of the doctors of several nodes at the rendezvous endpoint, in any order, where they exchange values by stage.
 
-The node whose address the endpoint has listens there, as torchrun will; the others try again until it does. From then on
-there is one operation: `gather` gives every node what all nodes gave, by node. Lines of JSON on one TCP connection per node, and no
-torch: its import takes seconds, in which a node that is missing should have been named. Who waits is told soon, and
-repeatedly, who is here and what the way to the endpoint lacks.
+The node with the endpoint's address listens there, as torchrun will; the others retry until it does. The only operation is
+`gather`, which gives every node the values of all nodes. The protocol is JSON lines over one TCP connection per node, without
+torch: its import takes seconds, by which time a missing node should be named. A waiting node soon logs, and logs again
+after changes, which nodes have joined and why the endpoint cannot be reached.
 
-Rejected: torch's store as the meeting point, which waits in silence; HTTP, whose requests would poll.
+Rejected: torch's store as the meeting point, which waits silently; HTTP, which would need polling.
 """
 
 import errno
@@ -20,46 +20,46 @@ from typing import Any, NamedTuple, Self
 from server.doctor.interfaces import has_endpoint
 from server.doctor.report import count
 
-SAY_AFTER_S = 3.0  # of waiting; then whenever something has changed
+SAY_AFTER_S = 3.0  # of waiting before the first message; further ones follow changes
 _CONNECT_S = 3.0  # for one attempt
 _RETRY_S = 0.3
-_ANSWER_S = 5.0  # for a doctor to answer at all
-_SEND_S = 10.0  # for a node to take a line
-_MAX_LINE = 64 << 20  # bytes: the digests of some thousand files from each of some hundred nodes
-_VERSION = 1  # of these lines
+_ANSWER_S = 5.0  # for the first answer of a doctor
+_SEND_S = 10.0  # for sending a line
+_MAX_LINE = 64 << 20  # bytes: digests of some thousand files on some hundred nodes
+_VERSION = 1  # of the protocol
 
 Say = Callable[[str], None]
 
 
 class MeetingError(RuntimeError):
-    """The nodes do not meet, or one has left; the message says which, and what to do."""
+    """The nodes do not meet, or one has left; the message names it and a remedy."""
 
 
 class Endpoint(NamedTuple):
-    """Where the nodes meet."""
+    """The address where the nodes meet."""
 
     host: str
     port: int
 
     def __str__(self) -> str:
-        """As it was given."""
+        """Return HOST:PORT."""
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """Read HOST:PORT.
+        """Parse HOST:PORT.
 
         Raises:
-            MeetingError: it is none.
+            MeetingError: The text has another form.
         """
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-            raise MeetingError(f"--rdzv-endpoint is {text!r}; give HOST:PORT, such as 10.0.0.1:29400")
+            raise MeetingError(f"--rdzv-endpoint is {text!r}; it must be HOST:PORT, such as 10.0.0.1:29400")
         return cls(host.strip("[]"), int(port))
 
 
 class _Lines:
-    """A connection that carries JSON lines."""
+    """A connection for JSON lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -69,7 +69,7 @@ class _Lines:
         self.connection.sendall(json.dumps(value).encode() + b"\n")
 
     def take(self) -> Any | None:
-        """Return a value that has come whole; None: there is none yet."""
+        """Return the next complete value, or None if there is none yet."""
         at = self._left.find(b"\n")
         if at < 0:
             return None
@@ -77,33 +77,33 @@ class _Lines:
         return json.loads(line)
 
     def fill(self) -> bool:
-        """Read what has come; False: the other end is gone."""
+        """Read available bytes. Returns False if the other end is gone."""
         content = self.connection.recv(1 << 16)
         self._left += content
         return bool(content) and len(self._left) <= _MAX_LINE
 
 
 class _Guest:
-    """A node, as the meeting point knows it."""
+    """A node's state at the meeting point."""
 
     def __init__(self, lines: _Lines) -> None:
         self.lines, self.name, self.is_head, self.number = lines, "", False, -1
 
 
 class _Host(threading.Thread):
-    """The meeting point: takes nodes until all are here, then hands round what they say."""
+    """The meeting point: accepts nodes until all have joined, then shares their values."""
 
     def __init__(self, listener: socket.socket, num_nodes: int) -> None:
         super().__init__(daemon=True)
         self._listener, self._num_nodes = listener, num_nodes
-        self._guests: list[_Guest] = []  # that have said who they are, and have not left
-        self._refused: list[dict[str, Any]] = []  # notes of who was, for those who come later
-        self._said: dict[str, dict[int, Any]] = {}  # by stage and number
+        self._guests: list[_Guest] = []  # nodes that have joined and not left
+        self._refused: list[dict[str, Any]] = []  # notes on refused nodes, for those that join later
+        self._said: dict[str, dict[int, Any]] = {}  # values by stage and node number
         self._is_full = False
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        """Serve until all have met and left."""
+        """Serve until all nodes have met and left."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         while not self._is_full or self._guests:
             for key, _ in self._selector.select():
@@ -124,14 +124,14 @@ class _Host(threading.Thread):
                 return self._drop(guest)
             while (message := guest.lines.take()) is not None:
                 self._take(guest, message)
-        except (OSError, ValueError, KeyError, TypeError):  # gone, or no doctor
+        except (OSError, ValueError, KeyError, TypeError):  # gone, or not a doctor
             self._drop(guest)
 
     def _take(self, guest: _Guest, message: dict[str, Any]) -> None:
         if "doctor" in message:
             return self._welcome(guest, message)
         if guest not in self._guests:
-            raise ValueError("a stage of somebody who has not said who they are")
+            raise ValueError("stage received before the node identified itself")
         stage = message["stage"]
         said = self._said.setdefault(stage, {})
         said[guest.number] = message["value"]
@@ -144,7 +144,7 @@ class _Host(threading.Thread):
         guest.name, guest.is_head = str(message["name"]), bool(message["is_head"])
         if refusal := self._why_refused(message):
             guest.lines.send({"refused": refusal})
-            self._refused.append({"note": f"{guest.name} came and was refused: {refusal}"})
+            self._refused.append({"note": f"{guest.name} was refused: {refusal}"})
             self._tell_all(self._refused[-1])
             return
         while guest.name in {each.name for each in self._guests}:
@@ -163,14 +163,14 @@ class _Host(threading.Thread):
 
     def _why_refused(self, message: dict[str, Any]) -> str:
         if message["doctor"] != _VERSION:
-            return "its doctor is of another version of WideEP; install the same version on all nodes"
+            return "the versions of WideEP differ; install the same version on all nodes"
         if message["num_nodes"] != self._num_nodes:
             return (
-                f"--nnodes is {message['num_nodes']} there and {self._num_nodes} where the endpoint is; give the same "
+                f"--nnodes is {message['num_nodes']}, but {self._num_nodes} on the endpoint's node; use the same "
                 "number on all nodes"
             )
         if self._is_full:
-            return f"{count(self._num_nodes, 'node')} are here already; start the doctors of all nodes again"
+            return f"{count(self._num_nodes, 'node')} have already joined; restart the doctors of all nodes"
         return ""
 
     def _drop(self, guest: _Guest) -> None:
@@ -186,12 +186,12 @@ class _Host(threading.Thread):
             if each.lines.connection.fileno() >= 0:
                 try:
                     each.lines.send(message)
-                except OSError:  # its own event will say so
+                except OSError:  # its own event handles it
                     continue
 
 
 class Meeting:
-    """One node's place among all that have met."""
+    """One node's membership in a meeting."""
 
     def __init__(self, lines: _Lines, number: int, names: list[str], say: Say, host: _Host | None) -> None:
         self.number, self.names = number, names
@@ -199,14 +199,14 @@ class Meeting:
 
     @property
     def num_nodes(self) -> int:
-        """How many have met."""
+        """Number of nodes."""
         return len(self.names)
 
     def gather(self, stage: str, value: Any, timeout_s: float) -> list[Any]:
-        """Give a value, and return what all nodes gave, by number. Collective; also a barrier.
+        """Send a value and return those of all nodes, by number. Collective; also a barrier.
 
         Raises:
-            MeetingError: a node has left, or not all came to this stage in time.
+            MeetingError: A node has left, or some did not reach this stage in time.
         """
         until_s = time.monotonic() + timeout_s
         try:
@@ -216,33 +216,33 @@ class Meeting:
                 if message.get("stage") == stage:
                     return list(message["values"])
                 if "gone" in message:
-                    raise MeetingError(f"{message['gone']} has ended early; see what its doctor says there")
+                    raise MeetingError(f"{message['gone']} exited early; see its doctor's output")
                 if "note" in message:
                     self._say(message["note"])
         except TimeoutError as error:
-            raise MeetingError(f"not all nodes came to {stage!r} within {timeout_s:g} s") from error
+            raise MeetingError(f"not all nodes reached the stage {stage!r} within {timeout_s:g} s") from error
         except OSError as error:
-            raise MeetingError(f"the node of the endpoint has ended early ({error})") from error
+            raise MeetingError(f"the endpoint's node exited early ({error})") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._lines.connection.close()
-        if self._host is not None:  # others may still have to be told what all said
+        if self._host is not None:  # other nodes may still be waiting for values
             self._host.join(_SEND_S)
 
 
 def meet(endpoint: Endpoint, num_nodes: int, name: str, *, timeout_s: float, say: Say) -> Meeting:
-    """Wait at the endpoint until all nodes are there.
+    """Wait at the endpoint until all nodes have joined.
 
     Args:
-        name: this node's, for people.
-        timeout_s: how long to wait.
-        say: told who and what is waited for.
+        name: This node's name in messages.
+        timeout_s: How long to wait.
+        say: Receives messages about the wait.
 
     Raises:
-        MeetingError: they do not come, or the endpoint is no place to meet.
+        MeetingError: Not all nodes joined in time, or the endpoint is unusable.
     """
     until_s = time.monotonic() + timeout_s
     _check_resolves(endpoint)
@@ -262,13 +262,13 @@ def _check_resolves(endpoint: Endpoint) -> None:
         socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise MeetingError(
-            f"--rdzv-endpoint is {endpoint}, whose host this node does not know ({error.strerror}); give an address, or a "
+            f"--rdzv-endpoint is {endpoint}, but this node cannot resolve the host ({error.strerror}); use an address, or a "
             "name that all nodes resolve"
         ) from error
 
 
 def _listen(endpoint: Endpoint, num_nodes: int) -> _Host | None:
-    """Be the meeting point; None: something listens here already, perhaps another node's doctor on this machine."""
+    """Start the meeting point. Returns None if the port is in use, perhaps by another doctor on this machine."""
     try:
         if socket.has_dualstack_ipv6():
             listener = socket.create_server(
@@ -280,7 +280,7 @@ def _listen(endpoint: Endpoint, num_nodes: int) -> _Host | None:
         if error.errno == errno.EADDRINUSE:
             return None
         raise MeetingError(
-            f"cannot listen on port {endpoint.port}: {error.strerror}; give another port"
+            f"cannot listen on port {endpoint.port}: {error.strerror}; choose another port"
         ) from error
     host = _Host(listener, num_nodes)
     host.start()
@@ -288,10 +288,10 @@ def _listen(endpoint: Endpoint, num_nodes: int) -> _Host | None:
 
 
 def connect(endpoint: Endpoint, until_s: float, say: Say) -> socket.socket:
-    """Connect to the endpoint, as soon as somebody listens there.
+    """Connect to the endpoint, with retries.
 
     Raises:
-        MeetingError: nobody did in time, or no way leads there.
+        MeetingError: No connection succeeded in time.
     """
     begun_s, said = time.monotonic(), ""
     while True:
@@ -310,18 +310,18 @@ def connect(endpoint: Endpoint, until_s: float, say: Say) -> socket.socket:
 
 
 def why_unreachable(where: str, error: OSError) -> str:
-    """Say why a connection was not made, and what to look at."""
+    """Return why a connection failed, and what to check."""
     if isinstance(error, ConnectionRefusedError):
-        return f"nothing listens at {where}; start the same line on the node whose address that is, and check the port"
+        return f"nothing listens at {where}; run the same command on the node with this address, and check the port"
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
-        return f"{where} does not answer; check the address, and that a firewall lets TCP through between the nodes"
-    return f"no way leads to {where} ({error.strerror or error}); check this node's interfaces and routes"
+        return f"{where} does not answer; check the address and firewalls (TCP between the nodes)"
+    return f"{where} is unreachable ({error.strerror or error}); check this node's interfaces and routes"
 
 
 def _wait_for_all(
     lines: _Lines, endpoint: Endpoint, num_nodes: int, until_s: float, timeout_s: float, say: Say
 ) -> tuple[int, list[str]]:
-    """Return this node's number, and the names of all."""
+    """Return this node's number and the names of all nodes."""
     say_at_s, here, said = time.monotonic() + SAY_AFTER_S, list[str](), list[str]()
     answer_s = time.monotonic() + _ANSWER_S
     while True:
@@ -346,28 +346,28 @@ def _wait_for_all(
             raise MeetingError(_no_doctor(endpoint))
         if now_s >= until_s:
             raise MeetingError(
-                f"{who_is_here(here, num_nodes)} did not come within {timeout_s:g} s; start the same line there, and "
-                f"check that they reach {endpoint}"
+                f"{who_is_here(here, num_nodes)} did not join within {timeout_s:g} s; run the same command there, and "
+                f"check that they can reach {endpoint}"
             )
         if here != said and now_s >= say_at_s and len(here) < num_nodes:
-            say(f"waiting for {who_is_here(here, num_nodes)}; start the same line there")
+            say(f"waiting for {who_is_here(here, num_nodes)}; run the same command there")
             said = here
 
 
 def who_is_here(here: Sequence[str], num_nodes: int) -> str:
-    """Say how many are missing, and who is not."""
-    return f"{num_nodes - len(here)} of {count(num_nodes, 'node')} (here: {', '.join(here)})"
+    """Return how many nodes are missing, and the names of those that have joined."""
+    return f"{num_nodes - len(here)} of {count(num_nodes, 'node')} (joined: {', '.join(here)})"
 
 
 def _no_doctor(endpoint: Endpoint) -> str:
-    return f"what listens at {endpoint} is no doctor (a service that runs?); end it, or give another port in --rdzv-endpoint"
+    return f"another program uses {endpoint} (perhaps a running service); stop it, or choose another port in --rdzv-endpoint"
 
 
 def _next(lines: _Lines, until_s: float) -> dict[str, Any]:
-    """Return the next line.
+    """Return the next message.
 
     Raises:
-        TimeoutError: none came in time. OSError: the other end is gone.
+        TimeoutError: No message came in time. OSError: The other end is gone.
     """
     while (message := lines.take()) is None:
         lines.connection.settimeout(max(0.001, until_s - time.monotonic()))

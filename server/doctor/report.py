@@ -1,7 +1,7 @@
-"""What a check found, and how it is shown: one line each, or one JSON object, and an exit status.
+"""The result of a check, and its output: one line each or one JSON object, and an exit status.
 
 A check is ok, a warning (the service runs, but slower or less safely), a failure (it cannot run, or its answers could
-differ), or not here: what it is about is not on this machine, so nothing was tried. What is wrong says what to do.
+differ), or not here: this machine lacks what the check is about, so it was skipped. Every problem comes with a remedy.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from server.lines import say
 
 _COLOURS = {"ok": "32", "warning": "33", "FAILURE": "31"}  # green, yellow, red
-_NAME_WIDTH = 15  # of the longest check's name
+_NAME_WIDTH = 15  # width of the longest name of a check
 
 
 class CheckStatus(enum.StrEnum):
-    """How a check ended; the last that occurs is the report's."""
+    """The outcome of a check, in order of severity. The report has the highest one that occurs."""
 
     NOT_HERE = "not here"
     OK = "ok"
@@ -35,52 +35,52 @@ class Check:
     name: str
     status: CheckStatus
     text: str
-    remedy: str = ""  # what to do, where something is wrong
-    figures: Mapping[str, float] = field(default_factory=dict)  # what was measured, with units in the names
+    remedy: str = ""  # what to do about a problem
+    figures: Mapping[str, float] = field(default_factory=dict)  # measurements, with units in the names
 
     @property
     def is_wrong(self) -> bool:
-        """Whether somebody has to do something."""
+        """Whether the check found a problem."""
         return self.status in (CheckStatus.WARNING, CheckStatus.FAILURE)
 
     @property
     def sentence(self) -> str:
-        """What was found and what to do."""
+        """The finding and its remedy."""
         return f"{self.text}: {self.remedy}" if self.remedy else self.text
 
 
 def ok(name: str, text: str, **figures: float) -> Check:
-    """What is as it should be."""
+    """Return a passed check."""
     return Check(name=name, status=CheckStatus.OK, text=text, figures=figures)
 
 
 def warning(name: str, text: str, remedy: str, **figures: float) -> Check:
-    """What costs time or safety."""
+    """Return a check with a problem that costs speed or safety."""
     return Check(name=name, status=CheckStatus.WARNING, text=text, remedy=remedy, figures=figures)
 
 
 def failure(name: str, text: str, remedy: str = "") -> Check:
-    """What the service cannot run with."""
+    """Return a check with a problem that prevents the service from running."""
     return Check(name=name, status=CheckStatus.FAILURE, text=text, remedy=remedy)
 
 
 def not_here(name: str, text: str) -> Check:
-    """What this machine does not have."""
+    """Return a check that does not apply to this machine."""
     return Check(name=name, status=CheckStatus.NOT_HERE, text=text)
 
 
 class CheckReport:
-    """Checks as they come: each is a line at once, or all of them one object at the end."""
+    """Collects checks. Prints a line for each immediately, or one JSON object at the end."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._checks: list[tuple[str, Check]] = []  # with the node
 
     def add(self, checks: Iterable[Check], *, node: str = "") -> None:
-        """Take checks, and show them.
+        """Add checks and print them.
 
         Args:
-            node: whose they are, where that is not this one.
+            node: Name of their node, if it is not this one.
         """
         for check in checks:
             self._checks.append((node, check))
@@ -88,7 +88,7 @@ class CheckReport:
                 say(_coloured(line_of(check, node), check.status))
 
     def end(self, seconds: float) -> int:
-        """Show the whole, and return the exit status: 1 with a failure, else 0."""
+        """Print the summary and return the exit status: 1 with a failure, otherwise 0."""
         counts = Counter(check.status for _, check in self._checks)
         worst = [status for status in CheckStatus if counts[status]][-1]
         if self._as_json:
@@ -113,7 +113,7 @@ class CheckReport:
 
 
 def _coloured(line: str, status: CheckStatus) -> str:
-    """Colour a line's status on a terminal that shows colours (https://no-color.org)."""
+    """Colour a line's status if stdout is a terminal with colours (https://no-color.org)."""
     colour = _COLOURS.get(status)
     if (
         colour is None
@@ -126,21 +126,21 @@ def _coloured(line: str, status: CheckStatus) -> str:
 
 
 def line_of(check: Check, node: str = "") -> str:
-    """Return a check as a line."""
+    """Return a check's line."""
     whose = f"{node}: " if node else ""
     return f"{check.status:8}  {check.name:{_NAME_WIDTH}}  {whose}{check.sentence}"
 
 
 def as_json(checks: Iterable[Check]) -> list[dict[str, object]]:
-    """Return checks as JSON values, for another node."""
+    """Return checks as JSON values for another node."""
     return [dataclasses.asdict(check) for check in checks]
 
 
 def from_json(values: Iterable[Mapping[str, object]]) -> list[Check]:
-    """Read what `as_json` wrote."""
+    """Parse the output of `as_json`."""
     return [Check(**{**each, "status": CheckStatus(str(each["status"]))}) for each in values]  # type: ignore[arg-type]
 
 
 def count(number: int, noun: str) -> str:
-    """Say how many."""
+    """Return a number with its noun, such as "2 nodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,7 +1,7 @@
-"""`wideep doctor`: check this node, then, with other doctors, what is between the nodes; a line per check as it comes.
+"""`wideep doctor`: check this node, then the links to the other nodes' doctors; one line per check, as soon as it is done.
 
-Everything that a check finds wrong is a line of the report, and the rest goes on where it can; only a command line
-that says nothing sensible ends the doctor at once.
+A problem becomes a line of the report, and the other checks continue if they can. Only an invalid command line
+ends the doctor immediately.
 """
 
 import argparse
@@ -30,17 +30,17 @@ _END_S = 30.0
 
 
 class _Node(NamedTuple):
-    """This node, as far as it was found."""
+    """What is known about this node."""
 
-    options: Options  # with `model` a directory where there is one
+    options: Options  # `model` is a directory if a model was found
     device: Device
-    num_ranks: int  # on it
+    num_ranks: int  # on this node
     directory: Path | None  # of the model
-    checks: tuple[Check, ...]  # what already went wrong
+    checks: tuple[Check, ...]  # failures so far
 
 
 def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | None = None) -> int:
-    """Check, report, and return the exit status: 1 where a check failed."""
+    """Run all checks, report them, and return the exit status: 1 if a check failed."""
     begun_s, machine = time.monotonic(), machine or Machine()
     try:
         endpoint = None if args.rdzv_endpoint is None else Endpoint.parse(args.rdzv_endpoint)
@@ -62,7 +62,7 @@ def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | No
 
 
 def _find_node(args: argparse.Namespace, options: Options) -> _Node:
-    """Choose the device and find the model, as a start does."""
+    """Choose the device and resolve the model, as at a start."""
     checks, directory = [], None
     try:
         device = choose_device(options.device)
@@ -123,7 +123,7 @@ def _check_between(
     name = f"{machine.host} ({address})"
     try:
         with meet(endpoint, args.nnodes, name, timeout_s=args.wait_seconds, say=_say) as meeting:
-            report.add([ok("nodes", f"all {args.nnodes} are here: {', '.join(meeting.names)}")])
+            report.add([ok("nodes", f"all {args.nnodes} have joined: {', '.join(meeting.names)}")])
             _check_met(meeting, node, taken, trial, own, report)
     except MeetingError as error:
         report.add([failure("nodes", str(error))])
@@ -146,12 +146,12 @@ def _facts(node: _Node, own: list[Check]) -> dict[str, object]:
     key = node.options.cluster_key
     try:
         return facts_to_compare(node.directory, key, node.device.facts)
-    except PreflightError:  # said already, by the check of its files
+    except PreflightError:  # the check of the files has reported it
         return facts_to_compare(None, key, node.device.facts)
 
 
 def _agreed_sizes(meeting: Gathers, node: _Node) -> dict[str, int]:
-    """Take the sizes of the node of the endpoint: a dispatch is of one shape."""
+    """Return the sizes of the endpoint's node, because all nodes must dispatch the same shape."""
     try:
         own = sizes_of(node.directory)
     except PreflightError:

@@ -1,12 +1,12 @@
-"""What crosses between the front and the ranks: each message is one class, and its fields are all that is said of it.
+"""The messages between the front and the ranks: each is one class, and its fields are its complete definition.
 
-The vocabulary is the scheduler's (requests, outputs, reports) with what only the link says. A message is written as JSON,
-[name, fields by position]; how a field is read follows from its annotation, so that there is no second description to keep
-in step. Both ends are of one version: a rank that was built from other definitions is refused (`DEFINITION`). Floats keep
-their bits, arrays travel as bytes, and times as time-outs, because the clocks of two machines differ.
+They use the scheduler's types (requests, outputs, reports) and add those that only the link needs. A message is JSON:
+[name, fields by position]. A field's annotation determines how it is read, so no second description is needed.
+Both ends must have the same definitions: the front refuses a rank with others (`DEFINITION`). Floats keep
+their bits, arrays travel as bytes, and deadlines as timeouts, because the clocks of two machines differ.
 
-Rejected: protocol buffers, which describe every message a second time and need a conversion each way; pickle, which lets
-whoever can write to the port run code.
+Rejected: protocol buffers, which need a second description of every message and a conversion each way; pickle, which lets
+everyone who can write to the port run code.
 """
 
 import base64
@@ -29,44 +29,43 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
 
-SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC's names of the one stream that a rank keeps for life
+SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
 
-OPTIONS: tuple[tuple[str, int], ...] = (  # of gRPC, at both ends
+OPTIONS: tuple[tuple[str, int], ...] = (  # gRPC options of both ends
     ("grpc.max_receive_message_length", 256 << 20),  # bytes; a prompt of a million tokens takes about 7 MB
     ("grpc.max_send_message_length", 256 << 20),
-    ("grpc.enable_http_proxy", 0),  # ranks are reached directly, whatever http_proxy says
-    # A dead process closes its connection at once. Pings are for a host or a cable that vanished silently, and
-    # patient, because a machine with too few cores may leave a process without time for seconds.
+    ("grpc.enable_http_proxy", 0),  # connect to ranks directly, even if http_proxy is set
+    # A dead process closes its connection immediately. Pings detect a host or a cable that vanished silently. They are
+    # patient, because with too few cores a process may not run for seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 30_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),  # an end that gets pings without data never hangs up for it
+    ("grpc.http2.max_ping_strikes", 0),  # accept any number of pings without data
     ("grpc.so_reuseport", 0),  # two fronts must not share one port unnoticed
 )
 
 
 def bearer(token: str) -> str:
-    """Return the metadata value that carries `token`."""
+    """Return the metadata value for `token`."""
     return f"Bearer {token}"
 
 
 class Served(NamedTuple):
-    """What a rank that has served tells a front that was started again."""
+    """The state that a rank which has served sends to a restarted front."""
 
-    epoch: int  # the newest that it was ordered to
-    version: int  # of the placement that it serves
-    home: (
-        Placement | None
-    )  # the newest of all ranks together; None: this rank has served with some of them only
+    epoch: int  # of the newest order
+    version: int  # of the placement in use
+    # The newest placement over all ranks; None if only some ranks have served since this one started.
+    home: Placement | None
     expert_bytes: int  # of one expert of one layer
     experts: ExpertMap
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What a rank says about itself when it attaches: it has its weights and is ready."""
+    """A rank's first message: it has loaded its weights and is ready."""
 
     rank: int
     world_size: int
@@ -77,21 +76,20 @@ class RankFacts:
     block_tokens: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    device: str  # as `EngineConfig` has it
-    num_restarts: int = 0  # of this rank's engine; 0: it started with the service
-    served: Served | None = None  # None: this engine has not been attached before
-    restartable_in_s: float = (
-        0.0  # that it would have to live to be started again when it dies; 0: it is at once
-    )
-    node: str = ""  # the same for all ranks under one torchrun
+    device: str  # as in `EngineConfig`
+    num_restarts: int = 0  # of this rank's engine; 0 if it started with the service
+    served: Served | None = None  # None on the first attachment of this engine
+    # Seconds that it must live to be restarted after its death; 0 if it is restarted in any case.
+    restartable_in_s: float = 0.0
+    node: str = ""  # identifies the torchrun; shared by its ranks
 
 
 class Claim(NamedTuple):
-    """What a worker of a node that joins says instead of `RankFacts`: it asks which rank it is."""
+    """The first message of a worker of a joining node, instead of `RankFacts`: a request for a rank."""
 
-    node: str  # the same for all workers under one torchrun
+    node: str  # identifies the torchrun; shared by its workers
     local_rank: int
-    num_ranks: int  # of this node
+    num_ranks: int  # on this node
 
 
 class Claimed(NamedTuple):
@@ -99,67 +97,67 @@ class Claimed(NamedTuple):
 
     rank: int
     world_size: int
-    num_restarts: int  # with which its engine is to attach
-    refusal: str = ""  # why it gets none
-    may_come: bool = False  # a place may become free
+    num_restarts: int  # for the engine's `RankFacts`
+    refusal: str = ""  # why no rank was assigned
+    may_come: bool = False  # whether a retry may succeed
 
 
 class StepOutput(NamedTuple):
-    """What a rank has to say after one or more steps: if they yielded anything, or when stats are due."""
+    """Outputs and statistics of one or more steps; sent if there are outputs or statistics are due."""
 
     outputs: list[RequestOutput]
     stats: RankStats | None
 
 
 class PlacementUpdate(NamedTuple):
-    """What became of a placement; the first from rank 0 says what serves at the start."""
+    """The outcome of a placement change. Rank 0's first one describes the placement at the start."""
 
     report: PlacementReport
     placement: Placement | None
-    expert_bytes: int  # of one expert of one layer; 0: not said
+    expert_bytes: int  # of one expert of one layer; 0 if not given
 
 
 class Regrouped(NamedTuple):
-    """A rank serves in the epoch that it was ordered to."""
+    """A rank serves in the epoch of its order."""
 
     epoch: int
 
 
 class Fault(NamedTuple):
-    """A rank's steps broke off; it waits for an order."""
+    """A rank's steps failed; it waits for an order."""
 
-    epoch: int  # whose steps, or whose order it cannot follow
+    epoch: int  # of the steps, or of the order that it cannot follow
     reason: str
-    is_final: bool = False  # it cannot follow that order: only another one helps
+    is_final: bool = False  # it cannot follow that order, so it needs another one
 
 
 class Goodbye(NamedTuple):
-    """A rank ends; `reason` is empty when it was asked to."""
+    """A rank ends; `reason` is empty after a requested stop."""
 
     reason: str
 
 
 class Welcome(NamedTuple):
-    """The front has taken a rank; a refusal ends the stream with a status instead."""
+    """The front has accepted a rank. A refusal ends the stream with a status instead."""
 
 
 class Submit(NamedTuple):
-    """A request to serve. Its times are of the sender's clock; the receiver makes them its own (`request_at`)."""
+    """A request to serve. Its times are on the sender's clock; `request_at` converts them to the receiver's."""
 
-    request: Request  # without its tokens, which may be a million
-    prompt_ids: np.ndarray  # uint32, as the next
-    replayed_ids: np.ndarray
-    timeout_s: float | None  # None: the request has no deadline
+    request: Request  # without its tokens, of which there may be a million
+    prompt_ids: np.ndarray  # uint32
+    replayed_ids: np.ndarray  # uint32
+    timeout_s: float | None  # None without a deadline
 
     @classmethod
     def of(cls, request: Request, now_s: float) -> "Submit":
-        """Return the message that gives a request to a rank at `now_s`, time.monotonic() of the sender."""
+        """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender."""
         timeout_s = None if request.deadline_s is None else request.deadline_s - now_s
         prompt, replayed = (np.array(ids, np.uint32) for ids in (request.prompt_ids, request.replayed_ids))
         return cls(dataclasses.replace(request, prompt_ids=(), replayed_ids=()), prompt, replayed, timeout_s)
 
     def request_at(self, now_s: float) -> Request:
-        """Return the request as it arrives at `now_s`, time.monotonic() of the receiver."""
+        """Return the request as received at `now_s`, time.monotonic() of the receiver."""
         return dataclasses.replace(
             self.request,
             prompt_ids=tuple(self.prompt_ids.tolist()),
@@ -170,7 +168,7 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Drop a request; answered by an output with a finish_reason, unless one was already sent."""
+    """Drop a request. An output with a finish_reason follows, unless one was already sent."""
 
     request_id: str
 
@@ -180,13 +178,13 @@ class Stop(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Move experts, and switch once all ranks have theirs; never two at a time."""
+    """Move experts, and switch when all ranks have received theirs. Only one at a time."""
 
     placement: Placement
 
 
 class DropPlacement(NamedTuple):
-    """Give up a placement that does not serve yet."""
+    """Drop a placement that is not in use yet."""
 
     version: int
 
@@ -210,15 +208,15 @@ _Read = Callable[[Any], Any]
 
 
 def encode(message: object) -> bytes:
-    """Write a message."""
+    """Serialise a message."""
     return _write([type(message).__name__, message]).encode()
 
 
 def decode(content: bytes) -> Any:
-    """Read a message.
+    """Parse a message.
 
     Raises:
-        ValueError, TypeError, LookupError: it is not one of `FROM_RANK` or `TO_RANK`.
+        ValueError, TypeError, LookupError: It is not one of `FROM_RANK` or `TO_RANK`.
     """
     name, fields = json.loads(content)
     read = _reader_of(_MESSAGES[name])
@@ -227,7 +225,7 @@ def decode(content: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can write instead of a value; it writes named tuples as lists itself."""
+    """Return a JSON-compatible form of a value. The encoder itself writes named tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, Placement):
         return list(vars(value).values())
     if isinstance(value, Enum):
@@ -246,7 +244,7 @@ _write = json.JSONEncoder(default=_plain, separators=(",", ":"), check_circular=
 
 @functools.cache
 def _reader_of(kind: Any) -> _Read | None:
-    """Return what makes a value of this annotation from JSON; None where JSON's own value is it already."""
+    """Return a function that converts a JSON value to this annotation's type, or None if no conversion is needed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind in (int, float, str, bool):
         return None
@@ -277,7 +275,7 @@ def _list(read: _Read | None) -> _Read | None:
 
 
 def _record(kind: Any) -> _Read:
-    """Read a dataclass or a NamedTuple by position; every token of every stream passes here, so it is one expression."""
+    """Read a dataclass or a NamedTuple by position. It is one expression because every token of every stream passes here."""
     readers = {name: _reader_of(hint) for name, hint in _hints(kind).items()}
     arguments = (
         f"{name}=readers[{name!r}](values[{place}])" if read else f"{name}=values[{place}]"
@@ -300,7 +298,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _definition(kinds: tuple[Any, ...]) -> str:
-    """Return a digest of all that two ends must describe alike to understand each other."""
+    """Return a digest of all definitions that both ends must share."""
     described = {}
     waiting = list(kinds)
     while waiting:

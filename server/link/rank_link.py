@@ -1,8 +1,8 @@
 """The engine's end of the stream between a rank and the front, for use from threads.
 
-One thread of gRPC's writes, one of ours reads and calls the listener. What the step loop sends while the writer is
-busy is merged into the next message, so `send` never waits, a slow front gets fewer and larger messages, and no
-order is lost. Knows no engine and no torch. The other end is `ranks`.
+A gRPC thread writes; a thread of this module reads and calls the listener. Messages that the step loop sends while the
+writer is busy are merged into the next one, so `send` never blocks, a slow front gets fewer and larger messages, and the
+order is kept. Independent of engine and torch. The other end is `ranks`.
 """
 
 import contextlib
@@ -47,28 +47,28 @@ from server.link.messages import (
 )
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
-MAX_PENDING_TOKENS = 1 << 20  # a front this far behind is not coming back
-CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is known to anybody
+MAX_PENDING_TOKENS = 1 << 20  # the front is lost if it is this far behind
+CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is published
 RETRY_S = 0.2
-_REFUSALS = (  # with which a front answers that it does not take this rank; all else may be better the next time
+_REFUSALS = (  # status codes with which a front refuses a rank; after any other, a retry may succeed
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.ALREADY_EXISTS,
 )
-CLOSE_TIMEOUT_S = 2.0  # how long the last message may take
+CLOSE_TIMEOUT_S = 2.0  # for sending the last message
 
 
 class LinkError(ConnectionError):
-    """The front could not be reached, or refused this rank; the message says which and why."""
+    """The front could not be reached, or refused this rank; the message gives the reason."""
 
 
 class RefusedError(LinkError):
-    """The front does not take this rank."""
+    """The front refuses this rank."""
 
 
 class LinkListener(Protocol):
-    """Told by `RankLink`, on its reader thread, what the front says; hands over and returns."""
+    """Receives the front's messages. `RankLink` calls it on its reader thread; methods must return quickly."""
 
     def submit(self, request: Request) -> None:
         """Serve a request."""
@@ -77,7 +77,7 @@ class LinkListener(Protocol):
         """Drop a request."""
 
     def withdraw(self, request_id: str) -> None:
-        """Give a request back if it has not begun, and say whether."""
+        """Return a request that has not begun; the output states whether it was returned."""
 
     def stop(self) -> None:
         """End in an orderly way."""
@@ -86,20 +86,20 @@ class LinkListener(Protocol):
         """Move experts."""
 
     def drop(self, version: int) -> None:
-        """Give up a placement that does not serve yet."""
+        """Drop a placement that is not in use yet."""
 
     def regroup(self, order: Order) -> None:
         """Follow an order."""
 
     def forget_prefixes(self) -> None:
-        """Let no later request find what is cached."""
+        """Make cached prefixes unavailable to later requests."""
 
     def lost(self, reason: str, *, is_broken: bool) -> None:
-        """The stream has ended: at most once, and never after `close` or a stop.
+        """Handle the end of the stream. Called at most once, and never after `close` or a stop.
 
         Args:
-            is_broken: the connection, as when the front's process ends; else the front has closed the stream, or what it
-                said could not be taken.
+            is_broken: Whether the connection broke, as at the end of the front's process. Otherwise the front closed the
+                stream, or one of its messages was invalid.
         """
 
 
@@ -121,25 +121,25 @@ class RankLink:
         self._outputs: list[RequestOutput] = []
         self._num_pending_tokens = 0
         self._stats: RankStats | None = None
-        self._in_order: list[Regrouped | Fault | PlacementUpdate] = []  # behind the outputs queued so far
+        self._in_order: list[Regrouped | Fault | PlacementUpdate] = []  # after the outputs queued so far
         self._load: LoadReport | None = None
         self._experts: ExpertMap | None = None
         self._heartbeat: Heartbeat | None = None
-        self._goodbye: Goodbye | None = None  # once closing
+        self._goodbye: Goodbye | None = None  # set when closing
         self._end_writer = False
-        self._end_expected = False  # by either side
-        self._refusal: str | None = None  # why the stream ended, once it has
-        self._is_refused = False  # and that was the front's will
-        self._is_taken = False  # by the front; from then on the listener is told of a loss
+        self._end_expected = False  # requested by either side
+        self._refusal: str | None = None  # why the stream ended
+        self._is_refused = False  # whether the front ended it on purpose
+        self._is_taken = False  # accepted by the front; from then on, a loss is reported to the listener
         self._welcome = threading.Event()
         self._channel: grpc.Channel | None = None
         self._reader: threading.Thread | None = None
 
     def open(self, timeout_s: float) -> None:
-        """Connect, introduce this rank and wait until the front has taken it.
+        """Connect, introduce this rank and wait until the front has accepted it.
 
         Raises:
-            LinkError: no front answered within `timeout_s` seconds, or it refused.
+            LinkError: No front answered within `timeout_s` seconds, or it refused this rank.
         """
         assert self._channel is None, "a link is opened once"
         deadline_s = time.monotonic() + timeout_s
@@ -156,19 +156,19 @@ class RankLink:
         self._reader.start()
         if not self._welcome.wait(max(0.0, deadline_s - time.monotonic())):
             self._shut()
-            raise LinkError(f"the front at {self.address} did not take this rank within {timeout_s:g} s")
+            raise LinkError(f"the front at {self.address} did not accept this rank within {timeout_s:g} s")
         if self._refusal is not None and not self._is_taken:
             self._shut()
             if not self._is_refused:
                 raise LinkError(
-                    f"the front at {self.address} was lost before it took rank {self._facts.rank}: {self._refusal}"
+                    f"the front at {self.address} was lost before it accepted rank {self._facts.rank}: {self._refusal}"
                 )
             raise RefusedError(
                 f"the front at {self.address} refused rank {self._facts.rank}: {self._refusal}"
             )
 
     def send(self, outputs: list[RequestOutput], stats: RankStats | None = None) -> None:
-        """Queue what a step yielded; never blocks. After the link is lost or closed this does nothing."""
+        """Queue a step's outputs; never blocks. Does nothing after the link is lost or closed."""
         with self._changed:
             if self._end_writer or self._goodbye is not None:
                 return
@@ -179,22 +179,22 @@ class RankLink:
             overrun = self._num_pending_tokens > MAX_PENDING_TOKENS
             self._changed.notify()
         if overrun:
-            self._lose(f"the front at {self.address} does not read: {MAX_PENDING_TOKENS} tokens are waiting")
+            self._lose(f"the front at {self.address} does not read: {MAX_PENDING_TOKENS} tokens are pending")
 
     def send_load(self, load: LoadReport) -> None:
-        """Queue a load report in place of one that waits: they are counters. Never blocks."""
+        """Queue a load report, replacing a pending one: its values are counters. Never blocks."""
         with self._changed:
             self._load = load
             self._changed.notify()
 
     def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Queue where this rank is, in place of what waits. Never blocks."""
+        """Queue a heartbeat, replacing a pending one. Never blocks."""
         with self._changed:
             self._heartbeat = heartbeat
             self._changed.notify()
 
     def send_experts(self, experts: ExpertMap) -> None:
-        """Queue where the experts are, in place of what waits. Never blocks."""
+        """Queue the map of experts, replacing a pending one. Never blocks."""
         with self._changed:
             self._experts = experts
             self._changed.notify()
@@ -202,18 +202,18 @@ class RankLink:
     def send_placement(
         self, report: PlacementReport, placement: Placement | None = None, expert_bytes: int = 0
     ) -> None:
-        """Queue what became of a placement, in order; never blocks. The first report says what serves at the start."""
+        """Queue the outcome of a placement change, in order; never blocks. The first one describes the start."""
         self._send_in_order(PlacementUpdate(report, placement, expert_bytes))
 
     def send_regrouped(self, epoch: int) -> None:
-        """Queue that this rank serves in an epoch, behind the outputs queued so far; never blocks."""
+        """Queue that this rank serves in an epoch, after the outputs queued so far; never blocks."""
         self._send_in_order(Regrouped(epoch))
 
     def send_fault(self, epoch: int, reason: str, *, is_final: bool = False) -> None:
-        """Queue that this rank's steps in an epoch broke off, behind the outputs queued so far; never blocks.
+        """Queue that this rank's steps in an epoch failed, after the outputs queued so far; never blocks.
 
         Args:
-            is_final: this rank cannot follow the order of that epoch, so that only another one helps.
+            is_final: Whether this rank cannot follow the order of that epoch and needs another one.
         """
         self._send_in_order(Fault(epoch, reason, is_final))
 
@@ -223,7 +223,7 @@ class RankLink:
             self._changed.notify()
 
     def close(self, reason: str = "") -> None:
-        """Send what is queued, then goodbye with `reason` (empty: asked to stop), and disconnect."""
+        """Send what is queued, then a goodbye with `reason` (empty after a requested stop), and disconnect."""
         with self._changed:
             self._end_expected = True
             if self._goodbye is None:
@@ -234,7 +234,7 @@ class RankLink:
         self._shut()
 
     def _messages(self) -> Iterator[object]:
-        """Yield to gRPC what is to be written, merged while it was busy."""
+        """Yield messages to gRPC, merged while it was busy."""
         yield self._facts
         while True:
             with self._changed:
@@ -250,7 +250,7 @@ class RankLink:
                 yield heartbeat
             if outputs or stats:
                 yield StepOutput(outputs, stats)
-            if experts is not None:  # before a report that a placement serves
+            if experts is not None:  # before the report that a placement is in use
                 yield experts
             yield from in_order
             if load is not None:
@@ -264,9 +264,9 @@ class RankLink:
         return any(queued) or self._goodbye is not None or self._end_writer
 
     def _read(self, call: grpc.Call) -> None:
-        """Hand the front's messages to the listener until the stream ends, or one cannot be taken."""
+        """Pass the front's messages to the listener until the stream ends or a message is invalid."""
         reason, is_broken = "the front closed the stream", False
-        assert self._channel is not None, "it is read from"
+        assert self._channel is not None, "the channel is open"
         is_refused = True
         try:
             for message in self._handshake.open(call):
@@ -276,8 +276,8 @@ class RankLink:
             is_refused = isinstance(error, grpc.Call) and error.code() in _REFUSALS
         except SealError as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001 - else the rank would look alive and take no requests
-            reason = f"a message of the front could not be taken: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - otherwise the rank would look alive but take no requests
+            reason = f"invalid message from the front: {type(error).__name__}: {error}"
         self._is_refused = is_refused
         self._channel.close()  # before the listener opens the next one
         self._lose(reason, is_broken=is_broken)
@@ -307,7 +307,7 @@ class RankLink:
                 self._welcome.set()
 
     def _lose(self, reason: str, *, is_broken: bool = False) -> None:
-        """Note the stream's end once; tell the engine unless it closed the link, or never had one."""
+        """Record the end of the stream once. Call the listener unless the link was closed or never accepted."""
         with self._changed:
             first = not self._end_writer
             self._end_writer = True
@@ -324,15 +324,15 @@ class RankLink:
             self._end_writer = True
             self._changed.notify()
         if self._channel is not None:
-            with contextlib.suppress(ValueError):  # closed before
+            with contextlib.suppress(ValueError):  # already closed
                 self._channel.close()
 
 
 def reach(address: str, timeout_s: float) -> None:
-    """Wait until the front's port takes connections, which it does before anybody knows its address.
+    """Wait until the front's port accepts connections, which it does before its address is published.
 
     Raises:
-        LinkError: it does not.
+        LinkError: The port accepts none within `timeout_s`.
     """
     host, _, port = address.rpartition(":")
     deadline_s = time.monotonic() + timeout_s
@@ -345,38 +345,38 @@ def reach(address: str, timeout_s: float) -> None:
                 time.sleep(RETRY_S)
                 continue
             raise LinkError(
-                f"no front answers at {address} within {timeout_s:g} s ({error.strerror or error}); see that this node "
-                "reaches that address and that no firewall is in between"
+                f"no front answers at {address} within {timeout_s:g} s ({error.strerror or error}); check that this node "
+                "can reach that address and that no firewall blocks it"
             ) from error
         return
 
 
 class Handshake:
-    """A rank's end of a stream's seal: it waits for the front's nonce before it says anything."""
+    """A rank's end of a sealed stream. It sends nothing before the front's nonce arrives."""
 
     def __init__(self, cluster_key: bytes | None) -> None:
-        """`cluster_key`: None: nothing is sealed."""
+        """Args: cluster_key: The cluster key; None disables sealing."""
         self._key, self._nonce = cluster_key, make_nonce()
-        self._seal: Future[Seal | None] = Future()  # None: the front has refused this end
+        self._seal: Future[Seal | None] = Future()  # None if the front has refused this end
 
     def metadata(self, token: str) -> tuple[tuple[str, str], ...]:
-        """What the stream begins with."""
+        """Return the stream's metadata."""
         said = ((TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION))
         return said if self._key is None else (*said, (NONCE_KEY, self._nonce))
 
     def seal(self, messages: Iterator[object]) -> Iterator[bytes]:
-        """Yield what gRPC writes; its thread waits here until `open` was called."""
+        """Yield the messages for gRPC. Its thread blocks here until `open` was called."""
         seal = self._seal.result()
         if seal is not None:
             for message in messages:
                 yield seal.seal(encode(message))
 
     def open(self, call: grpc.Call) -> Iterator[object]:
-        """Yield what the front says.
+        """Yield the front's messages.
 
         Raises:
-            grpc.RpcError: the stream broke, or was refused.
-            SealError: whoever answers has no cluster key, or another one.
+            grpc.RpcError: The stream broke, or was refused.
+            SealError: The other end has no cluster key, or another one.
         """
         nonce = ""
         try:
@@ -390,17 +390,17 @@ class Handshake:
                 self._seal.set_result(None)
         for message in call:
             if is_refused:
-                raise SealError(f"whoever answers as the front has no cluster key; {SAME_KEY}")
+                raise SealError(f"the program that answers there has no cluster key; {SAME_KEY}")
             yield decode(seal.open(message))
 
 
 def claim(
     address: str, token: str, claim: Claim, timeout_s: float, *, cluster_key: bytes | None = None
 ) -> Claimed:
-    """Ask the front which rank a worker of a node that joins is.
+    """Ask the front for the rank of a worker of a joining node.
 
     Raises:
-        LinkError: no front answered, or it refused to talk to this one.
+        LinkError: No front answered, or it refused this node.
     """
     reach(address, timeout_s)
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
@@ -413,14 +413,14 @@ def claim(
         except grpc.RpcError as error:
             raise RefusedError(f"the front at {address} refused this node: {_explain(error)}") from error
         except SealError as error:
-            raise RefusedError(f"the front at {address} was not believed: {error}") from error
+            raise RefusedError(f"the front at {address} failed the key check: {error}") from error
     if not isinstance(answer, Claimed):
-        raise LinkError(f"the front at {address} gave no answer")
+        raise LinkError(f"the front at {address} did not answer the claim")
     return answer
 
 
 def _explain(error: grpc.RpcError) -> str:
-    """Say in words how a stream ended: its own detail where the other side gave one."""
+    """Describe how a stream ended, with the other side's own message if there is one."""
     details = error.details() if isinstance(error, grpc.Call) else str(error)
     code = error.code().name if isinstance(error, grpc.Call) else "UNKNOWN"
     return f"{details or 'no reason given'} ({code})"

@@ -1,7 +1,7 @@
-"""The front's end of the ranks' streams: who is attached, and what is said to and by each.
+"""The front's end of the ranks' streams: the attached ranks, and the messages to and from each.
 
-Serves one gRPC method in the front's event loop. It authenticates, keeps one outbox per rank, and hands what ranks say to
-its listener; it does not know requests' clients, nor choose ranks. The other end is `rank_link`.
+It serves one gRPC method in the front's event loop. It authenticates ranks, keeps an outbox for each, and passes their
+messages to the listener. It does not know clients and does not choose ranks for requests. The other end is `rank_link`.
 """
 
 import asyncio
@@ -47,64 +47,64 @@ from server.link.messages import (
 )
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
-MAX_WRITE_S = 30.0  # that a message may wait for a rank to read; one that reads so little has stopped
-_LONG_MESSAGE = 1 << 18  # bytes: log-probabilities of a long prompt, which are read beside the event loop
-SILENCE_S = 1.0  # without a heartbeat, that is worth a word when a stream ends
-_STAYS_AWAY = "it was started again as often as --max-rank-restarts allows, and stays away"
+MAX_WRITE_S = 30.0  # longest time for writing one message; after that, the rank counts as stopped
+_LONG_MESSAGE = 1 << 18  # bytes; longer ones (log-probabilities of a long prompt) are decoded in a thread
+SILENCE_S = 1.0  # a longer silence before the end of a stream is added to the reason
+_STAYS_AWAY = "it was already restarted as often as --max-rank-restarts allows and stays away"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class RankListener(Protocol):
-    """Told by `Ranks`, in the event loop, what ranks say."""
+    """Receives the ranks' messages. `Ranks` calls it in the event loop."""
 
     def refused(self, peer: str, reason: str) -> None:
-        """Somebody was refused that does not have the cluster key."""
+        """Log that a peer without the cluster key was refused."""
 
     def claim(self, claim: Claim) -> Claimed:
-        """Give a worker of a node that joins its rank."""
+        """Assign a rank to a worker of a joining node."""
 
     def attached(self, facts: RankFacts) -> None:
-        """A rank is ready."""
+        """Register a rank that is ready."""
 
     def lost(self, rank: int, reason: str) -> None:
-        """A stream has ended that was not asked to stop."""
+        """Handle the end of a stream that was not asked to stop."""
 
     def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        """Steps yielded something."""
+        """Deliver the outputs of a rank's steps."""
 
     def stats(self, stats: RankStats) -> None:
-        """A rank's state after a step."""
+        """Record a rank's statistics after a step."""
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Where a rank is."""
+        """Record a rank's progress."""
 
     def load(self, load: LoadReport) -> None:
-        """What a rank's experts were asked to do."""
+        """Record the load of a rank's experts."""
 
     def experts(self, experts: ExpertMap) -> None:
-        """Which experts there are, and where."""
+        """Record the experts and their ranks."""
 
     def placement(self, update: PlacementUpdate) -> None:
-        """What became of a placement."""
+        """Record the outcome of a placement change."""
 
     def regrouped(self, rank: int, epoch: int) -> None:
-        """A rank serves in an epoch."""
+        """Record that a rank serves in an epoch."""
 
     def fault(self, rank: int, fault: Fault) -> None:
-        """A rank's steps broke off."""
+        """Record that a rank's steps failed."""
 
 
 class AttachedRank:
-    """One rank's stream: its facts, its last stats and what is still to be sent to it."""
+    """One rank's stream: its facts, its last statistics and its outbox."""
 
     def __init__(self, facts: RankFacts, attached_s: float, seal: Seal) -> None:
         self.facts, self.attached_s, self.seal = facts, attached_s, seal
         self.stats: RankStats | None = None
         self.asked_to_stop = False
-        self.beat_s = math.inf  # when its last heartbeat came
+        self.beat_s = math.inf  # time of its last heartbeat
         self.said_goodbye: str | None = None
-        self.ended = asyncio.Event()  # set by this side; the other's end is the stream's
-        self.write_begun_s = math.inf  # of the message that is being written, time.monotonic()
+        self.ended = asyncio.Event()  # set when this side ends the stream
+        self.write_begun_s = math.inf  # time.monotonic() at which the current write began
         self._outbox: deque[object] = deque()
         self._posted = asyncio.Event()
 
@@ -114,7 +114,7 @@ class AttachedRank:
         self._posted.set()
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """Write what is posted until cancelled."""
+        """Write queued messages until cancelled."""
         while True:
             await self._posted.wait()
             self._posted.clear()
@@ -137,10 +137,10 @@ class Ranks:
     ) -> None:
         self.num_ranks, self._cluster_key = num_ranks, cluster_key
         self.attached: dict[int, AttachedRank] = {}
-        self.port = 0  # once bound
+        self.port = 0  # set by `bind`
         self._clock = clock
-        self._has_forgotten = False  # some rank's prefixes
-        self._listener: RankListener | None = None  # before `serve` nobody is attached
+        self._has_forgotten = False  # whether prefixes were ever reset
+        self._listener: RankListener | None = None  # set by `serve`; no rank attaches before
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -150,18 +150,18 @@ class Ranks:
         )
 
     def bind(self, host: str, port: int = 0) -> str:
-        """Take a port for the ranks, which may connect from now on and are served by `serve`.
+        """Bind a port for the ranks. They may connect from now on; `serve` handles them.
 
         Args:
-            host: under which ranks reach this machine. A name may mean another address here than elsewhere (127.0.1.1
-                in Debian's /etc/hosts), so all addresses are bound unless it is the loopback's.
-            port: 0 takes a free one.
+            host: Name or address at which ranks reach this machine. A name may resolve differently here (127.0.1.1
+                in Debian's /etc/hosts), so all addresses are bound unless it is loopback.
+            port: Port number; 0 takes a free one.
 
         Returns:
-            "HOST:PORT", to be announced.
+            "HOST:PORT" for the announcement.
 
         Raises:
-            RuntimeError: the address cannot be bound.
+            RuntimeError: The address cannot be bound.
         """
         is_v6 = ":" in host
         shown = f"[{host}]" if is_v6 else host
@@ -171,7 +171,7 @@ class Ranks:
         return f"{shown}:{self.port}"
 
     async def serve(self, listener: RankListener) -> None:
-        """Let ranks attach from now on, and tell `listener`, in the event loop, what they say."""
+        """Let ranks attach from now on. `listener` gets their messages, in the event loop."""
         self._listener = listener
         await self._server.start()
 
@@ -180,46 +180,46 @@ class Ranks:
         await self._server.stop(0)
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
-        """Give a request to a rank."""
+        """Send a request to a rank."""
         self._post(rank, Submit.of(request, now_s))
 
     def abort(self, rank: int, request_id: str) -> None:
-        """Ask a rank to drop a request; a rank that is gone has dropped it."""
+        """Make a rank drop a request. A rank that is gone has dropped it already."""
         if rank in self.attached:
             self._post(rank, Abort(request_id))
 
     def withdraw(self, rank: int, request_id: str) -> None:
-        """Ask a rank to give a request back; what it answers is an output."""
+        """Ask a rank to return a request; it answers with an output."""
         if rank in self.attached:
             self._post(rank, Withdraw(request_id))
 
     def prepare(self, placement: Placement) -> None:
-        """Ask every rank to move experts and to switch once all have theirs."""
+        """Make all ranks move experts, and switch when all have received theirs."""
         self._post_all(Prepare(placement))
 
     def drop_placement(self, version: int) -> None:
-        """Ask every rank to give up a placement that does not serve yet."""
+        """Make all ranks drop a placement that is not in use yet."""
         self._post_all(DropPlacement(version))
 
     def forget_prefixes(self) -> None:
-        """Ask every rank to let no later request find what is cached; those that are away now are asked when they come."""
+        """Make cached prefixes unavailable to later requests on all ranks, including ranks that are away now."""
         self._has_forgotten = True
         self._post_all(ForgetPrefixes())
 
     def regroup(self, order: Order) -> None:
-        """Tell an order to its members; what they said of their steps before is over."""
+        """Send an order to its members, and discard the statistics of their earlier steps."""
         for rank in order.members:
             if rank in self.attached:
                 self.attached[rank].stats = None
                 self._post(rank, order)
 
     def give_up(self, rank: int, reason: str) -> None:
-        """Close a rank's stream; a rank that is gone has closed it."""
+        """Close a rank's stream, unless it has closed already."""
         if rank in self.attached:
             self._lose(self.attached[rank], reason)
 
     def stop(self) -> None:
-        """Ask every rank to end in an orderly way, once."""
+        """Ask each rank once to end in an orderly way."""
         for rank, stream in list(self.attached.items()):
             if not stream.asked_to_stop:
                 stream.asked_to_stop = True
@@ -233,18 +233,18 @@ class Ranks:
 
     @property
     def _told(self) -> RankListener:
-        assert self._listener is not None, "ranks attach once they are served"
+        assert self._listener is not None, "ranks attach after `serve`"
         return self._listener
 
     def _post_all(self, message: object) -> None:
         for rank in list(self.attached):
-            if rank in self.attached:  # the loss of one may be that of another
+            if rank in self.attached:  # losing one rank may lose another
                 self._post(rank, message)
 
     def _post(self, rank: int, message: object) -> None:
         stream = self.attached[rank]
         if self._clock() - stream.write_begun_s > MAX_WRITE_S:
-            self._lose(stream, f"it has read nothing for {MAX_WRITE_S:g} s")
+            self._lose(stream, f"it has not read its messages for {MAX_WRITE_S:g} s")
         else:
             stream.post(message)
 
@@ -261,7 +261,7 @@ class Ranks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
                 if task.done():
-                    task.result()  # raises what went wrong here
+                    task.result()  # raises errors of this side
         finally:
             for task in tasks:
                 task.cancel()
@@ -269,7 +269,7 @@ class Ranks:
             self._lose(stream, "its connection closed")
 
     async def _read(self, stream: AttachedRank, messages: AsyncIterator[bytes]) -> None:
-        """Take what a rank says until it has no more to say."""
+        """Handle a rank's messages until its stream ends."""
         reason = "its connection closed"
         try:
             async for message in messages:
@@ -277,7 +277,7 @@ class Ranks:
                 is_long = len(content) > _LONG_MESSAGE
                 self._take(stream, await asyncio.to_thread(decode, content) if is_long else decode(content))
                 if stream.said_goodbye is not None:
-                    reason = stream.said_goodbye or "it left without being asked"
+                    reason = stream.said_goodbye or "it left without a request to stop"
                     break
         except grpc.RpcError as error:
             reason = f"its connection broke ({error})"
@@ -288,9 +288,9 @@ class Ranks:
     async def _greet(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AttachedRank | None:
-        """Authenticate the stream, read what the rank is and attach it, or refuse with a reason.
+        """Authenticate a stream and attach its rank, or refuse it with a reason.
 
-        None: it was a worker that asked for its rank, and has its answer.
+        Returns None if it was a worker's claim, which is answered here.
         """
         metadata = dict(context.invocation_metadata() or ())
         if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._secret):
@@ -315,40 +315,40 @@ class Ranks:
         if facts.rank >= self.num_ranks or facts.world_size != self.num_ranks:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"rank {facts.rank} of {facts.world_size} does not belong to this service of {self.num_ranks}",
+                f"rank {facts.rank} of {facts.world_size} does not belong to this service of {self.num_ranks} ranks",
             )
         before = self.attached.get(facts.rank)
         if before is not None and before.facts.num_restarts < facts.num_restarts:
-            self._lose(before, "its engine was started again")
-        elif before is not None and facts.served is not None:  # it has noticed the broken connection first
-            self._lose(before, "it came back over another connection")
+            self._lose(before, "its engine was restarted")
+        elif before is not None and facts.served is not None:  # the rank noticed the broken connection first
+            self._lose(before, "it reconnected")
         elif before is not None:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
-        if self._has_forgotten:  # while this one's connection was broken, perhaps
+        if self._has_forgotten:  # perhaps while this rank was disconnected
             stream.post(ForgetPrefixes())
         self.attached[facts.rank] = stream
         try:
             self._told.attached(facts)
         except Exception:
-            self._lose(stream, "the front could not take it")
+            self._lose(stream, "the front failed to attach it")
             raise
         return stream
 
     async def _agree_on_seal(self, rank_nonce: str, context: grpc.aio.ServicerContext) -> Seal:
-        """Give this end's nonce, or refuse an end that has a key where this one has none, or none where it has one."""
+        """Send this end's nonce. Refuse a rank if only one end has a cluster key."""
         if self._cluster_key is None and rank_nonce:
-            await self._refuse(context, f"it has a cluster key, and the front has none; {SAME_KEY}, or none")
+            await self._refuse(context, f"it has a cluster key, but the front does not; {SAME_KEY}, or none")
         if self._cluster_key is not None and not rank_nonce:
-            await self._refuse(context, f"the front has a cluster key, and it has none; {SAME_KEY}")
+            await self._refuse(context, f"the front has a cluster key, but it does not; {SAME_KEY}")
         nonce = make_nonce()
         if self._cluster_key is not None:
             await context.send_initial_metadata(((NONCE_KEY, nonce),))
         return Seal(self._cluster_key, is_front=True, rank_nonce=rank_nonce, front_nonce=nonce)
 
     async def _refuse(self, context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
-        """End a stream, and say so here as well: whoever sees this side may not see the other one."""
+        """End a stream and also log the reason here, because the other side's log may be out of sight."""
         self._told.refused(context.peer(), reason)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         raise AssertionError("abort raises")
@@ -381,7 +381,7 @@ class Ranks:
                 stream.said_goodbye = reason
 
     def _lose(self, stream: AttachedRank, reason: str) -> None:
-        """End a stream once; its rank may be attached again by then."""
+        """End a stream once. A new stream of the same rank may already be attached."""
         if stream.ended.is_set():
             return
         stream.ended.set()

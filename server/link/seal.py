@@ -1,9 +1,9 @@
-"""The cluster key: messages between front and ranks are sealed with it, so that only who has it can be either of them.
+"""The cluster key: it authenticates messages between front and ranks, so that only its owners can act as either of them.
 
-Both ends give a number that was never used before (a nonce) as the stream begins. Key and numbers make the stream's own key;
-each message carries an HMAC of it over its direction, its place in the stream and its content. So a message cannot be made,
-changed, left out or sent again by others; it can be read. Without a cluster key messages travel as they are.
-Rejected: TLS, which also hides what is said, and wants certificates that somebody makes, spreads and renews.
+Each end sends a nonce when the stream begins. The cluster key and both nonces yield the stream's key. Each message carries
+an HMAC with that key over its direction, its position in the stream and its content. Others therefore cannot forge,
+change, drop or replay a message, but they can read it. Without a cluster key, messages are sent unauthenticated.
+Rejected: TLS, which also encrypts, but needs certificates that have to be issued, distributed and renewed.
 """
 
 import hmac
@@ -15,42 +15,42 @@ SAME_KEY = "give all nodes the same --cluster-key-file"
 
 
 class SealError(ConnectionError):
-    """What came was not said by somebody who has the cluster key."""
+    """A message was not written with the cluster key."""
 
 
 def make_nonce() -> str:
-    """Return a number that was never used before."""
+    """Return a random number that is never reused."""
     return secrets.token_hex(32)
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of parts, none of which can pass for another one's end."""
+    """Return the HMAC of all parts. Each is preceded by its length, so the boundaries are unambiguous."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
 class Seal:
-    """One end of one stream: seals what goes, opens what comes, in order."""
+    """One end of one stream: seals outgoing and opens incoming messages, in order."""
 
     def __init__(
         self, key: bytes | None, *, is_front: bool, rank_nonce: str = "", front_nonce: str = ""
     ) -> None:
-        """`key`: of the cluster; None: nothing is sealed."""
+        """Args: key: The cluster key; None disables sealing."""
         self._key = key and mac(key, b"wideep stream", rank_nonce.encode(), front_nonce.encode())
         self._own, self._other = (b"front", b"rank") if is_front else (b"rank", b"front")
         self._num_sealed = self._num_opened = 0
 
     def seal(self, content: bytes) -> bytes:
-        """Return what is sent instead of a message."""
+        """Return the message with its HMAC."""
         if self._key is None:
             return content
         self._num_sealed += 1
         return mac(self._key, self._own, self._num_sealed.to_bytes(8, "big"), content) + content
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the message.
+        """Return the message without its HMAC.
 
         Raises:
-            SealError: it is not the other end's next one.
+            SealError: It is not the other end's next message.
         """
         if self._key is None:
             return sealed
@@ -58,5 +58,5 @@ class Seal:
         seal, content = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
         expected = mac(self._key, self._other, self._num_opened.to_bytes(8, "big"), content)
         if not hmac.compare_digest(seal, expected):
-            raise SealError(f"the cluster key is another one; {SAME_KEY}")
+            raise SealError(f"the cluster keys differ; {SAME_KEY}")
         return content

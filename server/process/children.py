@@ -1,8 +1,8 @@
-"""Start child processes that cannot outlive us, notice their end, and stop them within a bound.
+"""Start child processes that cannot outlive their parent, notice their end, and stop them within a time limit.
 
-Everything is an event on a file descriptor (a signal, a process' end through a pidfd, a line on a pipe), so that
-one `select` waits for all and nothing polls. Needs Linux 5.4. Rejected: SIGCHLD handlers, which tell neither who
-died nor race-free; asyncio, which costs 40 ms of imports in a process that waits on five descriptors; killing
+Every event arrives on a file descriptor: a signal, the end of a process (pidfd), a line on a pipe. One `select` waits for all
+of them, without polling. Needs Linux 5.4. Rejected: SIGCHLD handlers, which are racy and do not identify the dead child;
+asyncio, which costs 40 ms of imports in a process that waits on five descriptors; killing
 process groups, which would also kill multiprocessing's resource tracker before it has removed shared memory.
 """
 
@@ -23,27 +23,25 @@ from typing import Any, NamedTuple, Self
 
 from server.parent_death import die_with_parent
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # those that torchrun forwards
-DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop when open requests have ended
-# To a front: amid its imports it dies of it without a traceback, which SIGINT would print.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the ones torchrun forwards
+DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop after open requests have ended
+# For a front. During its imports this signal kills it without a traceback; SIGINT would print one.
 END_NOW_SIGNAL = signal.SIGUSR2
-FRONT_VARIABLE = (
-    "WIDEEP_FRONT"  # what a front announced, as JSON: for engines, and for the front that replaces it
-)
-KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder: what a front keeps for one that replaces it
-READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine tells its supervisor how far it is
-SUPERVISOR_STATE_VARIABLE = (
-    "WIDEEP_SUPERVISOR_STATE"  # a file: what a supervisor knows, for one that replaces it
-)
-FRONT_IS_GONE = 3  # the exit status of an engine that has nobody left to serve for
-_MOST_DESCRIPTORS = 1 << 20  # some programs walk over all that they may have
+# A front's addresses, as JSON: for engines, and for a replacement front.
+FRONT_VARIABLE = "WIDEEP_FRONT"
+KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder that a front leaves to its replacement
+READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine reports its progress
+# A file with a supervisor's state, for its replacement.
+SUPERVISOR_STATE_VARIABLE = "WIDEEP_SUPERVISOR_STATE"
+FRONT_IS_GONE = 3  # exit status of an engine that lost its service
+_MOST_DESCRIPTORS = 1 << 20  # some programs iterate over all descriptors up to the limit
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one, for this process and its children; returns the limit.
+    """Raise the soft limit of open files to the hard limit, for this process and its children. Returns the limit.
 
-    1,024 is common outside containers, and as many clients keep a front from accepting anybody else.
+    A limit of 1,024 is common outside containers, and that many clients would exhaust a front.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -55,35 +53,35 @@ def raise_descriptor_limit() -> int:
 
 
 class AdoptedProcess:
-    """A child of ours that another process has started: what we need of `subprocess.Popen`."""
+    """A child that another process has started, with the part of `subprocess.Popen`'s interface that we need."""
 
-    stderr = None  # no pipe of ours
+    stderr = None  # not captured
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal's number; None: it runs."""
+        """Return the exit status, minus the signal's number, or None while the process runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
-        """Wait for the end; return what `poll` returns then."""
+        """Wait for the end and return the status, as from `poll`."""
         while (status := self._wait(0)) is None:
             pass
         return status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Make it end."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def _wait(self, flags: int) -> int | None:
@@ -97,10 +95,10 @@ class AdoptedProcess:
 class Child(NamedTuple):
     """A started process."""
 
-    name: str  # how messages call it, e.g. "rank 1's engine"
+    name: str  # for messages, e.g. "rank 1's engine"
     process: subprocess.Popen[bytes] | AdoptedProcess
     pidfd: int  # readable when the process has ended
-    stop_signal: signal.Signals = signal.SIGTERM  # the one that makes it end at once
+    stop_signal: signal.Signals = signal.SIGTERM  # makes it stop immediately
 
 
 def start_child(
@@ -111,13 +109,13 @@ def start_child(
     kept_fds: Sequence[int] = (),
     stop_signal: signal.Signals = signal.SIGTERM,
 ) -> Child:
-    """Start a process that the kernel kills when we end, in a process group of its own.
+    """Start a process in a new process group. The kernel kills it when this process ends.
 
-    Its own group keeps Ctrl-C and torchrun's killpg away from it: we decide when and in what order it stops. Call
-    this from the main thread: the kernel takes the end of the calling thread for ours.
+    The group keeps Ctrl-C and torchrun's killpg away from it, so that we decide when and in what order processes stop. Call
+    this from the main thread: the kernel treats the end of the calling thread as the end of the parent.
 
     Raises:
-        OSError: the command cannot be run.
+        OSError: The command cannot be run.
     """
     process = subprocess.Popen(
         command,
@@ -130,27 +128,27 @@ def start_child(
 
 
 def describe_end(child: Child) -> str:
-    """Say in one line how an ended child ended: name, pid, and the signal or exit status."""
+    """Describe in one line how a child ended: name, pid, and the signal or exit status."""
     return describe_status(child.name, child.process.pid, child.process.wait())
 
 
 def describe_status(name: str, pid: int, status: int) -> str:
-    """Say in one line how a process ended; `status` is an exit status or, below 0, a signal's number."""
+    """Describe in one line how a process ended. `status` is an exit status or, if negative, minus a signal's number."""
     who = f"{name} (pid {pid})"
     if status >= 0:
-        return f"{who} ended with status {status}" + ("; it said why above" if status else "")
+        return f"{who} exited with status {status}" + ("; see its messages above" if status else "")
     signal_name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
-    hint = "; if nobody did that, the machine may be out of memory" if -status == signal.SIGKILL else ""
+    hint = " (perhaps by the kernel because memory ran out)" if -status == signal.SIGKILL else ""
     return f"{who} was killed by {signal_name}{hint}"
 
 
 def has_ended(child: Child) -> bool:
-    """Return whether a child has ended, reaped or not."""
+    """Return whether a child has ended, even if it was not reaped."""
     return bool(select.select([child.pidfd], [], [], 0)[0])
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process that need not be our child has ended, reaped or not."""
+    """Return whether a process, child or not, has ended, even if it was not reaped."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -162,7 +160,7 @@ def is_gone(pid: int) -> bool:
 
 
 def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
-    """Ask children to end, kill those that have not after `grace_s`, and reap all of them."""
+    """Send each child its stop signal, kill those that remain after `grace_s`, and reap all."""
     living = {child.pidfd: child for child in children}
     for child in living.values():
         child.process.send_signal(child.stop_signal)
@@ -185,7 +183,7 @@ def _reap(child: Child) -> None:
 
 
 class StopSignals:
-    """A context in which the signals that ask us to stop make `fd` readable instead of ending the process."""
+    """A context in which stop signals make `fd` readable instead of ending the process."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -212,7 +210,7 @@ class StopSignals:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Stand in as the handler: the wake-up descriptor has already taken the signal down."""
+    """Do nothing: the wake-up descriptor has recorded the signal."""
 
 
 class MessagePipe:
@@ -225,7 +223,7 @@ class MessagePipe:
         self.at_end = False
 
     def close_child_end(self) -> None:
-        """Drop our copy of the writing end, so that the child's end is the pipe's end."""
+        """Close our copy of the writing end, so that the pipe ends when the child does."""
         os.close(self.child_fd)
 
     def close(self) -> None:
@@ -233,10 +231,10 @@ class MessagePipe:
         os.close(self.fd)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the whole lines that have arrived.
+        """Return the complete messages that have arrived.
 
         Raises:
-            ValueError: a line is not a JSON object.
+            ValueError: A line is not a JSON object.
         """
         try:
             received = os.read(self.fd, 65536)
@@ -251,12 +249,12 @@ class MessagePipe:
 
 
 def kill_if_it_stays(pidfd: int, *, grace_s: float) -> None:
-    """Leave a process behind that kills another one if that has not ended after `grace_s`, and ends then itself."""
+    """Fork a process that kills another one if it still runs after `grace_s`, then exits."""
     if os.fork():
         return
     try:
-        os.setsid()  # what ends the caller's group must not end this one
-        os.closerange(0, pidfd)  # nobody is to wait for the end of what the caller had open
+        os.setsid()  # signals to the caller's group must not reach this process
+        os.closerange(0, pidfd)  # others may wait for the caller's pipes to close
         os.closerange(pidfd + 1, os.sysconf("SC_OPEN_MAX"))
         if not select.select([pidfd], [], [], grace_s)[0]:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -265,21 +263,21 @@ def kill_if_it_stays(pidfd: int, *, grace_s: float) -> None:
 
 
 def adopt_orphans() -> frozenset[int]:
-    """Make descendants whose parent ends our children from now on; return the pids of the children we have."""
+    """Become the parent of orphaned descendants. Returns the pids of the present children."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
     return children_of(os.getpid())
 
 
 def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
-    """Wait for all children but the spared to end, and kill those that have not after `grace_s`.
+    """Wait for all children except the spared ones to end, and kill those that remain after `grace_s`.
 
-    What is killed may leave children of its own to us, so this goes on until none is left.
+    A killed child may leave us its own children, so this repeats until no child remains.
     """
     deadline = time.monotonic() + grace_s
     while pids := children_of(os.getpid()) - spared:
         pid = min(pids)
-        pidfd = os.pidfd_open(pid)  # ours and not reaped, so no other process can have the pid
+        pidfd = os.pidfd_open(pid)  # an unreaped child of ours, so the pid is not reused
         left_s = max(0.0, deadline - time.monotonic())
         if not select.select([pidfd], [], [], left_s)[0]:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -288,20 +286,20 @@ def kill_orphans(*, spared: frozenset[int], grace_s: float) -> None:
 
 
 def signal_children_of(pid: int, number: signal.Signals) -> None:
-    """Send a signal to the direct children of a child of ours that lives: of the launcher, the workers."""
+    """Signal the direct children of a living child, such as the launcher's workers."""
     for child in sorted(children_of(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
 
 def children_of(pid: int) -> frozenset[int]:
-    """Return the pids of a process' children, those that have ended and were not reaped included."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child belongs to the thread that started it
+    """Return the pids of a process's children, including unreaped ones."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child is listed under the thread that started it
     return frozenset(int(child) for task in tasks for child in task.read_text().split())
 
 
 def ended_children(*, spared: frozenset[int]) -> list[int]:
-    """Return the pids of our children that have ended and were not reaped, but for the spared."""
+    """Return the pids of our children that have ended but were not reaped, except the spared ones."""
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     pids = children_of(os.getpid()) - spared
     return [pid for pid in sorted(pids) if os.waitid(os.P_PID, pid, how) is not None]

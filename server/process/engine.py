@@ -1,12 +1,12 @@
-"""The engine process of one rank: joins the job, loads its share, attaches to the front, and walks steps.
+"""The engine process of one rank: join the job, load its share of the model, attach to the front, and run steps.
 
-Started by the supervisor (`server.process.worker`) with torchrun's environment. The front's address comes in WIDEEP_FRONT
-to the engine beside the front, which publishes it in the job's store; the others read it there. On WIDEEP_READY_FD
-the engine tells its supervisor the HTTP address, how large its KV cache is, and when it serves.
+The supervisor (`server.process.worker`) starts it with torchrun's environment. The engine on the front's node gets the front's
+address in WIDEEP_FRONT and publishes it in the job's store; the others read it there. The engine writes
+the HTTP address, the size of its KV cache and its readiness to its supervisor, on WIDEEP_READY_FD.
 
-A rank that is lost ends the others' steps, not their processes: they meet again as the front orders. An error here ends
-this process with one line, and its supervisor starts it again, which WIDEEP_RESTARTS says: then it meets nobody at the
-start, attaches with its share loaded, and serves from its first order on (D8 of the design).
+If a rank is lost, the others' steps fail but their processes stay, and form a new group when the front orders it. An error
+here ends the process with one line, and its supervisor restarts it. WIDEEP_RESTARTS marks a restart: such an engine skips the
+meeting at the start, attaches with its share loaded, and serves from its first order on (D8 of the design).
 """
 
 import importlib
@@ -58,7 +58,7 @@ from server.process.store.signed_store import SignedStore
 
 
 class SupervisorPipe:
-    """The pipe on which this process tells its supervisor how far it is."""
+    """The pipe on which this process reports its progress to the supervisor."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._fd = int(environment[READY_VARIABLE]) if READY_VARIABLE in environment else None
@@ -69,13 +69,13 @@ class SupervisorPipe:
             os.write(self._fd, (json.dumps(message) + "\n").encode())
 
     def tell_if_read(self, **message: Any) -> None:
-        """Write one JSON line unless the supervisor has not read for minutes: the pipe would be full, and this would wait."""
+        """Write one JSON line, or drop it if the pipe is full because the supervisor has not read for minutes."""
         if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
             self.tell(**message)
 
 
-JOIN_TIMEOUT_S = 600.0  # other ranks may still read their weights
-STATS_EVERY = 50  # steps without outputs between reports
+JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
+STATS_EVERY = 50  # steps without outputs between two reports
 FRONT_KEY = "front"
 FAILURES = (
     CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, NodesDifferError, OptionsError,
@@ -84,12 +84,12 @@ FAILURES = (
 
 
 class FrontGoneError(ConnectionError):
-    """An engine that was started again has nobody to serve for."""
+    """A restarted engine cannot reach the front, so it has no service to join."""
 
 
 def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
-    """Serve one rank until the front or the supervisor ends it; returns the exit status."""
-    while (order := leave_spare(environment)) is not None:  # in the copy, when it is to serve
+    """Run one rank until the front or the supervisor ends it; return the exit status."""
+    while (order := leave_spare(environment)) is not None:  # returns in the spare when it takes over
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)
@@ -143,7 +143,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
 
 
 def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) -> None:
-    """Say what was found and chosen that options alone do not say."""
+    """Report decisions that do not follow from the options alone."""
     quantisation = built.model.skeleton.quantisation
     loading.note(f"Dispatch: {built.wire}; {built.dispatch}")
     if quantisation is not None:
@@ -165,10 +165,10 @@ def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) ->
 
 
 def _check_front(front: dict[str, str]) -> None:
-    """Make sure that there is a service to come back to.
+    """Raise if the front of a running service is unreachable.
 
     Raises:
-        FrontGoneError: there is none.
+        FrontGoneError: The front does not answer within FRONT_RETURN_S.
     """
     try:
         reach(front["ranks_address"], FRONT_RETURN_S)
@@ -177,7 +177,7 @@ def _check_front(front: dict[str, str]) -> None:
 
 
 def _join(place: Place, store: Store) -> None:
-    """Meet the other ranks; they may still be on their way."""
+    """Form the process group with the other ranks, which may still be starting."""
     if place.world_size == 1:
         return
     try:
@@ -188,8 +188,8 @@ def _join(place: Place, store: Store) -> None:
             world_size=place.world_size,
             timeout=timedelta(seconds=JOIN_TIMEOUT_S),
         )
-    except RuntimeError as error:  # all that gloo says of a peer that is gone
-        raise WireUnavailable(f"rank {place.rank} could not meet the others: {error}") from error
+    except RuntimeError as error:  # gloo raises nothing more specific if a peer is gone
+        raise WireUnavailable(f"rank {place.rank} could not connect to the other ranks: {error}") from error
 
 
 def _walk(
@@ -200,7 +200,7 @@ def _walk(
     environment: Mapping[str, str],
     key: bytes | None,
 ) -> None:
-    """Attach to the front, then walk steps until somebody ends it."""
+    """Attach to the front and run steps until the front or a failure ends them."""
     num_restarts = num_restarts_of(environment)
     stream = FrontStream(built, config, front, environment, cluster_key=key)
     is_ready = num_restarts == 0
@@ -251,32 +251,32 @@ def _walk(
         stream.link.close(f"{type(error).__name__}: {error}")
         raise
     finally:
-        supervisor.tell(leaving=True)  # heartbeats end here, and what comes now may take a while
+        supervisor.tell(leaving=True)  # no heartbeats from here on; the shutdown may take a while
     stream.link.close()
 
 
 def _load_vocabulary(model: str) -> Vocabulary:
-    """Read the tokenizer, which a rank needs for structures only: until then it costs neither time nor memory.
+    """Load the tokenizer. Ranks need it for structured outputs only, so it costs no time or memory before the first one.
 
     Raises:
-        StructureError: there is none, or it does not load.
+        StructureError: The tokenizer is missing or does not load.
     """
     slow = importlib.import_module("server.front.tokenizer")
     try:
         vocabulary: Vocabulary = slow.Tokenizer(model).vocabulary()
-    except ValueError as error:  # TokenizerError: its class came with the slow import
+    except ValueError as error:  # TokenizerError; its class is part of the slow import
         raise StructureError(str(error)) from error
     return vocabulary
 
 
 def _own_store(place: Place, environment: Mapping[str, str], key: bytes | None) -> Store:
-    """A connection of its own to the store, below what this job and round of torchrun's workers has in it."""
+    """Return a separate connection to the store, with a prefix for this job and this round of torchrun's workers."""
     names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     return PrefixStore("/".join(("wideep", *names)), _store(place, key))
 
 
 def _store(place: Place, key: bytes | None) -> Store:
-    """A connection of its own to the store that torchrun's agent hosts."""
+    """Return a separate connection to the store of torchrun's agent."""
     store = TCPStore(
         place.master_addr,
         place.master_port,
@@ -288,7 +288,7 @@ def _store(place: Place, key: bytes | None) -> Store:
 
 
 def _front(place: Place, store: Store, environment: Mapping[str, str], key: bytes | None) -> dict[str, str]:
-    """The front's addresses: given by our supervisor and published, or read from the store."""
+    """Return the front's addresses: from the supervisor (and publish them), or from the store."""
     given = environment.get(FRONT_VARIABLE)
     if given is not None:
         store.set(FRONT_KEY, given)
@@ -298,8 +298,8 @@ def _front(place: Place, store: Store, environment: Mapping[str, str], key: byte
 
 
 def engine_config(options: Options, place: Place) -> EngineConfig:
-    """Return one rank's settings; what is not given takes a share of the memory that is free now."""
-    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills limits in"
+    """Return one rank's settings. The KV cache defaults to a share of the memory that is free now."""
+    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills in the limits"
     return EngineConfig(
         directory=Path(options.model),
         rank=place.rank,
@@ -333,7 +333,7 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
 
 
 def _default_cache_bytes(options: Options, place: Place) -> int:
-    """This rank's share of what is free, less what experts need that move."""
+    """Return this rank's share of free memory, less the memory for moving experts."""
     if options.device == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
         return gpu_cache_bytes(

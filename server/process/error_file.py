@@ -1,9 +1,8 @@
-"""Why a process failed, one sentence in a file where torchrun and `wideep serve` look for it.
+"""Write and read why a process failed: one sentence in a file that torchrun and `wideep serve` read.
 
-The fields are torchrun's own (torch.distributed.elastic.multiprocessing.errors), so that its table of failures shows
-our sentence; `time_ns` is ours and tells which of several failures came first, to a nanosecond where torchrun's
-stamp has seconds: ranks fail one after the other within milliseconds. Beside it a supervisor notes that its rank stays
-away, which is no failure until all ranks do.
+The fields are torchrun's (torch.distributed.elastic.multiprocessing.errors), so its table of failures shows our sentence.
+`time_ns` is an addition that orders failures: ranks fail within milliseconds of each other, and torchrun's timestamp
+counts seconds. A second file in the same folder records that a rank stays away, which is not a failure until all ranks do.
 """
 
 import contextlib
@@ -11,21 +10,21 @@ import json
 import time
 from pathlib import Path
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable with which torchrun gives every worker its file
-FIRST = 0  # a time before all others
-LAST = (1 << 63) - 1  # and one after them
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable in which torchrun gives every worker its file
+FIRST = 0  # before every other time
+LAST = (1 << 63) - 1  # after every other time
 _ABSENCES = "rank-*-stays-away"
 
 
 def write_failure(path: Path, text: str, *, time_ns: int | None = None) -> None:
-    """Write why this process fails, stamped with the present time unless told otherwise."""
+    """Write why this process fails. The time defaults to now."""
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     stamp = time.time_ns() if time_ns is None else time_ns
     path.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "time_ns": stamp}))
 
 
 def first_failure(directory: Path) -> str | None:
-    """Return the sentence of the process that failed first, from all files below; None if there is none."""
+    """Return the sentence of the first process that failed, from all files below `directory`; None without failures."""
     failures = []
     for path in directory.glob("**/error.json"):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # half-written, or by another program
@@ -35,10 +34,10 @@ def first_failure(directory: Path) -> str | None:
 
 
 def write_absence(path: Path, rank: int, text: str) -> None:
-    """Note, beside this process' error file, that a rank will not be started again, and why."""
+    """Record next to this process's error file that a rank will not be restarted, and why."""
     path.with_name(_ABSENCES.replace("*", str(rank))).write_text(text)
 
 
 def absences(directory: Path) -> list[str]:
-    """Return why ranks stay away, one sentence for each that does, from all files below."""
+    """Return the reason of each rank that stays away, from all files below `directory`."""
     return [path.read_text() for path in sorted(directory.glob(f"**/{_ABSENCES}"))]

@@ -1,14 +1,14 @@
-"""The front process: one event loop with the HTTP server, the ranks' gRPC server and the journal between them.
+"""The front process: one event loop with the HTTP server, the gRPC server for ranks, and the journal between them.
 
-Both sockets are bound and announced before anything slow happens, so that ranks and clients find a door while the
-tokenizer loads. torch stays out: this process only tokenizes, and would pay 180 MB for it. A rank that is lost while
-others are left, or until one comes back, is a matter for `front.leader`; one that is lost at the start ends all.
+It binds and announces both sockets before any slow work, so that ranks and clients can connect while the tokenizer
+loads. It does not import torch: it only tokenizes, and torch would cost 180 MB. `front.leader` handles a rank that is lost
+while serving; a rank that is lost during the start ends the service.
 
-A front that replaces one that was killed takes over its ports and its token. The ranks come back to it with what it has to
-know, and meet anew; what the one before was answering has been cut off with it.
+A front that replaces a killed one takes over its ports and its token. The ranks reconnect with the state it needs and form a
+new group. Answers in progress ended with the old front.
 
-SIGTERM ends it gently: /health is 503, new requests are refused, open ones end by themselves for as long as
---shutdown-timeout-seconds says. SIGINT, a second SIGTERM and its supervisor's END_NOW_SIGNAL end it at once.
+SIGTERM drains: /health returns 503, new requests are refused, and open requests have --shutdown-timeout-seconds to finish.
+SIGINT, a second SIGTERM and the supervisor's END_NOW_SIGNAL end the front immediately.
 """
 
 import asyncio
@@ -61,11 +61,10 @@ if TYPE_CHECKING:  # it imports the planner's compiled kernels
 
 _LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
-SWITCH_S = (
-    0.5e-3  # after which a thread that plans lets the event loop go on; CPython's own 5 ms are many tokens
-)
-_ANSWERS_S = 2.0  # for answers that are still being sent when all requests have ended
-_STOP_TIMEOUT_S = 1.2  # for ranks that were asked to stop; the supervisor kills after STOP_GRACE_S
+# The interval after which a planning thread yields to the event loop. CPython's default, 5 ms, is worth many tokens.
+SWITCH_S = 0.5e-3
+_ANSWERS_S = 2.0  # for responses still being sent after all requests have ended
+_STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP_GRACE_S
 
 
 def run_front(
@@ -76,11 +75,11 @@ def run_front(
     ranks_host: str = LOCAL_HOST,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
-    """Serve until told to stop; returns the exit status.
+    """Serve until a signal arrives or the service fails; return the exit status.
 
     Args:
-        options: its `model` is a directory; whoever starts the front has resolved other names.
-        ready_fd: where the addresses are announced, closed afterwards; None announces nothing.
+        options: The options. `model` is a directory; the caller has resolved other names.
+        ready_fd: Descriptor to which the addresses are written, closed afterwards. None disables the announcement.
     """
     die_with_parent()
     raise_descriptor_limit()
@@ -100,7 +99,7 @@ def _listener(options: Options) -> contextlib.AbstractContextManager[socket.sock
 
 
 def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
-    """Return the folder for what outlives a front; one without a supervisor has a folder of its own."""
+    """Return the folder that outlives this front; without a supervisor, a temporary folder."""
     given = environment.get(KEPT_VARIABLE)
     return contextlib.nullcontext(given) if given else tempfile.TemporaryDirectory(prefix="wideep_")
 
@@ -115,9 +114,8 @@ async def _run(
     kept: Path,
 ) -> int:
     ending = _Ending()
-    before = json.loads(
-        environment.get(FRONT_VARIABLE, "null")
-    )  # announced by the front that this one replaces
+    # Announced by the front that this one replaces.
+    before = json.loads(environment.get(FRONT_VARIABLE, "null"))
     token = before["token"] if before else secrets.token_urlsafe(32)
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
@@ -125,7 +123,7 @@ async def _run(
     except OptionsError as error:
         return _complain(str(error))
     except RuntimeError as error:
-        return _complain(f"cannot listen for ranks on --ranks-host {ranks_host}: {error}")
+        return _complain(f"cannot listen for ranks on {ranks_host} (--ranks-host): {error}")
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
@@ -148,37 +146,37 @@ async def _run(
         )
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
-    gc.freeze()  # what is here now stays: full collections, which stop all streams, pass it over
+    gc.freeze()  # full collections stop all streams; exclude every object that exists now
     front = _Front(options, ranks, epochs, metrics, http, ending)
     return await front.run(listener, is_again=before is not None)
 
 
 class _Ending:
-    """The wish to end: set by signals, and by the front itself."""
+    """Requests to end the front, by signals or by the front itself."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
-        self.now = asyncio.Event()  # open requests are not waited for
-        self.on_hurry: Callable[[], None] = lambda: None  # told each time that somebody cannot wait
+        self.now = asyncio.Event()  # do not wait for open requests
+        self.on_hurry: Callable[[], None] = lambda: None  # called at each request to end immediately
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end_gently)
         for number in (signal.SIGINT, END_NOW_SIGNAL):
             loop.add_signal_handler(number, self.end_now)
 
     def _end_gently(self) -> None:
-        if self.begun.is_set():  # a second time: somebody cannot wait
+        if self.begun.is_set():  # a second SIGTERM
             self.end_now()
         self.begun.set()
 
     def end_now(self) -> None:
-        """End without waiting for anything."""
+        """End without waiting for open requests."""
         self.on_hurry()
         self.begun.set()
         self.now.set()
 
 
 class _Front:
-    """What lives in the event loop, and how it ends. Told by `Ranks` what ranks say."""
+    """The parts that share the event loop, and their shutdown. `Ranks` reports events of ranks to it."""
 
     def __init__(
         self,
@@ -195,7 +193,7 @@ class _Front:
         self._watch.begin_epoch(0, range(ranks.num_ranks))
         self._epochs, self._nodes = epochs, Nodes(ranks.num_ranks)
         self._fatal: str | None = None
-        self._is_closing = False  # open requests have ended; answers may still be on their way
+        self._is_closing = False  # open requests have ended; responses may still be in flight
         self._leader = Leader(
             epochs,
             ranks,
@@ -209,10 +207,10 @@ class _Front:
         ending.on_hurry = self._hurry
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
-        """Serve until a signal or a lost rank; returns the exit status.
+        """Serve until a signal or a fatal error; return the exit status.
 
         Args:
-            is_again: whether ranks have served, for a front that is gone.
+            is_again: Whether this front replaces one that has served.
         """
         if is_again:
             self._leader.resume()
@@ -228,21 +226,20 @@ class _Front:
         return _complain(self._fatal) if self._fatal else 0
 
     def _look_at_links(self) -> None:
-        """Lose ranks whose host does not answer any more; clients may be away for as long as they like."""
+        """Break connections to ranks with an unresponsive host, periodically. Client connections may stay silent."""
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
         if self._options.heartbeat_timeout_s:
-            with contextlib.suppress(
-                OSError
-            ):  # no descriptor is free to list the others: the next look may have one
+            # OSError: no descriptor is free for listing connections; the next call may have one.
+            with contextlib.suppress(OSError):
                 break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
-        """A front that does not answer over HTTP is of no use: it ends, and says why."""
+        """End the front if its HTTP server has ended, because it is useless without one."""
         if not self._is_closing and not serving.cancelled():
-            self._fail(f"the HTTP server has ended: {serving.exception() or 'nobody asked it to'}")
+            self._fail(f"the HTTP server has ended: {serving.exception() or 'no error was reported'}")
 
     async def _close(self, serving: "asyncio.Task[None]") -> None:
-        """End requests, answers and ranks. Gently: one after the other; else all at the same time."""
+        """End requests, responses and ranks: one after the other when draining, otherwise all at once."""
         grace_s = await self._drain()
         self._is_closing = True
         self._leader.close()
@@ -254,7 +251,7 @@ class _Front:
         self._ranks.stop()
 
     async def _drain(self) -> float:
-        """Let open requests end, if there is time; returns the seconds left for answers still being sent."""
+        """Wait for open requests, unless the front must end now. Returns the seconds left for responses being sent."""
         if self._ending.now.is_set():
             return _ANSWERS_S
         until_s = time.monotonic() + self._options.http.shutdown_timeout_s
@@ -281,19 +278,16 @@ class _Front:
             await asyncio.wait_for(self._ranks.wait_until_empty(), _STOP_TIMEOUT_S)
         except TimeoutError:
             ranks = ", ".join(map(str, self._ranks.attached))
-            _LOG.error("did not hear goodbye from rank %s", ranks)
+            _LOG.error("rank %s did not detach in time", ranks)
 
     def refused(self, peer: str, reason: str) -> None:
-        """Say that somebody may not be a rank."""
         _LOG.warning("refused a rank at %s: %s", peer, reason)
 
     def claim(self, claim: Claim) -> Claimed:
-        """Give a worker of a node that joins its rank."""
         missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
         return self._nodes.claim(claim, missing, time.monotonic())
 
     def attached(self, facts: RankFacts) -> None:
-        """Take a rank that is ready."""
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
@@ -301,12 +295,12 @@ class _Front:
         if facts.served is not None:
             self._take_served(facts.rank, facts.served)
         if self._is_closing:
-            self._ranks.stop()  # it comes too late
+            self._ranks.stop()  # too late to serve
         else:
             self._leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _take_served(self, rank: int, served: Served) -> None:
-        """Learn from a rank what the front knew that is gone."""
+        """Restore from a rank what the previous front knew."""
         placement = self._http.placement
         if placement.home is None and served.home is not None:
             report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
@@ -315,7 +309,7 @@ class _Front:
         placement.skip_versions(served.version)
 
     def lost(self, rank: int, reason: str) -> None:
-        """A rank is gone: others go on with its requests. Where these have ended, so does the service, as it was to."""
+        """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
         if self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
@@ -323,16 +317,14 @@ class _Front:
             self._leader.lose(rank, reason)
 
     def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        """Feed the answers that a rank's steps are for."""
         self._http.requests.deliver(rank, outputs)
 
     def stats(self, stats: RankStats) -> None:
-        """Note a rank's state."""
         self._metrics.note_stats(stats)
         self._http.requests.note_stats(stats)
 
     def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Note where a rank is, and give up those whose step is stuck: they end, and are started again."""
+        """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""
         now_s = time.monotonic()
         self._watch.take(heartbeat, now_s)
         for rank, reason in self._watch.suspects(now_s):
@@ -343,27 +335,22 @@ class _Front:
         self._http.experts_load.regroup(order)
 
     def load(self, load: LoadReport) -> None:
-        """Note what a rank's experts were asked to do."""
         self._http.experts_load.take_load(load)
 
     def experts(self, experts: ExpertMap) -> None:
-        """Note which experts there are, and where."""
         self._http.experts_load.take_experts(experts)
 
     def placement(self, update: PlacementUpdate) -> None:
-        """Note what became of a placement."""
         self._http.placement.take_update(update)
 
     def regrouped(self, rank: int, epoch: int) -> None:
-        """Note that a rank serves in an epoch."""
         self._leader.take_regrouped(rank, epoch)
 
     def fault(self, rank: int, fault: Fault) -> None:
-        """Note that a rank's steps broke off."""
         self._leader.take_fault(rank, fault)
 
     def _fail(self, reason: str) -> None:
-        """The service cannot go on: the first reason is why it ends."""
+        """End the service with this reason, unless an earlier one exists."""
         if self._fatal is None and not self._ending.now.is_set():
             self._fatal = reason
         self._http.requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
@@ -372,7 +359,7 @@ class _Front:
 
 
 def _import_http_service() -> ModuleType:
-    """Import the slow half, with torch hidden: transformers would import it, and needs none of it to tokenize."""
+    """Import the slow half, with torch hidden: transformers would import it but does not need it for tokenizing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
     return importlib.import_module("server.process.http_service")
@@ -383,7 +370,7 @@ def _port_of(address: str) -> int:
 
 
 def _complain(message: str) -> int:
-    """Say why the front ends; returns its exit status."""
+    """Log why the front ends and return its exit status."""
     _LOG.critical("%s", message)
     return 1
 
@@ -392,19 +379,19 @@ def bind_http(host: str, port: int) -> socket.socket:
     """Bind and listen.
 
     Raises:
-        OptionsError: the port is taken or the address is not this machine's.
+        OptionsError: The port is in use, or the address does not belong to this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise OptionsError(f"--host {host!r} is not an address: {error.strerror}") from error
+        raise OptionsError(f"invalid --host {host!r}: {error.strerror}") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)  # at once: bind alone does not claim a port that others may reuse
+        listener.listen(2048)  # immediately: bind alone does not reserve a port that allows reuse
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
@@ -416,7 +403,7 @@ def bind_http(host: str, port: int) -> socket.socket:
 def announce(
     ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
 ) -> None:
-    """Write the addresses for the supervisor."""
+    """Write the addresses to the supervisor as one JSON line."""
     shown = f"[{options.host}]" if ":" in options.host else options.host
     url = f"unix:{options.uds}"
     if options.uds is None:

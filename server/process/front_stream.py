@@ -1,8 +1,8 @@
-"""This rank's way to the front: what the front says goes to the engine, and back, over as many links as it takes.
+"""This rank's connection to the front: pass its commands to the engine and results back, over successive links.
 
-An engine whose connection to the front breaks drops its requests, whose clients are cut off as well, and asks for a while for
-the front that its supervisor starts again; it tells that one what it has to know. One whose stream the front has closed was given
-up, and ends. The connection itself is `link.rank_link`'s.
+If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for a
+while until the supervisor has restarted the front, then sends it the state it needs. If the front closes the stream, it has dropped
+this rank, and the process ends. `link.rank_link` implements the connection.
 """
 
 import os
@@ -26,18 +26,18 @@ from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
 from server.process.children import FRONT_IS_GONE
 from server.process.store.rendezvous import NODE_VARIABLE
 
-FRONT_RETURN_S = 60.0  # that a front may take to be back, or a cable
+FRONT_RETURN_S = 60.0  # for a front to be restarted, or a network to recover
 
 
 def num_restarts_of(environment: Mapping[str, str]) -> int:
-    """Return how often the supervisor has started this rank's engine again."""
+    """Return how often the supervisor has restarted this rank's engine."""
     return int(environment.get("WIDEEP_RESTARTS", "0"))
 
 
 class FrontStream:
-    """This rank's way to the front: one link, and the next one when a front that was killed is back.
+    """This rank's connection to the front: one link at a time, replaced when a killed front is back.
 
-    Told by the link, on its reader thread, what the front says.
+    The link calls its methods on the reader thread, one per message of the front.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class FrontStream:
         *,
         cluster_key: bytes | None = None,
     ) -> None:
-        """Prepare; `open` attaches.
+        """Prepare the link; `link.open` attaches.
 
         Args:
-            front: its addresses and its token.
-            environment: in which the supervisor says how often it started this rank's engine again.
+            front: The front's addresses and its token.
+            environment: The environment from the supervisor, with the number of restarts.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
         self._epoch = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
-        self._lock = threading.Lock()  # of the step loop's thread and the link's
-        self._open_ids: set[str] = set()  # requests that the front waits for
-        self._cut_off = Counter[str]()  # requests of links that broke, until the engine has ended them
+        self._lock = threading.Lock()  # between the step loop's thread and the link's
+        self._open_ids: set[str] = set()  # requests of the current link
+        self._cut_off = Counter[str]()  # requests of broken links, until the engine has ended them
         self._facts = RankFacts(
             rank=config.rank,
             world_size=config.world_size,
@@ -84,7 +84,7 @@ class FrontStream:
         )
 
     def send_start(self) -> None:
-        """Tell what serves at the start."""
+        """Send the experts and the placement at the start."""
         placement = self._built.relocation.placement
         report = PlacementReport(
             rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
@@ -93,13 +93,13 @@ class FrontStream:
         self.link.send_placement(report, placement, self._expert_bytes())
 
     def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
-        """Tell what a step yielded, but for requests of a link that broke: the front has given those to others, or to this
-        rank anew under the same ids."""
+        """Send a step's outputs, except those for requests of a broken link: the front has since assigned these to other
+        ranks, or to this rank again under the same ids."""
         with self._lock:
             self.link.send([output for output in outputs if self._is_told(output)], stats)
 
     def _is_told(self, output: RequestOutput) -> bool:
-        """Note what an output ends; return whether the front waits for it. The engine ends each request it is given once."""
+        """Return whether the front waits for this output, and record ends. The engine ends each request exactly once."""
         request_id = output.request_id
         is_end = output.finish_reason is not None or output.is_returned
         is_told = not self._cut_off[request_id]
@@ -107,11 +107,11 @@ class FrontStream:
             self._open_ids.discard(request_id)
         elif is_end:
             self._cut_off[request_id] -= 1
-            self._cut_off += Counter()  # forgets those that are 0
+            self._cut_off += Counter()  # removes zero counts
         return is_told
 
     def report(self, report: PlacementReport) -> None:
-        """Tell what became of a placement, and rank 0 also where experts are now."""
+        """Send the outcome of a placement change; rank 0 also sends the experts' new slots."""
         placement = self._built.relocation.placement
         if report.state is MoveState.SERVING:
             self._note_home(placement, placement.num_ranks)
@@ -120,42 +120,34 @@ class FrontStream:
         self.link.send_placement(report)
 
     def submit(self, request: Request) -> None:
-        """Serve a request."""
         self._open_ids.add(request.request_id)
         self._built.engine.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request."""
         self._built.engine.abort(request_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Give a request back if it has not begun."""
         self._built.engine.withdraw(request_id)
 
     def stop(self) -> None:
-        """End in an orderly way."""
         self._built.engine.stop()
 
     def prepare(self, placement: Placement) -> None:
-        """Move experts."""
         self._built.relocation.prepare(placement)
 
     def drop(self, version: int) -> None:
-        """Give up a placement that does not serve yet."""
         self._built.relocation.drop(version)
 
     def regroup(self, order: Order) -> None:
-        """Follow an order."""
         self._epoch = max(self._epoch, order.epoch)
         self._note_home(order.placement, len(order.members))
         self._built.engine.regroup(order)
 
     def forget_prefixes(self) -> None:
-        """Let no later request find what is cached."""
         self._built.engine.forget_prefixes()
 
     def lost(self, reason: str, *, is_broken: bool) -> None:
-        """Come back to the front, or end this process: the step loop may be waiting for other ranks."""
+        """Reconnect to the front, or end this process, because the step loop may be waiting for other ranks."""
         rank = self._config.rank
         say(f"rank {rank}: {reason}", error=True)
         if not is_broken:  # the front has given this rank up
@@ -163,7 +155,7 @@ class FrontStream:
         with self._lock:
             cut_off, self._open_ids = self._open_ids, set()
             self._cut_off.update(cut_off)
-        for request_id in cut_off:  # whoever asked for them has been cut off with the front
+        for request_id in cut_off:  # their clients were disconnected with the front
             self._built.engine.abort(request_id)
         status = self._come_back(time.monotonic() + FRONT_RETURN_S)
         if status:
@@ -171,9 +163,9 @@ class FrontStream:
         say(f"rank {rank}: the front is back", error=True)
 
     def _come_back(self, until_s: float) -> int:
-        """Attach to the front that has been started again; returns this process' status if that is of no use, else 0."""
+        """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
         while (left_s := until_s - time.monotonic()) > 0:
-            # Before it is open: the front's first order may be answered before `open` has returned.
+            # Assigned before `open`: the front's first order may arrive before `open` returns.
             self.link = self._make_link(replace(self._facts, served=self._served()))
             try:
                 self.link.open(left_s)
@@ -197,7 +189,7 @@ class FrontStream:
         )
 
     def _expert_bytes(self) -> int:
-        """Of one expert of one layer."""
+        """Return the size of one expert of one layer."""
         return read_slot(self._built.model.layers[0], 0).num_bytes
 
     def _note_home(self, placement: Placement, num_members: int) -> None:

@@ -1,7 +1,7 @@
-"""What `wideep serve` says when the service answers: where it is, how to ask it, and what it has room for.
+"""The message of `wideep serve` when the service answers: its address, how to call it, and its capacity.
 
-In a log that is a greeting with lines to copy. On a terminal it is a summary of one screen: what was decided, and what of it
-the user has said ("flag", which a file of --config counts as) or we have found ("default").
+In a log it is a greeting with commands to copy. On a terminal it is a summary of one screen: each decision, and whether it
+comes from the user ("flag", which includes the --config file) or from WideEP ("default").
 """
 
 import dataclasses
@@ -23,21 +23,21 @@ from server.process.preflight.probe import Capacity, reachable_host
 
 
 def address_elsewhere(front: Mapping[str, str]) -> str:
-    """Return where the service answers, as another node says it: "http://HEAD:8000", or that it answers on HEAD alone.
+    """Return the service's address as seen from another node: "http://HEAD:8000", or a note that only HEAD can reach it.
 
     Args:
-        front: what the front has announced; ranks know its node by the host of `ranks_address`.
+        front: The front's announcement. The host of `ranks_address` is how ranks reach its node.
     """
     url, head = front["http"], front["ranks_address"].rpartition(":")[0]
     scheme, _, place = url.partition("://")
     host, _, port = place.rpartition(":")
     if host in ("", "0.0.0.0", "[::]") and port:
         return f"{scheme}://{head}:{port}"
-    if _is_loopback(head):  # all nodes are on one machine
+    if _is_loopback(head):  # all ranks are on one machine
         return url
     if url.startswith("unix:"):
-        return f"{url} on {head} alone"
-    return f"{url} on {head} alone (--host 0.0.0.0 lets other machines ask)" if _is_loopback(host) else url
+        return f"{url} (on {head} only)"
+    return f"{url} (on {head} only; --host 0.0.0.0 opens it to others)" if _is_loopback(host) else url
 
 
 def _is_loopback(host: str) -> bool:
@@ -71,10 +71,10 @@ def greeting(
     seconds: float,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return what the user needs once the service answers: its URL, a curl line, the chat command, pages and capacity."""
+    """Return the greeting: the URL, a curl command, the chat command, the pages and the capacity."""
     url = _url(options)
     at, curl, pages = url, "curl", _pages(options, url)
-    if options.uds is not None:  # browsers speak to ports
+    if options.uds is not None:  # browsers cannot open Unix sockets
         at, url, pages = options.uds, "http://localhost", f"\n  {_chat(options)}\n"
         curl = f"curl --unix-socket {shlex.quote(options.uds)}"
     name = options.served_model_names[0]
@@ -82,7 +82,7 @@ def greeting(
     body = json.dumps({"model": name, "messages": messages, "max_tokens": 100})
     key = _KeyHint.of(options, environment)
     ranks = count(options.data_parallel_size, "rank")
-    log = " Below is a line per request (--disable-access-log: none)." if options.log.access else ""
+    log = " Each request logs a line (--disable-access-log turns this off)." if options.log.access else ""
     return f"""
 wideep: serving {name} on {ranks} at {at} ({seconds:.0f} s after the start)
 {key.export}
@@ -93,10 +93,10 @@ Ctrl-C stops everything.{log}
 
 
 class _KeyHint(NamedTuple):
-    """How the commands of the greeting come to a key; the key itself is never printed."""
+    """How the commands in the greeting get an API key. The key itself is never printed."""
 
-    export: str = ""  # a line to run before; empty: the shell that started the service has one
-    header: str = ""  # of the curl line
+    export: str = ""  # a line to run first; empty if the shell that started the service has the variable
+    header: str = ""  # of the curl command
 
     @classmethod
     def of(cls, options: Options, environment: Mapping[str, str]) -> "_KeyHint":
@@ -104,8 +104,8 @@ class _KeyHint(NamedTuple):
             return cls()
         named = environment.get(API_KEY_VARIABLE, "")
         if not named.split():
-            source = "of --api-key" if options.api_keys else f"of {options.http.api_key_file}"
-            export = f"\nFirst, with a key {source} in place of KEY:\n\n  export {API_KEY_VARIABLE}=KEY\n"
+            source = "from --api-key" if options.api_keys else f"from {options.http.api_key_file}"
+            export = f"\nFirst, replace KEY with a key {source}:\n\n  export {API_KEY_VARIABLE}=KEY\n"
             return cls(export, f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"')
         first = f"${{{API_KEY_VARIABLE}%% *}}" if len(named.split()) > 1 else f"${API_KEY_VARIABLE}"
         return cls("", f' -H "Authorization: Bearer {first}"')
@@ -120,12 +120,12 @@ def summary(
     seconds: float,
     environment: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return what was decided, in one screen of 24 lines of 80 columns.
+    """Return the summary of all decisions, on one screen of 24 lines and 80 columns.
 
     Args:
-        options: what is served.
-        asked: what the user has said of it.
-        facts: what the first rank has told (`engine`).
+        options: The resolved options.
+        asked: The options as given by the user.
+        facts: Facts reported by the first rank (`engine`).
     """
     name, ranks = options.served_model_names[0], count(options.data_parallel_size, "rank")
     rows = [row for row in _decisions(options, asked, capacity, facts) if row.value]
@@ -137,7 +137,7 @@ def summary(
         "",
         *(_cut(f"  {label:<12}{value}", _WIDTH) for label, value in _addresses(options, environment)),
     ]
-    log = " Below: a line per request (--disable-access-log: none)." if options.log.access else ""
+    log = " Each request logs a line (off: --disable-access-log)." if options.log.access else ""
     return "\n".join([*(_cut(line.rstrip(), _WIDTH) for line in lines), "", f"Ctrl-C stops everything.{log}"])
 
 
@@ -146,7 +146,7 @@ _WIDTH, _VALUE_WIDTH = 80, 57
 
 class _Row(NamedTuple):
     label: str
-    value: str  # empty: there is nothing to say
+    value: str  # empty hides the row
     source: str
 
 
@@ -172,10 +172,10 @@ def _decisions(
         row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, ranks))} per rank", "dtype", "quantization"),
         row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization"),
         row(
-            "at once", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"
+            "in parallel", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"
             if capacity else "", "max_num_seqs", "max_model_len",
         ),
-        row("a step", f"{options.max_num_batched_tokens:,} tokens at most, per rank", "max_num_batched_tokens"),
+        row("step size", f"up to {options.max_num_batched_tokens:,} tokens per rank", "max_num_batched_tokens"),
         row("drafts", _drafts(options), "speculative_config"),
     ]  # fmt: skip
 
@@ -217,12 +217,12 @@ def _drafts(options: Options) -> str:
     return (
         "none"
         if speculative is None
-        else f"up to {speculative.num_drafts} tokens a step, by {speculative.method.value}"
+        else f"up to {speculative.num_drafts} tokens per step, by {speculative.method.value}"
     )
 
 
 def _addresses(options: Options, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    key = [("API key", f"needed; commands take it from {API_KEY_VARIABLE}")] if options.needs_key else []
+    key = [("API key", f"required; commands read it from {API_KEY_VARIABLE}")] if options.needs_key else []
     if options.uds is not None:
         ask = f"curl --unix-socket {shlex.quote(options.uds)} http://localhost/v1/models"
         return [("API", ask), ("chat", _chat(options)), *key]
@@ -240,13 +240,13 @@ def _in_words(capacity: Capacity | None) -> str:
         return ""
     at_once = min(capacity.requests, capacity.kv_tokens / capacity.max_len)
     return (
-        f"\nKV cache: {capacity.kv_tokens:,} tokens; {at_once:.1f} requests of {capacity.max_len:,} tokens at once, up to "
-        f"{capacity.requests} shorter ones.\n"
+        f"\nKV cache: {capacity.kv_tokens:,} tokens, for {at_once:.1f} requests of {capacity.max_len:,} tokens in parallel, or up "
+        f"to {capacity.requests} shorter ones.\n"
     )
 
 
 def _wideep_script() -> str:
-    """Return how the user can call `wideep` from where they are: by name, or by path where it is not on PATH."""
+    """Return how the user can run `wideep` from the current folder: by name if it is on PATH, otherwise by path."""
     beside_python = Path(sys.executable).with_name("wideep")
     on_path = shutil.which("wideep")
     if on_path is not None and os.path.samefile(

@@ -1,6 +1,6 @@
-"""The half of the front that is slow to import: tokenizer, served model, routes and the HTTP server.
+"""The part of the front that is slow to import: tokenizer, served model, routes and the HTTP server.
 
-`front` binds its sockets first and imports this afterwards, with torch hidden, by name.
+The front (`front_main`) binds its sockets, then imports this module by name, with torch hidden.
 """
 
 import asyncio
@@ -71,19 +71,18 @@ from server.link.ranks import Ranks
 from server.options.table import PRIORITY, HttpOptions, Options
 from server.steady_clock import SteadyClock
 
-# What vLLM, too, takes from generation_config.json as defaults.
+# The same fields of generation_config.json that vLLM uses as defaults.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-_RECORD_VARIABLE = (
-    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # so that scripts written for SGLang find their files
-)
+# The name is SGLang's, so that scripts written for it find their files.
+_RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 _GRACE_S = 2  # for open connections when the server ends
-_BALANCING_PAUSE_S = 60.0  # after an error in it
+_BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
-_KEEP_ALIVE_S = 60  # between requests of one client; shorter makes pooled clients meet closed connections
+_KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
 class HttpService:
-    """Requests in over HTTP; the ranks' outputs back out."""
+    """The HTTP application: passes requests to the ranks and their outputs to clients."""
 
     def __init__(
         self,
@@ -98,14 +97,14 @@ class HttpService:
         secret: str,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """Put the application together.
+        """Build the application.
 
         Args:
-            kept: a folder that outlives this process: answers that may be asked for again, and files without --files-dir.
-            secret: the same for every front of a service.
+            kept: Folder that outlives this process, for answers kept for retries, and for files without --files-dir.
+            secret: A secret that all fronts of a service share.
 
         Raises:
-            OptionsError: the folder of files cannot be used.
+            OptionsError: The folder for files is unusable.
         """
         self._ranks, self._epochs, self._journal = ranks, epochs, journal
         self.events = EventLog()
@@ -168,7 +167,7 @@ class HttpService:
         version: str,
         clock: SteadyClock,
     ) -> list[APIRouter]:
-        """Return the routes of files and batches, whose lines are answered by `answering` alone, without a key."""
+        """Return the routes of files and batches. Batch lines call the routes in `answering`, without a key."""
         directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
         files = FileStore(
             directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
@@ -186,7 +185,7 @@ class HttpService:
         return [file_routes(files, batches), batch_routes(batches, files, self._batch_runs)]
 
     def _num_places(self) -> int:
-        """Requests that ranks run at once; 0 while none can be taken."""
+        """Return how many requests the ranks can run at once; 0 if the service is not ready."""
         if self.why_not_ready() is not None:
             return 0
         return sum(stream.facts.max_num_seqs for stream in self._ranks.attached.values())
@@ -223,7 +222,7 @@ class HttpService:
         ]
 
     async def serve(self, listener: socket.socket) -> None:
-        """Answer on a bound socket until `stop`."""
+        """Serve HTTP on a bound socket until `stop` is called."""
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
         if self._balances:
             tasks.append(asyncio.create_task(self._keep_balancing()))
@@ -237,30 +236,30 @@ class HttpService:
             await self.model.structures.close()
 
     async def _keep_ticking(self) -> None:
-        """Take points of the throughput; its line only where the user has not turned it off."""
+        """Sample the throughput, and log it unless disabled."""
         while True:
             await asyncio.sleep(EVERY_S)
             self._throughput.tick(logs=self._options.log.stats)
 
     async def _keep_balancing(self) -> None:
-        """Balance; an error in it is told, and it begins anew after a while."""
+        """Rebalance experts. After an error, log it and start again after a pause."""
         while True:
             try:
                 await self.placement.run()
-            except Exception:  # noqa: BLE001 - nobody else watches this task
-                _LOG.exception("balancing of experts broke off; it begins anew in %g s", _BALANCING_PAUSE_S)
+            except Exception:  # noqa: BLE001 - nothing else handles errors of this task
+                _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
             await asyncio.sleep(_BALANCING_PAUSE_S)
 
     async def drain(self) -> None:
-        """Turn /health to 503, refuse new requests, and wait until the open ones have ended."""
+        """Turn /health to 503, refuse new requests, and wait for the open ones to end."""
         self._is_draining = True
         self.requests.refuse(draining())
         await self.requests.wait_until_empty()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """Let `serve` return soon: no new connections, and `grace_s` for answers that are still being sent.
+        """Make `serve` return soon: accept no connections, and allow `grace_s` for responses being sent.
 
-        May be called again with less.
+        May be called again with a shorter time.
         """
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.force_exit = self._server.should_exit and grace_s == 0
@@ -270,12 +269,12 @@ class HttpService:
         return self.requests.num_parked
 
     def why_not_ready(self) -> str | None:
-        """Return what the service waits for, None when it is ready."""
+        """Return why the service is not ready, or None if it is."""
         return "it is shutting down" if self._is_draining else why_not_ready(self._epochs)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to the front, and connections accepted by our own listener."""
+    """uvicorn's server without its signal handlers and with our own connection listener."""
 
     def __init__(self, config: uvicorn.Config, bound: ConnectionBound) -> None:
         super().__init__(config)
@@ -283,16 +282,16 @@ class _Server(uvicorn.Server):
         self._listener: Listener | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections from bound sockets."""
-        assert sockets, "they were bound first"
-        self.servers = []  # none of asyncio's
+        """Accept connections on the bound sockets."""
+        assert sockets, "the sockets are bound first"
+        self.servers = []  # asyncio's servers are not used
         self._listener = Listener(sockets, self._make_protocol, self._bound, self.config.ssl)
         self._listener.start()
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take the connections that wait in the kernel, then no more; end all when they are answered."""
-        assert self._listener is not None, "it was started"
+        """Accept connections already queued in the kernel, then no more. End each one after its response."""
+        assert self._listener is not None, "startup has run"
         await self._listener.close()
         await super().shutdown(sockets)
 
@@ -303,7 +302,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do not capture: the front tells ranks and clients first, then stops this server."""
+        """Capture no signals: the front informs ranks and clients before it stops this server."""
         yield
 
 
@@ -312,8 +311,8 @@ def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
         app,
         http=PunctualProtocol,
         lifespan="off",
-        log_config=None,  # `logs` has set the loggers up
-        access_log=False,  # `logs.AccessLog` writes ours
+        log_config=None,  # `logs` configures the loggers
+        access_log=False,  # `logs.AccessLog` replaces it
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
@@ -325,13 +324,13 @@ def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
 
 
 def _bound(http: HttpOptions) -> ConnectionBound:
-    """Return the bound of connections; by default the limit of open files decides."""
+    """Return the limit of connections; by default it follows from the limit of open files."""
     most = http.max_connections or default_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips)
 
 
 def _ignore(_ask: Ask) -> None:
-    """Requests are not logged."""
+    """Do nothing: request logging is off."""
 
 
 def _made(directory: Path) -> Path:
@@ -349,29 +348,28 @@ def _keys(options: Options) -> ApiKeys:
 
 
 def _own_names(host: str) -> tuple[str, ...]:
-    """What this machine is called, in the URLs of people who use its pages."""
+    """Return the host names that users may put into the URLs of this service's pages."""
     name = socket.gethostname()
-    return (host, name, name.partition(".")[0], f"{name}.local")  # the last is multicast DNS's
+    return (host, name, name.partition(".")[0], f"{name}.local")  # .local: multicast DNS
 
 
 def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[HttpExchange], None]]:
-    """Who is told of every exchange."""
     observers: list[Callable[[HttpExchange], None]] = [metrics.http.note, traces.note]
     return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
 
 
 def _steps(ranks: Ranks) -> dict[int, int]:
-    """The last step that each attached rank has told of."""
+    """Return the last reported step of each attached rank."""
     told = {rank: stream.stats for rank, stream in ranks.attached.items()}
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
 
 
 def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
-    """Report a template with tools whose calls no parser reads: the default would leave them in the content."""
+    """Warn if the chat template has tools but no parser reads its calls: they would stay in the content."""
     if options.tool_call_parser is None and template.knows_tools and not shows_known_calls(template.text):
         _LOG.warning(
-            "no tool parser fits the chat template of %s: calls are read in Hermes' form (<tool_call>{...}</tool_call>) and "
-            "stay in the content if the model writes another; choose a parser with --tool-call-parser",
+            "No tool parser matches the chat template of %s. Calls are parsed in Hermes' format (<tool_call>{...}</tool_call>); "
+            "other formats stay in the content. Choose a parser with --tool-call-parser",
             options.chat_template or options.model,
         )
 
@@ -397,7 +395,7 @@ def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Serve
 
 
 def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:
-    """The ranks know the limit for certain; before they attach it is what the user or the checkpoint says."""
+    """Return a function for the length limit: the ranks' once they attach, before that the user's or the checkpoint's."""
 
     def limit() -> int:
         said = [stream.facts.max_model_len for stream in ranks.attached.values()]
@@ -416,4 +414,4 @@ def _version() -> str:
     try:
         return importlib.metadata.version("wideep")
     except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"  # run from a checkout that is not installed
+        return "0+unknown"  # an uninstalled checkout

@@ -1,13 +1,13 @@
-"""What `wideep serve` starts its workers with, in torchrun's place: the store, a worker per rank, and a killed one again.
+"""The launcher of `wideep serve`, in torchrun's place: it hosts the store, starts a worker per rank, and restarts killed ones.
 
-Where torchrun loses a worker it ends all of them, so that a supervisor that is killed would be the end of a service on one
-host. Here it is started again, as often as an engine may be: it finds what it knew in a file (`Supervisor`), its engine, and
-its front, which died with it, come back, and the other ranks serve meanwhile. Workers are told what torchrun would tell them, so
-that they are the same on one host and on many.
+torchrun stops all workers when it loses one, so a killed supervisor would end a service on one host. This launcher restarts a
+killed supervisor within the same budget as an engine. The supervisor finds its state in a file (`Supervisor`) and restarts its
+engine and its front, which died with it, while the other ranks serve. Workers get the same variables as from torchrun, so
+they behave the same on one host and on many.
 
-The store needs torch, whose import takes seconds: it is hosted from a thread of its own, on a socket that workers may connect to
-before. The thread begins when the workers are started, because an import beside a fork may register hooks (logging's lock) of
-which the fork then runs only the second half. The end of this process is the end of the service, whose store it holds.
+The store needs torch, which takes seconds to import. A separate thread hosts it, on a socket that accepts connections from
+the beginning. The thread starts after the workers, because a fork during an import may run only half of the hooks that the
+import registers (logging's lock). The service ends with this process, which holds its store.
 """
 # ruff: noqa: PLC0415
 
@@ -35,13 +35,13 @@ from server.process.children import (
 from server.process.error_file import ERROR_FILE, FIRST, write_failure
 from server.process.supervisor import RestartBudget
 
-STOP_GRACE_S = 2.7  # workers kill their children after 2.2, and serve kills us after 3.2
-ORPHAN_GRACE_S = 1.0  # for what the kernel has killed to be gone
+STOP_GRACE_S = 2.7  # workers kill their children after 2.2 s, and serve kills the launcher after 3.2 s
+ORPHAN_GRACE_S = 1.0  # for killed processes to disappear
 _HOST = "127.0.0.1"
 
 
 def host_store(listener: socket.socket) -> object:
-    """Serve torch's store on a socket until this process ends; returns what must be kept."""
+    """Serve torch's store on a socket until this process ends. Returns an object that the caller must keep."""
     from torch.distributed import TCPStore
 
     port = listener.getsockname()[1]
@@ -51,14 +51,14 @@ def host_store(listener: socket.socket) -> object:
 def run_launcher(
     arguments: Sequence[str], *, host_store: Callable[[socket.socket], object] = host_store
 ) -> int:
-    """Start the workers and wait until they have ended; 0 if all of them did with status 0, or were asked to."""
+    """Run the workers until they end. Returns 0 if all ended with status 0 or after a stop signal."""
     parser = argparse.ArgumentParser(prog="wideep launcher", allow_abbrev=False)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args(arguments)
-    adopt_orphans()  # what a killed worker leaves
+    adopt_orphans()  # of killed workers
     raise_descriptor_limit()
     listener = socket.create_server((_HOST, 0))
     kept: list[object] = []
@@ -66,7 +66,7 @@ def run_launcher(
     def host() -> None:
         try:
             kept.append(host_store(listener))
-        except Exception as error:  # noqa: BLE001 - else every worker would wait for it in vain
+        except Exception as error:  # noqa: BLE001 - workers would wait in vain for the store
             write_failure(args.directory / "error.json", f"the launcher cannot host the store: {error}")
 
     launcher = _Launcher(
@@ -90,7 +90,7 @@ class _Launcher:
         self._selector = selectors.DefaultSelector()
 
     def run(self, stop_signals: StopSignals, *, when_started: Callable[[], None]) -> int:
-        """Start the workers; return the exit status when none is left, or one has failed."""
+        """Start the workers; return the exit status when all have ended or one has failed."""
         self._selector.register(stop_signals.fd, selectors.EVENT_READ, lambda: 0)
         try:
             for rank in range(self._num_workers):
@@ -124,7 +124,7 @@ class _Launcher:
         self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_end, rank))
 
     def _on_end(self, rank: int) -> int | None:
-        """Start a worker again that was killed after it had served; otherwise one that fails ends all."""
+        """Restart a worker that was killed after it had served. Any other failure ends the service."""
         worker = self._workers.pop(rank)
         self._selector.unregister(worker.pidfd)
         os.close(worker.pidfd)
@@ -135,8 +135,8 @@ class _Launcher:
         if status < 0:
             ending, budget = describe_end(worker), self._budgets[rank]
             if (directory / "state.json").exists() and budget.take():
-                say(f"wideep: {ending}; it is started again (at most {budget.describe()})", error=True)
-                # Its children die with it; their ports and their memory are free when they have.
+                say(f"wideep: {ending}; restarting it (at most {budget.describe()})", error=True)
+                # Its children die with it. Their ports and memory are free when they are gone.
                 living = frozenset(each.process.pid for each in self._workers.values())
                 kill_orphans(spared=living, grace_s=ORPHAN_GRACE_S)
                 self._start(rank)

@@ -1,10 +1,10 @@
-"""How far loading is: a line per stage in logs, bars on the terminal of `wideep serve`.
+"""Progress of loading: a line per stage in logs, bars on the terminal of `wideep serve`.
 
-Under a `wideep serve` that owns a terminal, every engine writes how far it is into a file of its own, in the folder that
-WIDEEP_SCREEN names. Serve reads these files, adds up the ranks and draws with tqdm, one bar at a time, so that one process
-alone moves the terminal's cursor. Only the newest state counts, so files do what is needed: no rank ever waits for serve. Elsewhere
-(logs, containers, torchrun, JSON) the first rank writes lines. Rejected: a pipe through launcher and supervisors, for
-which each of them would need code.
+If `wideep serve` runs on a terminal, every engine writes its progress to a file in the folder named by WIDEEP_SCREEN. Serve
+reads the files, sums over ranks and draws one bar at a time with tqdm, so only one process moves the
+terminal's cursor. Files suffice because only the latest state counts, and no rank ever waits for serve. Otherwise (logs,
+containers, torchrun, JSON) the first rank writes lines. Rejected: a pipe through launcher and supervisors, which would
+need code in each of them.
 """
 
 import json
@@ -19,22 +19,22 @@ from tqdm import tqdm
 
 from server.lines import SCREEN_VARIABLE, is_json, say
 
-IMPORTS = "torch and transformers"  # a rank's first stage, until it writes its file
+IMPORTS = "torch and transformers"  # the first stage, until the rank writes its file
 START = "the service: ranks meet, HTTP opens"  # the last stage, until /health answers
-_EVERY_S = 0.1  # between two writes of one stage
+_EVERY_S = 0.1  # interval between writes within a stage
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{unit}, {elapsed}<{remaining}"
 _CLOCK = "{desc}: {elapsed}"
 
 
 class LoadingLines:
-    """Tells of loading in two lines per stage, or none where a rank `is_quiet`."""
+    """Logs two lines per stage, or nothing if `is_quiet`."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
         self._stage = self._ended = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Say a stage's begin, and its end."""
+        """Log the begin and the end of a stage."""
         is_first, is_end = stage != self._stage, done >= total
         self._stage = stage
         if self._is_quiet or not (is_first or is_end) or stage == self._ended:
@@ -43,16 +43,16 @@ class LoadingLines:
         say(f"{'Loaded' if is_end else 'Loading'} {stage}", error=True, level="info")
 
     def note(self, text: str, *, stage: str = "") -> None:
-        """Say what has been found or begun, perhaps a stage whose end nobody tells of."""
+        """Log a fact or the begin of a stage without progress."""
         if not self._is_quiet:
             say(text, error=True, level="info")
 
     def tell(self, **_facts: Any) -> None:
-        """Leave out what the summary of a terminal shows."""
+        """Ignore facts: only the terminal's summary shows them."""
 
 
 class LoadingFile:
-    """Tells `wideep serve` of one rank's loading."""
+    """Writes one rank's progress to a file for `wideep serve`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LoadingFile:
         """Write that this rank has begun.
 
         Args:
-            in_bytes: stages that count bytes.
+            in_bytes: Names of the stages that count bytes.
         """
         self._path, self._in_bytes, self._now_s = _path(folder, rank), in_bytes, now_s
         self._stages: dict[str, list[Any]] = {}
@@ -74,7 +74,7 @@ class LoadingFile:
         self._write()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Write a stage's begin and end, and now and then what is between. A new stage ends the one before."""
+        """Write the begin and end of a stage, and progress at intervals. A new stage ends the previous one."""
         is_new = stage not in self._stages
         if is_new:
             for each in self._stages.values():
@@ -84,12 +84,12 @@ class LoadingFile:
             self._write()
 
     def note(self, text: str, *, stage: str = "") -> None:
-        """Write that a stage has begun, if one has; what else is said stands in the summary."""
+        """Write that a stage has begun, if given. The summary covers the text."""
         if stage:
             self(stage, 0, 1)
 
     def tell(self, **facts: Any) -> None:
-        """Write what was found or decided, for the summary."""
+        """Write facts and decisions for the summary."""
         self._facts |= facts
         self._write()
 
@@ -106,7 +106,7 @@ Loading = LoadingLines | LoadingFile
 def loading_of(
     rank: int, *, is_restart: bool, in_bytes: Collection[str], environment: Mapping[str, str]
 ) -> Loading:
-    """Return what tells of a rank's loading; nobody watches that of an engine that was started again."""
+    """Return the progress reporter of a rank; a quiet one for a restarted engine."""
     folder = environment.get(SCREEN_VARIABLE)
     if folder is None or is_restart:
         return LoadingLines(is_quiet=is_restart or rank > 0)
@@ -114,33 +114,32 @@ def loading_of(
 
 
 def has_screen(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this process may draw: what it writes goes to a terminal that can move its cursor, as text."""
+    """Return whether this process may draw: stdout and stderr are terminals with cursor control, and logs are text."""
     streams = (sys.stdout, sys.stderr)
     return all(stream.isatty() for stream in streams) and environment.get("TERM") != "dumb" and not is_json()
 
 
 class _Stage(NamedTuple):
-    """All ranks' part of a stage."""
+    """A stage, summed over all ranks."""
 
     done: int
-    total: int  # ranks that have not begun are taken to have as much as the largest
+    total: int  # ranks that have not begun count with the largest total
     in_bytes: bool
     is_over: bool
 
 
 class LoadingScreen:
-    """Draws the loading of all ranks: a bar for the first stage that some rank has not ended; ended ones stay above it."""
+    """Draws the loading of all ranks: a bar for the first unfinished stage, below those of finished stages."""
 
     def __init__(self, folder: Path, num_ranks: int, stream: TextIO | None = None) -> None:
-        """Begin with what is seen first, by `update`."""
         self._folder, self._num_ranks, self._stream = folder, num_ranks, stream or sys.stderr
-        tqdm.monitor_interval = 0  # no thread beside a process that forks; `update` is called often
+        tqdm.monitor_interval = 0  # no thread in a process that forks; `update` is called often
         self._bar: Any = None
         self._shown = ""  # the bar's stage
         self._ended: set[str] = set()
 
     def update(self) -> None:
-        """Draw what the ranks have written by now."""
+        """Redraw from the ranks' files."""
         for name, stage in self._stages().items():
             if name in self._ended:
                 continue
@@ -153,13 +152,13 @@ class LoadingScreen:
             self._draw(START, _Stage(0, 1, False, False))
 
     def close(self) -> None:
-        """Leave the bar as it is, above an empty line. May be called again."""
+        """Leave the bar on the screen and move below it. May be called again."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def facts(self) -> dict[str, Any]:
-        """Return what the first rank has found and decided; empty until it has."""
+        """Return the first rank's facts and decisions; empty until it has written them."""
         found: dict[str, Any] = self._read(0).get("facts", {})
         return found
 

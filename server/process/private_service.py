@@ -1,9 +1,9 @@
-"""A service that belongs to one script or one batch: `wideep serve` on this machine, ended when its owner ends.
+"""A private service for one script or batch: `wideep serve` on this machine, which ends when its owner does.
 
-Whoever wants tokens without a server of their own gets the very processes that `wideep serve` starts, reached over
-its own endpoint on a loopback port with a key that nobody else knows. So offline answers are the service's, bit for
-bit, and a script stays free of torch. Rejected: the front in the script's process, which would need the script's
-event loop, its signals and a torchrun beside it; an engine in the script's process, which is another engine to keep.
+It gives offline users the same processes as `wideep serve`, reached over HTTP on a loopback port with a random key. Offline
+answers therefore equal the service's bit for bit, and the script does not import torch. Rejected: the front in the script's
+process, which would need the script's event loop, its signals and a torchrun; an engine in the script's process, which would
+be a second engine to maintain.
 """
 
 import collections
@@ -31,20 +31,20 @@ from server.process.preflight.probe import is_healthy, reachable_host
 from server.roots import WIDEEP_COMMAND
 
 SERVE_COMMAND = (*WIDEEP_COMMAND, "serve")
-STOP_GRACE_S = 8.0  # serve promises that all is over in 5
-_POLL_S = 0.1  # how often /health is asked during the start
-_MOST_PLACES = 512  # connections that one client keeps busy without losing time over them
+STOP_GRACE_S = 8.0  # serve promises to end within 5 s
+_POLL_S = 0.1  # interval between checks of /health during the start
+_MOST_PLACES = 512  # connections that one client can use efficiently
 _BOUND_EXEC = str(Path(__file__).parents[1] / "parent_death.py")
 _SERVE_SAYS = "wideep serve: "
-_KEPT_LINES = 8  # of what the service said last, for the message about its end
+_KEPT_LINES = 8  # last lines of the service, for the message about its end
 
 
 class ServiceEndedError(RuntimeError):
-    """The private service did not start, or ended too early; the message says why."""
+    """The private service did not start, or ended early; the message names the cause."""
 
 
 class PrivateService:
-    """A running `wideep serve` of our own. A context manager: leaving ends all of its processes."""
+    """A running private `wideep serve`. A context manager: leaving it ends all of its processes."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class PrivateService:
         """Find the model and start the service; `wait_ready` waits until it answers.
 
         Args:
-            options: port 0 takes a free one; without API keys, one is drawn.
-            command: `wideep serve`, up to MODEL.
+            options: The options. Port 0 takes a free port; without API keys, a random one is created.
+            command: The `wideep serve` command, up to MODEL.
 
         Raises:
-            OptionsError: the options ask for what no service of one's own has.
-            ServiceEndedError: there is no such model or host.
+            OptionsError: An option is not supported by a private service.
+            ServiceEndedError: The model or the host does not exist.
         """
         self.options = _completed(options)
         self._closing = threading.Event()
@@ -69,32 +69,32 @@ class PrivateService:
         self._said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         words = [*command, *handed_on(self.options)]
         self._child = self._start(words, {**environment, **environment_from(self.options)})
-        assert self._child.process.stderr is not None, "a pipe was asked for"
+        assert self._child.process.stderr is not None, "stderr is a pipe"
         self._reader = threading.Thread(target=self._read, args=(self._child.process.stderr,), daemon=True)
         self._reader.start()
 
     @property
     def url(self) -> str:
-        """The endpoint's root."""
+        """The root URL."""
         host = reachable_host(self.options.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.options.port}"
 
     @property
     def num_places(self) -> int:
-        """Requests that it runs at once; more would wait in its queue."""
+        """Number of requests that it runs at once; more would wait in its queue."""
         ranks = self.options.data_parallel_size or CPU_RANKS
         return min(ranks * (self.options.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
 
     @property
     def api_key(self) -> str:
-        """A key that opens it."""
+        """A valid API key."""
         return self.options.api_keys[0]
 
     def wait_ready(self) -> Self:
-        """Wait until the service answers; a model may take its time, so only the service's end ends the wait.
+        """Wait until the service answers. There is no timeout: a large model may take long.
 
         Raises:
-            ServiceEndedError: it ended instead.
+            ServiceEndedError: The service has ended instead.
         """
         while not is_healthy(self.options.host, self.options.port):
             if self.has_ended(within_s=_POLL_S):
@@ -102,17 +102,17 @@ class PrivateService:
         return self
 
     def has_ended(self, *, within_s: float = 0.0) -> bool:
-        """Return whether the service has ended, or does within this time."""
+        """Return whether the service has ended or ends within this time."""
         return self._closed or bool(select.select([self._child.pidfd], [], [], within_s)[0])
 
     def cause_of_end(self) -> str:
-        """Say why the service ended: its own last words where it had any."""
-        self._reader.join(STOP_GRACE_S)  # the pipe's end: all that was said is known
+        """Return why the service ended: its own last message, if it printed one."""
+        self._reader.join(STOP_GRACE_S)  # until the end of the pipe, so that every line is known
         own = [line for line in self._said if line.startswith(_SERVE_SAYS)]
         return own[-1].removeprefix(_SERVE_SAYS) if own else describe_end(self._child)
 
     def why_gone(self) -> str | None:
-        """Return why the service has ended, None while it runs."""
+        """Return why the service has ended, or None while it runs."""
         return f"the service has ended: {self.cause_of_end()}" if self.has_ended() else None
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class PrivateService:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Start serve from a thread that lives as long as this process.
 
-        The kernel takes the end of the thread that started a child for its parent's, and a script may make its LLM in
-        any thread. SIGTERM as the last word lets serve end its own processes in order.
+        The kernel treats the end of the thread that started a child as the parent's end, and a script may create its LLM in
+        any thread. The final SIGTERM lets serve end its own processes in order.
         """
         started: list[subprocess.Popen[bytes] | OSError] = []
         is_started = threading.Event()
@@ -165,7 +165,7 @@ class PrivateService:
         return Child("the service", process, os.pidfd_open(process.pid))
 
     def _read(self, stream: IO[bytes]) -> None:
-        """Keep what the service says on stderr, and pass it on but for serve's last words: exceptions carry those."""
+        """Keep the last lines of stderr and print all except serve's final message, which exceptions carry."""
         with stream:
             for raw in stream:
                 line = raw.decode(errors="replace").rstrip("\n")
@@ -175,19 +175,21 @@ class PrivateService:
 
 
 def _completed(options: Options) -> Options:
-    """Fill in what the owner has to know before the start: the model's directory, the port and a key."""
+    """Fill in what the owner needs before the start: the model's folder, the port and an API key."""
     if options.http.ssl_certfile is not None:
-        raise OptionsError("--ssl-certfile: a service of one's own is reached without TLS; leave it out")
+        raise OptionsError("--ssl-certfile is not supported for a private service; remove it")
     if options.uds is not None:
-        raise OptionsError("--uds: a service of one's own is reached on a port of this machine; leave it out")
+        raise OptionsError("--uds is not supported for a private service; remove it")
     try:
         options = with_checkpoint(options)
         port = options.port or free_port(options.host)
     except (PreflightError, OSError) as error:
-        raise ServiceEndedError(f"the service did not start: {error}") from None  # the message says all
+        raise ServiceEndedError(f"the service did not start: {error}") from None  # the message is complete
     return replace(
         options,
         port=port,
         api_keys=options.api_keys or (secrets.token_urlsafe(32),),
-        http=replace(options.http, shutdown_timeout_s=0),  # its owner wants nothing any more when it ends it
+        http=replace(
+            options.http, shutdown_timeout_s=0
+        ),  # the owner stops it only when it needs no more answers
     )

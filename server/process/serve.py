@@ -1,11 +1,11 @@
-"""`wideep serve`: one command that starts the workers, waits until the service answers, and ends all of it.
+"""`wideep serve`: start the workers, wait until the service answers, and stop all processes at the end.
 
-Serve is the root of the process tree: serve > launcher > worker per rank > engine, and the front.
-Each level ends when the one above does, however that ended. Serve adopts what a killed launcher leaves behind, so
-that nothing is left when serve has ended. Rejected: torchrun as the launcher, which ends all workers when one is killed.
+Serve is the root of the process tree: serve > launcher > one worker per rank > engine, and the front.
+Each process ends when its parent does, however the parent ended. Serve adopts the orphans of a killed launcher, so no
+process outlives it. Rejected: torchrun as the launcher, because it stops all workers when one is killed.
 
-Every program of this machine can reach the store and the front's port for ranks. So each start makes a cluster key, which only the
-processes below get, in their environment: others cannot take a rank's place, which would give them prompts.
+Every local program can connect to the store and to the front's port for ranks. Each start therefore creates a cluster key and
+passes it to its own processes only, in their environment. Without it, another program could take a rank's place and receive prompts.
 """
 
 import math
@@ -50,24 +50,24 @@ from server.process.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 from server.roots import WIDEEP_COMMAND
 
 AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S
-ORPHAN_GRACE_S = 0.5  # then all that is left is killed: together below the 5 s that the user is promised
-FAILURE_GRACE_S = 1.5  # the launcher's, to end by itself and name a supervisor that was killed
-_POLL_S = 0.2  # how often /health is asked during the start, and failures are looked for
+ORPHAN_GRACE_S = 0.5  # before remaining processes are killed; both together stay below the promised 5 s
+FAILURE_GRACE_S = 1.5  # for the launcher to exit and to report a killed supervisor
+_POLL_S = 0.2  # interval between checks of /health (during the start) and of failures
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeCommands:
-    """How to start the launcher and, for it, a worker."""
+    """Commands that start the launcher and a worker."""
 
     agent: tuple[str, ...] = (*WIDEEP_COMMAND, "launcher")
     worker: tuple[str, ...] = (*WIDEEP_COMMAND, "worker")
 
 
 def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int:
-    """Serve until told to stop.
+    """Serve until a signal arrives or the service fails.
 
     Returns:
-        The exit status: 0 after Ctrl-C (at once) or SIGTERM (when open requests have ended), 1 if the service could not start or a process of it died.
+        The exit status: 0 after Ctrl-C (immediate) or SIGTERM (after open requests finish), 1 if the start failed or a process died.
     """
     started_s, asked = time.monotonic(), options
     try:
@@ -77,7 +77,7 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
         say(f"wideep serve: {error}", error=True)
         return 1
     except KeyboardInterrupt:
-        say("wideep: stopped before the start")
+        say("wideep: stopped before the service started")
         return 0
     spared = adopt_orphans()
     with StopSignals() as stop_signals, tempfile.TemporaryDirectory(prefix="wideep_") as log_directory:
@@ -92,9 +92,9 @@ def run_serve(options: Options, *, commands: ServeCommands | None = None) -> int
 
 
 def _prepare(options: Options) -> Options:
-    """Find the model, fill in what the ranks share, and check that it can work."""
+    """Resolve the model, fill in the options that all ranks share, and run the preflight checks."""
     if options.join is not None:
-        raise OptionsError("--join is for `wideep worker` under a torchrun of its own")
+        raise OptionsError("`wideep serve` does not accept --join; use `wideep worker` under torchrun")
     device = choose_device(options.device)
     ranks = options.data_parallel_size or device.ranks
     options = replace(
@@ -134,19 +134,19 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str, 
 
 
 class _Start(NamedTuple):
-    """What was asked for, what it became, since when, and where ranks write."""
+    """The given options, the resolved options, the start time, and the folder that ranks write to."""
 
     asked: Options
     options: Options
     started_s: float  # time.monotonic()
     log_directory: Path
-    screen: LoadingScreen | None  # None: there is no terminal to draw on
+    screen: LoadingScreen | None  # None without a terminal
 
 
 class _Watch:
-    """Waits for the service's end, or the wish for it; greets in between, once it answers.
+    """Wait for the end of the service or a stop signal; print the greeting when the service first answers.
 
-    The launcher may take seconds to end after a failure, so failures are looked for here.
+    The launcher may take seconds to exit after a failure, so this class also looks for failures itself.
     """
 
     def __init__(self, agent: Child, start: _Start, stop_signals: StopSignals) -> None:
@@ -156,7 +156,7 @@ class _Watch:
         self._until_s = math.inf  # time.monotonic()
 
     def run(self) -> int:
-        """Return the exit status when there is nothing more to wait for."""
+        """Wait for the end and return the exit status."""
         poll = select.poll()
         poll.register(self._stop_signals.fd, select.POLLIN)
         poll.register(self._agent.pidfd, select.POLLIN)
@@ -173,22 +173,22 @@ class _Watch:
         return self._end()
 
     def _drains(self, numbers: list[int]) -> bool:
-        """Say whether to wait on: the first SIGTERM of a service that answers lets open requests end."""
+        """Begin to drain on the first SIGTERM of a ready service. Returns whether to keep waiting."""
         timeout_s = self._options.http.shutdown_timeout_s
         is_gentle = numbers in ([signal.SIGTERM], [DRAIN_SIGNAL]) and timeout_s > 0
         if is_gentle and not self._is_ready:
-            self._look()  # clients may have had answers since the last look
+            self._look()  # the service may have become ready since the last look
         if not is_gentle or not self._is_ready or self._is_draining:
             return False
         self._is_draining = True
         self._until_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         say(f"wideep: finishing open requests, for up to {timeout_s:g} s; a second signal stops at once")
-        # To the workers themselves: the launcher takes every signal for the wish to end at once.
+        # Signal the workers directly: the launcher stops immediately on any signal.
         signal_children_of(self._agent.process.pid, DRAIN_SIGNAL)
         return True
 
     def _look(self) -> None:
-        """See whether something failed, or the service has begun to answer."""
+        """Check for a failure and, during the start, for readiness."""
         now_s = time.monotonic()
         if self._until_s - now_s > FAILURE_GRACE_S and self._failure() is not None:
             self._until_s = now_s + FAILURE_GRACE_S
@@ -199,7 +199,7 @@ class _Watch:
             say(self._greet(now_s - self._start.started_s))
 
     def _greet(self, seconds: float) -> str:
-        """Return the summary that a terminal gets, or the greeting that logs get."""
+        """Return the summary for a terminal, or the greeting for a log."""
         capacity = capacity_of(self._options)
         if self._screen is None:
             return greeting(self._options, capacity, seconds=seconds)
@@ -207,7 +207,7 @@ class _Watch:
         return summary(self._options, self._start.asked, capacity, self._screen.facts(), seconds=seconds)
 
     def _end_screen(self) -> None:
-        """Leave the terminal's last line to what is said next."""
+        """Close the loading screen before further output."""
         if self._screen is not None:
             self._screen.update()
             self._screen.close()
@@ -217,7 +217,7 @@ class _Watch:
         return is_healthy(options.host, options.port, scheme=options.http.scheme, uds=options.uds)
 
     def _failure(self) -> str | None:
-        """Why the service has to end, where a process has said so: one has failed, or no rank is left."""
+        """Return why the service must end: a process failed, or all ranks are absent. None if neither is recorded."""
         away = absences(self._log_directory)
         if len(away) == self._options.data_parallel_size:
             return f"{away[-1]}: no rank is left"
@@ -230,15 +230,14 @@ class _Watch:
         if self._is_draining and failure is None and self._agent.process.poll() in (None, 0):
             say("wideep: stopped")
             return 0
-        say(f"wideep serve: {_cause_of_end(self._agent, failure)}. The service has ended.", error=True)
+        say(f"wideep serve: {_cause_of_end(self._agent, failure)}. The service has stopped.", error=True)
         return 1
 
 
 def _cause_of_end(agent: Child, failure: str | None) -> str:
-    """Say why the service ends: the launcher was killed, a process failed, or everything ended in order."""
+    """Describe why the service ended: the launcher was killed, a process failed, or all ranks exited."""
     status = agent.process.poll()
-    if failure is not None and (
-        status is None or status >= 0
-    ):  # else the workers know only that the launcher is gone
+    # If the launcher was killed, the workers' own reports only describe the consequence.
+    if failure is not None and (status is None or status >= 0):
         return failure
-    return "all ranks ended although nobody asked serve to stop" if status == 0 else describe_end(agent)
+    return "all ranks exited unexpectedly" if status == 0 else describe_end(agent)

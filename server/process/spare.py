@@ -1,17 +1,17 @@
-"""A copy of an engine that waits to take its place, so that a rank which dies is not away for as long as torch takes to import.
+"""A waiting copy of an engine that replaces it, so that a restart does not wait for the import of torch.
 
-An engine forks itself when it has imported all that it needs and has nothing else yet: no thread, no device, no connection, no
-weights. The copy shares its memory until one of the two writes to it, and waits. When the engine ends, its supervisor tells the
-copy what it would have told a new process; the copy forks a next one and serves. A rank without a copy (it was killed, or the
-engine died while it imported) is started as at first.
+An engine forks after its imports, before it has anything else: no thread, device, connection or weights. The copy shares the
+engine's memory until one of them writes to it. When the engine ends, the supervisor sends the copy what a new process would
+get. The copy forks its own successor and serves. If a rank has no copy (it was killed, or the engine died during its
+imports), the supervisor starts a new process.
 
-The copy is its supervisor's child from its first moment on: the engine forks twice, and the supervisor adopts orphans
-(`adopt_orphans`). So the supervisor waits for it as for any child, and the kernel kills it when the supervisor ends. Both ends talk
-over a socket whose other end the engine inherits: the copy says its pid, and is told {"options", "environment"}, with the
-descriptors of its message pipe and of the next copy's socket.
+The copy is the supervisor's child from the start: the engine forks twice, and the supervisor adopts orphans
+(`adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. They communicate
+over a socket that the engine inherits: the copy sends its pid and receives {"options", "environment"} with the
+descriptors of its message pipe and of its successor's socket.
 
-Rejected: a process that imports by itself (seconds of a core, and twice the memory); one server that forks the engines of a node
-(the engines' supervisors could not wait for them); forking when the weights are loaded (experts that move would be held twice, and
+Rejected: a process that imports by itself (seconds of a core, and twice the memory); one server that forks all engines of a node
+(supervisors could not wait for them); a fork after loading the weights (moving experts would be held twice, and
 loading uses threads).
 """
 
@@ -31,31 +31,31 @@ from typing import NamedTuple, NoReturn
 from server.parent_death import die_with_parent
 from server.process.children import READY_VARIABLE, AdoptedProcess, Child
 
-SPARE_VARIABLE = "WIDEEP_SPARE_FD"  # an engine's end of the socket that its copy will use
-_ORDER_BYTES = 2**20  # at most
-_RUNNING, _WAITING = b"\0engine\0", b"\0backup\0"  # the command in a command line: words of one length
+SPARE_VARIABLE = "WIDEEP_SPARE_FD"  # an engine's end of the socket for its copy
+_ORDER_BYTES = 2**20  # size limit
+_RUNNING, _WAITING = b"\0engine\0", b"\0backup\0"  # words in the command line, of equal length
 
 
 class StartOrder(NamedTuple):
-    """What a copy that begins to serve is told."""
+    """The message that makes a copy serve."""
 
     options: str  # as JSON
-    environment: dict[str, str]  # what differs from the first engine's
+    environment: dict[str, str]  # the variables that differ from the first engine's
 
 
 def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
-    """Fork a copy of this process that waits, if the supervisor wants one; to be called before anything has begun.
+    """Fork a waiting copy of this process if the supervisor wants one. Call it before any thread or device exists.
 
     Returns:
-        None in the process that called. In the copy: what it is told, when its time has come; until then it does not return.
+        None in the calling process. In the copy, it blocks until the start order arrives and returns it.
     """
     if SPARE_VARIABLE not in environment:
         return None
     supervisor = os.getppid()
     with socket.socket(fileno=int(environment[SPARE_VARIABLE])) as channel:
-        gc.freeze()  # a collection would write to all that the copy shares
+        gc.freeze()  # a collection would write to the shared memory
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # else both would print what is in there
+            stream.flush()  # otherwise both processes would print the buffer
         if not _fork_orphan():
             return None
         os.close(int(environment[READY_VARIABLE]))
@@ -63,7 +63,7 @@ def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
 
 
 def _fork_orphan() -> bool:
-    """Fork twice; return True in the grandchild, when its parent has ended, and False here, also where there is no memory for it."""
+    """Fork twice. Returns True in the grandchild once its parent has ended, and False here, even if a fork fails."""
     try:
         between = os.fork()
     except OSError:
@@ -101,21 +101,21 @@ def _wait_for_order(channel: socket.socket, supervisor: int) -> StartOrder:
 
 
 def _leave() -> NoReturn:
-    """End without what Python does at an end: it is the engine's."""
+    """Exit without Python's cleanup, which belongs to the engine."""
     os._exit(0)
 
 
 def _show_as(before: bytes, after: bytes) -> None:
-    """Change a word of the command line that `ps` and `pgrep -f` show, so that a copy is not taken for an engine."""
+    """Replace a word of the command line in `ps` and `pgrep -f`, so that a copy is not mistaken for an engine."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): the arguments' memory
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): range of the arguments
     at = ctypes.string_at(start, end - start).find(before)
     if at >= 0:
         ctypes.memmove(start + at, after, len(after))
 
 
 class Spare:
-    """The place of one engine's copy, as the supervisor sees it; whether a copy is there turns out when it is needed."""
+    """The supervisor's end for one engine's copy. Whether the copy exists is only checked when it is needed."""
 
     def __init__(self) -> None:
         self._channel, self._engines_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,18 +124,18 @@ class Spare:
 
     @property
     def engines_fd(self) -> int:
-        """For the engine, which inherits it."""
+        """The descriptor that the engine inherits."""
         return self._engines_end.fileno()
 
     def close_engines_end(self) -> None:
-        """Drop our copy of what the engine has got."""
+        """Close our copy of the engine's end."""
         self._engines_end.close()
 
     def start(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
-        """Let the copy serve; None: there is none."""
+        """Make the copy serve. Returns None if it does not exist."""
         if not self._is_there():
             return None
-        assert self._pid is not None, "it has said it"
+        assert self._pid is not None, "the copy has sent its pid"
         try:
             socket.send_fds(self._channel, [json.dumps(order._asdict()).encode()], fds)
         except OSError:  # it was killed
@@ -145,15 +145,15 @@ class Spare:
         return child
 
     def close(self) -> None:
-        """End a copy that is not needed."""
+        """Kill the copy, if it exists."""
         if self._is_there() and self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)  # our child, not reaped: no other process can have the pid
+            os.kill(self._pid, signal.SIGKILL)  # an unreaped child of ours, so the pid is not reused
             os.waitpid(self._pid, 0)
         self._channel.close()
 
     @property
     def pid(self) -> int | None:
-        """The copy's; None: there is none that we know of."""
+        """The copy's pid, or None if no copy is known."""
         return self._pid if self._is_there() else None
 
     def _is_there(self) -> bool:

@@ -1,28 +1,28 @@
-"""Keep one rank's engine running, and on one node the front: start them, wait for what happens to them, stop them.
+"""Run one rank's engine and, on one node, the front: start them, wait for events, restart them, stop them.
 
-Never touches a device and never imports torch, so that it outlives its engine. It waits on descriptors alone: stop
-signals, its parent's and its children's pidfds, and the pipes on which the children report.
+The supervisor never touches a device and never imports torch, so it outlives its engine. It waits on descriptors only: stop
+signals, the pidfds of its parent and children, and the pipes on which the children report.
 
-An engine that ends after it had served is started again, as often as its budget allows; then the rank stays away and
-the others serve without it. An engine that never served ends the service: its cause (a flag, the memory) would stay.
-A front that is killed once ranks have served is started again too, with the ports and the token of the one before; one that
-ends by itself ends the service, and so does an engine that ends in order, which the front has asked for.
+An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
+engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
+after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
+engine exits with status 0, which only the front requests.
 
-An engine leaves a copy of itself that waits (`spare`) and takes its place: importing torch again would take seconds.
+Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
-A supervisor that is killed takes its children along. Where its launcher starts it again (`launcher`), it finds what it has to know
-in the file WIDEEP_SUPERVISOR_STATE, and starts them as it would have started them again.
+If a supervisor is killed, its children end with it. If the launcher restarts the supervisor (`launcher`), it reads its state
+from the file WIDEEP_SUPERVISOR_STATE and starts its children as after a restart.
 
-What kills an engine once (the kernel short of memory, an operator, a cosmic ray) does not kill it again at once; what
-does, a broken device or a request that no rank survives, would otherwise cost the others a pause every half minute.
-Rejected: waiting longer before every further start, which leaves the service without a rank that would have worked.
+A cause from outside (out of memory, an operator, a bit flip) rarely kills an engine twice in a row. A broken device or a request
+that crashes every rank does, and each restart pauses the other ranks; hence the budget.
+Rejected: a growing delay before each restart, because it keeps away a rank that would have worked.
 
-What the children are told, besides the command line: the front gets `--ready-fd` and writes one JSON line with its
-addresses, which goes to this rank's engine as WIDEEP_FRONT, and to the front that replaces it; a front also gets WIDEEP_KEPT,
-a folder of what outlives a front (answers that may be asked for again, files); an engine that is started again gets WIDEEP_RESTARTS, how
-often that has happened, and WIDEEP_RESTARTABLE_IN_S, how soon it may happen again. The engine gets WIDEEP_READY_FD and writes {"http": URL} when it knows the address,
-{"kv_cache_bytes": n}, which its successors get as a flag, {"ready": true} when it serves, {"beat": n} several times a second from
-then until {"leaving": true}: one that stops to do so is hung (`watchdog`), is killed, and is started again as any other.
+Protocol with the children, besides the command line: the front gets `--ready-fd` and writes one JSON line with its addresses.
+The line goes to this rank's engine, and to a replacement front, as WIDEEP_FRONT. A front also gets WIDEEP_KEPT, a folder that
+outlives it (answers kept for retries, files). A restarted engine gets WIDEEP_RESTARTS, the number of restarts, and
+WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed. An engine writes to WIDEEP_READY_FD: {"http": URL}; {"kv_cache_bytes": n}, which
+its successors get as a flag; {"ready": true} when it serves; then {"beat": n} several times a second until {"leaving": true}. If
+the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
 """
 
 import json
@@ -66,21 +66,21 @@ from server.process.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.process.watchdog import Watchdog
 from server.roots import WIDEEP_COMMAND
 
-UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which says itself what happens
-STOP_GRACE_S = 2.2  # from the wish to SIGKILL; serve has promised that all is over in 5 s
-DRAIN_GRACE_S = 3.0  # for the front and the ranks to end, after the time that open requests have
+UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which reports events itself
+STOP_GRACE_S = 2.2  # from the stop signal to SIGKILL; serve promises to end within 5 s
+DRAIN_GRACE_S = 3.0  # for the front and the ranks to end after the timeout of open requests
 
 
 @dataclass(frozen=True, kw_only=True)
 class Commands:
-    """How to start the children, up to MODEL and the flags."""
+    """Commands that start the children, without MODEL and flags."""
 
     engine: tuple[str, ...] = (*WIDEEP_COMMAND, "engine")
     front: tuple[str, ...] = (*WIDEEP_COMMAND, "front")
 
 
 class Supervisor:
-    """The children of one rank and the loop that waits for something to happen to them."""
+    """The children of one rank and the event loop that watches them."""
 
     def __init__(
         self, options: Options, place: Place, commands: Commands, environment: Mapping[str, str]
@@ -95,48 +95,48 @@ class Supervisor:
             # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
             # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
             "OMP_WAIT_POLICY": "PASSIVE",
-            # gRPC's own lines ("Got goaway") say nothing to a user that we do not say in words.
+            # gRPC's own lines ("Got goaway") add nothing to our messages.
             "GRPC_VERBOSITY": environment.get("GRPC_VERBOSITY", "NONE"),
         }
         self._selector = selectors.DefaultSelector()
         self._front: Child | None = None
         self._engine: Child | None = None
-        self._spare: Spare | None = None  # of the present engine
+        self._spare: Spare | None = None  # of the current engine
         self._front_host = ""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._announced = ""  # by the front, as JSON
+        self._announced = ""  # the front's addresses, as JSON
         self._told_to_engine: dict[str, str] = {}
         self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
-        self._ended_s: float | None = None  # time.monotonic() of the end of the engine whose successor starts
+        self._ended_s: float | None = None  # time.monotonic() of the previous engine's end, during a restart
         self._http = ""
         self.has_lost_front = False
-        self._has_served = False  # some engine of this rank
-        self._is_serving = False  # the present one
-        self._watchdog: Watchdog | None = None  # of the present engine
-        self._why_killed: str | None = None  # the present engine, by us
-        self._drained_s: float | None = None  # when draining: until when, on time.monotonic()
+        self._has_served = False  # any engine of this rank
+        self._is_serving = False  # the current engine
+        self._watchdog: Watchdog | None = None  # of the current engine
+        self._why_killed: str | None = None  # why we killed the current engine
+        self._drained_s: float | None = None  # deadline of the drain, on time.monotonic()
         path = environment.get(SUPERVISOR_STATE_VARIABLE)
         self._state_path = Path(path) if path else None
         if self._state_path is not None and self._state_path.exists():
             self._take_over(json.loads(self._state_path.read_text()))
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        """Go on where a supervisor of this rank was killed, and its children with it."""
+        """Continue for a supervisor of this rank that was killed together with its children."""
         self._keep_port(state["port"])
         self._keep_cache(state["kv_cache_bytes"])
         self._has_served = True
-        if self._place.world_size == 1:  # nobody is left that a front could learn from: all begins anew
+        if self._place.world_size == 1:  # no other rank has state for a new front: start from scratch
             return
         self._announced = state["announced"]
         if self._announced:
             self._told_to_engine = {FRONT_VARIABLE: self._announced}
         self._budget.num_taken = state["num_restarts"] + 1
         self._ended_s = time.monotonic()
-        self._write_state()  # the next one counts on
+        self._write_state()  # with the new count
 
     def _write_state(self) -> None:
-        """Leave what a supervisor that replaces this one has to know; whole or not at all."""
+        """Write the state for a replacement supervisor, atomically."""
         if self._state_path is None or not self._has_served:
             return
         state = {
@@ -157,16 +157,16 @@ class Supervisor:
             self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
 
     def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
-        """Start the children, wait until the service ends, and stop them; return the exit status."""
-        adopt_orphans()  # the copies that engines leave
+        """Start the children, wait until the service ends, stop them, and return the exit status."""
+        adopt_orphans()  # the spares of engines
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
-        self._watch(parent_fd, lambda: self._fail(f"what started rank {self._place.rank} is gone"))
+        self._watch(parent_fd, lambda: self._fail(f"the parent process of rank {self._place.rank} is gone"))
         try:
             if front_host is None:
                 self._start_engine()
             else:
                 self._start_front(front_host)
-                if self._announced:  # by a front that died with the supervisor before us
+                if self._announced:  # by the front of the previous supervisor
                     self._start_engine()
             return self._wait(stop_signals.fd)
         finally:
@@ -178,7 +178,7 @@ class Supervisor:
                 self._folder.cleanup()
 
     def _make_folder(self) -> str:
-        """Return a folder for what a front leaves to the next one: where our state is, or our own."""
+        """Return the folder that a front leaves to its successor: next to our state file, or a temporary one."""
         if self._state_path is not None:
             path = self._state_path.with_name("kept")
             path.mkdir(exist_ok=True)
@@ -190,7 +190,7 @@ class Supervisor:
     def _wait(self, stop_fd: int) -> int:
         while self._drained_s is None or time.monotonic() < self._drained_s:
             ready = {key.fd: key.data for key, _ in self._selector.select(self._time_left_s())}
-            # The wish to stop before all else: a child that ends because all are told to is no failure.
+            # Stop signals come first: a child that ends because everything stops has not failed.
             for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
                 if (status := callback()) is not None:
                     return int(status)
@@ -198,23 +198,23 @@ class Supervisor:
         return 0
 
     def _time_left_s(self) -> float | None:
-        """Until something is to be done that no descriptor announces."""
+        """Return the time until the next deadline that no descriptor announces."""
         left_s = [] if self._drained_s is None else [max(0.0, self._drained_s - time.monotonic())]
         if self._watchdog is not None and (watch_s := self._watchdog.left_s()) is not None:
             left_s.append(watch_s)
         return min(left_s, default=None)
 
     def _kill_if_hung(self) -> None:
-        """Kill an engine that does not run any more: then its connections close, and others know within a moment."""
+        """Kill a hung engine. Its connections close, so the other ranks notice immediately."""
         if self._engine is None or self._watchdog is None or (why := self._watchdog.why_hung()) is None:
             return
         self._why_killed, self._watchdog = why, None
         self._engine.process.kill()
 
     def _on_stop(self, numbers: Sequence[int]) -> int | None:
-        """Take the wish to stop: gently, or (and when it is the second) at once.
+        """Handle a stop signal: drain on a first gentle signal, otherwise stop now.
 
-        Under serve, SIGTERM is the launcher's way of ending all when one has failed; serve itself sends another signal.
+        Under serve, the launcher sends SIGTERM to stop everything after a failure; serve drains with another signal.
         """
         gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
         timeout_s = self._options.http.shutdown_timeout_s
@@ -222,9 +222,9 @@ class Supervisor:
         if not is_gentle or self._drained_s is not None or not self._has_served:
             return 0
         if self._front is None:
-            if not self._is_serving:  # nobody would tell an engine that the front does not know
+            if not self._is_serving:  # the front does not know this engine and would not stop it
                 return 0
-        else:  # which ends the ranks' engines when it has ended
+        else:  # the front stops the engines when it ends
             self._front.process.terminate()
         self._drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         return None
@@ -254,7 +254,7 @@ class Supervisor:
         self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
 
     def _start_engine(self) -> None:
-        """Start the rank's engine: the copy that the last one has left, or a new process."""
+        """Start the rank's engine: wake the spare of the last one, or start a new process."""
         pipe = MessagePipe()
         extra = {**self._told_to_engine, "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
@@ -305,20 +305,20 @@ class Supervisor:
 
     def _on_end(self, child: Child) -> int:
         if child.process.wait() == 0:
-            self._say(f"{describe_end(child)}: the service ends")
+            self._say(f"{describe_end(child)}: stopping the service")
             return 0
         return self._fail(describe_end(child))
 
     def _on_front_end(self, front: Child) -> int | None:
-        """Start a front again that was killed; one that ends by itself has said why, and the service ends."""
+        """Restart a front that was killed. If it exited by itself, it has printed why, and the service ends."""
         if not self._may_return(front):
             return self._on_end(front)
         ending = describe_end(front)
         allowed = self._front_budget.describe()
         if not self._front_budget.take():
-            return self._fail(f"{ending}; it was started again {allowed} and is not started any more")
+            return self._fail(f"{ending}; not restarting it (already restarted {allowed})")
         say(
-            f"wideep: {ending}; it is started again (at most {allowed}); what it was answering is cut off",
+            f"wideep: {ending}; restarting it (at most {allowed}). Answers in progress are lost",
             error=True,
         )
         self._selector.unregister(front.pidfd)
@@ -330,8 +330,8 @@ class Supervisor:
         return front.process.wait() < 0 and self._has_served and self._drained_s is None
 
     def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
-        """Start the engine again where that may help; else end the service, or go on without this rank."""
-        read()  # its last words: it may have served for a moment
+        """Restart the engine if that may help. Otherwise end the service, or continue without this rank."""
+        read()  # its last messages: it may have served briefly
         status, ending = engine.process.wait(), self._describe_end_of(engine)
         self._watchdog = None
         if self._front is not None and has_ended(self._front) and not self._may_return(self._front):
@@ -350,12 +350,12 @@ class Supervisor:
         return self._restart(ending)
 
     def _describe_lost_front(self) -> str:
-        """Say that this rank has lost its service, and on another node how to come back to it."""
-        text = f"rank {self._place.rank} has lost the front, and so its service"
+        """Return the message for a rank that lost its service; on another node, with the command to rejoin."""
+        text = f"rank {self._place.rank} lost its connection to the front and left the service"
         if UNDER_SERVE in self._environment or self._place.world_size == self._place.local_world_size:
             return text
         return (
-            f"{text}; if that still runs and can be reached again, this node joins it with: torchrun --nnodes 1 "
+            f"{text}. If the service still runs and can be reached, rejoin it from this node with: torchrun --nnodes 1 "
             f"--nproc-per-node {self._place.local_world_size} --rdzv-backend wideep --rdzv-endpoint localhost:0 "
             f"--no-python wideep worker {self._options.model} --join {self._environment.get('MASTER_ADDR')}:"
             f"{self._environment.get('MASTER_PORT')}"
@@ -364,23 +364,23 @@ class Supervisor:
     def _describe_end_of(self, engine: Child) -> str:
         if self._why_killed is None:
             return describe_end(engine)
-        return f"{engine.name} (pid {engine.process.pid}) was hung and has been killed: {self._why_killed}"
+        return f"{engine.name} (pid {engine.process.pid}) hung and was killed: {self._why_killed}"
 
     def _restart(self, ending: str) -> int | None:
         allowed = self._budget.describe()
         if not self._budget.take():
-            return self._give_up(f"{ending}; it was started again {allowed} and is not started any more")
-        say(f"wideep: {ending}; it is started again (at most {allowed})", error=True)
+            return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
+        say(f"wideep: {ending}; restarting it (at most {allowed})", error=True)
         self._ended_s = self._ended_s or time.monotonic()
         self._write_state()
         self._start_engine()
         return None
 
     def _give_up(self, text: str) -> int | None:
-        """Leave the service to the other ranks. Nobody is told: the front has seen this one go."""
+        """Leave the service to the other ranks. They need no message: the front has seen this rank go."""
         if self._place.world_size == 1:
             return self._fail(text)
-        say(f"wideep: {text}: the service goes on without rank {self._place.rank}", error=True)
+        say(f"wideep: {text}: the service continues without rank {self._place.rank}", error=True)
         if path := self._environment.get(ERROR_FILE):
             write_absence(Path(path), self._place.rank, text)
         return None
@@ -388,13 +388,13 @@ class Supervisor:
     def _read(
         self, pipe: MessagePipe, name: str, on_message: Callable[[dict[str, object]], None]
     ) -> int | None:
-        """Hand on what a child reported. The pipe's end is no event of its own: the child's end is."""
-        if pipe.at_end:  # and closed, while its event was waiting
+        """Dispatch a child's messages. The end of the pipe is not handled: the child's end is."""
+        if pipe.at_end:  # another event has closed it
             return None
         try:
             messages = pipe.read()
         except ValueError as error:
-            return self._fail(f"{name} reported what cannot be understood: {error}")
+            return self._fail(f"{name} sent a malformed message: {error}")
         if pipe.at_end:
             self._selector.unregister(pipe.fd)
             pipe.close()
@@ -403,7 +403,7 @@ class Supervisor:
         return None
 
     def _reap_orphans(self) -> None:
-        """Reap what a killed front has left and has ended since: orphans come to us, for the sake of engines' copies."""
+        """Reap ended orphans of a killed front. We adopt orphans because of the engines' spares."""
         ours = frozenset(child.process.pid for child in (self._front, self._engine) if child)
         for pid in ended_children(spared=ours):
             if self._spare is None or pid != self._spare.pid:
@@ -412,10 +412,10 @@ class Supervisor:
     def _on_front_message(self, message: dict[str, object]) -> None:
         self._reap_orphans()
         if self._announced:
-            return  # the ports and the token of the one before
+            return  # a replacement front reuses the first one's ports and token
         self._announced = json.dumps(message)
         self._told_to_engine = {FRONT_VARIABLE: self._announced}
-        if self._options.uds is None:  # for a front that takes this one's place
+        if self._options.uds is None:  # a replacement front binds the same port
             self._keep_port(int(str(message["http"]).rpartition(":")[2]))
         self._start_engine()
 
@@ -425,7 +425,7 @@ class Supervisor:
         elif self._watchdog is not None and "beat" in message:
             self._watchdog.beat()
         self._http = str(message.get("http", self._http))
-        if "kv_cache_bytes" in message:  # less memory is free when a successor starts; it gets as many blocks
+        if "kv_cache_bytes" in message:  # successors get the same size, although less memory may be free
             self._keep_cache(int(str(message["kv_cache_bytes"])))
         if not message.get("ready"):
             return
@@ -447,10 +447,10 @@ class Supervisor:
 
 
 def report_failure(text: str, environment: Mapping[str, str], *, follows: bool = False) -> None:
-    """Say why this worker fails: to torchrun through its error file and, unless serve reads that, to the user.
+    """Report why this worker fails: to torchrun through its error file and, unless serve reads that file, to the user.
 
     Args:
-        follows: from another process' failure, which is the one to tell the user if it becomes known.
+        follows: Whether the failure is a consequence of another process's failure, which takes precedence if known.
     """
     path = environment.get(ERROR_FILE)
     if path:
@@ -464,7 +464,7 @@ WINDOW_S = 600.0
 
 
 class RestartBudget:
-    """So many starts within any window of time."""
+    """A limit on the number of starts within any time window."""
 
     def __init__(
         self,
@@ -474,11 +474,11 @@ class RestartBudget:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
-        self._taken_s: deque[float] = deque()  # those of the last window
-        self.num_taken = 0  # in all
+        self._taken_s: deque[float] = deque()  # within the last window
+        self.num_taken = 0  # in total
 
     def allowed_in_s(self) -> float:
-        """Return seconds until one more start is allowed; 0: it is now."""
+        """Return the seconds until another start is allowed; 0 if it is allowed now."""
         while self._taken_s and self._clock() - self._taken_s[0] >= self._window_s:
             self._taken_s.popleft()
         if len(self._taken_s) < self._max_restarts:
@@ -486,7 +486,7 @@ class RestartBudget:
         return self._taken_s[0] + self._window_s - self._clock() if self._taken_s else math.inf
 
     def take(self) -> bool:
-        """Return whether one more start is allowed now, and count it if so."""
+        """Count a start if one is allowed now. Returns whether it is."""
         if self.allowed_in_s():
             return False
         self._taken_s.append(self._clock())
@@ -494,5 +494,5 @@ class RestartBudget:
         return True
 
     def describe(self) -> str:
-        """Say what is allowed, for messages."""
+        """Return the limit as text for messages."""
         return f"{self._max_restarts} times in {self._window_s / 60:g} minutes"

@@ -1,7 +1,7 @@
-"""HTTP on a Unix domain socket (--uds): bound by the front, checked before the start, and asked by `wideep serve`.
+"""HTTP on a Unix domain socket (--uds): bound by the front, checked before the start, and polled by `wideep serve`.
 
-A file of a socket outlives a process that was killed. It is taken over if nobody answers on it, and refused if somebody
-does or if it is no socket: a path that was mistyped must not cost a file.
+The socket file of a killed process remains. It is replaced if no process listens on it. It is rejected if one does, or if the
+file is not a socket: a mistyped path must not destroy a file.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from server.options.flag import OptionsError
 
 @contextlib.contextmanager
 def listening_at(path: str) -> Iterator[socket.socket]:
-    """Bind and listen; the file is removed at the end.
+    """Bind and listen; remove the file at the end.
 
     Raises:
-        OptionsError: as `check_path`, or the file cannot be made.
+        OptionsError: `check_path` raises it, or the socket cannot be created.
     """
     check_path(path)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a process that was killed
+        os.unlink(path)  # left by a killed process
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(path)
@@ -38,33 +38,33 @@ def listening_at(path: str) -> Iterator[socket.socket]:
 
 
 def check_path(path: str) -> None:
-    """Check that a service may listen there.
+    """Check that a service may listen on this path.
 
     Raises:
-        OptionsError: there is no such folder, or the path is taken.
+        OptionsError: The folder does not exist or is not writable, or the path is taken.
     """
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-        raise OptionsError(f"--uds is {path}; {folder} is no folder that can be written to")
+        raise OptionsError(f"--uds is {path}, but {folder} is not a writable folder")
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise OptionsError(f"--uds is {path}, which is there and no socket; give another path, or remove it")
+        raise OptionsError(f"--uds is {path}, which is not a socket; choose another path or remove the file")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(path) == 0:
-            raise OptionsError(f"--uds is {path}, which another program listens on; give another path")
+            raise OptionsError(f"--uds is {path}, which another program listens on; choose another path")
 
 
 class UnixConnection(http.client.HTTPConnection):
-    """A connection to a service that listens on a socket of the file system."""
+    """An HTTP connection to a service on a Unix domain socket."""
 
     def __init__(self, path: str, *, timeout: float) -> None:
-        """Args: path is the socket's."""
+        """Args: path: Path of the socket."""
         super().__init__("localhost", timeout=timeout)
         self._path = path
 
     def connect(self) -> None:
-        """Connect to the path; the host is for the Host header only."""
+        """Connect to the path; the host name serves only for the Host header."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(self._path)

@@ -1,9 +1,9 @@
-"""Does a child process still run? Judged by two observers: the child itself, which beats, and the kernel.
+"""Detect a hung child process from two sources: its own heartbeats and the kernel.
 
-A process that has been stopped, or that sleeps with the interpreter's lock held, says nothing any more and never ends by itself; its
-connections stay open, so that nobody else can tell it from a slow one. A beat comes from a thread of its own, whatever the step loop
-does. Silence alone proves little on a machine that has too few cores: only when the kernel says as well that the process is
-stopped, or has used no processor, is it hung. One that computes without a word, waits for a processor or for a disk has more time.
+A process that is stopped, or that sleeps while holding the interpreter lock, sends nothing and never ends by itself. Its
+connections stay open, so its peers cannot distinguish it from a slow one. A dedicated thread sends the beats, independently of the step
+loop. On a machine with too few cores, silence alone proves little: the child counts as hung only if the kernel also reports
+that it is stopped or used no CPU time. A silent child that computes, or waits for a CPU or a disk, gets more time.
 """
 
 import contextlib
@@ -12,36 +12,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_STOPPED, _BUSY = (
-    "Tt",
-    "RD",
-)  # states in /proc/PID/stat: stopped or traced; on a processor's queue, or waiting for a disk
-PATIENCE = 15.0  # times the time-out, for a process that is silent and not still
+# States in /proc/PID/stat: stopped or traced; runnable, or waiting for a disk.
+_STOPPED, _BUSY = ("Tt", "RD")
+PATIENCE = 15.0  # multiple of the timeout, for a silent process that is not idle
 
 
 class Account(NamedTuple):
-    """What the kernel says of a process."""
+    """The kernel's view of a process."""
 
-    state: str  # a letter of /proc/PID/stat: of a thread that is busy, if one is
-    ticks: int  # of processor time, all its threads
+    state: str  # a letter of /proc/PID/stat; of a busy thread, if there is one
+    ticks: int  # CPU time of all threads
 
 
 def account_of(pid: int) -> Account:
-    """Ask the kernel about a process that has not been reaped.
+    """Read the kernel's view of a process that has not been reaped.
 
     Raises:
-        OSError: there is none.
+        OSError: The process does not exist.
     """
     process = Path(f"/proc/{pid}")
     fields = _fields(process)
     state = next((each for each in _thread_states(process) if each in _BUSY), fields[0])
-    return Account(state, int(fields[11]) + int(fields[12]))  # the third field on; utime and stime
+    return Account(state, int(fields[11]) + int(fields[12]))  # utime and stime; fields[0] is the third field
 
 
 def _thread_states(process: Path) -> Iterator[str]:
-    """Yield the threads' states; the process' own is its first thread's, which mostly waits for the others."""
+    """Yield the states of all threads. The process's own state is its first thread's, which mostly waits for the others."""
     for thread in process.glob("task/*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended
             yield _fields(thread)[0]
 
 
@@ -50,7 +48,7 @@ def _fields(process: Path) -> list[str]:
 
 
 class Watchdog:
-    """Watches one child from its first beat on."""
+    """Watches one child, starting with its first beat."""
 
     def __init__(
         self,
@@ -60,17 +58,17 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         account: Callable[[int], Account] = account_of,
     ) -> None:
-        """Args: timeout_s: how long a child may be silent; 0: for ever."""
+        """Args: timeout_s: Longest allowed silence; 0 disables the watchdog."""
         self._pid, self._timeout_s, self._clock, self._account = pid, timeout_s, clock, account
         self._beat_s: float | None = None
-        self._before: Account | None = None  # taken halfway through a silence
+        self._before: Account | None = None  # taken halfway to the timeout
 
     def beat(self) -> None:
-        """Note that the child has said something."""
+        """Record a heartbeat."""
         self._beat_s, self._before = self._clock(), None
 
     def left_s(self) -> float | None:
-        """Seconds until `why_hung` is to be asked; None: nothing is to be asked."""
+        """Return the seconds until the next call of `why_hung`, or None if none is needed."""
         if self._beat_s is None or not self._timeout_s:
             return None
         silent_s = self._clock() - self._beat_s
@@ -78,7 +76,7 @@ class Watchdog:
         return min((left_s for left_s in coming_s if left_s > 0), default=self._timeout_s / 4)
 
     def why_hung(self) -> str | None:
-        """Say why the child is hung; None: it is not, as far as can be said now."""
+        """Return why the child counts as hung, or None if it does not."""
         if self._beat_s is None or not self._timeout_s:
             return None
         silent_s = self._clock() - self._beat_s
@@ -89,9 +87,9 @@ class Watchdog:
         if before is None or silent_s < self._timeout_s:
             return None
         if now.state in _STOPPED:
-            return f"it is stopped, and has said nothing for {silent_s:.1f} s"
+            return f"it is stopped and sent no heartbeat for {silent_s:.1f} s"
         if silent_s >= self._timeout_s * PATIENCE:
-            return f"it has said nothing for {silent_s:.1f} s"
+            return f"it sent no heartbeat for {silent_s:.1f} s"
         if now.ticks > before.ticks or now.state in _BUSY:
             return None
-        return f"it stands still, and has said nothing for {silent_s:.1f} s"
+        return f"it uses no CPU time and sent no heartbeat for {silent_s:.1f} s"

@@ -1,4 +1,4 @@
-"""`wideep worker`: what torchrun runs once per rank. Finds the rank's place, checks the start, and supervises."""
+"""`wideep worker`: torchrun runs it once per rank. It finds the rank's place, checks the start, and supervises the rank."""
 
 import contextlib
 import os
@@ -34,20 +34,20 @@ from server.process.supervisor import UNDER_SERVE, Commands, Supervisor, report_
 from server.roots import WIDEEP_COMMAND
 
 CLAIM = (*WIDEEP_COMMAND, "claim")
-AGENT_GRACE_S = 10.0  # for a torchrun whose service is gone to end by itself
+AGENT_GRACE_S = 10.0  # for torchrun to exit by itself after its service is gone
 
 
 def run_worker(
     options: Options, *, commands: Commands | None = None, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Supervise this rank until it is told to stop or a process ends.
+    """Supervise this rank until a stop signal or until a process ends.
 
     Returns:
-        The exit status: 0 after a stop that was asked for, 1 otherwise.
+        The exit status: 0 after a requested stop, 1 otherwise.
     """
     agent = find_agent()
     parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(agent)
-    die_with_parent(signal.SIGTERM)  # ends us while there are no children; later it is one more stop signal
+    die_with_parent(signal.SIGTERM)  # ends this process while it has no children; later it is a stop signal
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise_descriptor_limit()  # for the engine, and the front
     try:
@@ -68,17 +68,17 @@ def run_worker(
         supervisor = Supervisor(options, place, commands or Commands(), environment)
         status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
     if supervisor.has_lost_front and UNDER_SERVE not in environment:
-        # On a node that is cut off, torchrun waits in its rendezvous for an answer of the store's node, where it hears no
-        # signal: a quarter of an hour, as long as the kernel sends again. With all its workers gone it has nothing left to do.
+        # On a node that is cut off, torchrun waits in its rendezvous for the store's node and handles no signal until the
+        # kernel stops retransmitting, after about 15 minutes. Without workers it has nothing left to do.
         with contextlib.suppress(OSError):  # it has ended
-            if is_torchrun(agent):  # and not whatever else started us
+            if is_torchrun(agent):  # never kill any other parent
                 kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
     _clear_after_serve(environment)
     return status
 
 
 def _clear_after_serve(environment: Mapping[str, str]) -> None:
-    """Remove the folder of a `wideep serve` that was killed before it could."""
+    """Remove the folder of a `wideep serve` that was killed before it could do so."""
     pid, _, directory = environment.get(UNDER_SERVE, "").partition(" ")
     if directory and is_gone(int(pid)):
         shutil.rmtree(directory, ignore_errors=True)
@@ -87,12 +87,12 @@ def _clear_after_serve(environment: Mapping[str, str]) -> None:
 def _prepare(
     options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool, store_host: str
 ) -> Options:
-    """Find the model and the threads, and let one worker of the node check what can be checked early."""
+    """Resolve the model and the threads. One worker per node runs the preflight checks."""
     ranks = options.data_parallel_size
     if ranks is not None and ranks != place.local_world_size:
         raise PlaceError(
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
-            "leave it out, torchrun's --nproc-per-node says it"
+            "remove it; torchrun's --nproc-per-node sets the number of ranks"
         )
     device = choose_device(options.device) if UNDER_SERVE not in environment else None
     if device is not None:
@@ -102,7 +102,7 @@ def _prepare(
         data_parallel_size=place.local_world_size,
         threads=options.threads or max(1, usable_cores() // place.local_world_size),
     )
-    if place.local_rank == 0 and device is not None:  # else serve has checked already
+    if place.local_rank == 0 and device is not None:  # under serve, serve has checked already
         check_start(
             options,
             num_ranks=place.world_size,
@@ -126,5 +126,5 @@ def _prepare(
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether a host's name says that all who use it are on one machine, as several torchruns may be."""
+    """Return whether the host name means that all ranks are on one machine, as with several local torchruns."""
     return host == "localhost" or host.startswith("127.") or host == "::1"

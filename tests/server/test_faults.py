@@ -175,7 +175,7 @@ def test_a_killed_rank_is_missed_at_once_and_a_stopped_one_after_two_seconds(ser
 
 def said_hung(service: RealService, victim: int) -> tuple[str, str]:
     """What the service says of an engine that it has killed, and of its silence; a moment after the engine's end."""
-    pattern = rf"\(pid {victim}\) was hung and has been killed: (.*), and has said nothing for ([\d.]+) s"
+    pattern = rf"\(pid {victim}\) hung and was killed: (.*) and sent no heartbeat for ([\d.]+) s"
     wait_until(lambda: re.search(pattern, service.output()) is not None, service.output)
     ((why, silent_s),) = re.findall(pattern, service.output())
     return why, silent_s
@@ -242,7 +242,7 @@ def test_a_rank_that_dies_too_often_stays_away_and_the_service_stays_up(model: P
                     service.output,
                     within_s=START_S,
                 )
-        wait_until(lambda: "the service goes on without rank 1" in service.output(), service.output)
+        wait_until(lambda: "the service continues without rank 1" in service.output(), service.output)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
         assert status(service)["members"] == [0]
         assert service.processes[0].poll() is None

@@ -207,7 +207,7 @@ def test_an_engine_that_is_stopped_on_another_node_is_started_again_and_streams_
         victim = engine_of(service, other)
         assert stream_all(here, then=lambda: os.kill(victim, signal.SIGSTOP)) == expected
         wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        killed = "was hung and has been killed: it is stopped"
+        killed = "hung and was killed: it is stopped"
         wait_until(lambda: killed in service.output(), service.output)
         assert stream_all(here) == expected
 
@@ -222,7 +222,7 @@ def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str]
         assert stream_all(here, then=lambda: set_link(other, "down")) == expected
         assert len(members(here)) == 1
         service.processes[OTHER_NODE].wait(END_S)
-        assert "this node joins it with: torchrun --nnodes 1" in service.output()
+        assert "rejoin it from this node with: torchrun --nnodes 1" in service.output()
         assert f"--join {ENDPOINT}" in service.output()
         assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one's"
         assert service.processes[ENDPOINT_NODE].poll() is None

@@ -269,7 +269,7 @@ def test_a_node_names_the_head_that_is_missing_within_seconds(machines: Machines
 def test_the_head_names_those_who_are_here_while_others_are_missing(machines: Machines) -> None:
     commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines))]
     with machines.run(commands[:1]) as service:
-        waits = f"wideep: waiting for 1 of 2 nodes (here: {HEAD})"
+        waits = f"wideep: waiting for 1 of 2 nodes (joined: {HEAD})"
         wait_until(lambda: waits in service.output(), service.output, within_s=SAID_S)
         stop(service)
 

@@ -402,7 +402,7 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
         assert stream_across_sigterm(service, service.processes[0].pid) == 300
         service.processes[0].wait(END_S)  # with torchrun's own status, which is 1 after any signal
         assert all(has_ended(pid, 2) for pid in below)
-        assert "the front" in service.output() and "ended with status 0" in service.output()
+        assert "the front" in service.output() and "exited with status 0" in service.output()
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""The model's folder as the service uses it: found or fetched, with the files replaced that flags replace.
+"""Resolve a model to a folder, with the files replaced that options replace.
 
-Where config.json, generation_config.json or the tokenizer are not the model's own, a folder of links to its files is
-made, with these written anew. So every process sees one folder and none knows these flags. The folder's name is a
-digest of all that it is made of: ranks that make it at the same time make the same one, and the first is kept. Rejected: to hand
-the changes to every reader of config.json (preflight, transformers, tokenizer, survey), which would be four rules.
+If config.json, generation_config.json or the tokenizer come from elsewhere, a folder of links to the model's files is
+created, with these files written new. All processes then use one folder, and none needs the options. The folder's name is a
+digest of its content: ranks that create it at the same time create the same one, and the first is kept. Rejected: passing
+the changes to each reader of config.json (preflight, transformers, tokenizer, survey), which would need four implementations.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ _TOKENIZER_FILES = (
 
 
 def with_checkpoint(options: Options) -> Options:
-    """Return options whose model is a folder that has all that they say of the model's files.
+    """Return options with a model folder that contains all changes to the model's files.
 
     Raises:
-        PreflightError: there is no such model, it has no tokenizer, or its weights are not in the format that --quantization
-            names.
+        PreflightError: The model does not exist or has no tokenizer, or --quantization names another format than its
+            weights have.
     """
     directory = find_checkpoint(options.model, options.checkpoint)
     if options.quantization in STORED_METHODS:
@@ -49,10 +49,10 @@ def with_checkpoint(options: Options) -> Options:
 
 
 def find_checkpoint(name: str, options: CheckpointOptions) -> Path:
-    """Return the folder of a model as the options want it, making or fetching it first where needed.
+    """Return the model's folder with the options' changes, after creating or downloading it if necessary.
 
     Raises:
-        PreflightError: there is no such model or tokenizer, or it cannot be had from here.
+        PreflightError: The model or the tokenizer does not exist or cannot be downloaded.
     """
     directory = resolve_model(name, revision=options.revision, download_dir=options.download_dir)
     if not options.replaces_files:
@@ -68,7 +68,7 @@ def find_checkpoint(name: str, options: CheckpointOptions) -> Path:
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with other values; inner configs are merged, all else is replaced."""
+    """Return a config with overrides. Nested configs are merged, other values replaced."""
     found = dict(config)
     for name, value in overrides.items():
         inner = found.get(name)
@@ -81,16 +81,16 @@ def _tokenizer_folder(name: str, download_dir: str | None) -> Path:
     folder = resolve_model(name, download_dir=download_dir, what="tokenizer")
     if not folder.is_dir() or not any(_tokenizer_files(folder)):
         raise PreflightError(
-            f"--tokenizer is {name}, which has no tokenizer; give a folder with tokenizer.json and tokenizer_config.json"
+            f"--tokenizer is {name}, which has no tokenizer; use a folder with tokenizer.json and tokenizer_config.json"
         )
     return folder
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Check that a model's directory has a tokenizer.
+    """Raise if a model's directory has no tokenizer, before the ranks load weights.
 
     Raises:
-        PreflightError: it has none; found before the ranks load weights.
+        PreflightError: It has none.
     """
     if not any(_tokenizer_files(directory)):
         raise PreflightError(
@@ -119,7 +119,7 @@ def _generation(directory: Path, options: CheckpointOptions) -> dict[str, Any] |
 
 
 def _links(directory: Path, tokenizer: Path) -> dict[str, Path]:
-    """Return the files that the folder links to, by name."""
+    """Return the targets of the folder's links, by name."""
     others = set() if tokenizer == directory else {path.name for path in _tokenizer_files(directory)}
     links = {
         path.name: path
@@ -161,4 +161,4 @@ def _keep_first(made: Path, target: Path) -> None:
     except OSError:
         if not target.is_dir():
             raise
-        shutil.rmtree(made)  # another rank was first
+        shutil.rmtree(made)  # another process was first

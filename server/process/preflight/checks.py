@@ -1,4 +1,4 @@
-"""Find what cannot work before any weight is read: one named error each, in milliseconds and without torch.
+"""Find what cannot work before any weight is read: one specific error each, within milliseconds and without torch.
 
 Reads config.json and the safetensors headers only.
 """
@@ -45,18 +45,18 @@ def check_start(
     has_front: bool,
     gpu_bytes: int | None = None,
 ) -> None:
-    """Check that the model can be served as asked on this node.
+    """Check that this node can serve the model with these options.
 
     Args:
-        options: with `model` a directory.
-        num_ranks: in the whole service.
-        num_local_ranks: of them, on this node.
-        has_front: whether this node will listen on the HTTP port.
-        gpu_bytes: free memory of a rank's GPU, where they have one each.
+        options: The options; `model` is a directory.
+        num_ranks: Number of ranks of the whole service.
+        num_local_ranks: Number of ranks on this node.
+        has_front: Whether this node listens on the HTTP port.
+        gpu_bytes: Free memory of a rank's GPU; None on a CPU.
 
     Raises:
-        PreflightError: naming the first thing that is wrong.
-        OptionsError: of --uds.
+        PreflightError: The first problem found.
+        OptionsError: --uds is unusable.
     """
     check_choices(options, num_ranks)
     weights = check_files(options, num_ranks)
@@ -66,10 +66,10 @@ def check_start(
 
 
 def check_choices(options: Options, num_ranks: int) -> None:
-    """Check what was asked for against the machine and the number of ranks; reads nothing of the model.
+    """Check the options against the machine and the number of ranks, without reading the model.
 
     Raises:
-        PreflightError: naming the first thing that is wrong.
+        PreflightError: The first problem found.
     """
     check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
@@ -77,10 +77,10 @@ def check_choices(options: Options, num_ranks: int) -> None:
 
 
 def check_files(options: Options, num_ranks: int) -> WeightBytes:
-    """Check the model's files, and return what they take in memory.
+    """Check the model's files and return their size in memory.
 
     Raises:
-        PreflightError: naming the first thing that is wrong.
+        PreflightError: The first problem found.
     """
     directory = Path(options.model)
     config = read_config(directory)
@@ -96,10 +96,10 @@ def check_files(options: Options, num_ranks: int) -> WeightBytes:
 def check_room(
     options: Options, weights: WeightBytes, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
 ) -> ExpertMemory:
-    """Check that this node's ranks fit into its memory, and return what a rank's experts take.
+    """Check that this node's ranks fit into its memory, and return the size of a rank's experts.
 
     Raises:
-        PreflightError: they do not.
+        PreflightError: They do not fit.
     """
     experts = rank_experts(weights, read_config(Path(options.model)), options, num_ranks)
     check_memory(
@@ -113,11 +113,11 @@ def check_room(
 
 
 def check_listener(options: Options) -> None:
-    """Check that HTTP can listen where it is to.
+    """Check that HTTP can listen on the given address.
 
     Raises:
-        PreflightError: the port is taken, or the host is not ours.
-        OptionsError: of --uds.
+        PreflightError: The port is in use, or the host does not belong to this machine.
+        OptionsError: --uds is unusable.
     """
     if options.uds is None:
         check_port(options.host, options.port)
@@ -126,10 +126,10 @@ def check_listener(options: Options) -> None:
 
 
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
-    """Say that more redundant experts are kept than asked for, where they do not divide by the ranks.
+    """Return a note if the number of redundant experts was rounded up to give all ranks the same number of slots.
 
     Args:
-        options: of a service that `check_start` let pass.
+        options: Options that `check_start` has accepted.
     """
     asked = options.eplb_config.num_redundant_experts
     if asked == 0 or options.expert_placement is not None:
@@ -140,16 +140,16 @@ def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
     if kept == asked:
         return None
     return (
-        f"num_redundant_experts is {asked}; {kept} are kept, because each of {num_ranks} ranks has the same number of slots "
+        f"num_redundant_experts is {asked}, but {kept} are kept: each of the {num_ranks} ranks has the same number of slots "
         f"({slots} for the {experts} experts of a layer)"
     )
 
 
 def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
-    """Refuse a way to exchange tokens that cannot work here.
+    """Raise if a dispatch backend cannot work here.
 
     Raises:
-        PreflightError: saying what is missing and what to use instead.
+        PreflightError: It names what is missing and an alternative.
     """
     problem = why_not_served_by(name, num_ranks, on_gpus=on_gpus)
     if problem:
@@ -157,25 +157,25 @@ def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
 
 
 def check_nodes(node_size: int, num_ranks: int, *, on_gpus: bool) -> None:
-    """Refuse nodes that the ranks do not fill, and any between GPUs.
+    """Raise if the ranks do not fill their nodes, or if nodes are given for GPUs.
 
     Raises:
-        PreflightError: naming the sizes that work.
+        PreflightError: It lists the sizes that work.
     """
     if node_size and on_gpus:
         raise PreflightError(why_no_nodes(node_size))
     if node_size and num_ranks % node_size:
         sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         raise PreflightError(
-            f"--dispatch-node-size is {node_size} for {num_ranks} ranks; give one of {sizes}, or 0"
+            f"--dispatch-node-size is {node_size}, which does not divide {num_ranks} ranks; use one of {sizes}, or 0"
         )
 
 
 def check_compiler(options: Options) -> None:
-    """Refuse torch.compile with what it cannot work with.
+    """Raise if torch.compile conflicts with another option or the device.
 
     Raises:
-        PreflightError: naming it, and what to do.
+        PreflightError: It names the conflict and the remedy.
     """
     problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
     if options.enable_torch_compile and problem:
@@ -183,10 +183,10 @@ def check_compiler(options: Options) -> None:
 
 
 def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None:
-    """Refuse to draft with layers for multi-token prediction that a checkpoint does not have.
+    """Raise if drafts need MTP layers that the checkpoint does not have.
 
     Raises:
-        PreflightError: saying what would be needed, and what needs none.
+        PreflightError: It names what is needed, and methods that need no such layers.
     """
     if not reads_mtp(options):
         return
@@ -195,10 +195,10 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
 
 
 def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:
-    """Refuse a file that is no placement for this model on so many ranks; None is no file.
+    """Raise if the file is not a placement for this model and number of ranks. None passes.
 
     Raises:
-        PreflightError: saying what is wrong with it, or what it is a placement of.
+        PreflightError: It names what is wrong, or what the placement is for.
     """
     if file is None:
         return
@@ -209,15 +209,15 @@ def check_placement(file: str | None, weights: WeightBytes, config: dict[str, An
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that HTTP can listen on host:port (port 0: on any)."""
+    """Raise if HTTP cannot listen on host:port. Port 0 means any port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
         raise PreflightError(
-            f"--host is {host!r}, which is no address of this machine: {error.strerror}"
+            f"--host is {host!r}, which is not an address of this machine: {error.strerror}"
         ) from error
     with socket.socket(family, kind, protocol) as probe:
-        # A port in TIME_WAIT is free, as for uvicorn.
+        # A port in TIME_WAIT counts as free, as in uvicorn.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
@@ -228,9 +228,9 @@ def check_port(host: str, port: int) -> None:
 
 def _why_not_bound(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use by another program; give another --port (0 takes a free one)"
-    if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"--host is {host!r}, which is no address of this machine; give one that is, or 0.0.0.0 for all"
+            f"port {port} on {host} is in use by another program; choose another --port (0 takes a free one)"
         )
-    return f"cannot listen on {host} port {port}: {error.strerror}; give another --host or --port"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host is {host!r}, which is not an address of this machine; use one that is, or 0.0.0.0 for all"
+    return f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"

@@ -1,11 +1,11 @@
-"""Which device a service computes on, what this machine's GPUs are, and the defaults that follow; decided before any weight is read.
+"""Choose the device, describe this machine's GPUs, and derive the defaults, before any weight is read.
 
-`wideep serve` decides for all ranks of its node, a worker under a plain torchrun for itself; the processes that they
-start are told. They never import torch, so a child process looks for GPUs and prints JSON. Without the driver's control
-device there is nothing to look for, and no child is started.
+`wideep serve` decides for all ranks of its node; under plain torchrun, each worker decides for itself. Both pass the choice to
+their child processes. They never import torch, so a child process looks for GPUs and prints JSON. If the driver's control
+device is missing, no child is started.
 
-A known lack (no GPU, an old driver, no triton) lets `--device auto` compute on the CPU and print the reason. An unexpected
-error while a device is there ends the start with its cause: a service that silently computes on the CPU is no help.
+If a requirement is missing (a GPU, a recent driver, triton), `--device auto` uses the CPU and prints the reason. If a
+device exists and the check fails unexpectedly, the start fails with the cause: users would not notice a service on the CPU.
 
 torch has no public name for the driver's version, and its private one is missing in builds of 2.11 for CUDA. The version comes
 from the CUDA driver API instead (cuDriverGetVersion in libcuda, which needs no initialised device).
@@ -27,9 +27,9 @@ from server.options.table import Options
 from server.process.preflight.model import PreflightError
 from server.process.preflight.processor import why_slow
 
-LEAST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
+LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
 LEAST_TRITON = (3, 5)
-# This very copy, installed or not, whatever else is called `server`.
+# Import this copy of the code, installed or not, even if another package is named `server`.
 _CHILD = (
     "import sys; sys.path.insert(0, sys.argv[1]); from server.process.preflight import device; device.main()"
 )
@@ -39,7 +39,7 @@ _DRIVER_LIBRARY = "libcuda.so.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One device."""
+    """One GPU."""
 
     name: str
     capability: tuple[int, int]
@@ -49,54 +49,54 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
-    """What the child found; versions as their owners write them, "" for none."""
+    """The child's findings. Versions are as their owners write them, or "" if missing."""
 
     devices: tuple[Gpu, ...] = ()
     torch: str = ""
     built_for: str = ""  # CUDA version of the torch build
-    driver: str = ""  # newest CUDA version that the driver supports; "" if it does not say
+    driver: str = ""  # newest CUDA version that the driver supports; "" if unknown
     triton: str = ""
     nccl: str = ""
-    apart: tuple[tuple[int, int], ...] = ()  # pairs of devices that do not read each other's memory
+    apart: tuple[tuple[int, int], ...] = ()  # pairs of devices without access to each other's memory
 
 
 NO_FACTS = GpuFacts()
 
 
 def why_not(facts: GpuFacts, *, has_device: bool) -> str:
-    """Say why the service cannot compute on GPUs here; "" if it can."""
+    """Return why the service cannot use GPUs here, or "" if it can."""
     if not has_device:
         return "this machine has no CUDA device (/dev/nvidiactl is missing)"
     if not facts.built_for:
         return f"torch {facts.torch} was built without CUDA; install a build for CUDA"
     if _is_too_old(facts.driver, facts.built_for):
         return (
-            f"the NVIDIA driver supports CUDA {facts.driver} and torch {facts.torch} was built for CUDA "
-            f"{facts.built_for}; install a newer driver, or a torch built for an older CUDA"
+            f"the NVIDIA driver supports CUDA {facts.driver}, but torch {facts.torch} was built for CUDA "
+            f"{facts.built_for}; install a newer driver, or a torch build for an older CUDA"
         )
     if not facts.devices:
-        return "torch finds no GPU that this process may use; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return "torch finds no usable GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     for index, gpu in enumerate(facts.devices):
         if tuple(gpu.capability) < LEAST_CAPABILITY:
             return (
                 f"GPU {index} ({gpu.name}) has compute capability {_dotted(gpu.capability)}; "
-                f"{_dotted(LEAST_CAPABILITY)} or higher is needed: hide it with CUDA_VISIBLE_DEVICES"
+                f"{_dotted(LEAST_CAPABILITY)} or higher is required; hide this GPU with CUDA_VISIBLE_DEVICES"
             )
     if not facts.triton:
         return "the package triton is not installed; install wideep[gpu]"
     if _numbers(facts.triton)[:2] < LEAST_TRITON:
-        return f"triton is {facts.triton}; {_dotted(LEAST_TRITON)} or later is needed: install wideep[gpu]"
+        return f"triton is {facts.triton}; {_dotted(LEAST_TRITON)} or later is required: install wideep[gpu]"
     return ""
 
 
 def look(*, has_device: Callable[[], bool] = has_cuda_device, child: str = _CHILD) -> tuple[GpuFacts, str]:
-    """Return what there is, and why it cannot be used ("" if it can).
+    """Return the GPU facts and why the GPUs cannot be used ("" if they can).
 
     Args:
-        child: the program that looks.
+        child: Program of the child process that looks.
 
     Raises:
-        PreflightError: there is a device, and looking at it failed; the message names the cause.
+        PreflightError: A device exists, but the check failed; the message names the cause.
     """
     if not has_device():
         return NO_FACTS, why_not(NO_FACTS, has_device=False)
@@ -108,21 +108,21 @@ def look(*, has_device: Callable[[], bool] = has_cuda_device, child: str = _CHIL
         facts = facts_from(json.loads(found.stdout))
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
         raise PreflightError(
-            f"this machine has an NVIDIA device, but looking for GPUs failed: {_last_line(error)}. Repair this, or "
-            "give --device cpu to compute without GPUs"
+            f"this machine has an NVIDIA device, but the GPU check failed: {_last_line(error)}. Fix this, or "
+            "use --device cpu"
         ) from error
     return facts, why_not(facts, has_device=True)
 
 
 def facts_from(values: dict[str, Any]) -> GpuFacts:
-    """Read what a child printed."""
+    """Parse the child's output."""
     devices = tuple(Gpu(**{**each, "capability": tuple(each["capability"])}) for each in values["devices"])
     apart = tuple((one, other) for one, other in values["apart"])
     return GpuFacts(**{**values, "devices": devices, "apart": apart})
 
 
 def driver_version(library: str = _DRIVER_LIBRARY) -> str:
-    """Return the newest CUDA version that the NVIDIA driver supports; "" if there is no driver library or it does not say."""
+    """Return the newest CUDA version that the NVIDIA driver supports, or "" if it is unknown."""
     try:
         driver = ctypes.CDLL(library)
     except OSError:
@@ -134,17 +134,17 @@ def driver_version(library: str = _DRIVER_LIBRARY) -> str:
 
 
 def collect(torch: Any, triton_version: str, driver: str) -> GpuFacts:
-    """Ask torch, by its public names only.
+    """Return what torch reports, by its public names only.
 
     Args:
-        torch: the module.
-        triton_version: "" if it is not installed.
-        driver: the newest CUDA version that the driver supports; "" if it is unknown.
+        torch: The module.
+        triton_version: Version of triton; "" if it is not installed.
+        driver: Newest CUDA version that the driver supports; "" if unknown.
     """
     facts = GpuFacts(
         torch=torch.__version__, built_for=str(torch.version.cuda or ""), triton=triton_version, driver=driver
     )
-    # A torch that is too new for the driver counts devices, and raises when it is asked about one.
+    # If torch is too new for the driver, it counts devices but raises on queries about them.
     if not facts.built_for or _is_too_old(facts.driver, facts.built_for):
         return facts
     devices = [_device(torch.cuda, index) for index in range(torch.cuda.device_count())]
@@ -157,7 +157,7 @@ def collect(torch: Any, triton_version: str, driver: str) -> GpuFacts:
 
 
 def _nccl_version(torch: Any) -> str:
-    """The version of NCCL that torch was built with; "" where it has none."""
+    """Return the version of NCCL that torch was built with, or "" without NCCL."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))
@@ -179,12 +179,12 @@ def _device(cuda: Any, index: int) -> Gpu:
 
 
 def _is_too_old(driver: str, built_for: str) -> bool:
-    """Whether a driver of a known version cannot run what was built for a CUDA version."""
+    """Return whether a driver of known version is too old for a build for this CUDA version."""
     return bool(driver) and _numbers(driver)[:1] < _numbers(built_for)[:1]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version."""
+    """Return the leading numbers of a version."""
     numbers = []
     for part in version.split("."):
         digits = part[: next((at for at, letter in enumerate(part) if not letter.isdigit()), len(part))]
@@ -200,7 +200,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def _last_line(error: Exception) -> str:
     own = str(error) if isinstance(error, subprocess.SubprocessError) else f"{type(error).__name__}: {error}"
-    said = getattr(error, "stderr", "") or own  # bytes where the time ran out
+    said = getattr(error, "stderr", "") or own  # bytes after a timeout
     text = (said.decode(errors="replace") if isinstance(said, bytes) else said).strip()
     return text.splitlines()[-1] if text else type(error).__name__
 
@@ -213,43 +213,43 @@ Look = Callable[[], tuple[GpuFacts, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a service computes on."""
+    """The device of a service, and why it was chosen."""
 
     name: str  # cpu or cuda
-    reason: str  # why, in words
-    facts: GpuFacts  # what was found; empty on a CPU
+    reason: str  # for messages
+    facts: GpuFacts  # empty on a CPU
 
     @property
     def in_words(self) -> str:
-        """What, why, and what makes it slow."""
+        """The device and the reason as text, with a note on a slow processor."""
         slow = why_slow() if self.name == "cpu" else ""
         return f"{self.name} ({self.reason}){slow and f'; {slow}'}"
 
     @property
     def ranks(self) -> int:
-        """Ranks of a node where the user says nothing."""
+        """Default number of ranks of a node."""
         return CPU_RANKS if self.name == "cpu" else len(self.facts.devices)
 
     @property
     def free_bytes(self) -> int | None:
-        """Free memory of the GPU that has the least; None on a CPU."""
+        """Smallest free memory of all GPUs; None on a CPU."""
         return min((gpu.free_bytes for gpu in self.facts.devices), default=None)
 
 
 def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
-    """Choose.
+    """Choose the device.
 
     Args:
         wanted: auto, cpu or cuda.
 
     Raises:
-        PreflightError: cuda is wanted and cannot be used, or looking for GPUs failed; the message says why.
+        PreflightError: cuda is wanted but unusable, or the GPU check failed; the message gives the reason.
     """
     if wanted == "cpu":
-        return Device(name="cpu", reason="--device says so", facts=GpuFacts())
+        return Device(name="cpu", reason="set by --device", facts=GpuFacts())
     facts, problem = look_for_gpus()
     if problem and wanted == "cuda":
-        raise PreflightError(f"--device is cuda, which cannot be used: {problem}; or give --device cpu")
+        raise PreflightError(f"--device is cuda, but it is unusable: {problem}; or use --device cpu")
     if problem:
         return Device(name="cpu", reason=problem, facts=GpuFacts())
     names = sorted({gpu.name for gpu in facts.devices})
@@ -258,16 +258,16 @@ def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
 
 
 def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Options:
-    """Fill in what follows from the device.
+    """Fill in the defaults that depend on the device.
 
     Raises:
-        PreflightError: there are more ranks than GPUs.
-        OptionsError: a limit that was said does not go with the other's default.
+        PreflightError: There are more ranks than GPUs.
+        OptionsError: A given limit conflicts with the other's default.
     """
     gpus = len(device.facts.devices)
     if device.name == "cuda" and num_local_ranks > gpus:
         raise PreflightError(
-            f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}; a rank has a GPU of its own: give "
+            f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}, but each rank needs its own GPU; use "
             f"--data-parallel-size {gpus} or less, or --device cpu"
         )
     max_num_seqs, max_num_batched_tokens = DEFAULT_LIMITS[device.name]
@@ -282,8 +282,8 @@ def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Opti
 
 
 def main() -> None:
-    """Print what there is as JSON."""
-    import torch  # noqa: PLC0415 - only here, in the child
+    """Print the GPU facts as JSON."""
+    import torch  # noqa: PLC0415 - needed in the child process only
 
     try:
         triton_version = importlib.metadata.version("triton")

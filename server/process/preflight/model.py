@@ -1,11 +1,11 @@
-"""What the user calls the model, as a directory, and what its files say before any weight is read. Knows no torch.
+"""Resolve a model to a directory, and check its files before any weight is read. Does not use torch.
 
-A model is the demo model, a directory, or a name on the hub. config.json is a first look by field names; the
-authoritative check, against the model's own code, comes when moe builds the model. The headers of safetensors files tell every
-tensor's name, shape and bytes, and the length of a file that came whole. A placement file that does not fit would else
-be reported by every rank at once, after the seconds that a rank takes to get there.
+A model is the demo model, a directory, or a name on the hub. config.json gets a first check by field names; the
+authoritative check, against the model's own code, happens when moe builds the model. The headers of safetensors files give
+each tensor's name, shape and bytes, and the size of a complete file. Without the check of the placement file, every
+rank would report a bad one at the same time, and only after seconds of loading.
 
-The imports inside functions are for start-up time and memory: supervisors live as long as the service.
+The imports inside functions save start-up time and memory: supervisors live as long as the service.
 """
 # ruff: noqa: PLC0415
 
@@ -23,7 +23,7 @@ from server.options.table import DEMO_MODEL
 
 
 class PreflightError(ValueError):
-    """The service cannot be started as asked; the message says why and what to do."""
+    """The service cannot be started as requested; the message gives the reason and a remedy."""
 
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -34,15 +34,15 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json")
 def resolve_model(
     name: str, *, revision: str | None = None, download_dir: str | None = None, what: str = "model"
 ) -> Path:
-    """Return the directory of a model, making or fetching it first where needed.
+    """Return the directory of a model, after creating or downloading it if necessary.
 
     Args:
-        revision: of the hub's: branch, tag or commit; None is the newest.
-        download_dir: where the hub's models are kept; None is the hub's own cache.
-        what: what messages call it.
+        revision: Branch, tag or commit of a model on the hub; None takes the newest.
+        download_dir: Cache folder for models of the hub; None takes the hub's own cache.
+        what: Word for the model in messages.
 
     Raises:
-        PreflightError: there is no such model, or it cannot be had from here.
+        PreflightError: The model does not exist or cannot be downloaded.
     """
     if name == DEMO_MODEL:
         return _make_demo_model()
@@ -55,16 +55,16 @@ def resolve_model(
 
 
 def resolve_config(name: str) -> Path:
-    """Return a directory with the config.json of a model that is not a path here; a hub model's weights are not fetched.
+    """Return a directory with the config.json of a model that is not a local path. Does not download a hub model's weights.
 
     Raises:
-        PreflightError: there is no such model, or the hub cannot be reached.
+        PreflightError: The model does not exist, or the hub cannot be reached.
     """
     if name == DEMO_MODEL:
         return _make_demo_model()
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise PreflightError(
-            f"{name} does not exist; give a model's directory, its config.json, a hub name, or 'demo'"
+            f"{name} does not exist; use a model directory, its config.json, a name on the hub, or 'demo'"
         )
     return _download(name, None, None, "model", files=_CONFIG_FILES)
 
@@ -79,7 +79,7 @@ def _make_demo_model() -> Path:
 
 
 def _say_stages() -> Callable[[str, float], None]:
-    """Return what reports the making of a model in a line per stage, in the form that lines have."""
+    """Return a function that logs one line per stage of making the model, in the log format."""
     last = ""
 
     def report(stage: str, fraction: float) -> None:
@@ -111,13 +111,13 @@ def _download(
         at = f" at revision {revision!r}" if revision else ""
         needed = "a tokenizer" if what == "tokenizer" else "config.json and .safetensors files"
         raise PreflightError(
-            f"the {what} {name!r}{at} is not a directory here, and {_why_not_fetched(error)}. Give a directory with {needed}"
+            f"the {what} {name!r}{at} is not a local directory, and {_why_not_fetched(error)}. Use a directory with {needed}"
             f"{'' if what == 'tokenizer' else ', or demo'}"
         ) from error
 
 
 def _why_not_fetched(error: Exception) -> str:
-    """Say why the hub did not give a model, and what to do about it."""
+    """Return why the download from the hub failed, and a remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -126,15 +126,15 @@ def _why_not_fetched(error: Exception) -> str:
     )
 
     if isinstance(error, GatedRepoError):
-        return "the hub gives it only to users who have accepted its licence: accept it on the model's page and set HF_TOKEN"
+        return "the hub requires that you accept its licence: do so on the model's page and set HF_TOKEN"
     if isinstance(error, RevisionNotFoundError):
         return "the hub does not have that revision"
     if isinstance(error, RepositoryNotFoundError):
         return "the hub does not have it, or it is private: check the name, or set HF_TOKEN"
     if isinstance(error, LocalEntryNotFoundError):
-        return "the hub cannot be reached (no network, or HF_HUB_OFFLINE is set), nor does the cache have the model"
+        return "the hub cannot be reached (no network, or HF_HUB_OFFLINE is set) and the model is not in the cache"
     reason = str(error).strip().partition("\n")[0]
-    return f"the hub did not give it ({type(error).__name__}: {reason})"
+    return f"the download from the hub failed ({type(error).__name__}: {reason})"
 
 
 _LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -146,13 +146,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise PreflightError(f"the model path {directory} does not exist")
     if not directory.is_dir():
         raise PreflightError(
-            f"the model path {directory} is a file; give the directory that holds config.json"
+            f"the model path {directory} is a file; use the directory that contains config.json"
         )
     path = directory / "config.json"
     if not path.is_file():
         hint = ""
         if (directory / "params.json").is_file():
-            hint = "; params.json is Mistral's own format, which is not read: give the checkpoint in transformers' format"
+            hint = "; params.json is Mistral's format, which is not supported: use the checkpoint in transformers' format"
         raise PreflightError(f"{directory} is not a model directory: it has no config.json{hint}")
     try:
         config = json.loads(path.read_bytes())
@@ -164,17 +164,17 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def check_is_moe(config: dict[str, Any], directory: Path) -> None:
-    """Check that a config has experts."""
+    """Raise if a config has no experts."""
     if num_experts(config) < 2:
         raise PreflightError(
             f"{directory} is not a Mixture-of-Experts model: its config.json (model_type "
-            f"{config.get('model_type', 'unknown')!r}) has none of {', '.join(EXPERT_COUNT_FIELDS)} above 1; WideEP "
+            f"{config.get('model_type', 'unknown')!r}) does not set any of {', '.join(EXPERT_COUNT_FIELDS)} above 1. WideEP "
             "serves MoE models only"
         )
 
 
 def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | None) -> None:
-    """Check that the weights are kept in a way that is served, and as `asked`: quantised on load, or in a format."""
+    """Raise if the stored format of the weights is not supported, or if `asked`, the --quantization flag, conflicts with it."""
     given = field_of(config, "quantization_config")
     if not isinstance(given, dict | None):
         raise PreflightError(f"{directory}: quantization_config is {given!r}; it must be an object")
@@ -187,18 +187,18 @@ def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | 
         if found is None or found.method != STORED_METHODS[asked]:
             stored = "not quantised" if found is None else f"quantised as {found.method}"
             raise PreflightError(
-                f"--quantization is {asked}; the weights of {directory} are {stored}. Leave it out to serve them as they "
-                "are; only int8 and int4 quantise on load"
+                f"--quantization is {asked}, but the weights of {directory} are {stored}. Remove the flag to serve them in their "
+                "format; only int8 and int4 quantise on load"
             )
     elif asked is not None and found is not None:
         raise PreflightError(
-            f"--quantization is {asked}; the weights of {directory} are quantised already ({found.method}) and stay as they "
-            "are: leave it out"
+            f"--quantization is {asked}, but the weights of {directory} are already quantised ({found.method}) and stay in this "
+            "format; remove the flag"
         )
 
 
 def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
-    """Check that the length asked for is one the model was made for."""
+    """Raise if the requested length exceeds the model's."""
     longest = max(largest(field_of(config, name)) for name in _LENGTH_FIELDS)
     if max_model_len is not None and 0 < longest < max_model_len:
         raise PreflightError(f"--max-model-len is {max_model_len}; the model takes at most {longest} tokens")
@@ -209,23 +209,23 @@ _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """Return a checkpoint's files: those that its index names, or all where it has no index."""
+    """Return a checkpoint's files: those in its index or, without an index, all of them."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         others = sorted(path.name for pattern in _OTHER_FORMATS for path in directory.glob(pattern))
-        seen = f"; it has {', '.join(others[:3])}, a format that WideEP does not read" if others else ""
+        seen = f"; it has {', '.join(others[:3])}, in a format that WideEP does not read" if others else ""
         raise PreflightError(
-            f"{directory} has no .safetensors weights{seen}. Get or save the model as safetensors "
+            f"{directory} has no .safetensors weights{seen}. Download or save the model as safetensors "
             "(model.save_pretrained in transformers)"
         )
     return files
 
 
 def read_headers(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's tensors by name; where two files have one, the index says which counts."""
+    """Return a checkpoint's tensors by name. If two files contain a name, the index decides."""
     index = directory / "model.safetensors.index.json"
     indexed = _weight_map(index) if index.is_file() else {}
     return {
@@ -249,14 +249,14 @@ def _indexed_files(index: Path) -> list[Path]:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise PreflightError(
-            f"{len(missing)} of the {len(names)} weight files that {index} names are missing: "
+            f"{len(missing)} of the {len(names)} weight files listed in {index} are missing: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Download the model again"
         )
     return [index.parent / name for name in names]
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a safetensors file's tensors by name, after checking that the file is whole."""
+    """Return a safetensors file's tensors by name. Raises if the file is incomplete."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         content = file.read(min(header_bytes, _MAX_HEADER_BYTES))
@@ -266,15 +266,15 @@ def read_header(path: Path) -> dict[str, Any]:
         end = 8 + header_bytes + max(tensor["data_offsets"][1] for tensor in tensors.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PreflightError(
-            f"{path} is not a safetensors file (is it a git-lfs pointer or a cut download?). Download it again"
+            f"{path} is not a safetensors file (perhaps a git-lfs pointer or an incomplete download). Download it again"
         ) from error
     if (size := path.stat().st_size) != end:
-        raise PreflightError(f"{path} has {size} bytes, its header says {end}. Download it again")
+        raise PreflightError(f"{path} has {size} bytes, but its header implies {end}. Download it again")
     return dict(tensors)
 
 
 def slots_in(file: str) -> int:
-    """How many slots of a layer the file gives a rank; 0 where it is no placement."""
+    """Return how many slots per layer the file gives each rank; 0 if it is not a placement."""
     from expert_placement.files import PlacementFileError, load_placement
 
     try:
@@ -284,10 +284,10 @@ def slots_in(file: str) -> int:
 
 
 def why_unfit(file: str, *, num_layers: int, num_experts: int, num_ranks: int) -> str | None:
-    """Say why a service cannot start with the file; None where it can.
+    """Return why a service cannot use the placement file, or None if it can.
 
     Args:
-        num_layers: MoE layers of the model. num_experts: of each.
+        num_layers: Number of MoE layers. num_experts: Number of experts in each.
     """
     from expert_placement.files import PlacementFileError, load_placement
 
@@ -299,7 +299,7 @@ def why_unfit(file: str, *, num_layers: int, num_experts: int, num_ranks: int) -
     if found == (num_layers, num_experts, num_ranks):
         return None
     return (
-        f"{file} is a placement of {found[0]} layers of {found[1]} experts on {found[2]} ranks; this service has "
-        f"{num_layers} layers of {num_experts} experts on {num_ranks} ranks. Plan one for it (wideep experts plan), "
-        "or leave it out"
+        f"{file} is a placement for {found[0]} layers of {found[1]} experts on {found[2]} ranks, but this service has "
+        f"{num_layers} layers of {num_experts} experts on {num_ranks} ranks. Plan a new one (wideep experts plan), "
+        "or remove the flag"
     )

@@ -1,4 +1,4 @@
-"""Asks a service on this machine whether it answers, and what it can hold; standard library only."""
+"""Query the health and the capacity of a service on this machine, with the standard library only."""
 
 import http.client
 import json
@@ -10,25 +10,25 @@ from server.process.unix_socket import UnixConnection
 
 
 class Capacity(NamedTuple):
-    """What all ranks together have room for."""
+    """Capacity of all ranks together."""
 
     kv_tokens: int
-    requests: int  # that run at once, if they are short
+    requests: int  # limit of concurrent requests
     max_len: int  # of one request, in tokens
 
 
 def reachable_host(host: str) -> str:
-    """Return the address under which this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def is_healthy(host: str, port: int, *, scheme: str = "http", uds: str | None = None) -> bool:
-    """Return whether GET /health answers 200, on a socket of the file system where there is one."""
+    """Return whether GET /health answers 200, over a Unix domain socket if `uds` is given."""
     return _get(host, port, "/health", scheme, uds) is not None
 
 
 def capacity_of(options: Options) -> Capacity | None:
-    """Ask a service that answers for its capacity; None: it does not say, because a rank has just been lost."""
+    """Return the capacity of a ready service, or None if it does not report one because a rank was just lost."""
     content = _get(options.host, options.port, "/server_info", options.http.scheme, options.uds)
     found = {} if content is None else json.loads(content)
     if not found.get("max_total_num_tokens"):
@@ -37,14 +37,14 @@ def capacity_of(options: Options) -> Capacity | None:
 
 
 def _get(host: str, port: int, path: str, scheme: str, uds: str | None) -> bytes | None:
-    """Return what a path answers with 200; None: it answers something else, or nothing."""
+    """Return the body of a 200 response, or None for any other outcome."""
     address = (reachable_host(host), port)
     connection: http.client.HTTPConnection
     if uds is not None:
         connection = UnixConnection(uds, timeout=1.0)
     elif scheme == "http":
         connection = http.client.HTTPConnection(*address, timeout=1.0)
-    else:  # its own certificate, for the name that clients use: nothing to check here
+    else:  # the certificate is issued for the clients' name, so it is not verified here
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection = http.client.HTTPSConnection(*address, timeout=1.0, context=context)

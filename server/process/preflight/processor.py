@@ -1,20 +1,20 @@
-"""What the processor lacks that CPU kernels are fast with, said before the start."""
+"""Warn before the start if the processor lacks the instructions that make CPU kernels fast."""
 
 import platform
 import re
 from pathlib import Path
 
 _CPU_FACTS = Path("/proc/cpuinfo")
-_NEEDED = {"avx2": "AVX2", "fma": "FMA"}  # by the names of /proc/cpuinfo
-# As long, without both: float32 at 1 and at 128 rows, compiled for such a machine.
-_COST = "kernels take 4 to 50 times as long, with --quantization int8 3 to 5 times"
+_NEEDED = {"avx2": "AVX2", "fma": "FMA"}  # flags in /proc/cpuinfo and their names
+# Measured without both, for float32 at 1 and at 128 rows, compiled for such a machine.
+_COST = "kernels take 4 to 50 times as long (3 to 5 times with --quantization int8)"
 
 
 def why_slow(machine: str | None = None, facts: str | None = None) -> str:
-    """Say what is missing and what it costs; "" where nothing is, or where nobody can tell.
+    """Return what is missing and its cost, or "" if nothing is missing or it is unknown.
 
     Args:
-        machine: as `platform.machine` names it. facts: what /proc/cpuinfo says.
+        machine: Name as from `platform.machine`. facts: Content of /proc/cpuinfo.
     """
     if (machine or platform.machine()) not in ("x86_64", "AMD64"):
         return ""

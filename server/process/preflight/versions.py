@@ -1,7 +1,7 @@
-"""Which versions of `transformers` are supported, checked before torch is imported. `attention.transformers_names` has what differs.
+"""Check the version of `transformers` before torch is imported. `attention.transformers_names` handles the differences.
 
-A version below the range fails at the start. A version above the tested ones runs, with a note: most releases rename nothing that we
-use, and a new release is often needed for a new model. If a name is missing, the error says so. Rejected: an upper bound at
+A version below the range fails at the start. A version above the tested ones runs with a note: most releases rename nothing that
+WideEP uses, and a new model often needs a new release. A missing name leads to an error that says so. Rejected: an upper bound at
 the newest tested version, which would make `pip install` keep an old transformers for every user of a new model.
 """
 
@@ -10,7 +10,7 @@ import re
 
 PACKAGE = "transformers"
 LOWEST, NEWEST_TESTED, END = (5, 21), (5, 24), (6, 0)
-"""As in pyproject.toml; all minor versions between the first two are tested (`make test-lowest`, `test`, `test-newest`)."""
+"""Equal to pyproject.toml's. All minor versions between the first two are tested (`make test-lowest`, `test`, `test-newest`)."""
 
 
 class VersionError(ValueError):
@@ -21,7 +21,7 @@ def check_transformers() -> str | None:
     """Return a note if the installed version is newer than the tested ones.
 
     Raises:
-        VersionError: it is outside of the range, or not installed.
+        VersionError: The version is outside the range, or transformers is not installed.
     """
     installed = _installed()
     if installed is None:
@@ -35,10 +35,10 @@ def check_transformers() -> str | None:
 
 
 def why_unfit(error: ImportError) -> str | None:
-    """Return what to tell the user if an import failed because `transformers` lacks a name. Returns None for other packages."""
+    """Return the message for an import that failed because `transformers` lacks a name, or None for other packages."""
     if (error.name or "").partition(".")[0] != PACKAGE:
         return None
-    return f"transformers {_installed() or '(not installed)'} lacks what WideEP needs of it ({error.msg}); {_remedy()}"
+    return f"transformers {_installed() or '(not installed)'} lacks a name that WideEP needs ({error.msg}); {_remedy()}"
 
 
 def _remedy() -> str:
@@ -54,7 +54,7 @@ def _installed() -> str | None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Major and minor number. A development build counts as the release that it precedes."""
+    """Return the major and minor number. A development build counts as its release."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

@@ -1,8 +1,8 @@
-"""Ask a running service which rank this worker is: a process of its own, because it needs torch and a supervisor has none.
+"""Ask a running service for this worker's rank, in a separate process: it needs torch, which a supervisor must not import.
 
-A node that joins runs its own torchrun, whose ranks and store are its own. The service's store is at the address that --join
-gives. There the engine beside the front has left, under a name that no run of torchrun changes, below which prefix the
-service's ranks meet and where its front listens. The front gives out the ranks.
+A joining node runs its own torchrun, with its own ranks and store. --join gives the address of the service's store. The
+engine on the front's node has written there, under a name that is independent of torchrun runs, the prefix under which the
+service's ranks meet and the front's address. The front assigns the ranks.
 """
 
 import json
@@ -26,17 +26,17 @@ from server.process.store.signed_store import SignedStore, UnsignedError
 
 SERVICE_KEY = "wideep/service"
 STORE_TIMEOUT_S = 20.0
-PLACE_TIMEOUT_S = 60.0  # for a node to be missed that has gone a moment ago
+PLACE_TIMEOUT_S = 60.0  # for the service to notice that a node has just gone
 RETRY_S = 0.5
 
 
 class ClaimError(RuntimeError):
-    """There is no place for this worker; the message says why."""
+    """The service has no free rank for this worker; the message gives the reason."""
 
 
 def run_claim(words: Sequence[str]) -> int:
-    """Print the worker's place as JSON; the arguments are HOST:PORT of the service's store, the claim's fields, and
-    the cluster key's file if there is one."""
+    """Print the worker's place as JSON. The arguments are HOST:PORT of the service's store, the claim's fields, and
+    optionally the cluster key's file."""
     die_with_parent()
     endpoint, node, local_rank, num_ranks, *key_file = words
     try:
@@ -53,17 +53,17 @@ def run_claim(words: Sequence[str]) -> int:
 
 
 def publish_service(store: Store, front: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Leave in the job's store what a node that joins must know."""
+    """Write to the job's store what a joining node needs."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     said = {"run_id": run_id, "restarts": restarts, "front": front}
     store.set(SERVICE_KEY, json.dumps(said))
 
 
 def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
-    """Read what a service's store says of it.
+    """Read a service's entry from its store.
 
     Raises:
-        ClaimError: nothing answers there, or it is no service's store.
+        ClaimError: No store answers there, or it is not a service's store.
     """
     host, _, port = endpoint.rpartition(":")
     try:
@@ -76,17 +76,17 @@ def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
         )
         if not store.check([SERVICE_KEY]):
             raise ClaimError(
-                "a store answers there, but no service has begun in it; give its --rdzv-endpoint"
+                "a store answers, but it has no service; check that the address is the service's --rdzv-endpoint"
             )
         signed = store if key is None else SignedStore(store, key)
         return dict(json.loads(signed.get(SERVICE_KEY)))
     except UnsignedError as error:
         raise ClaimError(str(error)) from error
-    except ValueError as error:  # what a signature begins with
-        raise ClaimError(f"the service has a cluster key, and this node has none; {SAME_KEY}") from error
+    except ValueError as error:  # the value begins with a signature
+        raise ClaimError(f"the service has a cluster key, but this node does not; {SAME_KEY}") from error
     except dist.DistError as error:
         said = str(error).splitlines()[0]
-        raise ClaimError(f"nothing answers there within {STORE_TIMEOUT_S:g} s ({said})") from error
+        raise ClaimError(f"no store answers within {STORE_TIMEOUT_S:g} s ({said})") from error
 
 
 def await_place(
@@ -96,10 +96,10 @@ def await_place(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Claimed:
-    """Ask until there is a place.
+    """Repeat a claim until a rank is free.
 
     Raises:
-        ClaimError: there is none, and none became free in time.
+        ClaimError: No rank was free in time, or the claim was refused for good.
     """
     until_s = clock() + timeout_s
     while True:

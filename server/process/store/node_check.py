@@ -1,9 +1,9 @@
-"""At the start of a service on several nodes: the first engine of each node compares programs and checkpoints with the others, and
-tries to reach them, before gloo does, which would wait for minutes and name nobody.
+"""At the start of a multi-node service, compare programs and checkpoints across nodes, and test that the nodes reach each other.
 
-The doctor's own checks (`doctor.equal`, `doctor.links`), told over the job's store, in any order of arrival. A node that does
-not come is named after some seconds, and waited for all the same: it may be reading a model for the first time.
-What a node that joins later has is compared with what the first nodes agreed on.
+The first engine of each node runs this before gloo connects, which would wait for minutes and name no node. It runs the
+doctor's checks (`doctor.equal`, `doctor.links`) over the job's store, in any order of arrival. A missing node is named
+after some seconds, but the wait goes on: it may be reading a model for the first time. A node that joins
+later is compared with what the first nodes agreed on.
 """
 
 import json
@@ -24,20 +24,20 @@ from server.lines import say
 from server.link.seal import SAME_KEY
 from server.process.store.rendezvous import Place
 
-SAY_AFTER_S = 10.0  # engines of one job come within seconds of each other, but for a cold disk
+SAY_AFTER_S = 10.0  # engines of a job start within seconds of each other, except with a cold disk
 _AGREED = "agreed"
 
 
 class NodesDifferError(RuntimeError):
-    """Nodes of a service do not go together, or do not reach each other; the message names them."""
+    """Nodes of a service do not match or do not reach each other; the message names them."""
 
 
 class StoreMeeting:
-    """The nodes of a job, told apart by their first ranks. What `doctor.links.Gathers` asks for.
+    """The nodes of a job, identified by their first ranks. Implements `doctor.links.Gathers`.
 
     Args:
-        store: below a prefix of its own. place: this node's first rank's.
-        host: this node's name.
+        store: The store, with a dedicated prefix. place: Place of this node's first rank.
+        host: This node's name.
     """
 
     def __init__(self, store: Store, place: Place, host: str) -> None:
@@ -49,7 +49,7 @@ class StoreMeeting:
         self.number = self._firsts.index(place.rank)
 
     def gather(self, stage: str, value: Any, timeout_s: float) -> list[Any]:
-        """Give a value, and return every node's, by rank. A node that is late is named, and waited for."""
+        """Publish a value and return those of all nodes, by rank. A late node is named and waited for."""
         place = self._place
         told = {"num_ranks": place.local_world_size, "value": value}
         self._store.set(f"{stage}/{place.rank}", json.dumps(told))
@@ -68,27 +68,27 @@ class StoreMeeting:
         except dist.DistStoreError:
             say(
                 f"wideep: rank {self._place.rank} has waited {time.monotonic() - begun_s:.0f} s for the node of rank {rank}; "
-                "see what it says there",
+                "check the messages on that node",
                 error=True,
             )
             self._store.wait([key])
         content = self._store.get(key)
         try:
             return dict(json.loads(content))
-        except ValueError as error:  # what a signature begins with
+        except ValueError as error:  # the value begins with a signature
             raise NodesDifferError(
-                f"the node of rank {rank} has a cluster key, and this one has none; {SAME_KEY}"
+                f"the node of rank {rank} has a cluster key, but this one does not; {SAME_KEY}"
             ) from error
 
 
 def check_nodes_together(
     store: Store, place: Place, model: Path, key: bytes | None, host: str, environment: Mapping[str, str]
 ) -> None:
-    """Compare with the other nodes and reach them, at the start of a service. Collective among first ranks of nodes.
+    """Compare this node with the others and test the links, at the start. Collective among the nodes' first ranks.
 
     Raises:
-        NodesDifferError: saying which nodes, and what to do.
-        DistStoreError: a node did not come in the store's time.
+        NodesDifferError: Nodes do not match; the message names them and a remedy.
+        DistStoreError: A node did not arrive within the store's timeout.
     """
     if place.local_rank or place.world_size == place.local_world_size:
         return
@@ -104,10 +104,10 @@ def check_nodes_together(
 
 
 def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, host: str) -> None:
-    """Compare a node that came later with what the first ones agreed on. Local.
+    """Compare a joining node with what the first nodes agreed on. Local.
 
     Raises:
-        NodesDifferError: it does not go with them.
+        NodesDifferError: The node does not match.
     """
     if place.local_rank or not store.check([_AGREED]):
         return
@@ -119,7 +119,7 @@ def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, h
 
 
 def _refuse(checks: list[Check], *, tells: bool) -> None:
-    """Say warnings on one node, and raise for failures."""
+    """Log warnings if `tells`, and raise if any check failed."""
     for check in checks:
         if tells and check.status is CheckStatus.WARNING:
             say(f"wideep: {check.sentence}", error=True, level="warning")

@@ -1,10 +1,10 @@
-"""A worker's place in the service, as torchrun tells it, and which node gets the front process.
+"""A worker's place in the service, from torchrun's variables, and the choice of the node that runs the front.
 
-torchrun (c10d) gives rank 0 to any node, not to the one whose address the user wrote, and puts MASTER_ADDR on rank
-0's node (seen with torch 2.13). Users expect HTTP on the node that they named, so the front belongs to the node
-whose torchrun agent listens on the rendezvous endpoint's port. We ask the kernel who listens: two agents on one
-host share names and addresses, but a port has one owner. Rejected: comparing host names with the endpoint's, which
-cannot tell those two apart and fails behind NAT.
+torchrun (c10d) gives rank 0 to any node, not to the one in the user's command, and puts MASTER_ADDR on rank
+0's node (seen with torch 2.13). Users expect HTTP on the node that they named, so the front runs on the node
+with the torchrun agent that listens on the rendezvous endpoint's port. The kernel's socket tables show which process listens: two agents on
+one host share names and addresses, but a port has one owner. Rejected: comparing host names with the endpoint's, which
+cannot distinguish these two and fails behind NAT.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from typing import NamedTuple
 
 from server.doctor.meeting import Endpoint
 
-NODE_VARIABLE = "WIDEEP_NODE"  # for engines: the same for all that one torchrun has started
-RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: how often this rank's was started again
+NODE_VARIABLE = "WIDEEP_NODE"  # for engines: identifies the torchrun that started them
+RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: number of restarts of this rank's engine
 _C10D_PORT = 29400  # torchrun's default for an endpoint without a port
-_BACKENDS = ("c10d", "wideep")  # whose store a torchrun agent has: the second is `torchrun_backend`
+_BACKENDS = ("c10d", "wideep")  # backends with a store in a torchrun agent; the second is `torchrun_backend`
 _TORCHRUN = ("torchrun", "torch.distributed.run", "distributed/run.py", "torch.distributed.launch")
-_LISTEN = "0A"  # a TCP state in /proc/net/tcp
+_LISTEN = "0A"  # the state LISTEN in /proc/net/tcp
 
 
 class PlaceError(RuntimeError):
-    """The environment that torchrun sets is missing or contradicts itself."""
+    """The environment from torchrun is incomplete or inconsistent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker is in the service."""
+    """A worker's position in the service."""
 
     rank: int
-    world_size: int  # ranks in all
+    world_size: int  # ranks in total
     local_rank: int
     local_world_size: int  # ranks on this node
     master_addr: str
@@ -45,10 +45,10 @@ class Place:
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place:
-    """Read this worker's place from the variables that torchrun sets.
+    """Read this worker's place from torchrun's variables.
 
     Raises:
-        PlaceError: naming what is missing or wrong.
+        PlaceError: A variable is missing or wrong; the message names it.
     """
     place = Place(
         rank=_number(environment, "RANK"),
@@ -73,32 +73,32 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if text is None:
         raise PlaceError(_missing(name))
     if not text.isdecimal():
-        raise PlaceError(f"{name} is {text!r}; torchrun sets it to a number")
+        raise PlaceError(f"{name} is {text!r}, but torchrun sets it to a number")
     return int(text)
 
 
 def _missing(name: str) -> str:
     return (
-        f"{name} is not set: `wideep worker` is started by torchrun. On one node use `wideep serve MODEL`; on several "
+        f"{name} is not set: torchrun must start `wideep worker`. On one node, use `wideep serve MODEL`. On several nodes, "
         "run `torchrun --nnodes N --nproc-per-node M --rdzv-backend wideep --rdzv-endpoint HEAD:29400 --no-python "
         "wideep worker MODEL` on each"
     )
 
 
 def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the host under which other nodes reach this one if the front belongs here, else None.
+    """Return this node's host name for other nodes if the front runs here, otherwise None.
 
     Args:
-        place: this worker's.
-        agent_pid: the torchrun agent, that is this worker's parent.
-        environment: the worker's, which has the agent's PET_ variables.
+        place: This worker's place.
+        agent_pid: Pid of the torchrun agent, this worker's parent.
+        environment: The worker's environment, which contains the agent's PET_ variables.
 
     Returns:
-        "127.0.0.1" where the service has one node.
+        "127.0.0.1" if the service has only one node.
     """
     if place.world_size == place.local_world_size:
         return "127.0.0.1"
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun: no agent that could listen
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun, so no agent listens
         return place.master_addr if place.rank == place.local_rank else None
     endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
     host, port = endpoint or Endpoint(place.master_addr, place.master_port)
@@ -106,34 +106,34 @@ def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os
 
 
 def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Name what is below one run of one torchrun."""
+    """Return a name for all workers of one run of one torchrun."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     return f"{run_id}/{restarts}@{socket.gethostname()}:{agent_pid}"
 
 
 class Joined(NamedTuple):
-    """A place that a running service gave to a worker of another torchrun."""
+    """A rank that a running service assigned to a worker of another torchrun."""
 
     place: Place
-    variables: dict[str, str]  # in which the engine finds it, as torchrun would have said it
+    variables: dict[str, str]  # the same place for the engine, as torchrun's variables
 
 
 def join_service(
     endpoint: str, place: Place, node: str, command: Sequence[str], key_file: str | None
 ) -> Joined:
-    """Ask the service whose rendezvous endpoint this is for a place.
+    """Ask a running service for a rank.
 
     Args:
-        place: what this worker's own torchrun says.
-        command: runs `server.process.store.claim`, which needs torch.
+        endpoint: The service's rendezvous endpoint. place: This worker's place in its own torchrun.
+        command: Command that runs `server.process.store.claim`, which needs torch.
 
     Raises:
-        PlaceError: there is none, and why.
+        PlaceError: The service has no rank for this worker; the message gives the reason.
     """
     if place.world_size != place.local_world_size:
         raise PlaceError(
-            f"--join takes a torchrun of one node; this one has {place.world_size} workers, {place.local_world_size} of "
-            "them here: run one torchrun on each node that joins, with --nnodes 1"
+            f"--join needs a torchrun of one node; this one has {place.world_size} workers, {place.local_world_size} of "
+            "them here. Run one torchrun with --nnodes 1 on each joining node"
         )
     words = [endpoint, node, str(place.local_rank), str(place.local_world_size)]
     words += [key_file] if key_file else []
@@ -163,10 +163,10 @@ def join_service(
 
 
 def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return MASTER_ADDR and MASTER_PORT of the store on the node with the front; nothing where torchrun's own are right.
+    """Return MASTER_ADDR and MASTER_PORT of the store on the front's node, or nothing if torchrun's own are right.
 
-    torchrun names a store on rank 0's node. When that node is lost, the others could not meet without it; the rendezvous
-    endpoint's store is as good, and its node is the one that the service cannot do without anyway.
+    torchrun names a store on rank 0's node. If that node is lost, the others could not meet without it. The rendezvous
+    endpoint's store works as well, and the service depends on its node anyway.
     """
     endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
     if endpoint is None or not endpoint.port or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -175,9 +175,9 @@ def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ)
 
 
 def find_agent() -> int:
-    """Return the pid of the torchrun above this process: its parent, or further up where a script is in between."""
+    """Return the pid of the torchrun above this process: the parent, or an earlier ancestor if a script is in between."""
     pid = os.getppid()
-    with contextlib.suppress(OSError):  # the kernel may hide other users' processes, or one has just ended
+    with contextlib.suppress(OSError):  # another user's process may be hidden, or a process has just ended
         while pid > 0:
             if is_torchrun(pid):
                 return pid
@@ -186,23 +186,23 @@ def find_agent() -> int:
 
 
 def is_torchrun(pid: int) -> bool:
-    """Return whether a process is a torchrun, by its command line.
+    """Return whether a process is a torchrun, judged by its command line.
 
     Raises:
-        OSError: there is none, or the kernel hides it.
+        OSError: The process does not exist, or the kernel hides it.
     """
     return any(word.endswith(_TORCHRUN) for word in _command_line(pid))
 
 
 def rendezvous_endpoint(command: Sequence[str], environment: Mapping[str, str]) -> Endpoint | None:
-    """Return the endpoint of a torchrun command line whose store an agent has; None where it has none (static, etcd)."""
+    """Return the rendezvous endpoint of a torchrun command line if an agent hosts its store, otherwise None (static, etcd)."""
     backend = _torchrun_value(command, environment, "rdzv-backend")
     text = _torchrun_value(command, environment, "rdzv-endpoint")
     return endpoint_of(text) if backend in _BACKENDS and text else None
 
 
 def endpoint_of(text: str) -> Endpoint:
-    """Read a rendezvous endpoint as torchrun does."""
+    """Parse a rendezvous endpoint as torchrun does."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not host:  # a bare host, a bare [IPv6] address
         return Endpoint(text.strip("[]"), _C10D_PORT)
@@ -210,12 +210,12 @@ def endpoint_of(text: str) -> Endpoint:
 
 
 def _torchrun_value(command: Sequence[str], environment: Mapping[str, str], option: str) -> str:
-    """Return what torchrun was given as `--option` or as PET_OPTION."""
+    """Return the value of torchrun's `--option` or PET_OPTION."""
     return option_value(command, option) or environment.get("PET_" + option.upper().replace("-", "_"), "")
 
 
 def option_value(command: Sequence[str], option: str) -> str:
-    """Return the value of an option in a command line (either spelling, last one wins); "" if it is not there."""
+    """Return the value of an option in a command line (either spelling, last one wins), or "" if it is absent."""
     value = ""
     spellings = ("--" + option, "--" + option.replace("-", "_"))
     for argument, following in itertools.pairwise([*command, ""]):
@@ -230,14 +230,14 @@ def _command_line(pid: int) -> list[str]:
 
 
 def listens_on(pid: int, port: int) -> bool:
-    """Return whether process `pid` (of our own user) itself holds a TCP socket that listens on `port`."""
+    """Return whether process `pid` (of the same user) itself holds a TCP socket that listens on `port`."""
     inodes = _listening_inodes(pid, port)
     if not inodes:
         return False
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(link)
-        except FileNotFoundError:  # closed since we listed it
+        except FileNotFoundError:  # closed in the meantime
             continue
         if target.startswith("socket:[") and target[8:-1] in inodes:
             return True
@@ -250,7 +250,7 @@ def _listening_inodes(pid: int, port: int) -> set[str]:
     for table in ("tcp", "tcp6"):
         path = Path(f"/proc/{pid}/net/{table}")
         for row in path.read_text().splitlines()[1:] if path.exists() else []:
-            fields = row.split()  # sl, local address:port (hex), remote, state, ..., inode is the tenth
+            fields = row.split()  # sl, local address:port (hex), remote, state, ...; the tenth is the inode
             if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(fields[9])
     return inodes

@@ -1,8 +1,8 @@
-"""The job's store, with what ranks write there signed by the cluster key.
+"""The job's store with values that are signed with the cluster key.
 
-torch's store takes from and gives to whoever reaches its port. Signed values cannot be made or changed by others: neither
-where the front listens, nor the addresses at which gloo's groups connect, which are values like any other. A value is signed with
-its name, and names hold the run and the epoch. What is not signed: counters, and that a name is there, or is taken away.
+torch's store serves everyone who can reach its port. A stranger cannot create or change signed values, such as the front's
+address or the addresses that gloo groups connect to. The signature covers the value and its name, and names contain the run
+and the epoch. Not signed: counters, and the existence or deletion of a name.
 """
 
 import hmac
@@ -20,62 +20,62 @@ class UnsignedError(dist.DistError):
 
 
 class SignedStore(Store):
-    """A store over another one. torch's C++ calls the methods by these names."""
+    """A signing store on top of another store. torch's C++ code calls these methods by name."""
 
-    # A PrefixStore holds the C++ half only, which is of no use once the Python half is gone: they live as long as the process.
+    # A PrefixStore holds the C++ half only, which is useless without the Python half: keep all instances alive.
     _made: ClassVar[list["SignedStore"]] = []
 
     def __init__(self, store: Store, key: bytes) -> None:
-        """`key`: the cluster's."""
+        """Args: key: The cluster key."""
         super().__init__()
         self._store, self._key = store, key
         self._made.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
+        """Write a signed value."""
         self._store.set(key, self._signed(key, value))  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Wait for a value.
+        """Wait for a value and return it.
 
         Raises:
-            UnsignedError: somebody else has written it.
+            UnsignedError: The value is not signed with this key.
         """
         return self._content(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a value where there is none; returns what is there then.
+        """Write a value if the name has none. Returns the current value.
 
         Raises:
-            UnsignedError: somebody else has written it.
+            UnsignedError: The value is not signed with this key.
         """
         assert not expected, "a signed value is never replaced by comparison"
         signed = self._store.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]
         return self._content(key, signed)
 
     def add(self, key: str, value: int) -> int:
-        """Count; not signed."""
+        """Add to a counter. Counters are not signed."""
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether names are there."""
+        """Return whether all names exist."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for names."""
+        """Wait until all names exist."""
         if timeout is None:
             self._store.wait(keys)
         else:
             self._store.wait(keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Take a name away."""
+        """Delete a name."""
         return self._store.delete_key(key)
 
     deleteKey = delete_key
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long `get` waits."""
+        """Set the timeout of `get`."""
         self._store.set_timeout(timeout)
 
     def _signed(self, key: str, value: str | bytes) -> bytes:

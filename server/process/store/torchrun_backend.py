@@ -1,21 +1,21 @@
-"""torchrun's rendezvous backend `wideep`: c10d's own handler over a state that no stranger can put a program into.
+"""torchrun's rendezvous backend `wideep`: c10d's own handler over a state into which no stranger can inject code.
 
-torchrun starts workers when all nodes have come. Until then none of our processes runs, and `--rdzv-backend c10d` waits for ten
-minutes in silence, or gives up after one where the endpoint's node is missing. This backend is c10d's handler over the same store.
-Before it, a node waits for the endpoint as long as for the others, and says what the way there lacks; beside it, a
-thread reads in the state that c10d keeps in the store who has come. torchrun finds it by the entry point `torchrun.handlers` of our
-distribution (torch.distributed.elastic.rendezvous.registry), through `wideep`.
+torchrun starts workers once all nodes have joined. Until then, none of our processes runs, and `--rdzv-backend c10d` waits
+silently for ten minutes, or fails after one minute if the endpoint's node is missing. This backend uses c10d's handler and
+store. Before the handler starts, a node waits for the endpoint for the full join timeout and reports connection problems.
+Meanwhile a thread reads from c10d's state in the store which nodes have joined. torchrun finds the backend by the entry point
+`torchrun.handlers` of our distribution (torch.distributed.elastic.rendezvous.registry), through `wideep`.
 
-c10d's own backend differs in two more points that matter here:
+It differs from c10d's own backend in two more points:
 
-- The state in the store is a pickle, and the store takes values from everybody who reaches its port: what c10d unpickles runs
-  as the user of torchrun. Here the handler only gets bytes that were verified. With a cluster key the state carries an
-  HMAC. With or without one, it must be a pickle of nothing but the classes of a state. Anything else is ignored and replaced by
-  the next write; if that does not stop, the start ends with an error that names the cause.
-- c10d compares the endpoint with the host name to find the node that hosts the store, which fails where the host name
-  resolves to loopback (Debian's default). Here that node is the one that can bind the endpoint's address (as for the doctor).
+- The state in the store is a pickle, and everyone who can reach the store's port can write to it: what c10d unpickles runs
+  as torchrun's user. Here the handler only gets verified bytes. With a cluster key, the state carries an
+  HMAC. In any case, it must be a pickle of the state's own classes only. Anything else is ignored and replaced by
+  the next write. If the foreign writes continue, the start fails with an error that names the cause.
+- c10d compares the endpoint with the host name to find the node that hosts the store. This fails if the host name
+  resolves to loopback (Debian's default). Here, the node that can bind the endpoint's address hosts it (as in the doctor).
 
-Rejected: another encoding than the pickle (the handler pickles by itself, and its classes are private).
+Rejected: an encoding other than pickle (the handler itself pickles, and its classes are private).
 """
 
 import copy
@@ -50,13 +50,12 @@ from server.options.flag import OptionsError
 from server.options.reading import said_in_file
 from server.process.store.rendezvous import endpoint_of, option_value
 
-JOIN_S = 600  # c10d's own default of join_timeout
-MOST_FOREIGN = (
-    20  # values in the state's place that are no state of ours: nodes with two keys write one per second
-)
+JOIN_S = 600  # c10d's default join_timeout
+# Foreign values in place of the state that are tolerated; nodes with different keys write one per second.
+MOST_FOREIGN = 20
 _LOOK_S = 0.5
-_NOTHING = b"Y2FuaW1hZGFt"  # what c10d writes where there is no state yet
-# The handler's own classes, and what their fields hold. Containers and numbers need no class.
+_NOTHING = b"Y2FuaW1hZGFt"  # c10d's value for a missing state
+# The handler's own classes and those of their fields. Containers and numbers need no class.
 _STATE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState")
 _MAY_NAME = (
     _STATE,
@@ -66,14 +65,13 @@ _MAY_NAME = (
 
 
 class ForeignStateError(ValueError):
-    """Bytes that are no state of the handler's, or that somebody without the cluster key has written."""
+    """Bytes that are not a state of the handler, or that were written without the cluster key."""
 
 
 class _StateReader(pickle.Unpickler):
-    """Reads a state, and refuses to look up anything that a state does not consist of."""
+    """Reads a state, and rejects every class that does not belong to it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """See base class."""
         if (module, name) not in _MAY_NAME:
             raise ForeignStateError(f"it names {module}.{name}")
         return super().find_class(module, name)
@@ -83,53 +81,50 @@ def read_state(pickled: bytes) -> Any:
     """Return the handler's state.
 
     Raises:
-        ForeignStateError: it is something else; nothing that it names was looked up.
+        ForeignStateError: The bytes are something else. No class named in them was imported.
     """
     try:
         state = _StateReader(io.BytesIO(pickled)).load()
     except ForeignStateError:
         raise
-    except Exception as error:  # a stranger's bytes may make a reader raise anything
-        raise ForeignStateError(f"it is no pickle of a state ({type(error).__name__})") from error
+    except Exception as error:  # foreign bytes may raise any error
+        raise ForeignStateError(f"it is not a pickled state ({type(error).__name__})") from error
     if type(state).__name__ != _STATE[1]:
         raise ForeignStateError(f"it is a {type(state).__name__}")
     return state
 
 
 class StateBackend(RendezvousBackend):
-    """c10d's state in the store, of which the handler sees what was verified only.
+    """c10d's state in the store, restricted to verified states.
 
-    Where somebody has written something else, it sees the newest state that was verified, and its next write replaces
-    what is there. Names and encoding are c10d's, so that without a key nodes with `--rdzv-backend c10d` meet the others.
+    If a foreign value replaces the state, the handler sees the newest verified state, and its next write replaces the
+    value. Names and encoding are c10d's, so without a key, nodes with `--rdzv-backend c10d` can join the others.
     """
 
     def __init__(self, store: Store, run_id: str, key: bytes | None, *, tells: bool = True) -> None:
-        """`key`: the cluster's; None: states are not signed. `tells`: whether to print what is ignored."""
+        """Args: key: The cluster key; None leaves states unsigned. tells: Whether to log ignored values."""
         self._store, self._name, self._key, self._tells = store, f"torch.rendezvous.{run_id}", key, tells
-        self._verified: bytes | None = None  # the newest
-        self._foreign = _NOTHING  # what stands in the state's place, if it is no state of ours
+        self._verified: bytes | None = None  # the newest verified state
+        self._foreign = _NOTHING  # the foreign value in place of the state
         self._num_foreign = 0
-        self._is_complete = False  # all nodes had come, as the newest verified state says
+        self._is_complete = False  # whether all nodes had joined, according to the newest verified state
         self._call("compare_set", self._name, b"", _NOTHING)
 
     @property
     def name(self) -> str:
-        """See base class."""
         return "wideep"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class."""
         return self._verified_of(self._call("get", self._name))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See base class."""
         written = b64encode(self._signature(state) + state)
         found = self._call("compare_set", self._name, token or self._foreign, written)
         known = self._verified_of(found)
         return known and (*known, found == written)
 
     def _verified_of(self, found: bytes) -> tuple[bytes, Token] | None:
-        """Return the state of a value in the store, and the value; None if there is no state yet."""
+        """Return a value's state (or the newest verified one) and the value itself, or None if there is no state yet."""
         if found == _NOTHING:
             self._foreign = found
             return None
@@ -145,7 +140,7 @@ class StateBackend(RendezvousBackend):
         try:
             content = b64decode(found, validate=True)
         except ValueError as error:
-            raise ForeignStateError("it is no state") from error
+            raise ForeignStateError("it is not base64") from error
         if self._key is not None:
             signature, content = content[:MAC_BYTES], content[MAC_BYTES:]
             if not hmac.compare_digest(signature, self._signature(content)):
@@ -162,10 +157,10 @@ class StateBackend(RendezvousBackend):
         self._foreign = found
         self._num_foreign += 1
         text = (
-            f"the rendezvous state in the store is not ours ({why}): a node has another cluster key or none, or a stranger "
+            f"the rendezvous state in the store is not valid ({why}): a node has another cluster key or none, or a stranger "
             f"writes to the endpoint's port; {SAME_KEY}, and keep strangers out of this network"
         )
-        if self._num_foreign >= MOST_FOREIGN and not self._is_complete:  # a service that runs goes on
+        if self._num_foreign >= MOST_FOREIGN and not self._is_complete:  # a running service continues
             raise RendezvousStateError(text) from why
         if self._tells and self._num_foreign == 1:
             _say(f"{text}. It is ignored")
@@ -179,11 +174,11 @@ class StateBackend(RendezvousBackend):
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
-    """Return c10d's handler, once the endpoint can be reached.
+    """Return c10d's handler once the endpoint can be reached.
 
     Raises:
-        RendezvousConnectionError: it cannot, within --rdzv-conf's join_timeout.
-        RendezvousError: the cluster key cannot be read.
+        RendezvousConnectionError: The endpoint was unreachable for --rdzv-conf's join_timeout.
+        RendezvousError: The cluster key cannot be read.
     """
     key = cluster_key_of(params, sys.argv)
     has_others = params.min_nodes > 1
@@ -192,20 +187,20 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         _await_endpoint(params)
     store = _open_store(params, is_host=is_host)
     if has_others:
-        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+        own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         watched = StateBackend(own, params.run_id, key, tells=False)
         threading.Thread(target=_name_those_here, args=(watched, params.min_nodes), daemon=True).start()
     return create_handler(store, StateBackend(store, params.run_id, key), params)
 
 
 def cluster_key_of(params: RendezvousParameters, command: Sequence[str]) -> bytes | None:
-    """Return the cluster key of the workers that this torchrun starts; None: they have none.
+    """Return the cluster key of the workers that this torchrun starts, or None if they have none.
 
-    It is the one of --rdzv-conf cluster_key_file=FILE, else of the worker's own --cluster-key-file, which is a part of torchrun's
-    command line, else of the worker's --config.
+    In order of precedence: --rdzv-conf cluster_key_file=FILE; the worker's --cluster-key-file, which is part of
+    torchrun's command line; the worker's --config.
 
     Raises:
-        RendezvousError: the file cannot be used.
+        RendezvousError: The file cannot be used.
     """
     path = params.get("cluster_key_file") or option_value(command, "cluster-key-file")
     worker = list(command[command.index("worker") :]) if "worker" in command else []
@@ -219,13 +214,13 @@ def cluster_key_of(params: RendezvousParameters, command: Sequence[str]) -> byte
 
 
 def _is_host(params: RendezvousParameters) -> bool:
-    """Whether this node is to host the store."""
+    """Return whether this node hosts the store."""
     said = params.get_as_bool("is_host")
     return has_endpoint(endpoint_of(params.endpoint).host) if said is None else said
 
 
 def _open_store(params: RendezvousParameters, *, is_host: bool) -> Store:
-    """Open c10d's store, and host it if this node has the endpoint, unless another torchrun of this machine does already."""
+    """Open c10d's store. Host it if this node has the endpoint and no other local torchrun hosts it already."""
     try:
         return create_backend(_with_host(params, is_host))[1]
     except RendezvousConnectionError:
@@ -249,20 +244,20 @@ def _await_endpoint(params: RendezvousParameters) -> None:
 
 
 def _name_those_here(backend: StateBackend, num_nodes: int) -> None:
-    """Say who has come, and again whenever that changes, until all have."""
+    """Log which nodes have joined, and every change, until all have."""
     begun_s, said = time.monotonic(), list[str]()
     while (here := _nodes_here(backend)) is not None:
         if here and here != said and time.monotonic() - begun_s > SAY_AFTER_S:
-            _say(f"waiting for {who_is_here(here, num_nodes)}; start the same line there")
+            _say(f"waiting for {who_is_here(here, num_nodes)}; run the same command there")
             said = here
         time.sleep(_LOOK_S)
 
 
 def _nodes_here(backend: StateBackend) -> list[str] | None:
-    """Return the addresses of those that have come; None: nobody is waited for any more."""
+    """Return the addresses of the nodes that have joined, or None when the rendezvous is over."""
     try:
         found = backend.get_state()
-    except RendezvousError:  # the store is gone, or others write to it; torchrun says so
+    except RendezvousError:  # no store, or foreign writes; torchrun reports it
         return None
     if found is None:
         return []

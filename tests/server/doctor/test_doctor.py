@@ -41,7 +41,7 @@ def test_one_node_as_json_is_one_object_and_nothing_else() -> None:
     assert [check["check"] for check in said["checks"]] == NAMES
     (failure,) = [check for check in said["checks"] if check["status"] == "failure"]
     assert (failure["check"], failure["node"]) == ("gloo interface", "")
-    assert "'no-such-interface' and there is no such interface" in failure["text"] and failure["remedy"]
+    assert "'no-such-interface', but there is no such interface" in failure["text"] and failure["remedy"]
 
 
 def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
@@ -65,13 +65,13 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nnodes", "2"], "--nnodes is 2: give --rdzv-endpoint HEAD:PORT too, where the nodes meet"),
+        (["--nnodes", "2"], "--nnodes is 2, so --rdzv-endpoint HEAD:PORT is required: the address where the nodes meet"),
         (["--nnodes", "0"], "--nnodes is 0; it must be 1 to 4096"),
-        (["--rdzv-endpoint", "h:1"], "--rdzv-endpoint is where several nodes meet: give --nnodes too, their number"),
+        (["--rdzv-endpoint", "h:1"], "--rdzv-endpoint requires --nnodes, the number of nodes that meet there"),
         (["--nproc-per-node", "0"], "--nproc-per-node is 0; it must be at least 1"),
-        (["-dp", "4", "--nproc-per-node", "3"], "--nproc-per-node is 3 and --data-parallel-size 4; both are the ranks of a node, as torchrun starts them: leave one out"),
+        (["-dp", "4", "--nproc-per-node", "3"], "--nproc-per-node is 3, but --data-parallel-size is 4; both mean the ranks of a node, as torchrun starts them: remove one"),
         (["--wait-seconds", "0"], "--wait-seconds is 0; it must be above 0 and at most 86400 (a day)"),
-        (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; give HOST:PORT, such as 10.0.0.1:29400"),
+        (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; it must be HOST:PORT, such as 10.0.0.1:29400"),
         (["--port", "70000"], "--port is 70000; it must be 0 to 65535"),
         (["--ndoes", "2"], "--ndoes is no flag of `wideep doctor` (did you mean --nnodes?); `wideep doctor --help` lists them"),
     ],
@@ -85,4 +85,4 @@ def test_a_command_line_that_says_nothing_sensible_is_one_sentence_and_status_2(
 
 def test_more_ranks_than_gpus_can_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--port=0", "--device=cuda"]) == 1
-    assert "--device is cuda, which cannot be used: " in capsys.readouterr().out
+    assert "--device is cuda, but it is unusable: " in capsys.readouterr().out

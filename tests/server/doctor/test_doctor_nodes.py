@@ -87,7 +87,7 @@ def test_two_equal_nodes_are_green_and_their_link_and_dispatch_are_measured(
             assert link["figures"]["there_gbit"] > 0 and link["figures"]["latency_ms"] > 0
             dispatches = checks_of(result, "dispatch")
             assert [check["status"] for check in dispatches] == ["ok", "ok"]
-            assert dispatches[0]["text"].startswith("64 tokens per node of 256 x bfloat16, 2 of 4 experts")
+            assert dispatches[0]["text"].startswith("64 tokens per node (256 x bfloat16, 2 of 4 experts)")
             assert dispatches[1]["figures"]["sent_bytes"] > dispatches[0]["figures"]["sent_bytes"] > 0
 
 
@@ -109,7 +109,7 @@ def test_another_checkpoint_other_libraries_and_a_wrong_interface_are_named_on_b
                 "the nodes have different checkpoints: model.safetensors"
             )
             assert [said[name]["status"] for name in ("versions", "checkpoints", "reach")] == ["failure"] * 3
-            assert "127.0.0.1 leads to no other machine" in said["reach"]["text"]
+            assert "127.0.0.1 is a loopback address" in said["reach"]["text"]
             assert said["dispatch"]["status"] == "not here"
             gloo = [check for check in checks_of(result, "gloo interface") if check["status"] == "failure"]
             assert len(gloo) == 1 and "set GLOO_SOCKET_IFNAME=veth0 (10.213.7.2)" in gloo[0]["remedy"]
@@ -121,8 +121,8 @@ def test_a_node_that_does_not_come_is_named_within_seconds_by_those_that_do(name
         begun_s = time.monotonic()
         for process in running:
             assert process.stderr is not None
-            told = next(line for line in process.stderr if "waiting for 1 of 3 nodes (here: " in line)
-            assert "(10.213.7.1)" in told and "(10.213.7.2)" in told and "start the same line there" in told
+            told = next(line for line in process.stderr if "waiting for 1 of 3 nodes (joined: " in line)
+            assert "(10.213.7.1)" in told and "(10.213.7.2)" in told and "run the same command there" in told
         assert time.monotonic() - begun_s < WAIT_S / 2
 
 
@@ -132,7 +132,7 @@ def test_the_endpoints_node_that_does_not_come_is_named_within_seconds(namespace
         begun_s = time.monotonic()
         line = process.stderr.readline()
         assert line.startswith(
-            f"wideep doctor: trying to reach the endpoint: nothing listens at {ENDPOINT}; start the"
+            f"wideep doctor: trying to reach the endpoint: nothing listens at {ENDPOINT}; run the"
         )
         assert time.monotonic() - begun_s < WAIT_S / 2
 
@@ -141,7 +141,7 @@ def test_a_firewall_before_the_endpoint_is_named(namespaces: list[str]) -> None:
     close_ports(namespaces[0], "29400")
     with doctors(namespaces, [[], []], wait_s=8) as (head, other):
         found, said = results([head])[0], results([other])[0]
-    assert "1 of 2 nodes (here: " in checks_of(found, "nodes")[0]["text"]
+    assert "1 of 2 nodes (joined: " in checks_of(found, "nodes")[0]["text"]
     (nodes,) = checks_of(said, "nodes")
     assert (
         "this node cannot reach the endpoint: 10.213.7.1:29400 does not answer; check the address"
@@ -156,7 +156,7 @@ def test_a_firewall_before_the_ports_of_ranks_is_named_on_both_nodes(namespaces:
         for result in results(running):
             texts = [check["text"] for check in checks_of(result, "reach")]
             assert any(
-                "(10.213.7.2) does not reach " in text and "does not answer" in text for text in texts
+                "(10.213.7.2) cannot reach " in text and "does not answer" in text for text in texts
             ), texts
             assert [check["status"] for check in checks_of(result, "dispatch")] == ["not here"]
             assert result["exit"] == 1
@@ -173,6 +173,6 @@ def test_an_endpoint_where_another_program_listens_is_named(namespaces: list[str
             with doctors(namespaces, [[], []]) as running:
                 for result in results(running):
                     (nodes,) = checks_of(result, "nodes")
-                    assert nodes["text"].startswith(f"what listens at {ENDPOINT} is no doctor")
+                    assert nodes["text"].startswith(f"another program uses {ENDPOINT}")
         finally:
             other.kill()

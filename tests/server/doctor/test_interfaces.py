@@ -37,12 +37,12 @@ def test_this_machines_interfaces_are_found_with_their_addresses() -> None:
     [
         ({}, "10.0.0.7", ("eth0", "10.0.0.7"), "the host name node resolves to it"),
         ({}, "127.0.1.1", ("lo", "127.0.1.1"), "the host name node resolves to it"),
-        ({}, "", ("lo", "127.0.0.1"), "the host name node has no address of this node"),
+        ({}, "", ("lo", "127.0.0.1"), "the host name node resolves to no address of this node"),
         (
             {"GLOO_SOCKET_IFNAME": "ib0,eth0"},
             "10.0.0.7",
             ("ib0", "10.9.0.7"),
-            "GLOO_SOCKET_IFNAME names it",
+            "GLOO_SOCKET_IFNAME selects it",
         ),
     ],
 )
@@ -61,7 +61,8 @@ def test_an_interface_that_cannot_be_taken_is_a_failure(name: str, says: str) ->
     check = check_gloo(taken, ALL, has_other_nodes=False)
     assert check.status is CheckStatus.FAILURE
     assert (
-        says in check.sentence and "interfaces with an address are lo, docker0, eth0, ib0" in check.sentence
+        says in check.sentence
+        and "choose an interface with an address (lo, docker0, eth0, ib0)" in check.sentence
     )
 
 
@@ -71,7 +72,7 @@ def test_loopback_is_good_for_one_node_and_a_failure_with_others() -> None:
     check = check_gloo(taken, ALL, has_other_nodes=True)
     assert check.status is CheckStatus.FAILURE
     assert check.sentence == (
-        "gloo takes lo (127.0.1.1), because the host name node resolves to it; other nodes cannot reach it: "
+        "gloo uses lo (127.0.1.1), because the host name node resolves to it; other nodes cannot reach it: "
         "set GLOO_SOCKET_IFNAME=eth0 (10.0.0.7) on this node"
     )
     assert "connect this node to a network" in check_gloo(taken, [LO], has_other_nodes=True).sentence
@@ -80,24 +81,29 @@ def test_loopback_is_good_for_one_node_and_a_failure_with_others() -> None:
 @pytest.mark.parametrize(
     ("said", "interfaces", "status", "text"),
     [
-        ("", ALL, CheckStatus.OK, "NCCL takes ib0 (10.9.0.7), because its name begins with ib"),
+        ("", ALL, CheckStatus.OK, "NCCL uses ib0 (10.9.0.7), because its name begins with ib"),
         (
             "",
             [LO, DOCKER, ETH0],
             CheckStatus.OK,
-            "NCCL takes eth0 (10.0.0.7), because it is neither docker nor lo",
+            "NCCL uses eth0 (10.0.0.7), because it is neither docker nor lo",
         ),
-        ("", [LO, DOCKER], CheckStatus.WARNING, "because there is none but docker, a bridge of containers"),
-        ("", [LO], CheckStatus.FAILURE, "because there is none but lo; other nodes cannot reach it"),
-        ("eth", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7), because NCCL_SOCKET_IFNAME is eth"),
+        (
+            "",
+            [LO, DOCKER],
+            CheckStatus.WARNING,
+            "because only docker interfaces are left, which is a container bridge",
+        ),
+        ("", [LO], CheckStatus.FAILURE, "because only lo is left; other nodes cannot reach it"),
+        ("eth", ALL, CheckStatus.OK, "NCCL uses eth0 (10.0.0.7), because NCCL_SOCKET_IFNAME is eth"),
         (
             "=eth",
             ALL,
             CheckStatus.FAILURE,
             "NCCL finds no interface with an address (NCCL_SOCKET_IFNAME is =eth",
         ),
-        ("^ib,docker,lo", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7)"),
-        ("=ib0,eth0", ALL, CheckStatus.OK, "NCCL takes eth0 (10.0.0.7), ib0 (10.9.0.7)"),
+        ("^ib,docker,lo", ALL, CheckStatus.OK, "NCCL uses eth0 (10.0.0.7)"),
+        ("=ib0,eth0", ALL, CheckStatus.OK, "NCCL uses eth0 (10.0.0.7), ib0 (10.9.0.7)"),
     ],
 )
 def test_nccl_takes_what_is_selected_else_ib_else_others(

@@ -89,7 +89,7 @@ def test_a_closed_port_is_named_by_both_ends() -> None:
     found = all_nodes(["a", "b"], check)
     assert found[0] == found[1]
     assert [(check.status, check.text) for check in found[0]] == [
-        (CheckStatus.FAILURE, "a does not reach b on lo: nothing listens at 127.0.0.1 port 1")
+        (CheckStatus.FAILURE, "a cannot reach b on lo: nothing listens at 127.0.0.1 port 1")
     ]
 
 
@@ -100,7 +100,7 @@ def test_a_closed_port_is_named_by_both_ends() -> None:
             Taken("eth7", "", "GLOO_SOCKET_IFNAME names it", "there is none"),
             "on eth7: eth7 has no address there",
         ),
-        (Taken("lo", "127.0.1.1", "the host name"), "on lo: 127.0.1.1 leads to no other machine"),
+        (Taken("lo", "127.0.1.1", "the host name"), "on lo: 127.0.1.1 is a loopback address"),
     ],
 )
 def test_a_wrong_interface_is_named_by_both_ends(
@@ -117,24 +117,24 @@ def test_a_wrong_interface_is_named_by_both_ends(
 
     found = all_nodes(["a", "b"], check)
     assert found[0] == found[1]
-    assert any(f"a does not reach b {says}" == check.text for check in found[0])
+    assert any(f"a cannot reach b {says}" == check.text for check in found[0])
 
 
 @pytest.mark.parametrize(
     ("figures", "status", "says"),
     [
-        (GOOD, CheckStatus.OK, "a and b: 20.0 and 22.0 Gbit/s, round trip 0.10 ms (99 % within 0.20)"),
+        (GOOD, CheckStatus.OK, "a and b: 20.0 and 22.0 Gbit/s, round trip 0.10 ms (p99 0.20 ms)"),
         (GOOD._replace(back_gbit=0.4), CheckStatus.WARNING, "which is slow: see docs/nodes.md"),
         (GOOD._replace(latency_ms=3.0), CheckStatus.WARNING, "which is slow"),
         (
             GOOD._replace(there_gbit=8.0),
             CheckStatus.WARNING,
-            "half of all pairs have 20.0: look at the cable",
+            "the median of all pairs is 20.0 Gbit/s: check the cable",
         ),
         (
             "TimeoutError: timed out",
             CheckStatus.FAILURE,
-            "a and b could not measure: TimeoutError: timed out",
+            "a and b: the measurement failed: TimeoutError: timed out",
         ),
     ],
 )
@@ -148,5 +148,5 @@ def test_a_clock_that_is_off_is_a_warning_with_its_node() -> None:
     checks = judge(["a", "b"], {(0, 1): GOOD._replace(skew_s=-7.25)})
     assert checks[1].status is CheckStatus.WARNING
     assert checks[1].sentence.startswith(
-        "the clock of b is -7.2 s off that of a: let both follow a time server"
+        "the clock of b is -7.2 s off that of a: synchronise both with a time server"
     )

@@ -91,7 +91,7 @@ def test_a_healthy_machine_is_green_and_what_it_lacks_is_not_here(machine: Machi
     absent = {name for name, check in found.items() if check.status is CheckStatus.NOT_HERE}
     assert absent == {"driver", "GPUs", "GPU links", "NCCL", "NVSHMEM", "RDMA", "NCCL interface"}
     assert found["processor"].text.endswith("cores, 0.0 GiB of memory free")
-    assert found["huge pages"].text == "transparent: madvise; 7 reserved (none are needed)"
+    assert found["huge pages"].text == "transparent: madvise; 7 reserved (none needed)"
 
 
 def test_the_node_that_listens_holds_all_ranks_requests_and_the_others_need_no_port(machine: Machine) -> None:
@@ -104,7 +104,8 @@ def test_the_node_that_listens_holds_all_ranks_requests_and_the_others_need_no_p
     )
     assert of_all["HTTP"].status is CheckStatus.FAILURE
     assert (
-        of_all["open files"].status is CheckStatus.WARNING and "32,768 requests" in of_all["open files"].text
+        of_all["open files"].status is CheckStatus.WARNING
+        and "32,768 concurrent requests" in of_all["open files"].text
     )
     assert own["HTTP"].status is CheckStatus.NOT_HERE and not own["open files"].is_wrong
 
@@ -117,7 +118,7 @@ def test_gpus_their_driver_links_and_libraries_are_told(machine: Machine, tmp_pa
     found = by_name(doctor.check_gpus(machine, GPUS))
     assert found["driver"].text == "NVIDIA 580.65.06"
     assert found["GPUs"].text.startswith("3: NVIDIA H200 with 140.0 GiB free, ")
-    assert found["GPU links"].text == "each of 3 GPUs reads the others' memory"
+    assert found["GPU links"].text == "all 3 GPUs can access each other's memory"
     assert found["NCCL"].text == "2.28.9"
 
 
@@ -149,7 +150,7 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], CheckStatus, str]] = [
         "few files",
         lambda m, _: doctor.check_open_files(replace(m, limit_of=lambda _: 256), options(), 2),
         CheckStatus.WARNING,
-        "at most 256 may be open; 128 requests at once need about 416: ulimit -n 512",
+        "limit 256, but 128 concurrent requests need about 416: ulimit -n 512",
     ),
     (
         "small /dev/shm",
@@ -170,7 +171,7 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], CheckStatus, str]] = [
             doctor.check_ports(m),
         )[1],
         CheckStatus.WARNING,
-        "from 60000 to 60100, which are few",
+        "from 60000 to 60100, a small range",
     ),
     (
         "RDMA port down",
@@ -182,13 +183,13 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], CheckStatus, str]] = [
         "RDMA without its devices",
         lambda m, root: (add_rdma(root, has_devices=False), doctor.check_rdma(m))[1],
         CheckStatus.WARNING,
-        "infiniband is missing: give the container its devices",
+        "infiniband is missing: pass the devices to the container",
     ),
     (
         "RDMA may not lock",
         lambda m, root: (add_rdma(root), doctor.check_locked_memory(m))[1],
         CheckStatus.WARNING,
-        "at most 8,192 KiB, and RDMA pins what it sends: ulimit -l unlimited",
+        "at most 8,192 KiB, but RDMA pins its buffers: ulimit -l unlimited",
     ),
     (
         "old processor",
@@ -206,7 +207,7 @@ WRONG: list[tuple[str, Callable[[Machine, Path], Check], CheckStatus, str]] = [
         "HTTP elsewhere",
         lambda _m, _: doctor.check_http(options(host="198.51.100.1", port=8000)),
         CheckStatus.FAILURE,
-        "which is no address of this machine",
+        "which is not an address of this machine",
     ),
 ]
 
@@ -255,7 +256,7 @@ def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
     monkeypatch.setattr(doctor, "version_of", lambda name: {"transformers": "6.0.1"}.get(name, "99.0"))
     check = doctor.check_packages(["torch", "transformers", "numpy"])
     assert check.status is CheckStatus.FAILURE
-    assert check.text.startswith("transformers is 6.0.1, needed is <6,>=5.")
+    assert check.text.startswith("transformers is 6.0.1, but <6,>=5.")
 
 
 @pytest.mark.parametrize(
@@ -289,9 +290,9 @@ def test_a_models_files_and_its_memory_at_n_ranks_are_checked(
     fits = replace(options(), model=str(write_checkpoint(tmp_path / "model")), device="cpu")
     of = lambda: list(doctor.check_model(fits, num_ranks=4, num_local_ranks=2, gpu_bytes=None))  # noqa: E731
     files, memory = of()
-    assert files.text == "mixtral, 1 weight file of 0.0 GiB, whole"
-    assert memory.text.startswith("a rank of 4 keeps 0.0 GiB of weights; ")
+    assert files.text == "mixtral, 1 weight file of 0.0 GiB, complete"
+    assert memory.text.startswith("each of 4 ranks holds 0.0 GiB of weights; ")
     monkeypatch.setattr("server.process.preflight.checks.available_bytes", lambda: 1 << 20)
-    assert of()[1].status is CheckStatus.FAILURE and "2 ranks on this node would take about" in of()[1].text
+    assert of()[1].status is CheckStatus.FAILURE and "2 ranks on this node would need about" in of()[1].text
     (tmp_path / "model" / "model.safetensors").write_bytes(b"cut")
     assert [check.status for check in of()] == [CheckStatus.FAILURE]

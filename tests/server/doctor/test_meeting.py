@@ -54,8 +54,8 @@ def test_a_missing_node_is_told_while_waiting_and_ends_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(subject, "SAY_AFTER_S", 0.05)
     said: list[str] = []
     text = one_sentence(lambda: meet(endpoint(), 3, "a", timeout_s=0.5, say=said.append))
-    assert said == ["waiting for 2 of 3 nodes (here: a); start the same line there"]
-    assert text.startswith("2 of 3 nodes (here: a) did not come within 0.5 s; start the same line there")
+    assert said == ["waiting for 2 of 3 nodes (joined: a); run the same command there"]
+    assert text.startswith("2 of 3 nodes (joined: a) did not join within 0.5 s; run the same command there")
 
 
 def test_a_doctor_with_another_number_of_nodes_is_refused_and_both_sides_say_so() -> None:
@@ -74,21 +74,21 @@ def test_a_doctor_with_another_number_of_nodes_is_refused_and_both_sides_say_so(
         assert was_refused.wait(TIMEOUT_S)
         with meet(place, 2, "c", timeout_s=TIMEOUT_S, say=quiet), first.result(TIMEOUT_S) as met:
             assert met.names == ["a", "c"]
-    assert said[0].startswith("b came and was refused: --nnodes is 3 there and 2 where the endpoint is")
+    assert said[0].startswith("b was refused: --nnodes is 3, but 2 on the endpoint's node")
 
 
 def test_an_endpoint_that_nobody_knows_is_one_sentence() -> None:
     place = Endpoint.parse("no-such-host.invalid:29400")
     text = one_sentence(lambda: meet(place, 2, "a", timeout_s=TIMEOUT_S, say=quiet))
     assert text.startswith(
-        "--rdzv-endpoint is no-such-host.invalid:29400, whose host this node does not know ("
+        "--rdzv-endpoint is no-such-host.invalid:29400, but this node cannot resolve the host ("
     )
 
 
 @pytest.mark.parametrize("text", ["head", "head:", ":29400", "head:0", "head:x", "head:\u00b2", "head:65536"])
 def test_what_is_no_endpoint_is_one_sentence(text: str) -> None:
     assert one_sentence(lambda: Endpoint.parse(text)).startswith(
-        f"--rdzv-endpoint is {text!r}; give HOST:PORT"
+        f"--rdzv-endpoint is {text!r}; it must be HOST:PORT"
     )
 
 
@@ -97,7 +97,7 @@ def test_a_port_that_another_program_has_is_one_sentence(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = Endpoint("127.0.0.1", other.getsockname()[1])
         text = one_sentence(lambda: meet(place, 2, "a", timeout_s=TIMEOUT_S, say=quiet))
-    assert text.startswith(f"what listens at {place} is no doctor (a service that runs?); end it, or give")
+    assert text.startswith(f"another program uses {place} (perhaps a running service); stop it, or choose")
 
 
 def test_a_node_that_leaves_is_named_to_the_others() -> None:
@@ -116,7 +116,7 @@ def test_a_node_that_leaves_is_named_to_the_others() -> None:
         with first.result(TIMEOUT_S) as met:
             text = one_sentence(lambda: met.gather("stage", 1, TIMEOUT_S))
         leaving.result(TIMEOUT_S)
-    assert text == "b has ended early; see what its doctor says there"
+    assert text == "b exited early; see its doctor's output"
 
 
 @pytest.mark.slow  # it waits for the one that says nothing

@@ -218,7 +218,7 @@ def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) ->
 
 
 @pytest.mark.parametrize(
-    ("reason", "heard"), [("out of memory", "out of memory"), ("", "it left without being asked")]
+    ("reason", "heard"), [("out of memory", "out of memory"), ("", "it left without a request to stop")]
 )
 def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
     front: FrontEnd, reason: str, heard: str
@@ -228,7 +228,7 @@ def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
     assert front.events.get(timeout=30) == ("lost", 0, heard)
 
 
-@pytest.mark.parametrize(("lived_s", "heard"), [(4.0, "; it was started again as often"), (6.0, "")])
+@pytest.mark.parametrize(("lived_s", "heard"), [(4.0, "; it was already restarted as often"), (6.0, "")])
 def test_a_loss_says_when_the_rank_stays_away(
     front: FrontEnd, monkeypatch: pytest.MonkeyPatch, lived_s: float, heard: str
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_rank_that_comes_back_before_its_broken_connection_is_noticed_takes_it
 def test_a_rank_that_the_front_fails_to_take_may_attach_again(front: FrontEnd) -> None:
     told = front.ranks._told
     attached, told.attached = told.attached, lambda _facts: 1 / 0  # type: ignore[method-assign]
-    with pytest.raises(LinkError, match="was lost before it took rank 0") as caught:
+    with pytest.raises(LinkError, match="was lost before it accepted rank 0") as caught:
         link_to(front, Queue()).open(30)
     assert not isinstance(caught.value, RefusedError), "the front has not refused it"
     assert front.events.get(timeout=30)[:2] == ("lost", 0) and not front.ranks.attached
@@ -308,7 +308,7 @@ def test_a_front_that_dies_before_its_welcome_has_not_refused_the_rank(front: Fr
     closing = threading.Thread(target=lambda: greeted.wait(30) and front.run(front.ranks.close()))
     closing.start()
     link = link_to(front, Queue())
-    with pytest.raises(LinkError, match="was lost before it took rank 0") as caught:
+    with pytest.raises(LinkError, match="was lost before it accepted rank 0") as caught:
         link.open(30)
     assert not isinstance(caught.value, RefusedError)
     closing.join(30)
@@ -370,7 +370,7 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s + 31)
     stream.write_begun_s = now_s
     front.say(front.ranks.abort, 0, "r")
-    assert front.events.get(timeout=30) == ("lost", 0, "it has read nothing for 30 s")
+    assert front.events.get(timeout=30) == ("lost", 0, "it has not read its messages for 30 s")
 
 
 def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
@@ -401,7 +401,7 @@ def test_an_error_in_what_takes_a_message_is_a_loss_that_is_told(front: FrontEnd
     front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
     assert heard.get(timeout=30) == (
         "lost",
-        "a message of the front could not be taken: ZeroDivisionError: division by zero",
+        "invalid message from the front: ZeroDivisionError: division by zero",
         False,
     )
 
@@ -477,9 +477,9 @@ def test_with_a_cluster_key_messages_come_in_both_directions() -> None:
 @pytest.mark.parametrize(
     ("fronts", "ranks", "reason"),
     [
-        (KEY, OTHER_KEY, "the cluster key is another one"),
-        (KEY, None, "the front has a cluster key, and it has none"),
-        (None, KEY, "it has a cluster key, and the front has none"),
+        (KEY, OTHER_KEY, "the cluster keys differ"),
+        (KEY, None, "the front has a cluster key, but it does not"),
+        (None, KEY, "it has a cluster key, but the front does not"),
     ],
 )
 def test_a_rank_without_the_fronts_cluster_key_is_refused_and_both_sides_say_why(
@@ -523,7 +523,7 @@ def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:
-        with pytest.raises(LinkError, match="the cluster key is another one"):
+        with pytest.raises(LinkError, match="the cluster keys differ"):
             RankLink(address, "secret", FACTS, Told(), cluster_key=KEY).open(30)
     finally:
         server.stop(0)
@@ -531,7 +531,7 @@ def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
 
 def test_a_claim_is_answered_under_the_cluster_key_only() -> None:
     with front_with(KEY) as front:
-        with pytest.raises(LinkError, match="the front has a cluster key, and it has none"):
+        with pytest.raises(LinkError, match="the front has a cluster key, but it does not"):
             claim(front.address, "secret", Claim("new", 0, 1), 30)
-        with pytest.raises(LinkError, match="the cluster key is another one"):
+        with pytest.raises(LinkError, match="the cluster keys differ"):
             claim(front.address, "secret", Claim("new", 0, 1), 30, cluster_key=OTHER_KEY)

@@ -13,11 +13,11 @@ from server.process.greeting import address_elsewhere
         ("http://10.213.7.9:8000", "head:41", "http://10.213.7.9:8000"),
         ("http://127.0.0.1:8000", "127.0.0.1:41", "http://127.0.0.1:8000"),
         ("unix:/run/w.sock", "127.0.0.1:41", "unix:/run/w.sock"),
-        ("unix:/run/w.sock", "head:41", "unix:/run/w.sock on head alone"),
+        ("unix:/run/w.sock", "head:41", "unix:/run/w.sock (on head only)"),
         (
             "http://127.0.0.1:8000",
             "head:41",
-            "http://127.0.0.1:8000 on head alone (--host 0.0.0.0 lets other machines ask)",
+            "http://127.0.0.1:8000 (on head only; --host 0.0.0.0 opens it to others)",
         ),
     ],
 )

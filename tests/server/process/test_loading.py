@@ -125,7 +125,7 @@ def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_s
         "device",
         "rebalancing",
         "weights",
-        "a",
+        "step",
         "drafts",
         "API",
         "dashboard",

@@ -107,11 +107,13 @@ def test_a_node_that_is_late_is_named_and_waited_for(
         assert has_said.wait(TIMEOUT_S)
         check_nodes_together(own, place(2, of=4), model, key, "host1", ON_LOOPBACK)
         first.result(TIMEOUT_S)
-    assert said[0].startswith("wideep: rank 0 has waited 0 s for the node of rank 2; see what it says there")
+    assert said[0].startswith(
+        "wideep: rank 0 has waited 0 s for the node of rank 2; check the messages on that node"
+    )
 
 
 def test_a_node_without_the_key_of_another_says_so(store: HashStore, tmp_path: Path) -> None:
     signed = SignedStore(store, b"k" * 32)
     signed.set("names/0", json.dumps({"num_ranks": 2, "value": "host0"}))
-    with pytest.raises(NodesDifferError, match="the node of rank 0 has a cluster key, and this one has none"):
+    with pytest.raises(NodesDifferError, match="the node of rank 0 has a cluster key, but this one does not"):
         check_nodes_together(store, place(2, of=4), tmp_path, None, "host1", ON_LOOPBACK)

@@ -52,7 +52,7 @@ def test_a_place_is_read_from_torchruns_variables() -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_missing_variable_is_named(name: str) -> None:
-    with pytest.raises(PlaceError, match=f"{name} is not set: `wideep worker` is started by torchrun"):
+    with pytest.raises(PlaceError, match=f"{name} is not set: torchrun must start `wideep worker`"):
         place_from({key: value for key, value in GOOD.items() if key != name})
 
 
@@ -242,7 +242,7 @@ def test_a_head_whose_host_name_resolves_to_loopback_says_for_whom_it_waits(
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             wait_until(
-                lambda: "wideep: waiting for 1 of 2 nodes (here: " in output.read_text(), output.read_text
+                lambda: "wideep: waiting for 1 of 2 nodes (joined: " in output.read_text(), output.read_text
             )
         finally:
             process.kill()

@@ -105,7 +105,7 @@ def test_what_a_stranger_writes_is_ignored_and_replaced(
         token = written[1]
         assert other.get_state() == written[:2]
     assert not (tmp_path / "ran").exists()
-    assert "the rendezvous state in the store is not ours" in capfd.readouterr().err
+    assert "the rendezvous state in the store is not valid" in capfd.readouterr().err
 
 
 def test_a_state_is_written_over_what_it_was_derived_from_only(store: TCPStore) -> None:
@@ -226,4 +226,4 @@ def test_a_real_torchrun_runs_nothing_that_a_stranger_writes(tmp_path: Path, wit
     said = [(tmp_path / f"{node}.txt").read_text() for node in (0, 1)]
     assert statuses == [0, 0] and all("worker" in each for each in said), said
     assert not (tmp_path / "ran").exists()
-    assert "the rendezvous state in the store is not ours" in said[0]
+    assert "the rendezvous state in the store is not valid" in said[0]

@@ -109,7 +109,7 @@ def test_serve_ends_when_no_rank_is_left(tmp_path: Path) -> None:
             lambda: (service.directory / "engine-1.told").exists(), lambda: "the second rank does not serve"
         )
         os.kill(service.pid("engine-1"), signal.SIGKILL)
-        service.wait_for_output("the service goes on without rank 1")
+        service.wait_for_output("the service continues without rank 1")
         assert not has_ended(service.process.pid, 0.3)
         for restarts in range(1, 4):
             os.kill(service.pid("engine-0"), signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
         with start_serve(model, f"--port={port}") as service:
             assert service.end()[0] == 1
             assert service.output() == (
-                f"wideep serve: port {port} on 127.0.0.1 is in use by another program; give another --port "
+                f"wideep serve: port {port} on 127.0.0.1 is in use by another program; choose another --port "
                 "(0 takes a free one)\n"
             )
             assert service.pids() == {}
@@ -228,14 +228,21 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     assert "Authorization" not in text and "export" not in text
     for path in ("dashboard", "docs", "metrics"):
         assert f"  http://127.0.0.1:8000/{path} " in text
-    assert "KV cache: 200,000 tokens; 24.4 requests of 8,192 tokens at once, up to 128 shorter ones." in text
+    assert (
+        "KV cache: 200,000 tokens, for 24.4 requests of 8,192 tokens in parallel, or up to 128 shorter ones."
+        in text
+    )
     assert "KV cache" not in greeting(options, None, seconds=3.4, environment={})
 
 
 @pytest.mark.parametrize(
     ("environment", "header", "export"),
     [
-        ({}, "$WIDEEP_API_KEY", "with a key of --api-key in place of KEY:\n\n  export WIDEEP_API_KEY=KEY\n"),
+        (
+            {},
+            "$WIDEEP_API_KEY",
+            "First, replace KEY with a key from --api-key:\n\n  export WIDEEP_API_KEY=KEY\n",
+        ),
         ({"WIDEEP_API_KEY": "secret"}, "$WIDEEP_API_KEY", None),
         ({"WIDEEP_API_KEY": "secret other"}, "${WIDEEP_API_KEY%% *}", None),
     ],
@@ -261,7 +268,7 @@ def test_with_keys_the_greeting_s_lines_work_in_the_shell_that_has_one_or_say_wh
 def test_a_key_file_is_named_where_keys_come_from_it() -> None:
     options = options_from(build_parser().parse_args(["serve", "m"]), {})
     options = replace(options, http=replace(options.http, api_key_file="keys"), data_parallel_size=1)
-    assert "with a key of keys in place of KEY" in greeting(options, None, seconds=3.4, environment={})
+    assert "First, replace KEY with a key from keys:" in greeting(options, None, seconds=3.4, environment={})
 
 
 @pytest.mark.parametrize("host, reached", [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.1.2.3", "10.1.2.3")])

@@ -38,7 +38,7 @@ def meet(params: RendezvousParameters) -> RendezvousInfo:
 @pytest.mark.parametrize(
     ("first", "says"),
     [
-        (1, "wideep: waiting for 1 of 2 nodes (here: 127.0.0.1); start the same line there"),
+        (1, "wideep: waiting for 1 of 2 nodes (joined: 127.0.0.1); run the same command there"),
         (0, "wideep: trying to reach the endpoint: nothing listens at 127.0.0.1:"),
     ],
     ids=["the endpoint's node comes first", "the endpoint's node comes last"],

@@ -51,7 +51,7 @@ def test_a_file_that_a_killed_service_left_is_taken_over(tmp_path: Path) -> None
     check_path(path)
     with (
         listening_at(path),
-        pytest.raises(OptionsError, match="which another program listens on; give another"),
+        pytest.raises(OptionsError, match="which another program listens on; choose another"),
     ):
         check_path(path)
 
@@ -59,9 +59,9 @@ def test_a_file_that_a_killed_service_left_is_taken_over(tmp_path: Path) -> None
 def test_what_is_in_the_way_is_named_and_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(OptionsError, match="which is there and no socket; give another path, or remove it"):
+    with pytest.raises(OptionsError, match="which is not a socket; choose another path or remove the file"):
         check_path(str(file))
-    with pytest.raises(OptionsError, match=r"no/such is no folder that can be written to"):
+    with pytest.raises(OptionsError, match=r"no/such is not a writable folder"):
         check_path(str(tmp_path / "no" / "such" / "w.sock"))
     assert file.read_text() == "mine"
 

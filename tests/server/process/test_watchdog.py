@@ -34,7 +34,7 @@ def test_a_child_is_watched_from_its_first_beat_on() -> None:
     assert case.pass_time(1000.0) is None
     case.watchdog.beat()
     assert case.pass_time(1001.9) is None
-    assert case.pass_time(1002.0) == "it stands still, and has said nothing for 2.0 s"
+    assert case.pass_time(1002.0) == "it uses no CPU time and sent no heartbeat for 2.0 s"
 
 
 def test_a_beat_begins_the_time_anew() -> None:
@@ -49,7 +49,7 @@ def test_a_stopped_child_is_hung_whatever_it_had_used(state: str) -> None:
     case = Case()
     case.watchdog.beat()
     case.account = Account(state, 51)
-    assert case.pass_time(102.0) == "it is stopped, and has said nothing for 2.0 s"
+    assert case.pass_time(102.0) == "it is stopped and sent no heartbeat for 2.0 s"
 
 
 def test_one_that_computes_without_a_word_has_more_time() -> None:
@@ -58,7 +58,7 @@ def test_one_that_computes_without_a_word_has_more_time() -> None:
     for second in range(1, int(2 * PATIENCE)):
         case.account = Account("S", 50 + second)
         assert case.pass_time(100.0 + second) is None
-    assert "has said nothing for 30" in str(case.pass_time(100.0 + 2 * PATIENCE + 1))
+    assert "sent no heartbeat for 30" in str(case.pass_time(100.0 + 2 * PATIENCE + 1))
 
 
 @pytest.mark.parametrize("state", ["R", "D"])

@@ -83,7 +83,7 @@ def test_a_stop_signal_ends_everything_with_status_0_and_the_front_first(
         service.wait_for_nobody(within_s=0)
         is_gentle = number == signal.SIGTERM
         assert ended_by(service, "front-0") == ("SIGTERM" if is_gentle else END_NOW_SIGNAL.name)
-        assert ("ended with status 0" in service.output()) is is_gentle
+        assert ("exited with status 0" in service.output()) is is_gentle
 
 
 def ended_by(service: Service, name: str) -> str:
@@ -131,14 +131,12 @@ def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_annou
             assert service.facts("front-0")["env"]["WIDEEP_FRONT"] == announced
             assert service.facts("front-0")["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_KEPT"]
             assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
-            assert (
-                service.output().count("it is started again (at most 2 times in 10 minutes)") == restart + 1
-            )
+            assert service.output().count("restarting it (at most 2 times in 10 minutes)") == restart + 1
         assert first["env"]["WIDEEP_FRONT"] is None and service.pid("engine-0") == engine
         os.kill(service.pid("front-0"), signal.SIGKILL)
         status, seconds = service.end()
         assert (status, seconds < PROMISED_S) == (1, True)
-        assert "it was started again 2 times in 10 minutes and is not started any more" in service.output()
+        assert "not restarting it (already restarted 2 times in 10 minutes)" in service.output()
         service.wait_for_nobody(within_s=0)
 
 
@@ -163,7 +161,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         service.wait_for_output("rank 0 serves again, after ")
         killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
         [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
-        assert line.endswith("it is started again (at most 3 times in 10 minutes)")
+        assert line.endswith("restarting it (at most 3 times in 10 minutes)")
         assert service.process.poll() is None
         service.process.send_signal(signal.SIGINT)
         assert service.end()[0] == 0
@@ -236,9 +234,9 @@ def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> N
         os.kill(victim, signal.SIGSTOP)
         service.facts_after("engine-0", restarts=1)
         service.wait_for_output("rank 0 serves again, after ")
-        hung = f"wideep: rank 0's engine (pid {victim}) was hung and has been killed: it is stopped, and has said nothing for "
+        hung = f"wideep: rank 0's engine (pid {victim}) hung and was killed: it is stopped and sent no heartbeat for "
         [line] = [line for line in service.output().splitlines() if line.startswith(hung)]
-        assert line.endswith("it is started again (at most 3 times in 10 minutes)")
+        assert line.endswith("restarting it (at most 3 times in 10 minutes)")
         assert has_ended(victim, 1.0)
 
 
@@ -265,7 +263,7 @@ def test_one_of_several_engines_that_dies_too_often_stays_away_and_its_superviso
         engine = service.pid("engine-1")
         wait_for_serving(service, "engine-1")
         kill_until_the_budget_ends(service, "engine-1")
-        service.wait_for_output("the service goes on without rank 1")
+        service.wait_for_output("the service continues without rank 1")
         assert not has_ended(service.process.pid, 0.2)
         assert engine != service.pid("engine-1")
         service.process.send_signal(signal.SIGTERM)
@@ -279,10 +277,10 @@ def test_an_engine_that_cannot_start_again_ends_with_its_budget(model: Path) -> 
         service.wait_for_output("serving on")
         os.kill(service.pid("engine-0"), signal.SIGKILL)
         assert service.end()[0] == 1
-        assert service.output().count("it is started again (at most 2 times in 10 minutes)") == 2
+        assert service.output().count("restarting it (at most 2 times in 10 minutes)") == 2
         last = service.output().splitlines()[-1]
-        assert "ended with status 7" in last
-        assert "it was started again 2 times in 10 minutes and is not started any more" in last
+        assert "exited with status 7" in last
+        assert "not restarting it (already restarted 2 times in 10 minutes)" in last
         service.wait_for_nobody(within_s=0)
 
 
@@ -291,7 +289,7 @@ def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> 
         wait_for_serving(service, "engine-1")
         os.kill(service.pid("engine-1"), signal.SIGUSR2)
         assert service.end()[0] == 1
-        assert "rank 1 has lost the front, and so its service" in service.output()
+        assert "rank 1 lost its connection to the front and left the service" in service.output()
         assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
     waiting = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(model))]
     assert not waiting, "whoever started the worker is no torchrun, which would be killed if it stayed"
@@ -328,14 +326,14 @@ def wait_for_serving(service: Service, name: str) -> None:
 def test_a_child_that_fails_at_once_is_named_with_its_status(model: Path, name: str, called: str) -> None:
     with start_worker(model, {**place(), "FAKE_EXIT": f"{name}:7"}) as service:
         assert service.end()[0] == 1
-        assert f"{called} (pid {service.pid(name)}) ended with status 7" in service.output()
+        assert f"{called} (pid {service.pid(name)}) exited with status 7" in service.output()
         service.wait_for_nobody(within_s=0)
 
 
 def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> None:
     with start_worker(model, {**place(), "FAKE_EXIT": "engine-0:0"}) as service:
         assert service.end()[0] == 0
-        assert "ended with status 0" in service.output()
+        assert "exited with status 0" in service.output()
         service.wait_for_nobody(within_s=0)
 
 
@@ -360,7 +358,7 @@ def test_the_reason_goes_into_torchruns_error_file(model: Path, tmp_path: Path) 
 def test_a_worker_without_torchrun_says_how_it_is_started(model: Path) -> None:
     with start_worker(model, {}) as service:
         assert service.end()[0] == 1
-        assert "RANK is not set: `wideep worker` is started by torchrun" in service.output()
+        assert "RANK is not set: torchrun must start `wideep worker`" in service.output()
 
 
 def test_a_contradicting_number_of_ranks_is_refused(model: Path) -> None:

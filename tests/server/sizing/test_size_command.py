@@ -138,7 +138,7 @@ def test_given_ranks_that_miss_a_target_are_status_1(
         (["--device", "h100", "--tpot-ms", "inf"], "--tpot-ms is inf; it must be above 0"),
         (["--device", "h100", "-dp", "1", "--eplb-config", '{"num_redundant_experts": 4}'], "1 rank has use for at most 0 beside"),
         (["--device", "h100", "--quantization", "fp8"], "are quantised as mxfp4"),
-        (["--device", "h100", "--quantization", "int4"], "are quantised already (mxfp4)"),
+        (["--device", "h100", "--quantization", "int4"], "are already quantised (mxfp4)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_is_one_sentence(
@@ -151,7 +151,7 @@ def test_what_cannot_be_had_is_one_sentence(
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (None, "does not exist; give a model's directory, its config.json, a hub name"),
+        (None, "does not exist; use a model directory, its config.json, a name on the hub"),
         (_DENSE, "is not a Mixture-of-Experts model"),
         ({"model_type": "no_such", "num_experts": 4}, "transformers cannot use"),
         (

@@ -97,7 +97,7 @@ def test_a_tokenizer_of_another_folder_comes_with_its_template(model: Path, tmp_
         ({"tokenizer": "/proc/self"}, "--tokenizer is /proc/self, which has no tokenizer"),
         (
             {"quantization": "fp8"},
-            r"--quantization is fp8; the weights of .* are not quantised\. Leave it out",
+            r"--quantization is fp8, but the weights of .* are not quantised\. Remove the flag",
         ),
     ],
 )

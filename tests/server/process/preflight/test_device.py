@@ -44,17 +44,17 @@ def test_a_machine_with_all_that_is_needed_is_taken() -> None:
         (replace(GOOD, built_for="", devices=()), "torch 2.11.0+cu130 was built without CUDA"),
         (
             replace(GOOD, driver="12.4", devices=()),
-            "the NVIDIA driver supports CUDA 12.4 and torch 2.11.0+cu130 was built for CUDA 13.0; install a newer",
+            "the NVIDIA driver supports CUDA 12.4, but torch 2.11.0+cu130 was built for CUDA 13.0; install a newer",
         ),
-        (replace(GOOD, driver="", devices=()), "torch finds no GPU that this process may use"),
+        (replace(GOOD, driver="", devices=()), "torch finds no usable GPU"),
         (replace(GOOD, driver=""), ""),
-        (replace(GOOD, devices=()), "torch finds no GPU that this process may use"),
+        (replace(GOOD, devices=()), "torch finds no usable GPU"),
         (
             replace(GOOD, devices=(H200, replace(H200, name="Tesla T4", capability=(7, 5)))),
-            "GPU 1 (Tesla T4) has compute capability 7.5; 8.0 or higher is needed: hide it with CUDA_VISIBLE_DEVICES",
+            "GPU 1 (Tesla T4) has compute capability 7.5; 8.0 or higher is required; hide this GPU with CUDA_VISIBLE_DEVICES",
         ),
         (replace(GOOD, triton=""), "the package triton is not installed; install wideep[gpu]"),
-        (replace(GOOD, triton="3.4.0"), "triton is 3.4.0; 3.5 or later is needed"),
+        (replace(GOOD, triton="3.4.0"), "triton is 3.4.0; 3.5 or later is required"),
         (replace(GOOD, triton="3.10.0rc1"), ""),
     ],
 )
@@ -161,7 +161,7 @@ def test_an_unexpected_error_ends_the_start_with_its_cause_and_a_way_out(
     with pytest.raises(PreflightError) as caught:
         choose_device(wanted, partial(look, has_device=lambda: True, child=child))
     text = str(caught.value)
-    assert cause in text and "give --device cpu" in text
+    assert cause in text and "use --device cpu" in text
 
 
 @pytest.mark.slow

@@ -106,10 +106,10 @@ def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Pa
     check(12)
     complaint = complaint_of(lambda: check(11))
     for number in (
-        "2 ranks on this node would take about 11.1 GiB",
+        "2 ranks on this node would need about 11.1 GiB",
         "11.0 GiB is free",
-        "4 experts of each layer: 2.0 GiB where all ranks together need 8.0 GiB",
-        "0.2 GiB for experts that move",
+        "2.0 GiB for 4 experts of each layer, out of 8.0 GiB",
+        "0.2 GiB for moving experts",
         "1.0 GiB of KV",
     ):
         assert number in complaint

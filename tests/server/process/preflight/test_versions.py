@@ -84,7 +84,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_version_and_the_tested_range(
     assert main(["models"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(
-        "wideep models: transformers 5.30.1 lacks what WideEP needs of it (cannot import name 'renamed'"
+        "wideep models: transformers 5.30.1 lacks a name that WideEP needs (cannot import name 'renamed'"
     )
     assert said.endswith(REMEDY)
 
