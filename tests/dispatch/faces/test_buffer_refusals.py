@@ -214,7 +214,7 @@ def test_too_few_worst_tokens_and_other_sizes_reach_every_rank(pool_of: PoolOf) 
     results = pool_of(2).run(overflow)
     for rank, (worst, sizes) in enumerate(results):
         assert worst.startswith("ValueError: num_worst_tokens is 2 on rank 0, which receives 6 tokens")
-        own = f"RanksDisagree: rank {rank} is in 'dispatch over 2 experts: float32 [{2 * H + rank}]"
+        own = f"RanksDisagree: rank {rank} called 'dispatch over 2 experts: float32 [{2 * H + rank}]"
         assert sizes.startswith(own) and f"; rank {1 - rank} made another call than rank {rank}'s" in sizes
         assert "its bytes per row is " in sizes
 
