@@ -132,7 +132,10 @@ def complain(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("dtype", "x_TH is torch.float64 [5, 16] on cpu; the kernels of this device support torch.bfloat16, "),
+        (
+            "dtype",
+            "x_TH is torch.float64 [5, 16] on cpu; the kernels of this device support torch.bfloat16, ",
+        ),
         (
             "slots",
             "slots_TK is torch.int32 [5, 3] on cpu; it must be a 2-dimensional int64 tensor on the CPU",
