@@ -76,8 +76,7 @@ def order_pairs(
 ) -> None:  # fmt: skip
     """Sort the pairs by slot (counting sort). Fills row_of_pair [P], slot_offsets [S+1], pair_of_answer [P] (int64).
 
-    `num_groups`: rows are ordered by group, then source; a row's group is its origin, and each source sent its rows in
-    that order. 1: by source only.
+    `num_groups`: rows are ordered by group (the origin, in which each source sent them), then source. 1: by source.
     """
     recv_rows, windows = table(tables, R, RECV_ROWS), words(recv_addresses, R)
     next_row, next_answer = table(tables, R, CURSOR), table(tables, R, NEXT_PAIR)

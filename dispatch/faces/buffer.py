@@ -163,8 +163,7 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         strict: Refuse what DeepEP's hardware does not support (dtypes, sizes, numbers of ranks, contiguity).
         timeout_s: How long to wait for a peer.
         node_size: Ranks per node. With more ranks than that, layouts and handles are internode ones.
-        kernels: Implementation of low-latency calls (default: by the buffer's device). "triton" runs the GPU's kernels
-            in the interpreter on the CPU.
+        kernels: Kernels of low-latency calls; auto chooses by device, "triton" on a CPU interprets the GPU's kernels.
 
     With CUDA, backends auto, nccl and nvshmem take and return tensors of the current device (not yet run on a GPU). On a
     GPU, `low_latency_mode` opens low-latency mode with the buffer, with `num_rdma_bytes` of memory at first.

@@ -238,9 +238,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
             )
         self._set_domains(group, node_size, bool(allow_hybrid_mode), num_allocated_qps)
         if num_cpu_bytes:
-            raise ValueError(
-                f"num_cpu_bytes is {num_cpu_bytes}; engram storage is not supported: it must be 0"
-            )
+            raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}; engram storage is not supported, use 0")
         self.allow_multiple_reduction = bool(allow_multiple_reduction)
         self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy

@@ -71,9 +71,7 @@ class EventOverlap:
             ValueError: A hook is registered already.
         """
         if self._hook is not None:
-            raise ValueError(
-                "a hook is already registered on this EventOverlap; only one is allowed at a time"
-            )
+            raise ValueError("a hook is already registered on this EventOverlap; only one is allowed")
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> Self:
