@@ -85,7 +85,7 @@ def sum_answers(answer_QH: Tensor, position_TK: Tensor, weights_TK: Tensor, dtyp
     """Return [T, H] in `dtype`: the sum over k = 0..K-1 of weight times answer.
 
     Multiplies, then adds, in float32 (float64 for float64), in the order of k, with one rounding at the end. A
-    choice of -1 adds nothing, whatever its weight is. The sum starts at +0.
+    choice of -1 adds nothing, and its weight is not used. The sum starts at +0.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total_TH = torch.zeros(position_TK.shape[0], answer_QH.shape[1], dtype=wide)

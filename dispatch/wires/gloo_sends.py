@@ -103,8 +103,7 @@ class _Sends:
             raise self.interruption
 
     def _check_time(self, error: RuntimeError) -> None:
-        """Raise the interruption if there is one. If the time is nearly over, raise a timeout: `error` then probably
-        comes from another rank's timeout, which closed its connections."""
+        """Raise the interruption, if any. Near the deadline, raise a timeout: another rank's has closed connections."""
         self._check_interruption()
         if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
             raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
