@@ -2,7 +2,7 @@
 
     from dispatch import Buffer          # DeepEP's V1 interface
 
-Names are loaded when they are asked for: the worker's supervisor imports this package and is to stay without torch.
+Names are imported on first use: the worker's supervisor imports this package and must not load torch.
 """
 
 import importlib

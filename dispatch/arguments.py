@@ -1,7 +1,7 @@
-"""What is wrong with a call's arguments, as a sentence that names the argument, the value and the rule; or nothing.
+"""Check the arguments of calls. A check returns a sentence with the argument, its value and the rule, or None.
 
-Each looks at a tensor a few times only, as they run in every layer. All checks come before anything is sent. The caller
-turns a sentence into a refusal on every rank (`Wire.refuse`), because ranks that were given good arguments wait for it.
+Checks run in every layer, so each reads a tensor only a few times. All of them run before anything is sent. The caller
+refuses a bad call on every rank (`Wire.refuse`), because ranks with good arguments wait for this rank's messages.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.device = CPU) -> str | None:
-    """Check a dispatch, but for the values of `slots_TK`: these are looked at once, while they are counted."""
+    """Check a dispatch, except the values of `slots_TK`, which are checked once while they are counted."""
     x_shape, slots_shape = x_TH.shape, slots_TK.shape
     if x_TH.ndim != 2 or not x_TH.dtype.is_floating_point or x_TH.device != device:
         return (
@@ -29,32 +29,32 @@ def dispatch_problem(x_TH: Tensor, slots_TK: Tensor, mode: Mode, device: torch.d
     if num_tokens != T:
         return f"slots_TK has {num_tokens} tokens and x_TH {T}; they must be equal"
     if H < 1 or K < 1:
-        return f"H is {H} and K {K}; both must be at least 1"
+        return f"H is {H} and K is {K}; both must be at least 1"
     if mode.capacity:
         return _low_latency_problem(x_TH, slots_TK, mode.capacity)
     return f"the mode's capacity is {mode.capacity}; it must be 0 or more" if mode.capacity < 0 else None
 
 
 def dtype_problem(name: str, tensor: Tensor, dtypes: Iterable[torch.dtype]) -> str | None:
-    """Check that there are kernels for a type."""
+    """Check that the device has kernels for a tensor's type."""
     dtypes = list(dtypes)
     if tensor.dtype in dtypes:
         return None
-    return f"{name} is {describe(tensor)}; the kernels of this device take {', '.join(map(str, dtypes))}"
+    return f"{name} is {describe(tensor)}; the kernels of this device support {', '.join(map(str, dtypes))}"
 
 
 def _low_latency_problem(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> str | None:
     if capacity < 0 or x_TH.shape[0] > capacity:
-        return f"x_TH has {x_TH.shape[0]} tokens; low-latency mode was agreed for at most {capacity}"
+        return f"x_TH has {x_TH.shape[0]} tokens; low-latency mode allows at most {capacity} here"
     for name, tensor in (("x_TH", x_TH), ("slots_TK", slots_TK)):
         if not tensor.is_contiguous():
             strides = list(tensor.stride())
-            return f"{name} has strides {strides}; low-latency mode copies nothing and needs it contiguous"
+            return f"{name} has strides {strides}; low-latency mode makes no copies, so it must be contiguous"
     return None
 
 
 def slot_problem(slots_TK: Tensor, index: int, num_ranks: int, slots_per_rank: int) -> str:
-    """Say which slot is out of range; `index` counts through `slots_TK`."""
+    """Describe the slot that is out of range. `index` is its flat index in `slots_TK`."""
     token, choice = divmod(index, slots_TK.shape[1])
     num_slots = num_ranks * slots_per_rank
     return (
@@ -72,9 +72,9 @@ def answers_problem(
     last_call: int,
     device: torch.device = CPU,
 ) -> str | None:
-    """Check a combine against the dispatch that it answers, which must be the last one."""
+    """Check a combine against its dispatch, which must be the last one."""
     if handle.call != last_call:
-        return "dispatched is not of the last dispatch; its buffers are overwritten"
+        return "dispatched is not from the last dispatch; its buffers have been overwritten"
     pairs_shape, tokens_shape = (handle.num_pairs, handle.hidden), (handle.num_tokens, handle.num_choices)
     dtype = handle.dtype
     if y_PH.shape != pairs_shape or y_PH.dtype != dtype or y_PH.device != device:
@@ -94,10 +94,10 @@ def answers_problem(
 
 
 def describe(tensor: Tensor) -> str:
-    """Type, shape and device, for messages."""
+    """Return a tensor's type, shape and device as text."""
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def name_device(device: torch.device) -> str:
-    """Name it in messages."""
+    """Return a device's name as text."""
     return "the CPU" if device.type == "cpu" else str(device)

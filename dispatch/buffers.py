@@ -1,7 +1,7 @@
-"""Memory that grows and is never given back.
+"""Memory that grows and is never released.
 
-Views that were handed out are kept for the next call of the same size: making one costs some microseconds, more than
-a small step of the exchange.
+Buffers keep the views that they returned, for the next call of the same size: making a view takes some microseconds,
+more than a small step of the exchange.
 """
 
 from typing import Any
@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_VIEWS = 256  # of one buffer
+_MOST_VIEWS = 256  # per buffer
 _ALIGNMENT = 64
 
 
 class GrowingBuffer:
-    """A one-dimensional tensor whose contents live until the next `reserve` that needs more.
+    """A one-dimensional tensor. A `reserve` that needs more room discards its contents.
 
     Attributes:
-        address: of its first element.
-        capacity: in elements.
+        address: Address of the first element.
+        capacity: Room, in elements.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ class GrowingBuffer:
         self.address = 0
 
     def reserve(self, count: int) -> int:
-        """Make room for `count` elements and return the address; contents are undefined when it grew."""
+        """Make room for `count` elements and return the address. If the buffer grew, its contents are undefined."""
         if count > self.capacity:
             self.capacity = count * 3 // 2
             self._memory = torch.empty(self.capacity, dtype=self._memory.dtype)
@@ -43,11 +43,11 @@ class GrowingBuffer:
 
 
 class AlignedBytes:
-    """Memory at an address that is aligned for messages. What is never written takes address space only.
+    """Bytes at an address that is aligned for messages. Pages that are never written take address space only.
 
     Attributes:
-        memory: all of it, uint8.
-        address, capacity: of it.
+        memory: The whole buffer, uint8.
+        address, capacity: Its address, and its size in bytes.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class AlignedBytes:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room; contents are undefined when it grew."""
+        """Make room. If the buffer grew, its contents are undefined."""
         if num_bytes > self.capacity:
             self.capacity = -(-num_bytes * 5 // 4 // _ALIGNMENT) * _ALIGNMENT
             store: Any = np.empty(self.capacity + _ALIGNMENT, dtype=np.uint8)
@@ -65,11 +65,11 @@ class AlignedBytes:
 
 
 class GrowingRows:
-    """A matrix with so many rows as the largest call needed, of the last call's width and type.
+    """A matrix of the last call's width and type, with enough rows for the largest call so far.
 
     Attributes:
-        address: of its first row.
-        num_rows: that there is room for.
+        address: Address of the first row.
+        num_rows: Room, in rows.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class GrowingRows:
         self.address = 0
 
     def reserve(self, num_rows: int, width: int, dtype: torch.dtype) -> int:
-        """Make room and return the address; contents are undefined when it grew or changed its form."""
+        """Make room and return the address. If the matrix grew or changed its form, its contents are undefined."""
         if num_rows > self.num_rows or (width, dtype) != self._form:
             row_bytes = width * dtype.itemsize
             self.address = self._bytes.reserve(num_rows * row_bytes)
@@ -92,7 +92,7 @@ class GrowingRows:
         return self.address
 
     def room(self, width: int, dtype: torch.dtype) -> int:
-        """Count the rows of this form that there is room for; -1 if the form is another."""
+        """Return how many rows of this form fit, or -1 if the matrix has another form."""
         return self.num_rows if (width, dtype) == self._form else -1
 
     def view(self, num_rows: int) -> Tensor:

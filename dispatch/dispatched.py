@@ -1,4 +1,4 @@
-"""What a dispatch returns and what the MoE layer asks of a dispatcher, whichever way tokens go.
+"""The result of a dispatch, and the interface that the MoE layer needs of every dispatcher.
 
 Legend: N rows received, H hidden, P pairs, S slots per rank.
 """
@@ -13,7 +13,7 @@ from dispatch.mode import NORMAL, Mode
 
 
 class DispatchHandle(NamedTuple):
-    """What combine needs of its dispatch. Valid until the next dispatch of the same Dispatcher."""
+    """What combine needs to know about its dispatch. Valid until the next dispatch of the same Dispatcher."""
 
     call: int
     num_tokens: int
@@ -24,10 +24,10 @@ class DispatchHandle(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What a rank received. Every tensor is overwritten by the next dispatch; none may be written to.
+    """What a rank received. The next dispatch overwrites every tensor; callers must not write to them.
 
-    On a GPU whose host does not count, P is room for pairs (`handle.num_pairs`): there are `slot_offsets[S]`, and rows
-    that no pair names are undefined.
+    On a GPU, if the host does not count pairs, P is the room for pairs (`handle.num_pairs`). There are
+    `slot_offsets[S]` pairs, and rows without a pair are undefined.
     """
 
     x_NH: Tensor  # received rows, contiguous, one per (token, this rank), ordered by source rank, then source token
@@ -37,35 +37,35 @@ class Dispatched(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Nanoseconds that a rank spent in exchanges so far: waiting for peers, and for wires. Counters."""
+    """Time that a rank has spent in exchanges, for peers and for wires, in nanoseconds. Counters."""
 
     dispatch_ns: int
     combine_ns: int
-    wire_ns: int = 0  # of both, at least so much for wires; 0 where that is not known
+    wire_ns: int = 0  # lower bound of the wires' share of both; 0 if unknown
 
 
 class Exchanges(NamedTuple):
-    """Counts of a rank's exchanges, of dispatches and combines alike: equal where it does not wait for others."""
+    """Number of a rank's exchanges, dispatches and combines together. They differ while it waits for peers."""
 
-    begun: int  # raised before peers are waited for
+    begun: int  # incremented before the rank waits for peers
     ended: int
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank gave its wire for other ranks, headers and unused room included."""
+    """Bytes that a rank has sent to other ranks, including headers and unused room."""
 
     dispatch_bytes: int
     combine_bytes: int
 
 
 class TokenDispatcher(Protocol):
-    """What the service needs: `Dispatcher`, or one that goes another way with the same bits.
+    """Interface of `Dispatcher` and of dispatchers that use other transports and return the same bits.
 
     Attributes:
-        world_size: number of ranks.
-        name: the wire, or both; reason: why it was taken.
-        row_format: how rows travel, in words.
-        is_replayable: whether low-latency calls may be captured in a CUDA graph.
+        world_size: Number of ranks.
+        name, reason: The wire or wires, and why they were chosen.
+        row_format: Description of the format of rows on the wire.
+        is_replayable: Whether low-latency calls may be captured in a CUDA graph.
     """
 
     @property
@@ -80,32 +80,28 @@ class TokenDispatcher(Protocol):
     def is_replayable(self) -> bool: ...
     @property
     def waits(self) -> Waits:
-        """Time in exchanges so far."""
+        """Time spent in exchanges so far."""
         ...
 
     @property
     def exchanges(self) -> Exchanges:
-        """Exchanges so far; (0, 0) where the host does not know. May be read from any thread."""
+        """Exchanges so far; (0, 0) if the host does not count them. May be read from any thread."""
         ...
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return the bytes sent to each rank so far, by dispatches and by combines."""
         ...
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
-        """See `Dispatcher`."""
-        ...
+    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched: ...
 
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
-    ) -> Tensor:
-        """See `Dispatcher`."""
-        ...
+    ) -> Tensor: ...
 
     def check(self) -> None:
-        """Raise what went wrong in calls that did not wait to say so, before their results are used. Local.
+        """Raise errors of earlier calls that returned before they were known. Call it before results are used. Local.
 
-        On the CPU every call says so itself; on a GPU this waits for the device.
+        On a GPU this waits for the device. On the CPU every call raises its own errors.
 
         Raises:
             PeerRefused, RanksDisagree, DispatchTimeout.
@@ -113,21 +109,19 @@ class TokenDispatcher(Protocol):
         ...
 
     def interrupt(self, error: DispatchError) -> None:
-        """End with `error` what this rank waits for, now or next. Local; from any thread.
+        """Make this rank's current or next wait raise `error`. Local; may be called from any thread.
 
-        gloo's waits end when the peer's connections do; all others within a tenth of a second.
+        Waits of gloo end when the peer's connections close. All others end within 0.1 s.
         """
         ...
 
-    def close(self) -> None:
-        """See `Dispatcher`."""
-        ...
+    def close(self) -> None: ...
 
 
 class UnconnectedDispatcher:
-    """Stands where a dispatcher will be while a rank is built that meets the others later. It moves nothing."""
+    """Placeholder for the dispatcher of a rank that is built before it joins the others. It moves nothing."""
 
-    name, reason, row_format = "nothing", "this rank is to meet the others later", "not at all"
+    name, reason, row_format = "nothing", "this rank joins the others later", "not at all"
     is_replayable = False
     waits, exchanges = Waits(0, 0), Exchanges(0, 0)
 
@@ -135,27 +129,24 @@ class UnconnectedDispatcher:
         self.world_size = world_size
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `TokenDispatcher`."""
         return [0] * self.world_size, [0] * self.world_size
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
-        """Refuse."""
         self._refuse()
 
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """Refuse."""
         self._refuse()
 
     def check(self) -> None:
-        """See `TokenDispatcher`. Nothing went wrong."""
+        """Do nothing: there were no calls."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `TokenDispatcher`. Nobody is waited for."""
+        """Do nothing: this rank waits for no peer."""
 
     def close(self) -> None:
-        """See `TokenDispatcher`. Nobody waits."""
+        """Do nothing: there is no wire."""
 
     def _refuse(self) -> NoReturn:
-        raise DispatchError("this rank has not met the others yet")
+        raise DispatchError("this rank has not joined the others yet")

@@ -1,12 +1,12 @@
-"""Dispatch and combine: tokens go to the ranks that hold their slots, answers come home and are summed.
+"""Dispatch and combine: send tokens to the ranks that hold their slots, bring the answers back and sum them.
 
-The service's way to move tokens between CPUs, and on one GPU or several the measure of what others do. It checks
-arguments and makes the two halves of an `Exchange` at once; a call allocates nothing but what it returns, and in
-low-latency mode with `out=` nothing at all (see `mode`).
+The service uses it to move tokens between CPUs. On GPUs it is the reference for the other dispatchers. It checks
+arguments and runs both halves of an `Exchange` at once. A call allocates only its results; in low-latency mode with
+`out=` it allocates nothing (see `mode`).
 It knows slots, not experts or placements, and keeps no process group: a new membership epoch gets a new Dispatcher.
 
 A bad argument is refused on every rank before anything is sent, and the next call works (`Wire.refuse`). A rank
-that the wire masks as lost takes part in nothing: what was chosen there adds nothing.
+that the wire masks as lost takes part in no call: choices of its slots add nothing to the sum.
 
 Idea: DeepEP (one copy of a token per rank; low-latency combine sums in top-k order at the source); see `layout`.
 
@@ -35,9 +35,9 @@ class Dispatcher:
     """One rank's end of the exchange. Calls are collective, in the same order on all ranks.
 
     Args:
-        wire: taken over; `close` closes it.
+        wire: Owned; `close` closes it.
         slots_per_rank: S; physical slot p is local slot p % S of rank p // S.
-        rows: how rows travel (default: as they are); equal on all ranks. Answers always travel as they are.
+        rows: Format of rows on the wire (default: unchanged); equal on all ranks. Answers always travel unchanged.
     """
 
     is_replayable = False
@@ -55,52 +55,49 @@ class Dispatcher:
 
     @property
     def row_format(self) -> str:
-        """How rows travel, in words."""
+        """Description of the format of rows on the wire."""
         return self._exchange.rows.name
 
     @property
     def in_programs(self) -> ProgrammedExchange | None:
-        """What calls of programs go through, in place of `dispatch` and `combine`; None: they cannot."""
+        """Exchange for compiled programs, which replaces `dispatch` and `combine`. None if this wire has none."""
         return self._exchange if isinstance(self._exchange, ProgrammedExchange) else None
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent so far."""
+        """Bytes sent by this rank so far."""
         dispatched, combined = self.sent_to_ranks()
         return Traffic(sum(dispatched), sum(combined))
 
     @property
     def waits(self) -> Waits:
-        """Time in exchanges so far."""
         dispatch, combine = self._exchange.dispatch_clock, self._exchange.combine_clock
         return Waits(dispatch.total_ns, combine.total_ns, dispatch.wire_ns + combine.wire_ns)
 
     @property
     def exchanges(self) -> Exchanges:
-        """See `TokenDispatcher`."""
         return Exchanges(self._exchange.num_begun, self._exchange.num_ended)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Bytes that this rank has sent to each rank so far, by dispatches and by combines."""
         return self._exchange.sent_bytes()
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """Send each token once to every rank that holds one of its choices. Collective.
 
         Args:
-            x_TH: any floating dtype, CPU; T may be 0 and may differ between ranks, H, K and dtype may not.
+            x_TH: Any floating dtype, CPU. T may be 0 and may differ between ranks; H, K and dtype may not.
             slots_TK: int64, physical slots in [0, R*S), -1 for no choice; a slot may repeat within a token.
-            mode: equal on all ranks; `low_latency(M)` takes at most M tokens, contiguous.
+            mode: Equal on all ranks; `low_latency(M)` takes at most M tokens, contiguous.
 
         Returns:
-            Views of this object's buffers (for one rank whose tokens all have a choice, x_NH is `x_TH`).
+            Views of this object's buffers. With one rank, if every token has a choice, x_NH is `x_TH`.
 
         Raises:
-            ValueError: a bad argument; all other ranks get PeerRefused. Nothing is sent, the next call works.
+            ValueError: An argument is bad; all other ranks get PeerRefused. Nothing is sent, the next call works.
             RanksDisagree: H, K, dtype, S or mode differ between ranks; on all ranks, and the next call works.
-            PeerLost, DispatchTimeout: the wire is of no more use.
+            PeerLost, DispatchTimeout: The wire can no longer be used.
         """
-        self._exchange.calls += 2  # of a refused call too, as on all ranks
+        self._exchange.calls += 2  # for a refused call too, as on all ranks
         problem = dispatch_problem(x_TH, slots_TK, mode)
         if problem:
             self._refuse(problem)
@@ -116,20 +113,20 @@ class Dispatcher:
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """Bring the answers home and sum them. Collective.
+        """Bring the answers back and sum them. Collective.
 
         Args:
-            y_PH: one unweighted row per pair, in pair order, in the dtype of x.
-            weights_TK: this rank's weights, any floating dtype; what stands beside a -1 choice is not read.
-            dispatched: what the last `dispatch` returned.
-            out: contiguous [T, H] in the dtype of x to write into; None: a new one.
+            y_PH: One unweighted row per pair, in pair order, in the dtype of x.
+            weights_TK: This rank's weights, any floating dtype. The weight of a -1 choice is not read.
+            dispatched: Result of the last `dispatch`.
+            out: Contiguous [T, H] in the dtype of x to write into (default: new memory).
 
         Returns:
             `out`: the sum over k = 0..K-1 of weight times row, multiplied, then added, in float32 (float64 for
             float64) in that order, rounded once. Zeros for a token without any choice.
 
         Raises:
-            as `dispatch`.
+            As `dispatch`.
         """
         handle, exchange = dispatched.handle, self._exchange
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=exchange.calls)
@@ -143,10 +140,9 @@ class Dispatcher:
         return out_TH
 
     def check(self) -> None:
-        """See `TokenDispatcher`. Every call says itself what went wrong."""
+        """Do nothing: every call raises its own errors."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `TokenDispatcher`."""
         self.wire.interrupt(error)
 
     def close(self) -> None:
@@ -154,6 +150,6 @@ class Dispatcher:
         self.wire.close()
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Tell all ranks that this one's arguments are bad; collective."""
+        """Refuse the call on all ranks. Collective."""
         self.wire.refuse(problem)
         raise ValueError(problem)

@@ -1,16 +1,15 @@
-"""What can go wrong between ranks, by name. Except PeerRefused all are local: the rank that raises may be the only one
-that does."""
+"""Errors between ranks. All except PeerRefused are local: they may be raised on one rank only."""
 
 
 class DispatchError(Exception):
-    """Base of every error of this package that is not the caller's bad input (that is a ValueError)."""
+    """Base of every error of this package, except ValueError for the caller's bad input."""
 
 
-class PeerLost(DispatchError):  # noqa: N818 - the name says what happened
+class PeerLost(DispatchError):  # noqa: N818 - named after the event
     """A peer's process is gone, closed its wire, or lost its connection.
 
     Attributes:
-        rank: the peer that is lost, as far as this rank knows; None where collectives do not say (above two ranks).
+        rank: The lost peer, if this rank knows it; None if a collective does not report it (above two ranks).
     """
 
     def __init__(self, rank: int | None, reason: str) -> None:
@@ -20,10 +19,10 @@ class PeerLost(DispatchError):  # noqa: N818 - the name says what happened
 
 
 class DispatchTimeout(DispatchError):  # noqa: N818
-    """A peer is alive, or seems to be, and did not send in time.
+    """A peer seems to be alive but did not send in time.
 
     Attributes:
-        rank: the first rank that was waited for; None where the wire does not say (gloo, above two ranks).
+        rank: The first rank that was waited for; None if the wire does not report it (gloo, above two ranks).
     """
 
     def __init__(self, rank: int | None, timeout_s: float, doing: str) -> None:
@@ -33,14 +32,13 @@ class DispatchTimeout(DispatchError):  # noqa: N818
 
 
 class PeerRefused(DispatchError, ValueError):  # noqa: N818
-    """A peer refused the call that this rank also made, because its own arguments were bad.
+    """A peer refused a call that this rank also made, because the peer's arguments were bad.
 
-    Nothing of the call was delivered to anybody, and the next call works: unlike the other errors this one leaves
-    the group in order.
+    No rank received anything of the call, and the next call works: unlike other errors, this one leaves the group intact.
 
     Attributes:
-        rank: the lowest rank that refused.
-        text: what was wrong there.
+        rank: The lowest rank that refused.
+        text: What was wrong there.
     """
 
     def __init__(self, rank: int, text: str) -> None:
@@ -50,8 +48,8 @@ class PeerRefused(DispatchError, ValueError):  # noqa: N818
 
 
 class RanksDisagree(DispatchError):  # noqa: N818
-    """Two ranks made a call with different sizes, or not the same call: the group is out of step."""
+    """Two ranks made different calls, or one call with different sizes: the group is out of step."""
 
 
 class WireUnavailable(DispatchError):  # noqa: N818
-    """The wire that was asked for cannot work here; the message says why, on every rank alike."""
+    """The requested wire cannot work here. The message gives the reason and is the same on every rank."""

@@ -1,12 +1,12 @@
-"""One dispatch and its combine over a wire, step by step: what every way of sending tokens on a CPU is made of.
+"""One dispatch and its combine over a wire, step by step: the basis of every CPU exchange.
 
-`send_rows` plans, writes the messages and lets them leave; `receive_rows` waits for the peers' and reads them;
-`send_answers`, `receive_answers` and `sum_answers` are the way home. `Dispatcher` makes both halves at once, DeepEP's
-low-latency calls leave time between them, node-limited dispatch joins two exchanges. Several may share a wire, one call
-at a time; each keeps what its own last dispatch left, so a combine may come after another exchange's calls.
+`send_rows` plans and writes the messages and sends them; `receive_rows` waits for the peers' messages and reads them;
+`send_answers`, `receive_answers` and `sum_answers` bring the answers back. `Dispatcher` runs both halves at once, DeepEP's
+low-latency calls leave time between them, and node-limited dispatch joins two exchanges. Exchanges may share a wire, one
+call at a time. Each keeps the state of its own last dispatch, so other exchanges' calls may come before its combine.
 
-Ties the compiled passes to the wire's windows and keeps the memory: buffers grow and are never given back.
-Arguments are the caller's to check, but for the values of slots, which are looked at once, while they are counted.
+Connects the compiled passes to the wire's windows and owns the memory: buffers grow and are never released.
+The caller checks arguments, except the values of slots, which are checked once while they are counted.
 
 Legend: T tokens of this rank, K choices, H hidden, N rows received, P pairs, R ranks, S slots per rank.
 """
@@ -34,16 +34,16 @@ _SUMS = {torch.float32: kernels.sum_answers_float32, torch.bfloat16: kernels.sum
 
 
 class ExchangeClock:
-    """How long exchanges take, and how much of that wires take, in nanoseconds. Counters.
+    """Time that exchanges take, and how much of it wires take, in nanoseconds. Counters.
 
-    A rank cannot tell waiting for a late peer from waiting for a wire. But of many exchanges in a row it is last itself
-    in some, and those last as long as the wires need: so CLOCK_BLOCK times the shortest of so many is no more than the
-    wires took in them. A rank that is always waited for finds it exactly; one that is never last finds too much, so the
-    least of all ranks' figures is the one to believe. Rejected: time stamps in messages, which need equal clocks.
+    A rank cannot distinguish waiting for a late peer from waiting for a wire. But of many exchanges in a row this rank
+    is the last in some, and those take only the wires' time: CLOCK_BLOCK times the shortest of them is at most what
+    the wires took in the block. The figure is exact on a rank that is always last and too high on a rank that never
+    is, so the smallest figure of all ranks is the right one. Rejected: time stamps in messages (need equal clocks).
 
     Attributes:
-        total_ns: in exchanges.
-        wire_ns: of it, at least so much for wires; whole blocks only.
+        total_ns: Time in exchanges.
+        wire_ns: Lower bound of the wires' share of it; whole blocks only.
     """
 
     __slots__ = ("_left", "_shortest_ns", "total_ns", "wire_ns")
@@ -69,28 +69,28 @@ class Sent(NamedTuple):
     x_TH: Tensor
     hidden: int
     dtype: torch.dtype
-    rows: int  # address of the rows as they travel
+    rows: int  # address of the rows in their format on the wire
     num_tokens: int
     num_choices: int
     capacity: int
     num_notes: int
-    is_in_place: bool  # all rows received can only be x_TH
+    is_in_place: bool  # all rows received must be x_TH
 
 
 class Exchange:
-    """See above. Where nothing else is said, calls are local; those that wait are collective, in the same order on all.
+    """See the module. Calls are local, except those that wait: these are collective, in the same order on all ranks.
 
     Args:
-        wire: not owned.
+        wire: Not owned.
         slots_per_rank: S; physical slot p is local slot p % S of rank p // S.
-        rows: how rows travel; its memory is this exchange's.
-        names: the numbers by which errors call the wire's ranks; None: their own.
+        rows: Format of rows on the wire; this exchange uses its memory.
+        names: Numbers that errors use for the wire's ranks (default: the wire's own).
 
     Attributes:
-        row_of_pair, slot_offsets: what `receive_rows` found: int64 [P] and [S+1], see `dispatched.Dispatched`.
-        dispatch_clock, combine_clock: time from sending until all is there.
-        calls: a number for the next call, for whoever needs one; counted by its owner.
-        num_begun, num_ended: exchanges so far, of rows and of answers; the first is raised before peers are waited for.
+        row_of_pair, slot_offsets: Result of `receive_rows`: int64 [P] and [S+1], see `dispatched.Dispatched`.
+        dispatch_clock, combine_clock: Time from sending until everything has arrived.
+        calls: Number for the next call; the owner counts it.
+        num_begun, num_ended: Exchanges so far, of rows and of answers; the first rises before this rank waits for peers.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Exchange:
         self._counts: Any = np.zeros((message.NUM_TABLES, R), dtype=np.int64)
         self._header = torch.zeros(message.HEADER_WORDS, dtype=torch.int64)
         self._words: Any = memoryview(self._header.numpy())  # type: ignore[arg-type]
-        self._common: tuple[int, ...] = ()  # the header's words that a call shares with the last one
+        self._common: tuple[int, ...] = ()  # the header's words that repeat from the last call
         self._rank_of_slot = torch.arange(R, dtype=torch.int32).repeat_interleave(slots_per_rank)
         self.row_of_pair = torch.empty(0, dtype=torch.int64)
         self.slot_offsets = torch.zeros(slots_per_rank + 1, dtype=torch.int64)
@@ -125,12 +125,12 @@ class Exchange:
         compile_all(*kernels.KERNELS)
 
     def make_room(self, like_TH: Tensor, num_choices: int, capacity: int, kept_bytes: int) -> None:
-        """Take now the memory that calls of this shape need, so that none of them takes any.
+        """Take the memory for calls of this shape now, so that no such call takes any.
 
         Args:
-            like_TH: of the H and type of the tokens, and of the answers.
-            capacity: the most tokens of any rank.
-            kept_bytes: for rows or answers that are kept.
+            like_TH: Tensor with the H and type of tokens and answers.
+            capacity: Most tokens of any rank.
+            kept_bytes: Size of rows or answers that are kept.
         """
         self.rows.encode(like_TH, capacity)
         self._reserve_entries(capacity * (1 + num_choices))
@@ -151,22 +151,22 @@ class Exchange:
         travelling: int | None = None,
         origins_T: Tensor | None = None,
     ) -> int:
-        """Let each token's row leave, once for every rank that holds one of its choices.
+        """Send each token's row once to every rank that holds one of its choices.
 
         Args:
-            x_TH: contiguous, on the CPU.
+            x_TH: Contiguous, on the CPU.
             slots_TK: int64, contiguous, physical slots in [0, R*S), -1 for no choice.
-            call: what this call is; equal on all ranks, as are `capacity` and the length of `note`.
-            capacity: tokens to make room for at once; 0: as many as there are.
-            note: what every rank is to know.
-            is_unique: a slot that a token repeats is one pair, whose answer counts twice; else two.
-            keeps: x_TH may change before `receive_rows`.
-            travelling: address of the rows where they already have the form in which they travel; of x_TH only H and
-                type count then.
-            origins_T: int32, what the receiver learns of each row; None: its token.
+            call: Number that identifies this call; equal on all ranks, as are `capacity` and the length of `note`.
+            capacity: Tokens to make room for at once; 0 makes room for T.
+            note: Integers for every rank.
+            is_unique: If true, a slot that a token repeats is one pair and its answer counts twice. Otherwise it is two.
+            keeps: Whether x_TH may change before `receive_rows`.
+            travelling: Address of the rows if they already have their format on the wire. Then only the H and type of
+                x_TH are used.
+            origins_T: int32, the origin of each row for the receiver (default: its token).
 
         Returns:
-            -1; or the flat index of the first slot that is out of range, and then nothing has left.
+            -1, or the flat index of the first slot that is out of range; then nothing was sent.
         """
         (S, R, rank), (T, K), wire = self._shape, slots_TK.shape, self.wire
         hidden, dtype, rows_format, num_notes = x_TH.shape[1], x_TH.dtype, self.rows, len(note)
@@ -194,24 +194,24 @@ class Exchange:
         return -1
 
     def receive_rows(self, num_groups: int = 1) -> tuple[Tensor, int]:
-        """Wait for all rows, order their pairs and bring them together. Collective.
+        """Wait for all rows, order their pairs and gather them. Collective.
 
         Args:
-            num_groups: rows are ordered by their origin, which every source sent in order and is below this; then by
-                source. 1: by source alone.
+            num_groups: Bound of the rows' origins, which every source sends in order. Rows are ordered by origin, then
+                source. 1 orders them by source only.
 
         Returns:
-            x_NH in the tokens' type, a view where that is possible, and P.
+            x_NH in the tokens' type (a view if possible) and P.
 
         Raises:
-            RanksDisagree: a peer made another call.
-            PeerRefused, PeerLost, DispatchTimeout: as the wire.
+            RanksDisagree: A peer made another call.
+            PeerRefused, PeerLost, DispatchTimeout: As the wire.
         """
         self._end(self.dispatch_clock)
         return self.take_rows(num_groups)
 
     def take_rows(self, num_groups: int = 1) -> tuple[Tensor, int]:
-        """The rest of `receive_rows`, once they are there. Local."""
+        """Run the rest of `receive_rows`, after all rows have arrived. Local."""
         sent, rows, R = self._sent, self.rows, self._shape[1]
         in_place = sent.num_tokens if sent.is_in_place else -1
         num_rows, num_pairs, row_room, stranger = self._read(num_groups, in_place)
@@ -228,11 +228,11 @@ class Exchange:
     def receive_to_hand_on(self) -> tuple[int, Tensor, Tensor]:
         """Wait for rows that go on to other ranks. Collective; raises as `receive_rows`.
 
-        The answers to give then are one per (row, choice): row * K + choice.
+        This rank then owes one answer per (row, choice), numbered row * K + choice.
 
         Returns:
-            The address of the rows as they travel, int64 [N, K] their choices as slots of this rank, and int32 [N]
-            the rank that each came from. They live until the next call.
+            Address of the rows in their format on the wire; int64 [N, K], their choices as slots of this rank; and
+            int32 [N], the rank that each row came from. They live until the next call.
         """
         self._end(self.dispatch_clock)
         sent, (_, R, rank) = self._sent, self._shape
@@ -254,8 +254,8 @@ class Exchange:
         return rows_at, slots_NK, source_N
 
     def receive_blocks(self, room: int, *results: int) -> None:
-        """Wait for all rows and copy each to every slot that it is for; see `cpu_kernels.deliver`, which gets `results`:
-        its arguments from `value_bytes` on. Collective; raises as `receive_rows`."""
+        """Wait for all rows and copy each to every slot that chose it. `results` are the arguments of
+        `cpu_kernels.deliver` from `value_bytes` on. Collective; raises as `receive_rows`."""
         self._end(self.dispatch_clock)
         sent, (S, R, rank) = self._sent, self._shape
         self._reserve_pairs(R * sent.capacity * sent.num_choices)
@@ -266,12 +266,12 @@ class Exchange:
         )  # fmt: skip
 
     def send_answers(self, y: Tensor, *, call: int, keeps: bool = False) -> None:
-        """Let answers leave.
+        """Send the answers.
 
         Args:
-            y: contiguous, a row of the last dimension for each pair, in the order that the rows' receiving said.
-            call: as in `send_rows`.
-            keeps: y may change before `receive_answers`.
+            y: Contiguous; one row of the last dimension per pair, in the order that receiving the rows returned.
+            call: As in `send_rows`.
+            keeps: Whether y may change before `receive_answers`.
         """
         (_, R, rank), row_bytes = self._shape, y.shape[-1] * y.dtype.itemsize
         own, pairs = y.data_ptr(), self._pair_of_answer.address
@@ -289,15 +289,15 @@ class Exchange:
         """Wait for all answers. Collective.
 
         Raises:
-            as `receive_rows`.
+            As `receive_rows`.
         """
         self._end(self.combine_clock)
 
     def sum_answers(self, weights_TK: Tensor, out_TH: Tensor, choices: int = 0) -> None:
-        """Sum the answers that came, as `Dispatcher.combine` says; `choices`: address of other ones than were sent.
+        """Sum the received answers as `Dispatcher.combine` does. `choices`: address of replacement choices, or 0.
 
         Raises:
-            RanksDisagree: a peer's message is no answer to this call.
+            RanksDisagree: A peer's message is not the answer to this call.
         """
         _, R, rank = self._shape
         own, pairs, _, call = self._answers
@@ -317,23 +317,23 @@ class Exchange:
             self._disagree_on_answers(stranger)
 
     def gather_answers(self, dtype: torch.dtype) -> Tensor:
-        """Return the answers that came, one row for each choice, [T*K, H]; undefined where there is no choice."""
+        """Return the received answers, one row for each choice, [T*K, H]. Rows of -1 choices are undefined."""
         return self._gather(self._choices.address, dtype)[0]
 
     def choose_again(self, chosen_TK: Tensor, sent_TK: Tensor, out: int) -> int:
-        """See `cpu_kernels.choose_again`: `out` is then what `sum_answers` takes."""
+        """Run `cpu_kernels.choose_again`; `sum_answers` then takes `out`."""
         choices = self._choices.address
         return int(
             kernels.choose_again(chosen_TK.data_ptr(), sent_TK.data_ptr(), choices, chosen_TK.numel(), out)
         )
 
     def counts(self) -> list[int]:
-        """Count the rows received from each rank, in whose order they lie."""
+        """Return the number of rows received from each rank. Rows are ordered by rank."""
         counts: list[int] = self._counts[message.RECV_ROWS].tolist()
         return counts
 
     def origins(self) -> Tensor:
-        """Return int32 [N], of each row received: its token at the source, or what the source says of it."""
+        """Return int32 [N], the origin of each received row: its token at the source, or the `origins_T` sent."""
         _, R, rank = self._shape
         origin_N = torch.empty(self._num_rows, dtype=torch.int32)
         kernels.read_origins(
@@ -343,7 +343,7 @@ class Exchange:
         return origin_N
 
     def notes(self) -> list[list[int]]:
-        """Return every rank's note, by rank; a lost rank's is empty. Before anything else is sent over the wire."""
+        """Return every rank's note, by rank; a lost rank's is empty. Call it before the next send over the wire."""
         begin, end = message.HEADER_BYTES, message.HEADER_BYTES + 8 * self._sent.num_notes
         notes: list[list[int]] = []
         for peer in range(self._shape[1]):
@@ -353,11 +353,11 @@ class Exchange:
         return notes
 
     def sent_bytes(self) -> tuple[list[int], list[int]]:
-        """Return the bytes that went to each rank so far, by dispatches and by combines, headers included."""
+        """Return the bytes sent to each rank so far, by dispatches and by combines, including headers."""
         return self._counts[message.SENT_BYTES].tolist(), self._counts[message.ANSWERED_BYTES].tolist()
 
     def _write_header(self, call: int, *words: int) -> None:
-        """Set what every message of this call says alike: its number, then all other words after HEADER_PAIRS."""
+        """Set the words that all messages of this call share: its number, then all other words after HEADER_PAIRS."""
         if words != self._common:
             self._common = words
             places = range(message.HEADER_ROW_BYTES, message.HEADER_WORDS)
@@ -366,7 +366,7 @@ class Exchange:
         self._words[message.HEADER_CALL] = call
 
     def _send_planned(self, slots: int, origins: int) -> None:
-        """Write the messages that were planned, and let them leave; addresses."""
+        """Write the planned messages and send them. `slots` and `origins` are addresses."""
         (S, R, rank), wire, sent, sizes = self._shape, self.wire, self._sent, self._send_bytes
         wire.open_windows(sizes)
         kernels.pack(
@@ -377,7 +377,7 @@ class Exchange:
         self._begin(sizes, None)
 
     def _send_sized(self, answers: int, row_bytes: int, call: int) -> None:
-        """The same for answers at an address whose messages have their sizes."""
+        """Write the answers at an address and send them. The messages' sizes are known."""
         wire, sent, (_, R, rank) = self.wire, self._answer_send, self._shape
         wire.open_windows(sent)
         kernels.pack_answers(
@@ -392,13 +392,13 @@ class Exchange:
         self.wire.begin_exchange(sent, received)
 
     def _end(self, clock: ExchangeClock) -> None:
-        """Wait for what was begun; what the caller did in between counts as the exchange's time."""
+        """Wait for the end of the exchange. Its time includes what the caller did since it began."""
         self.wire.finish_exchange()
         clock.add(perf_counter_ns() - self._begun_ns)
         self.num_ended += 1
 
     def _read(self, num_groups: int, in_place: int) -> tuple[int, int, int, int]:
-        """Take in the messages if there is room; return rows, pairs, room for rows, and a peer that disagrees."""
+        """Read the messages if there is room. Return rows, pairs, room for rows, and a peer that disagrees or -1."""
         sent, (S, R, rank) = self._sent, self._shape
         rows_at, row_room = self.rows.room(sent.hidden, sent.dtype)
         num_rows, num_pairs, stranger = kernels.receive(
@@ -409,7 +409,6 @@ class Exchange:
         return num_rows, num_pairs, row_room, stranger
 
     def _count_rows(self) -> tuple[int, int]:
-        """Read the headers; return rows and pairs."""
         _, R, rank = self._shape
         num_rows, num_pairs, stranger = kernels.read_headers(
             self._header_at, R, rank, self._tables, self.wire.recv_addresses.address
@@ -420,13 +419,13 @@ class Exchange:
         return num_rows, num_pairs
 
     def _keep_rows(self, x_TH: Tensor, room_bytes: int) -> int:
-        """Copy rows that may change before they are read; return where they are."""
+        """Copy rows that may change before they are read, and return the copy's address."""
         address, taken = self._kept.reserve(room_bytes), x_TH.numel() * x_TH.element_size()
         self._kept.view(taken).copy_(x_TH.view(torch.uint8).view(-1))
         return address
 
     def _reserve_entries(self, num_entries: int) -> None:
-        """Make room for what is said of each token and each of its choices."""
+        """Make room for the entries of all tokens and their choices."""
         self._choices.reserve(2 * num_entries)
         self._own_entries.reserve(num_entries)
         self._own_tokens.reserve(num_entries)
@@ -437,7 +436,7 @@ class Exchange:
         self._pair_of_answer.reserve(num_pairs)
 
     def _gather(self, choices: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Copy the answer of each choice to its place; return [T*K, H], and bool [T, K] which have one."""
+        """Copy each choice's answer to its place. Return [T*K, H], and bool [T, K], whether a choice has an answer."""
         _, R, rank = self._shape
         own, pairs, row_bytes, call = self._answers
         T, K, windows = self._sent.num_tokens, self._sent.num_choices, self.wire.recv_addresses.address
@@ -457,7 +456,7 @@ class Exchange:
         raise RanksDisagree(f"rank {self._names[peer]} made another call than {ours}")
 
     def _disagree(self, peer: int) -> NoReturn:
-        """Name what differs. Every rank gets here: where not all are equal, each has a peer that differs."""
+        """Name what differs. Every rank gets here: unless all are equal, each rank has a peer that differs."""
         theirs = self.wire.received(peer)[: message.HEADER_BYTES].view(torch.int64).tolist()
         ours, sent = list(self._words), self._sent
         wrong = [

@@ -1,23 +1,23 @@
-"""Node-limited dispatch: a token crosses to another node once, however many of that node's ranks it is for.
+"""Node-limited dispatch: a token crosses to another node once, even if several ranks of that node need it.
 
-Two exchanges, one behind the other, with the messages and passes of the flat one: "rail" joins the ranks of the same
-local index across nodes, "inner" the ranks of one node. On the rail a node is what a rank is elsewhere, with all its
-slots: a row goes once to every node that holds one of its choices, to the rank of the sender's own local index there.
-That rank hands it on to the ranks of its node that hold a choice. Rows keep their source node as origin, so that they end
-up as in flat dispatch, by source rank, then token. Answers take the same way back, one row per (token, choice), and are
-summed at the source in the order of the choices: rows, pairs and bits are those of `Dispatcher` (I2 of the design). No
-byte is saved in combine then. Rejected: to sum each node's answers before they cross, which saves those bytes and makes
-results depend on the placement.
+Two exchanges in sequence, with the messages and passes of the flat one: "rail" connects the ranks of the same local
+index across nodes, "inner" the ranks of one node. On the rail, a node acts as one rank with all slots of its ranks: a
+row goes once to every node that holds one of its choices, to the rank with the sender's local index there. That rank
+sends it on to the ranks of its node that hold a choice. Rows keep their source node as origin, so they arrive as in flat
+dispatch, ordered by source rank, then token. Answers take the same way back, one row per (token, choice), and are
+summed at the source in the order of the choices: rows, pairs and bits are those of `Dispatcher` (I2 of the design).
+So combine saves no bytes. Rejected: sum each node's answers before they cross. This would save bytes, but results would
+depend on the placement.
 
-Ranks are numbered node by node, as torchrun does: rank = node * node size + local index. Node size is a parameter and not
-asked of the hosts, so that nodes can be smaller than a host (a test), or larger (racks with links as fast as a host's).
+Ranks are numbered node by node, as torchrun does: rank = node * node size + local index. The node size is a parameter,
+not read from the hosts. So nodes can be smaller than a host (in tests) or larger (racks with links as fast as a host's).
 
-A refusal must reach ranks that share neither wire with who refuses. Every rank meets in both stages, every node
-has a member on every rail, and every rail one in every node: who refused or heard of it in stage one refuses stage
-two. After two stages all know, so a third is never entered.
+A refusal must also reach ranks that share no wire with the refusing rank. Every rank takes part in both stages, every
+node has a member on every rail, and every rail has one in every node. A rank that refused or received a refusal in
+stage one refuses stage two. After two stages all ranks have it, so none starts a third.
 
 Idea: DeepEP's internode kernels (RDMA between equal local indices, NVLink inside a node), and group-limited routing of
-DeepSeek-V3 (arXiv 2412.19437), which bounds the nodes of a token.
+DeepSeek-V3 (arXiv 2412.19437), which bounds the number of nodes per token.
 
 Legend: T tokens, K choices, H hidden, N rows, P pairs, S slots per rank, M nodes.
 """
@@ -48,32 +48,32 @@ from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import Wire
 
-_ORIGIN_END = "|"  # a refusal that is handed on names who refused: "5|slots_TK[0, 1] is ..."
+_ORIGIN_END = "|"  # a forwarded refusal begins with the refusing rank: "5|slots_TK[0, 1] is ..."
 
 
 class _Stage:
-    """An exchange between some ranks of the group, whose errors name the group's ranks.
+    """An exchange between some ranks of the group. Its errors use the group's rank numbers.
 
-    A peer that is lost or late in one stage is known only to the ranks of that stage: the rank that finds out closes all,
-    so that those who wait for it in the other stage hear at once and not by time-out.
+    Only the ranks of a stage notice that a peer is lost or late in it. The rank that notices closes all stages, so that
+    peers that wait for it in the other stage get an error at once instead of a timeout.
     """
 
     def __init__(
         self, wire: Wire, ranks: Sequence[int], rank: int, slots: int, rows: str, close: Callable[[], None]
     ) -> None:
-        """`ranks`: the numbers in the group of the wire's; `slots`: of each of them; `close`: closes all stages."""
+        """`ranks`: group ranks of the wire's ranks; `slots`: slots per wire rank; `close`: closes all stages."""
         assert len(ranks) == wire.world_size, "every rank of the wire has a number"
         self.wire, self._ranks, self._rank, self._close = wire, ranks, rank, close
         self.exchange = Exchange(wire, slots_per_rank=slots, rows=row_format(rows), names=ranks)
-        self._interruption: DispatchError | None = None  # it names ranks of the group already
+        self._interruption: DispatchError | None = None  # already has the group's rank numbers
 
     def interrupt(self, error: DispatchError) -> None:
-        """End waits of this stage with an error that names ranks of the group. From any thread."""
+        """Make waits of this stage raise an error with the group's rank numbers. May be called from any thread."""
         self._interruption = error
         self.wire.interrupt(error)
 
     def refuse(self, origin: int, text: str) -> None:
-        """Tell the ranks of this stage, in place of its exchange, that rank `origin` refuses. Collective."""
+        """Refuse the exchange of this stage on its ranks, in the name of rank `origin`. Collective."""
         try:
             self.wire.refuse(f"{origin}{_ORIGIN_END}{text}")
         except DispatchError as error:
@@ -81,7 +81,7 @@ class _Stage:
 
     @contextmanager
     def exchanging(self, *then: Self) -> Iterator[None]:
-        """Translate errors; what was refused here is handed on to the stages that follow, which have not heard of it."""
+        """Translate errors. Forward refusals to the stages that follow, which have not received them."""
         try:
             yield
         except DispatchError as found:
@@ -95,13 +95,13 @@ class _Stage:
             raise error from found.__cause__
 
     def add_sent(self, dispatched: list[int], combined: list[int]) -> None:
-        """Add the bytes that went to each rank of the group."""
+        """Add the bytes sent to each rank of the group."""
         for rank, sent, answered in zip(self._ranks, *self.exchange.sent_bytes(), strict=True):
             dispatched[rank] += sent
             combined[rank] += answered
 
     def _translated(self, error: DispatchError) -> DispatchError:
-        """Say the same of the group's ranks."""
+        """Return the same error with the group's rank numbers."""
         if isinstance(error, PeerRefused):
             origin, _, text = error.text.partition(_ORIGIN_END)
             return PeerRefused(int(origin), text)
@@ -117,15 +117,15 @@ class HierarchicalDispatcher:
     """One rank's end of a node-limited exchange. Calls are collective, in the same order on all ranks.
 
     Args:
-        rail, inner: over the ranks of this local index, by node, and over this node's ranks; taken over. This rank's
-            number is `rail.rank * inner.world_size + inner.rank`.
+        rail, inner: Wires between the ranks of this local index, by node, and between this node's ranks. Owned. This
+            rank's number is `rail.rank * inner.world_size + inner.rank`.
         slots_per_rank: S, equal on all ranks; physical slot p is local slot p % S of rank p // S.
-        rows: how rows travel, a name of `row_formats`; equal on all ranks.
-        release: called once by `close`, after the wires are closed.
+        rows: Format of rows on the wire, a name of `row_formats`; equal on all ranks.
+        release: Called once by `close`, after the wires are closed.
 
     Attributes:
-        rank, world_size, node, num_nodes, node_size: this rank's place.
-        name, reason: the two wires and why they were taken, as a wire says it.
+        rank, world_size, node, num_nodes, node_size: This rank's position.
+        name, reason: The two wires, and why they were chosen.
     """
 
     is_replayable = False
@@ -157,24 +157,24 @@ class HierarchicalDispatcher:
 
     @property
     def row_format(self) -> str:
-        """How rows travel, in words."""
+        """Description of the format of rows on the wire."""
         return self._rail.exchange.rows.name
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent so far to other ranks."""
+        """Bytes sent to other ranks so far."""
         dispatched, combined = self.sent_to_ranks()
         return Traffic(sum(dispatched), sum(combined))
 
     @property
     def crossing(self) -> Traffic:
-        """What of it went to other nodes."""
+        """The part of `traffic` that went to other nodes."""
         dispatched, combined = self._rail.exchange.sent_bytes()
         return Traffic(sum(dispatched), sum(combined))
 
     @property
     def waits(self) -> Waits:
-        """Time in exchanges so far, of both stages; the wires' part is not known."""
+        """Time spent in exchanges so far, of both stages; the wires' part is unknown."""
         exchanges = [stage.exchange for stage in self._stages]
         return Waits(
             sum(each.dispatch_clock.total_ns for each in exchanges),
@@ -183,15 +183,15 @@ class HierarchicalDispatcher:
 
     @property
     def exchanges(self) -> Exchanges:
-        """See `TokenDispatcher`. Of both stages."""
+        """Exchanges of both stages so far."""
         begun, ended = zip(
             *((stage.exchange.num_begun, stage.exchange.num_ended) for stage in self._stages), strict=True
         )
         return Exchanges(sum(begun), sum(ended))
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Bytes that this rank has sent to each rank so far, by dispatches and by combines: to whom it hands a token,
-        which is not always where the token ends."""
+        """Return the bytes sent to each rank so far, by dispatches and by combines. They count for the next rank on a
+        token's way, which is not always its destination."""
         dispatched, combined = [0] * self.world_size, [0] * self.world_size
         for stage in self._stages:
             stage.add_sent(dispatched, combined)
@@ -200,9 +200,9 @@ class HierarchicalDispatcher:
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
         """Send each token once to every node, and there to every rank, that holds one of its choices. Collective.
 
-        Arguments, result and errors are those of `Dispatcher.dispatch`.
+        Arguments, result and errors: as `Dispatcher.dispatch`.
         """
-        self._call += 2  # of a refused call too, as on all ranks
+        self._call += 2  # for a refused call too, as on all ranks
         problem = dispatch_problem(x_TH, slots_TK, mode)
         if problem:
             self._refuse(problem, self._rail, self._inner)
@@ -219,7 +219,7 @@ class HierarchicalDispatcher:
             bad = inner.send_rows(
                 x_TH[:0], slots_NK, call=call, capacity=capacity, travelling=rows_at, origins_T=node_N
             )
-            assert bad < 0, "slots were looked at on their way here"
+            assert bad < 0, "the rail's dispatch already checked the slots"
             x_NH, num_pairs = inner.receive_rows(self.num_nodes)
         (T, H), K = x_TH.shape, slots_TK.shape[1]
         handle = DispatchHandle(call, T, K, H, x_TH.dtype, num_pairs)
@@ -228,9 +228,9 @@ class HierarchicalDispatcher:
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """Bring the answers home and sum them. Collective.
+        """Bring the answers back and sum them. Collective.
 
-        Arguments, result and errors are those of `Dispatcher.combine`; the bits too.
+        Arguments, result (bit for bit) and errors: as `Dispatcher.combine`.
         """
         handle, call = dispatched.handle, dispatched.handle.call + 1
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call)
@@ -249,10 +249,9 @@ class HierarchicalDispatcher:
         return out_TH
 
     def check(self) -> None:
-        """See `TokenDispatcher`. Every call says itself what went wrong."""
+        """Do nothing: every call raises its own errors."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `TokenDispatcher`."""
         for stage in self._stages:
             stage.interrupt(error)
 
@@ -265,7 +264,7 @@ class HierarchicalDispatcher:
             release()
 
     def _refuse(self, problem: str, *stages: _Stage) -> NoReturn:
-        """Tell every rank, through both stages in the order of the call, and raise."""
+        """Refuse the call on every rank, through both stages in the order of the call, and raise."""
         for stage in stages:
             stage.refuse(self.rank, problem)
         raise ValueError(problem)
@@ -284,17 +283,17 @@ def open_hierarchical(
     """Open node-limited dispatch over the ranks of `group`. Collective over the default group.
 
     Args:
-        name: wire of both stages, as in `open_wire`; auto takes shared memory inside a host and what works
-            across.
-        group: a gloo group of consecutive nodes; None stands for one rank. Where a stage joins all its ranks (node
-            size 1 or the group's), the stage uses the group itself.
-        node_size: ranks of a node; divides the number of ranks. 1 and that number are flat dispatch.
-        slots_per_rank, rows: see `HierarchicalDispatcher`; equal on all ranks.
-        timeout_s, epoch: as in `open_wire`.
+        name: Wire of both stages, as in `open_wire`; auto uses shared memory inside a host and another available wire
+            across hosts.
+        group: A gloo group of consecutive nodes; None is one rank. A stage that connects all its ranks (node size 1 or
+            the group's size) uses the group itself.
+        node_size: Ranks per node; divides the number of ranks. With 1 or the number of ranks, dispatch is flat.
+        slots_per_rank, rows: See `HierarchicalDispatcher`; equal on all ranks.
+        timeout_s, epoch: As in `open_wire`.
 
     Raises:
-        ValueError: a bad node size, on every rank, also where ranks differ in what they ask for.
-        WireUnavailable: a stage's wire cannot work here, or a peer did not come.
+        ValueError: The node size is bad, or the settings differ between ranks; on every rank.
+        WireUnavailable: A stage's wire cannot work here, or a peer did not join.
     """
     settings = {
         "node_size": node_size,
@@ -334,14 +333,14 @@ def _check_agreement(group: dist.ProcessGroup | None, settings: dict[str, object
     for rank, theirs in enumerate(everybody):
         if theirs != everybody[0]:
             raise ValueError(
-                f"rank {rank} asks for {theirs} and rank 0 for {everybody[0]}; they must be equal"
+                f"rank {rank} has the settings {theirs} and rank 0 has {everybody[0]}; they must be equal"
             )
 
 
 def _join(
     group: dist.ProcessGroup | None, sets: Sequence[range], timeout_s: float
 ) -> dist.ProcessGroup | None:
-    """Make a group of each set, and return the one this rank is in; None stands for this rank alone."""
+    """Make a group of each set and return this rank's. Returns None if this rank is alone in its set."""
     if group is None or len(sets[0]) == 1:
         return None
     if len(sets) == 1:
@@ -351,8 +350,8 @@ def _join(
         members = [of_group[rank] for rank in ranks]
         try:
             made = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend="gloo")
-        except RuntimeError as error:  # all that gloo says of a peer that is gone
-            raise WireUnavailable(f"ranks {list(ranks)} could not meet: {error}") from error
+        except RuntimeError as error:  # gloo has no other error for a peer that is gone
+            raise WireUnavailable(f"ranks {list(ranks)} could not connect: {error}") from error
         if dist.get_rank(group) in ranks:
             own = made
     return own

@@ -1,12 +1,12 @@
-"""Who gets which row, in which order, and how answers add up: the oracle of dispatch, in plain torch.
+"""Destinations and order of rows, and the sum of answers: the reference for dispatch, in plain torch.
 
 A token goes once to every rank that holds one of its choices. There, a pair is one (row, choice): the unit that an
 expert computes. Answers come back as one row per pair and are summed in the order of the choices, in float32 with
-one rounding, so that the result does not depend on where an expert lives (DeepEP's low-latency combine sums in this
-order too; its normal combine sums per rank first, which changes with the placement).
+one rounding. So the result does not depend on the placement of experts. (DeepEP's low-latency combine also sums in
+this order; its normal combine sums per rank first, which changes with the placement.)
 Both sides can compute every order from the slots alone, so answers carry no metadata.
 
-`cpu_kernels` does the same faster and is tested against this, bit for bit. Nothing here knows a wire.
+`cpu_kernels` does the same faster and is tested against this module bit for bit. This module does not use wires.
 
 Legend: T tokens of this rank, K choices, N rows received, P pairs of this rank, Q answers received, R ranks,
 S slots per rank, H hidden.
@@ -21,20 +21,20 @@ NO_CHOICE = -1
 
 
 class RowsToSend(NamedTuple):
-    """What a rank sends: one row per (token, rank), ordered by rank, then token."""
+    """Rows that a rank sends: one per (token, rank), ordered by rank, then token."""
 
     token_N: Tensor  # int64: the token of each row
     local_slots_NK: Tensor  # int64: the row's choices as slots of its destination, -1 elsewhere
     row_counts_R: Tensor  # int64: rows for each rank
-    pair_counts_R: Tensor  # int64: answers that will come back from each rank
+    pair_counts_R: Tensor  # int64: answers that each rank will send back
 
 
 class PairOrder(NamedTuple):
-    """How a rank's pairs are ordered: by local slot, then as the rows lie, then by choice."""
+    """Order of a rank's pairs: by local slot, then row, then choice."""
 
     row_P: Tensor  # int64: the row of each pair
     slot_offsets: Tensor  # int64 [S+1]: pairs of local slot s are [offsets[s], offsets[s+1])
-    pair_of_answer: Tensor  # int64 [P]: answers leave in order of (row, choice); which pair each is
+    pair_of_answer: Tensor  # int64 [P]: the pair of each answer; answers leave in order of (row, choice)
 
 
 def route(slots_TK: Tensor, slots_per_rank: int, world_size: int) -> RowsToSend:
@@ -55,7 +55,7 @@ def route(slots_TK: Tensor, slots_per_rank: int, world_size: int) -> RowsToSend:
 
 
 def order_pairs(local_slots_NK: Tensor, slots_per_rank: int) -> PairOrder:
-    """Sort the pairs of received rows by slot, stably. Rows lie by source rank, then token."""
+    """Sort the pairs of received rows by slot, stably. Rows are ordered by source rank, then token."""
     N, K = local_slots_NK.shape
     row_NK = torch.arange(N).unsqueeze(1).expand(N, K)
     chosen_NK = local_slots_NK != NO_CHOICE
@@ -69,7 +69,7 @@ def order_pairs(local_slots_NK: Tensor, slots_per_rank: int) -> PairOrder:
 
 
 def answer_positions(slots_TK: Tensor, slots_per_rank: int) -> Tensor:
-    """Return int64 [T, K]: where each choice's answer lies among all answers, which come ordered by answering
+    """Return int64 [T, K]: the position of each choice's answer among all answers, which are ordered by answering
     rank, then token, then choice; -1 for no choice."""
     rank_TK = torch.div(slots_TK, slots_per_rank, rounding_mode="floor")
     chosen_TK = slots_TK != NO_CHOICE
@@ -85,7 +85,7 @@ def sum_answers(answer_QH: Tensor, position_TK: Tensor, weights_TK: Tensor, dtyp
     """Return [T, H] in `dtype`: the sum over k = 0..K-1 of weight times answer.
 
     Multiplies, then adds, in float32 (float64 for float64), in the order of k, with one rounding at the end. A
-    choice of -1 adds nothing: what its weight holds does not matter. The sum starts at +0.
+    choice of -1 adds nothing, and its weight is not used. The sum starts at +0.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     total_TH = torch.zeros(position_TK.shape[0], answer_QH.shape[1], dtype=wide)

@@ -1,10 +1,10 @@
-"""Whether one dispatch has an agreed room. All ranks of a call must say the same; results have the same bits in both.
+"""Mode of one dispatch: with or without an agreed capacity. Equal on all ranks; results have the same bits in both.
 
-Normal: any number of tokens; memory grows with what comes. Low latency: no rank brings more than an agreed number of
-tokens, and room for so many from every rank is there from the first call on: nothing grows, and on a GPU sizes and places
-never change, so that the call can be replayed (DeepEP's two modes, chosen per call).
+Normal: any number of tokens; memory grows as needed. Low latency: each rank sends at most an agreed number of tokens,
+and the memory for that number from every rank is allocated by the first call. It never grows. On a GPU sizes and
+addresses never change, so the call can be replayed (DeepEP's two modes, chosen per call).
 
-Knows no wire. Rejected: a third mode in which every rank gets all tokens, which was never faster (docs/LOG.md).
+Does not depend on the wire. Rejected: a third mode that sends all tokens to every rank, never faster (docs/LOG.md).
 """
 
 from typing import NamedTuple
@@ -13,12 +13,11 @@ SMALLEST_CAPACITY = 8  # tokens; smaller messages cost no less
 
 
 class Mode(NamedTuple):
-    """`capacity`: the most tokens that any rank dispatches in this call; 0 is normal mode, without a limit."""
+    """`capacity`: most tokens that any rank dispatches in this call; 0 is normal mode, without a limit."""
 
     capacity: int = 0
 
     def __str__(self) -> str:
-        """Name it in messages."""
         return f"low-latency mode for {self.capacity} tokens" if self.capacity else "normal mode"
 
 
@@ -29,7 +28,7 @@ def low_latency(capacity: int) -> Mode:
     """Return low-latency mode for at most `capacity` tokens per rank.
 
     Raises:
-        ValueError: less than one.
+        ValueError: `capacity` is less than 1.
     """
     if capacity < 1:
         raise ValueError(f"capacity is {capacity}; low-latency mode needs room for at least 1 token")
@@ -37,7 +36,7 @@ def low_latency(capacity: int) -> Mode:
 
 
 def fitting_capacity(num_tokens: int) -> int:
-    """Return the capacity for at most `num_tokens` per rank: a power of two, so that few shapes occur."""
+    """Return the capacity for at most `num_tokens` per rank: a power of two, which limits the number of shapes."""
     capacity = SMALLEST_CAPACITY
     while capacity < num_tokens:
         capacity *= 2

@@ -1,10 +1,10 @@
-"""What compiled code needs and numba does not offer: atomics, futexes, a clock and memory by address.
+"""Primitives for compiled code that numba does not offer: atomics, futexes, a clock and memory by address.
 
-Everything takes and returns int64. An address is the caller's promise: nothing is checked here.
-Loads acquire and stores release, as the C++ memory model means them; `fence` is sequentially consistent.
+Everything takes and returns int64. The caller guarantees that addresses are valid: nothing is checked here.
+Loads acquire and stores release, as in the C++ memory model; `fence` is sequentially consistent.
 Linux only (futex(2)); x86-64 and aarch64.
 
-Numba's cache looks at the file that holds the cached function only: after a change here, delete `__pycache__`.
+Numba's cache checks only the file of the cached function: after a change here, delete `__pycache__`.
 """
 
 import platform
@@ -23,13 +23,13 @@ CACHE_LINE_BYTES = 64
 _MACHINE = platform.machine()
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, -1)  # asm/unistd.h
 _SYS_SCHED_YIELD = {"x86_64": 24, "aarch64": 124}.get(_MACHINE, -1)
-_FUTEX_WAIT = 0  # linux/futex.h; not the PRIVATE forms, as the waiters are processes
+_FUTEX_WAIT = 0  # linux/futex.h; not the PRIVATE forms, because waiters are in several processes
 _FUTEX_WAKE = 1
 _CLOCK_MONOTONIC = 1
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 compiled: Callable[[_Function], _Function] = njit(cache=True, nogil=True)
-"""Compile for int64 arguments, cached on disk; other threads run meanwhile."""
+"""Compile for int64 arguments, with a cache on disk. The compiled function runs without the interpreter lock."""
 inlined: Callable[[_Function], _Function] = njit(cache=True, nogil=True, inline="always")
 _emitted: Callable[[Callable[..., Any]], Any] = intrinsic
 
@@ -39,7 +39,7 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 
 
 def is_supported() -> bool:
-    """Whether this machine has what this module needs."""
+    """Return whether this module supports this machine."""
     return platform.system() == "Linux" and _SYS_FUTEX >= 0
 
 
@@ -70,7 +70,7 @@ def store(typing_context: Any, address: Any, value: Any) -> Any:
 
 @_emitted
 def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
-    """Add `value` to the word at `address`, sequentially consistent, and return what was there."""
+    """Add `value` to the word at `address`, sequentially consistent, and return the old value."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
@@ -80,7 +80,7 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @_emitted
 def replace_if(typing_context: Any, address: Any, seen: Any, value: Any) -> Any:
-    """Store `value` at `address` if `seen` is there still, sequentially consistent; 1 if it was, else 0."""
+    """Store `value` at `address` if it still holds `seen`, sequentially consistent. Returns 1 if stored, 0 if not."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = _word(builder, args[0])
@@ -103,10 +103,10 @@ def fence(typing_context: Any) -> Any:
 
 @_emitted
 def pause(typing_context: Any) -> Any:
-    """Tell the core that this is a spin loop."""
+    """Hint to the core that this is a spin loop."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if _MACHINE == "x86_64":  # an LLVM intrinsic, as numba's code generator takes no inline assembly
+        if _MACHINE == "x86_64":  # an LLVM intrinsic: numba's code generator takes no inline assembly
             signature_of = ir.FunctionType(ir.VoidType(), [])
             builder.call(
                 cgutils.get_or_insert_function(builder.module, signature_of, "llvm.x86.sse2.pause"), []
@@ -131,7 +131,7 @@ def copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 @_emitted
 def call(typing_context: Any, function: Any, first: Any, second: Any) -> Any:
-    """Call compiled code at an address, which takes two int64 and returns one: an `Addressed`'s."""
+    """Call compiled code at an address (of an `Addressed`). It takes two int64 and returns one."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(64)
@@ -143,7 +143,7 @@ def call(typing_context: Any, function: Any, first: Any, second: Any) -> Any:
 
 @_emitted
 def float_of(typing_context: Any, word: Any) -> Any:
-    """The float32 whose bits are a word's lower half; see `bits_of`."""
+    """Return the float32 with the bits of a word's lower half. Inverse of `bits_of`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
@@ -152,13 +152,13 @@ def float_of(typing_context: Any, word: Any) -> Any:
 
 
 def bits_of(value: float) -> int:
-    """The bits of a float32, as compiled code takes one among words."""
+    """Return the bits of a float32 as an integer, for compiled code that takes words."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
 @_emitted
 def pointer(typing_context: Any, address: Any) -> Any:
-    """Turn an address into what `carray` takes."""
+    """Convert an address to a pointer for `carray`."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -200,7 +200,7 @@ def now_ns(scratch: int) -> int:
 
 @compiled
 def futex_wait(address: int, seen: int, timeout_ns: int, scratch: int) -> None:
-    """Sleep until woken, unless the low 32 bits at `address` are no longer those of `seen`; or time out."""
+    """Sleep until woken or until the timeout. Return at once if the low 32 bits at `address` differ from `seen`'s."""
     timespec = words(scratch, 2)
     timespec[0] = timeout_ns // 1_000_000_000
     timespec[1] = timeout_ns % 1_000_000_000
@@ -209,21 +209,21 @@ def futex_wait(address: int, seen: int, timeout_ns: int, scratch: int) -> None:
 
 @compiled
 def futex_wake(address: int) -> None:
-    """Wake whoever sleeps on `address`."""
+    """Wake all sleepers on `address`."""
     _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
 
 
 @compiled
 def yield_now() -> None:
-    """Let others run on this core."""
+    """Let other threads run on this core."""
     _syscall(_SYS_SCHED_YIELD, 0, 0, 0, 0, 0, 0)
 
 
 def renamed(function: Callable[..., Any], suffix: str) -> FunctionType:
-    """Copy a function under a name of its own.
+    """Copy a function under a unique name.
 
-    Numba's symbols are a name and a number that differs from process to process: cached code of one process would call
-    another's functions of the same name.
+    Numba's symbols consist of a name and a number that differs between processes. Without a unique name, code that one
+    process cached would call functions of the same name of another.
     """
     assert isinstance(function, FunctionType)
     name = f"{function.__name__}_{suffix}"
@@ -235,19 +235,19 @@ def renamed(function: Callable[..., Any], suffix: str) -> FunctionType:
 
 
 class Addressed:
-    """A function of int64 arguments that compiled code calls by address; compiled, or read from the cache, when asked for."""
+    """A function of int64 arguments that compiled code calls by address. Compiled, or read from the cache, on first use."""
 
     def __init__(self, function: Callable[..., int], version: int) -> None:
-        """`version` changes with what the function inlines from other files, to which numba's cache is blind."""
+        """`version` changes with code that the function inlines from other files, which numba's cache does not check."""
         self._function = renamed(function, f"{version:08x}")
 
     def compile(self) -> None:
-        """Have it ready."""
+        """Compile the function, or read it from the cache."""
         assert self.address
 
     @cached_property
     def address(self) -> int:
-        """Where it is, for the life of the process."""
+        """Address of the compiled code, valid for the life of the process."""
         signature = _I64(*[_I64] * self._function.__code__.co_argcount)
         self._compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
         address: int = self._compiled.address
@@ -255,6 +255,6 @@ class Addressed:
 
 
 def compile_all(*functions: Callable[..., Any]) -> None:
-    """Have functions of int64 arguments compiled, or read from the cache, so that no peer waits for that later."""
+    """Compile functions of int64 arguments, or read them from the cache, so that no peer waits for that later."""
     for function in functions:
         function.compile((_I64,) * function.py_func.__code__.co_argcount)  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""An exchange's passes as kernels of a program (D13): Python is left with the waiting in between.
+"""An exchange's passes as kernels of a program (D13). Python only waits between them.
 
-They are those of `dispatch.cpu_kernels`, tied to the windows of shared memory, and find all they need in the exchange's
-block of words. What a pass cannot do (a message larger than its window, more rows than there is room for) it leaves, and
-writes down why: the passes after it then do nothing, until Python has made up for it (`dispatch.programmed`).
+The passes are those of `dispatch.cpu_kernels`, applied to windows in shared memory. They read all arguments from the
+exchange's block of words. If a pass cannot do its work (a message is larger than its window, or there is no room for the
+rows), it records the reason. The passes after it then do nothing until Python has done the work (`dispatch.programmed`).
 
-Legend as in `layout`.
+Legend: as in `layout`.
 """
 
 import zlib
@@ -17,15 +17,15 @@ from dispatch.native import inlined, words
 from dispatch.team import WORDS, Kernel
 from dispatch.wires import shm_regions as regions
 
-# The block's words; what is called `_AT` is an address.
+# The block's words; names with `_AT` are addresses.
 STATE, FOUND = 0, 1  # why a pass stopped, and what it found
-NUM_TOKENS, NUM_ROWS = 2, 3  # of this rank's, and received
-EXCHANGE = 4  # the number of the wire's next one
+NUM_TOKENS, NUM_ROWS = 2, 3  # tokens of this rank, and received rows
+EXCHANGE = 4  # number of the wire's next exchange
 RANKS, RANK, SLOTS, TABLES_AT, HEADER_AT, HOMES_AT, MASK_AT = range(5, 12)
 ROW_SIZES_AT, ANSWER_SIZES_AT, ANSWERS_DUE_AT, CHOICES_AT, OWN_TOKENS_AT, OWN_ENTRIES_AT = range(12, 18)
 SEND_AT, RECV_AT, OFFSETS_AT, ROW_OF_PAIR_AT, PAIR_OF_ANSWER_AT, PAIR_ROOM = range(18, 24)
-ROWS_AT, ROW_ROOM = 24, 25  # where received rows go
-ANSWER_CALL, ANSWER_CHOICES = 26, 27  # of the answers that come; the header is the next rows' by then
+ROWS_AT, ROW_ROOM = 24, 25  # destination of received rows
+ANSWER_CALL, ANSWER_CHOICES = 26, 27  # of the answers to receive; by then the header is that of the next rows
 ANSWERS_AT, ANSWER_PAIRS_AT = 28, 29  # this rank's answers to itself, see `cpu_kernels.sum_answers_float32`
 SIGNALS_AT, REGIONS_AT, REGION_BYTES, NUMBERS_AT = range(30, 34)
 BLOCK_WORDS = 34
@@ -35,7 +35,7 @@ FINE, BAD_SLOT, ROWS_TOO_LARGE, NO_ROOM, OTHER_CALL, ANSWERS_TOO_LARGE, OTHER_AN
 
 _TILE_VALUES = 1 << 14
 _HERE = Path(__file__).parent
-# Of all that is compiled into the kernels: numba's cache looks at their own file only.
+# Covers all code that is compiled into the kernels: numba's cache checks only their own file.
 _VERSION = zlib.crc32(
     b"".join(
         path.read_bytes()
@@ -50,7 +50,7 @@ _VERSION = zlib.crc32(
 
 @inlined
 def _open_windows(b: Any, sizes: int) -> int:
-    # Returns the bytes for which there is no window.
+    # Returns the bytes of messages without a window.
     staged: int = regions.place_windows(
         b[SIGNALS_AT], b[REGIONS_AT], b[RANKS], b[RANK], b[REGION_BYTES], b[NUMBERS_AT], b[MASK_AT], b[EXCHANGE],
         sizes, 0, b[SEND_AT],
@@ -112,7 +112,7 @@ def _receive_rows(at, tile):  # type: ignore[no-untyped-def]
             b[STATE], b[FOUND] = OTHER_CALL, stranger
         elif num_pairs > b[PAIR_ROOM] or num_rows > b[ROW_ROOM]:
             b[STATE] = NO_ROOM
-    if b[STATE] != FINE:  # the experts are given nothing
+    if b[STATE] != FINE:  # the experts get no rows
         b[NUM_ROWS] = 0
         words(b[OFFSETS_AT], b[SLOTS] + 1)[:] = 0
     return 0
@@ -168,17 +168,17 @@ SEND_ROWS, RECEIVE_ROWS, SEND_ANSWERS, SUM_ANSWERS = PASSES = tuple(
 def pass_rows(
     block: int, *, x: int, slots: int, num_tokens: int, answers: int, weights: int, out: int, hidden: int
 ) -> Any:
-    """Rows of programs for one layer's exchange, in the order in which they run, of float32.
+    """Return rows of programs for one layer's exchange, in the order in which they run, for float32.
 
     Args:
-        block: address of the exchange's.
-        x: address of the tokens [T, H], which stay until rows are received. slots: of [T, K] int64, one per choice.
-        num_tokens: where T is when the program runs.
-        answers: address of [P, H], unweighted; they stay until they are summed. weights: of [T, K].
-        out: address of [T, H].
+        block: Address of the exchange's block.
+        x: Address of the tokens [T, H], which stay until rows are received. slots: Address of [T, K] int64.
+        num_tokens: Address of T, read when the program runs.
+        answers: Address of [P, H], unweighted; they stay until they are summed. weights: Address of [T, K].
+        out: Address of [T, H].
 
     Returns:
-        Sending rows; receiving them; sending answers; summing them. After the first and the third the others are waited for.
+        Rows that send rows, receive rows, send answers and sum answers. After the first and third, wait for the peers.
     """
     return (
         SEND_ROWS.row(block, x, slots, num_tokens),

@@ -1,7 +1,7 @@
-"""A TCP port for a process that is told it now and listens on it in a moment.
+"""Choose a free TCP port for a process that will listen on it soon.
 
-What the kernel hands out for port 0 it hands out to outgoing connections too: such a port may be taken before the
-process listens. The ports below that range are taken only by who asks for them by number.
+The kernel chooses ports for port 0 from the range of outgoing connections. Another connection may take such a port
+before the process listens. Ports below that range are only taken by programs that request them by number.
 """
 
 import errno
@@ -10,15 +10,15 @@ import socket
 from pathlib import Path
 
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST = 10_000  # below it are the ports that people choose
+_FIRST = 10_000  # people choose ports below it
 _TRIES = 100
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of a host that nothing listens on, outside the range of outgoing connections if there is room.
+    """Return a free port of a host, outside the range of outgoing connections if possible.
 
     Raises:
-        OSError: the host is no address of this machine.
+        OSError: The host is not an address of this machine.
     """
     first_handed_out = int(_HANDED_OUT.read_text().split()[0])
     for _ in range(_TRIES if first_handed_out > _FIRST else 0):
@@ -31,7 +31,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _bound_port(host: str, port: int) -> int:
-    """Listen on a port, or on any for 0, and leave it again."""
+    """Bind a port (0: any), release it, and return its number."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.bind(address)

@@ -1,13 +1,13 @@
-"""An exchange through shared memory whose passes may run in programs; see `dispatch.passes`.
+"""An exchange through shared memory with passes that run in programs; see `dispatch.passes`.
 
-A program that sends is opened before it runs and finished after it, which waits for the peers:
+A program that sends is opened before it runs and finished after it. Finishing waits for the peers:
 
     open_rows; a program with the first pass; finish_rows;
     one with the second and third; finish_answers; open_rows; one with the last, and the next layer's first; ...
 
-What the passes left is made up for here by `Exchange`'s own methods, or raised as they do.
+If a pass could not do its work, `Exchange`'s methods do it here, or raise its errors.
 
-Legend as in `exchange`.
+Legend: as in `exchange`.
 """
 
 from time import perf_counter_ns
@@ -24,7 +24,7 @@ from dispatch.wires.shm import ShmWire
 
 
 class Room(NamedTuple):
-    """The caller's memory for what is received, by address."""
+    """The caller's memory for received rows and pairs. Fields are addresses and counts."""
 
     rows: int  # of [num_rows, H] float32
     num_rows: int
@@ -33,10 +33,10 @@ class Room(NamedTuple):
 
 
 class ProgrammedExchange(Exchange):
-    """See above. Rows are float32 and travel as they are.
+    """See the module. Rows are float32 and travel unchanged.
 
     Attributes:
-        block: address of what the passes read, the same for ever.
+        block: Address of the words that the passes read; it never changes.
     """
 
     def __init__(self, wire: ShmWire, *, slots_per_rank: int) -> None:
@@ -59,15 +59,15 @@ class ProgrammedExchange(Exchange):
 
     @property
     def num_rows(self) -> int:
-        """Address of the number of rows that were received."""
+        """Address of the number of received rows."""
         return self.block + 8 * passes.NUM_ROWS
 
     def open_rows(self, num_tokens: int, num_choices: int, hidden: int, capacity: int, room: Room) -> None:
-        """Before a program that sends rows. Local.
+        """Prepare for a program that sends rows. Call before it. Local.
 
         Args:
-            num_tokens: T. capacity: as `send_rows` takes it.
-            room: for what the peers will send.
+            num_tokens: T. capacity: As in `send_rows`.
+            room: Memory for the peers' rows.
         """
         b, num_entries = self._b, num_tokens * (1 + num_choices)
         self.calls += 2
@@ -87,10 +87,10 @@ class ProgrammedExchange(Exchange):
         b[passes.ROW_OF_PAIR_AT], b[passes.PAIR_ROOM] = room.row_of_pair, room.num_pairs
 
     def finish_rows(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> None:
-        """After it: wait for the peers' rows. Collective; raises as `Dispatcher.dispatch` does, and as `check`.
+        """Wait for the peers' rows. Call after the program. Collective; raises as `Dispatcher.dispatch` and `check`.
 
         Args:
-            x_TH, slots_TK: what the program sent.
+            x_TH, slots_TK: The tokens and choices that the program sent.
         """
         self.check()
         (T, H), K, sizes = x_TH.shape, slots_TK.shape[1], self._send_bytes
@@ -111,17 +111,17 @@ class ProgrammedExchange(Exchange):
         self._b[passes.ANSWER_CALL], self._b[passes.ANSWER_CHOICES] = self.calls + 1, K
 
     def finish_answers(self, y_PH: Tensor) -> bool:
-        """After a program that received rows and sent answers: wait for the peers' answers. Collective.
+        """Wait for the peers' answers, after a program that received rows and sent answers. Collective.
 
         Args:
-            y_PH: where the program wrote its answers, or more.
+            y_PH: Memory of the program's answers; it may be larger.
 
         Returns:
-            False where there was no room for the rows received: nothing was waited for, and nothing sent. The caller
-            takes them by `take_rows` then, and gives answers by `send_answers` and `receive_answers`.
+            False if there was no room for the received rows. Then nothing was sent or waited for: the caller gets the
+            rows with `take_rows` and answers with `send_answers` and `receive_answers`.
 
         Raises:
-            as `Exchange.receive_rows`.
+            As `Exchange.receive_rows`.
         """
         state, sent, received = self._b[passes.STATE], self._answer_send, self._answer_recv
         if state == passes.OTHER_CALL:
@@ -140,16 +140,16 @@ class ProgrammedExchange(Exchange):
         return True
 
     def answer(self, y_PH: Tensor) -> None:
-        """Send and wait for answers where `finish_answers` did not. Collective; raises as `receive_answers`."""
+        """Send answers and wait for the peers' if `finish_answers` returned False. Collective; raises as `receive_answers`."""
         self.send_answers(y_PH, call=self.calls + 1, keeps=True)
         self.receive_answers()
         self._b[passes.ANSWERS_AT], self._b[passes.ANSWER_PAIRS_AT] = self._answers[:2]
 
     def check(self) -> None:
-        """After a program that summed answers.
+        """Check the result of a program that summed answers.
 
         Raises:
-            RanksDisagree: a peer's message was no answer to this call.
+            RanksDisagree: A peer's message was not the answer to this call.
         """
         if self._b[passes.STATE] == passes.OTHER_ANSWERS:
             self._disagree_on_answers(self._b[passes.FOUND])

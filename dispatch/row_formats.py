@@ -1,8 +1,8 @@
-"""How dispatched rows travel: as they are, or in FP8 with a scale per block of 128 channels.
+"""Formats of dispatched rows on the wire: unchanged, or FP8 with a scale per block of 128 channels.
 
-A format turns the tokens into rows of bytes before anything is planned, and received rows into the tokens' type. A
-rank's own rows take the same way, so that a row's bits do not depend on where its expert lives. Answers never travel
-in FP8: their sum would be rounded K times.
+A format converts tokens to rows of bytes before the exchange is planned, and received rows to the tokens' type. A
+rank's own rows are converted too, so that a row's bits do not depend on the placement of its expert. Answers never
+travel in FP8: their sum would be rounded K times.
 """
 
 from typing import Protocol
@@ -20,37 +20,37 @@ _CODES = {
     torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3,
     torch.float8_e4m3fn: 4, torch.float8_e5m2: 5, torch.uint8: 6,
 }  # fmt: skip
-_OTHER_DTYPE, _FP8 = 32, 64  # places in a code
+_OTHER_DTYPE, _FP8 = 32, 64  # bits of a code
 
 
 class RowFormat(Protocol):
-    """One exchange's way to write and read rows; it keeps their memory.
+    """Writes and reads the rows of one exchange and owns their memory.
 
     Attributes:
-        name: how rows travel, in words.
-        copies: whether `encode` writes rows somewhere, or returns where they are.
+        name: Description of the format.
+        copies: Whether `encode` copies the rows. Otherwise it returns the address of its argument.
     """
 
     name: str
     copies: bool
 
     def code(self, dtype: torch.dtype) -> int:
-        """A number for this format and the tokens' type; messages carry it, as it must be equal on all ranks."""
+        """Return a number for this format and the tokens' type. It travels in messages: all ranks must have the same."""
         ...
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """Bytes of one row on its way."""
+        """Return the bytes of one row on the wire."""
         ...
 
     def encode(self, x_TH: Tensor, room: int) -> int:
-        """Return the address of the rows as they travel; contiguous, and kept until the next call.
+        """Return the address of the rows in this format. They are contiguous and live until the next call.
 
-        `room`: rows that a later call may have, T or more.
+        `room`: number of rows that a later call may have, T or more.
         """
         ...
 
     def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Return where received rows of this form go, and how many there is room for (-1: another form)."""
+        """Return the address for received rows of this form, and the room in rows (-1: reserved for another form)."""
         ...
 
     def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class RowFormat(Protocol):
 
 
 class PlainRows:
-    """Rows as they are. See `RowFormat`."""
+    """Rows that travel unchanged."""
 
     name = "as they are"
     copies = False
@@ -72,35 +72,29 @@ class PlainRows:
         self._rows = GrowingRows()
 
     def code(self, dtype: torch.dtype) -> int:
-        """See `RowFormat`."""
         return _CODES.get(dtype, _OTHER_DTYPE)
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """See `RowFormat`."""
         return hidden * dtype.itemsize
 
     def encode(self, x_TH: Tensor, room: int) -> int:
-        """See `RowFormat`. Nothing is copied."""
         return x_TH.data_ptr()
 
     def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-        """See `RowFormat`."""
         return self._rows.address, self._rows.room(hidden, dtype)
 
     def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        """See `RowFormat`."""
         self._rows.reserve(num_rows, hidden, dtype)
 
     def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """See `RowFormat`. A view."""
         return self._rows.view(num_rows)
 
 
 class Fp8Rows:
-    """A row is e4m3 [H], padded to 4 bytes, then float32 scales [ceil(H / 128)]. See `RowFormat` and `fp8`.
+    """Rows of e4m3 [H], padded to 4 bytes, then float32 scales [ceil(H / 128)]. See `fp8`.
 
     Attributes:
-        round_scale: whether scales are powers of two.
+        round_scale: Whether scales are powers of two.
     """
 
     name = "in FP8, with a scale per 128 channels"
@@ -114,15 +108,12 @@ class Fp8Rows:
         compile_all(*kernels.KERNELS)
 
     def code(self, dtype: torch.dtype) -> int:
-        """See `RowFormat`."""
         return _FP8 + _CODES.get(dtype, _OTHER_DTYPE)
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
-        """See `RowFormat`."""
         return scales_at(hidden) + 4 * num_blocks(hidden)
 
     def encode(self, x_TH: Tensor, room: int) -> int:
-        """See `RowFormat`."""
         (T, H), width = x_TH.shape, self.row_bytes(x_TH.shape[1], x_TH.dtype)
         at = self._sent.reserve(room, width, torch.uint8)
         quantise = kernels.quantise_bfloat16 if x_TH.dtype == torch.bfloat16 else kernels.quantise_float32
@@ -133,16 +124,14 @@ class Fp8Rows:
         return at
 
     def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
-        """See `RowFormat`."""
         return self._received.address, self._received.room(self.row_bytes(hidden, dtype), torch.uint8)
 
     def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
-        """See `RowFormat`."""
         self._restored.reserve(num_rows, hidden, torch.float32)
         self._received.reserve(num_rows, self.row_bytes(hidden, dtype), torch.uint8)
 
     def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-        """See `RowFormat`. A view for float32, else new memory."""
+        """Return a view for float32, and new memory for other types."""
         self._restored.reserve(num_rows, hidden, torch.float32)
         rows, restored = self._received.address, self._restored.address
         kernels.restore_rows(
@@ -158,25 +147,25 @@ class Fp8Rows:
 
 
 def row_format(name: str) -> RowFormat:
-    """Return a format of its own for one exchange: auto is the tokens' own type.
+    """Return a new format for one exchange. "auto" keeps the tokens' type.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: The name is unknown.
     """
     return _kind(name)()
 
 
 def describe_rows(name: str) -> str:
-    """Say how rows of a format travel.
+    """Return the description of a format.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: The name is unknown.
     """
     return _kind(name).name
 
 
 def scales_at(hidden: int) -> int:
-    """Return where the scales of a row in FP8 begin."""
+    """Return the offset of the scales in a row in FP8."""
     return (hidden + 3) // 4 * 4
 
 

@@ -1,15 +1,15 @@
-"""A team of threads that runs programs of kernels: who is free takes the next tile, and nobody waits for one who sleeps.
+"""A team of threads that runs programs of kernels. Free threads take the next tile; no thread waits for a sleeping one.
 
-A program is a list of rows, each a kernel's address and the words that it reads: addresses and sizes. A kernel is
-compiled code `(words, tile) -> int`: for tile -1 it returns how many tiles it has, for others it computes one. Kernels
-run one after the other; the tiles of one run at the same time, in any order, and none may need another's result. What
-runs a program holds no interpreter lock, and a row's bits do not depend on who took which tile.
+A program is a list of rows. Each row holds a kernel's address and the words that it reads: addresses and sizes. A
+kernel is compiled code `(words, tile) -> int`: for tile -1 it returns its number of tiles, for others it computes one.
+Kernels run one after the other. The tiles of a kernel run at the same time, in any order, and must not depend on each
+other. A program runs without the interpreter lock, and the bits of a result do not depend on which thread took a tile.
 
-The thread that calls `run` computes too. The others look for work for a while after a program (the next one is some
-microseconds away within a step), then let others have the core while they look, then sleep. A thread that the system
-takes off its core holds up only the tile that it has taken, and who waits for that yields.
-Rejected: OpenMP's regions through numba's `prange`, whose static parts are all held up by one preempted thread, and
-whose sleeping threads take 50 us to wake (docs/LOG.md).
+The thread that calls `run` computes too. After a program the others spin for a while (within a step, the next program
+comes some microseconds later), then yield their core while they look for work, then sleep. A thread that the system
+takes off its core delays only its own tile, and threads that wait for that tile yield.
+Rejected: OpenMP's regions through numba's `prange`. One preempted thread delays all of their static parts, and
+sleeping threads take 50 us to wake (docs/LOG.md).
 """
 
 import threading
@@ -34,46 +34,46 @@ from dispatch.native import (
     yield_now,
 )
 
-WORDS = 23  # that a kernel reads
+WORDS = 23  # read by a kernel
 ROW_BYTES = 8 * (WORDS + 1)
 _LINE = CACHE_LINE_BYTES
-# Where a team's words are, each in a cache line of its own.
+# Offsets of a team's words, each in a separate cache line.
 _TAKE = 0  # the kernel's number << 44 | its tiles << 22 | the next tile
-_DONE = _LINE  # tiles of the kernel that are computed
+_DONE = _LINE  # computed tiles of the kernel
 _ROW = 2 * _LINE  # address of the kernel's row
 _LEFT = 3 * _LINE  # rows after it
 _BUSY = 4 * _LINE  # 1 while a program runs
-_RUNS = 5 * _LINE  # programs so far: what sleepers watch
-_ASLEEP = 6 * _LINE  # threads that sleep, or are about to
+_RUNS = 5 * _LINE  # programs so far; sleepers watch this word
+_ASLEEP = 6 * _LINE  # threads that sleep or are about to
 _CLOSED = 7 * _LINE
 _LINES = 8
 _TILE_BITS, _NUMBER_BITS = 22, 19
 _TILE_MASK, _NUMBER_MASK = (1 << _TILE_BITS) - 1, (1 << _NUMBER_BITS) - 1
 _PAUSES = 200  # some 10 us
-_YIELDS = 2000  # a millisecond where nobody else wants the core
+_YIELDS = 2000  # about a millisecond on an otherwise idle core
 _SLEEP_NS = 1_000_000_000
-SHARED_NS = 50_000  # less of one thread's work is not worth another's attention
+SHARED_NS = 50_000  # less work than this is not worth waking another thread
 
-# `Kernel.row` packs rows of this type; several rows are one program.
+# `Kernel.row` returns rows of this type; several rows are one program.
 Program = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class Kernel(Addressed):
-    """Compiled code that a program runs: `(address of its words, tile) -> number of tiles for tile -1`."""
+    """Compiled code that a program runs: `(address of its words, tile) -> number of tiles` for tile -1."""
 
     def row(self, *arguments: int) -> list[int]:
-        """One row of a program."""
+        """Return one row of a program."""
         return [self.address, *arguments, *[0] * (WORDS - len(arguments))]
 
 
 def program_of(rows: Sequence[list[int]]) -> Program:
-    """Put rows together."""
+    """Return the program of these rows."""
     return np.array(rows, dtype=np.int64).reshape(len(rows), WORDS + 1)
 
 
 @compiled
 def _open_next(team: int, number: int) -> None:
-    # Publish the next kernel that has a tile; after the last, that nothing runs.
+    # Publish the next kernel that has a tile. After the last one, publish that no kernel runs.
     row, left = load(team + _ROW), load(team + _LEFT)
     while left > 0:
         row += ROW_BYTES
@@ -90,14 +90,14 @@ def _open_next(team: int, number: int) -> None:
 
 @compiled
 def _do_tile(team: int) -> int:
-    # 0 where there is none to take.
+    # Returns 0 if there is no tile to take.
     take = load(team + _TAKE)
     tile, tiles = take & _TILE_MASK, (take >> _TILE_BITS) & _TILE_MASK
     if tile >= tiles:
         return 0
     row = load(team + _ROW)
     if replace_if(team + _TAKE, take, take + 1) == 0:
-        return 1  # somebody else was faster
+        return 1  # another thread was faster
     call(words(row, 1)[0], row + 8, tile)
     if fetch_add(team + _DONE, 1) + 1 == tiles:
         store(team + _DONE, 0)
@@ -151,7 +151,7 @@ def _help(team: int, scratch: int) -> None:
         else:
             runs = load(team + _RUNS)
             fetch_add(team + _ASLEEP, 1)
-            # Who runs a program says so before it looks for sleepers, and a sleeper looks after it has said that it sleeps.
+            # A runner sets _BUSY before it reads _ASLEEP, and a sleeper raises _ASLEEP before it reads _BUSY.
             if load(team + _BUSY) == 0 and load(team + _CLOSED) == 0:
                 futex_wait(team + _RUNS, runs, _SLEEP_NS, scratch)
             fetch_add(team + _ASLEEP, -1)
@@ -159,14 +159,14 @@ def _help(team: int, scratch: int) -> None:
 
 
 class Team:
-    """Threads of this process. One thread at a time may run programs with them.
+    """Threads of this process. Only one thread at a time may run programs with them.
 
     Attributes:
-        num_threads: the caller's included.
+        num_threads: Number of threads, including the caller's.
     """
 
     def __init__(self, num_threads: int) -> None:
-        """Start all threads but the caller's."""
+        """Start all threads except the caller's."""
         self.num_threads = num_threads
         self._room = np.zeros((_LINES + 2 * num_threads) * _LINE // 8 + _LINE // 8, np.int64)
         self._address = -(-self._room.ctypes.data // _LINE) * _LINE
@@ -180,7 +180,7 @@ class Team:
             helper.start()
 
     def run(self, program: Program) -> None:
-        """Run a program's kernels in order; returns when all are done. Its memory, and what it names, is the caller's."""
+        """Run a program's kernels in order and return when all are done. The caller keeps the memory that it names."""
         if self.num_threads == 1:
             run_alone(program)
         else:
@@ -193,10 +193,10 @@ def run_alone(program: Program) -> None:
 
 
 def run(program: Program, team: Team | None, one_thread_ns: int) -> None:
-    """Run a program on a team, or on the calling thread where there is none, or too little to do for more.
+    """Run a program on a team. Runs on the calling thread if there is no team or too little work.
 
     Args:
-        one_thread_ns: what it takes one thread, about.
+        one_thread_ns: Approximate time on one thread.
     """
     if team is not None and one_thread_ns > SHARED_NS:
         team.run(program)

@@ -1,8 +1,8 @@
 """`layout` for the CPU, compiled: one pass each to plan, pack, unpack, pack answers and sum them.
 
-Works on addresses, so that a call costs a microsecond and rows go straight into a wire's windows and out of
-them. This rank's own rows never travel: they are read from where they are. Every argument is an int64.
-Modules follow a token's way: `sending`, `receiving`, `answers`; `fp8` casts rows. `dispatch.cpu_kernels.message` says what travels.
+Works on addresses, so that a call costs a microsecond and rows are copied directly to and from a wire's windows.
+This rank's own rows do not travel: they are read in place. Every argument is an int64.
+Modules in the order of a token's path: `sending`, `receiving`, `answers`. `fp8` casts rows; `message` defines the format.
 """
 
 from dispatch.cpu_kernels.answers import (

@@ -1,7 +1,7 @@
-"""The way back: pack a combine's answers, and sum them at home in the order of the choices.
+"""Combine: pack the answers, and sum them at the source in the order of the choices.
 
-The sum is vectorised by LLVM but never reordered, and multiply and add are not contracted (numba's default; a test
-compares bits). Legend as in `layout`. A peer that is lost has no window; its answers add nothing.
+LLVM vectorises the sum but never reorders it, and multiply and add are not contracted (numba's default; a test
+compares bits). Legend: as in `layout`. A lost peer has no window; its answers add nothing.
 """
 
 from numba import carray, types
@@ -24,7 +24,7 @@ from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, ui
 def size_answers(
     row_bytes: int, R: int, rank: int, tables: int, mask: int, send_bytes: int, recv_bytes: int
 ) -> None:
-    """Size the messages of a combine, both ways: answers carry a header and no metadata."""
+    """Compute the size of a combine's messages in both directions. Answers carry a header and no metadata."""
     sends, receives, masked = words(send_bytes, R), words(recv_bytes, R), words(mask, R)
     for r in range(R):
         sends[r] = receives[r] = 0
@@ -39,7 +39,7 @@ def pack_answers(
     y: int, row_bytes: int, R: int, rank: int, tables: int, send_bytes: int, send_addresses: int,
     pair_of_answer: int, call: int,
 ) -> None:  # fmt: skip
-    """Write to each other rank the answers to its rows, in order of (row, choice)."""
+    """Write the answers for each other rank's rows, in order of (row, choice)."""
     recv_pairs, windows = table(tables, R, RECV_PAIRS), words(send_addresses, R)
     sizes = words(send_bytes, R)
     first = 0
@@ -58,7 +58,7 @@ def pack_answers(
 def keep_own_answers(
     y: int, row_bytes: int, R: int, rank: int, tables: int, pair_of_answer: int, out: int
 ) -> None:
-    """Copy the answers to this rank itself to `out`, in order: from then on y may change."""
+    """Copy this rank's answers to itself to `out`, in order. After that, y may change."""
     count = table(tables, R, RECV_PAIRS)[rank]
     pairs = words(_own_answers(R, rank, tables, pair_of_answer), count)
     for i in range(count):
@@ -67,9 +67,9 @@ def keep_own_answers(
 
 @compiled
 def choose_again(chosen: int, sent: int, choices: int, num_choices: int, out: int) -> int:
-    """Write to `out` the dispatch's choices without those that are -1 now.
+    """Write the dispatch's choices to `out`, without those that are now -1.
 
-    Returns -1, or the flat index of the first choice that is neither -1 nor what was sent.
+    Returns -1, or the flat index of the first choice that is neither -1 nor the one sent.
     """
     now, before = words(chosen, num_choices), words(sent, num_choices)
     choice, kept = int32s(choices, 2 * num_choices), int32s(out, 2 * num_choices)
@@ -95,8 +95,8 @@ def check_answers(row_bytes: int, R: int, rank: int, recv_addresses: int, call: 
 
 @inlined
 def _own_answers(R: int, rank: int, tables: int, pair_of_answer: int) -> int:
-    """Address of the part of `pair_of_answer` that says which pair each answer to this rank itself is; 0 where they
-    were kept in order (`keep_own_answers`)."""
+    """Address of the part of `pair_of_answer` for this rank's answers to itself. 0 if these were kept in order
+    (`keep_own_answers`)."""
     recv_pairs = table(tables, R, RECV_PAIRS)
     first = 0
     for r in range(rank):
@@ -106,7 +106,7 @@ def _own_answers(R: int, rank: int, tables: int, pair_of_answer: int) -> int:
 
 @inlined
 def _answer_at(to: int, index: int, row_bytes: int, y: int, own: int, rank: int, recv_addresses: int) -> int:
-    """Address of one answer: among this rank's own pairs, or in the window of the rank that sent it; 0 for none."""
+    """Address of one answer, in this rank's own pairs or in the window of the rank that sent it. 0 if there is none."""
     if to < 0:
         return 0
     if to == rank:
@@ -120,9 +120,9 @@ def sum_answers_float32(
     y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
     recv_addresses: int, pair_of_answer: int, scratch: int, out: int, call: int,
 ) -> int:  # fmt: skip
-    """float32 rows: out[t] = sum over k in order of weights[t, k] * answer. `scratch` is not used.
+    """Sum float32 rows: out[t] = sum over k, in order, of weights[t, k] * answer. `scratch` is not used.
 
-    Returns what `check_answers` does, and sums nothing unless that is -1.
+    Returns the result of `check_answers`; sums only if that is -1.
     """
     stranger = check_answers(4 * H, R, rank, recv_addresses, call)
     if stranger >= 0:
@@ -146,9 +146,9 @@ def sum_answers_bfloat16(
     y: int, weights: int, choices: int, T: int, K: int, H: int, R: int, rank: int, tables: int,
     recv_addresses: int, pair_of_answer: int, scratch: int, out: int, call: int,
 ) -> int:  # fmt: skip
-    """The same for bfloat16 rows: exact to float32, summed there, rounded once to nearest even.
+    """Sum bfloat16 rows: converted to float32 (exact), summed there, rounded once to nearest even.
 
-    `scratch`: 8*H bytes.
+    `scratch`: 8*H bytes. Returns as `sum_answers_float32`.
     """
     stranger = check_answers(2 * H, R, rank, recv_addresses, call)
     if stranger >= 0:
@@ -180,9 +180,9 @@ def gather_answers(
     y: int, row_bytes: int, choices: int, T: int, K: int, R: int, rank: int, tables: int,
     recv_addresses: int, pair_of_answer: int, out: int, has_choice: int,
 ) -> None:  # fmt: skip
-    """Copy the answer of each choice to out [T*K, row_bytes], for types that have no sum above.
+    """Copy each choice's answer to out [T*K, row_bytes], for types without a sum above.
 
-    `has_choice`: bool [T*K], whether there is one: not where a choice is -1, or its answer lost.
+    `has_choice`: bool [T*K], false if a choice is -1 or its answer is lost.
     """
     own = _own_answers(R, rank, tables, pair_of_answer)
     choice = int32s(choices, 2 * T * K)

@@ -1,11 +1,11 @@
-"""`dispatch.fp8` for the CPU, compiled: rows go straight into the form in which they travel, and back to float32.
+"""`dispatch.fp8` for the CPU, compiled: convert rows to their format on the wire, and back to float32.
 
-The same bits as the oracle for every finite input; of what is not finite, NaN where the oracle has NaN (its sign and
-payload may differ). One pass per block of 128 channels, which stays in the first-level cache.
+Every finite input gives the same bits as the reference. Other inputs give NaN in the same places (sign and payload may
+differ). One pass per block of 128 channels, which stays in the first-level cache.
 
 e4m3 has a sign, 4 bits of exponent (bias 7) and 3 of mantissa: steps of 2^-9 below 2^-6, no infinities, one NaN per
-sign, all other bits set (Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433). All its values and
-their products with a scale are computed in float32, as the oracle does.
+sign with all other bits set (Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433). All its values and
+their products with a scale are computed in float32, as in the reference.
 
 Legend: T tokens, N rows, H hidden.
 """
@@ -18,7 +18,7 @@ from numba import carray, types
 from dispatch.fp8 import BLOCK
 from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, uint16s
 
-SCRATCH_BYTES = 4 * (128 + 4)  # a block in float32, and four words: its largest, scale and factor
+SCRATCH_BYTES = 4 * (128 + 4)  # a block in float32, and four words with its largest value, scale and factor
 _FP8_MAX = np.float32(448.0)
 _AMAX_FLOOR = np.float32(1e-4)
 _TOP, _SCALE, _FACTOR = 128, 129, 130
@@ -27,8 +27,8 @@ _MAGNITUDE = 0x7FFFFFFF
 _NORMAL_FROM = 121 << 23  # 2**-6, the smallest normal e4m3
 _SUBNORMAL_SHIFT = np.float32(16384.0)  # adding it rounds to multiples of 2**-9, the subnormal step
 _SUBNORMAL_SHIFT_BITS = 141 << 23
-_LOST_FROM = 1087 << 20  # 480: nothing here is that large but NaN
-_TO_E4M3 = (7 - 127) * (1 << 23) + 0x7FFFF  # from float32's exponents to e4m3's, and just under half a step
+_LOST_FROM = 1087 << 20  # 480: only NaN is that large here
+_TO_E4M3 = (7 - 127) * (1 << 23) + 0x7FFFF  # from float32's exponents to e4m3's, plus just under half a step
 
 
 _TO_FLOAT32 = (127 - 7) << 23
@@ -39,7 +39,7 @@ _STEP = np.float32(2.0**-9)
 
 @inlined
 def _quantise_block(scratch: int, count: int, target: int, scale_at: int, round_scale: int) -> None:
-    """Cast the float32 values in `scratch`; they are overwritten."""
+    """Cast the float32 values in `scratch`, which is overwritten."""
     values, bits = floats(scratch, BLOCK + 4), int32s(scratch, BLOCK + 4)
     top = types.int32(0)
     for i in range(count):
@@ -73,7 +73,7 @@ def _quantise_block(scratch: int, count: int, target: int, scale_at: int, round_
 def quantise_bfloat16(
     x: int, T: int, H: int, out: int, row_bytes: int, scales_at: int, round_scale: int, scratch: int
 ) -> None:
-    """Write T rows: values, then from `scales_at` on float32 scales. `scratch`: SCRATCH_BYTES."""
+    """Write T rows: values, then float32 scales from `scales_at` on. `scratch`: SCRATCH_BYTES."""
     bits = int32s(scratch, BLOCK)
     for t in range(T):
         row = uint16s(x + 2 * H * t, H)
@@ -89,7 +89,7 @@ def quantise_bfloat16(
 def quantise_float32(
     x: int, T: int, H: int, out: int, row_bytes: int, scales_at: int, round_scale: int, scratch: int
 ) -> None:
-    """The same for float32 rows."""
+    """Write float32 rows as `quantise_bfloat16` does."""
     for t in range(T):
         for first in range(0, H, BLOCK):
             count = min(BLOCK, H - first)

@@ -1,15 +1,15 @@
-"""What travels between two ranks: the one format of messages, and the tables that the passes of one exchange share.
+"""Format of messages between two ranks, and the tables that the passes of one exchange share.
 
 A message, all parts 64-byte aligned:
     header: 8 words (HEADER_*);
-    note: a few int64 that every rank is to know of every other one, as many on all ranks, often none;
-    of a dispatch: entries int32 [rows, 1 + K], each row's origin (its token at the source, unless the sender says
-    otherwise) and its choices as slots of the receiver, -1 for a choice that is elsewhere; then rows [rows, row_bytes];
+    note: a few int64 for every other rank, the same number on all ranks, often zero;
+    of a dispatch: entries int32 [rows, 1 + K]: each row's origin (by default its token at the source), then its choices
+    as slots of the receiver, -1 for a choice on another rank; then rows [rows, row_bytes];
     of a combine: answers [pairs, row_bytes] in the order of (row, choice), which both sides know.
-A message holds what is sent and no more; wires find sizes out in the exchange itself.
+A message contains no padding for unused room; wires exchange the sizes themselves.
 
-Everything that crosses between ranks on a CPU has this form: normal and low-latency mode, both stages of node-limited
-dispatch, and DeepEP's interfaces. (Kernels on a GPU write to each other's memory instead, see `gpu.symmetric`.)
+All messages between ranks on CPUs have this format: normal and low-latency mode, both stages of node-limited
+dispatch, and DeepEP's interfaces. (GPU kernels write to each other's memory instead, see `gpu.symmetric`.)
 
 `tables` is int64 [NUM_TABLES, R]. Numba caches a kernel by its own file: after a change here, delete `__pycache__`.
 """
@@ -21,9 +21,9 @@ from dispatch.native import inlined, words
 ALIGNMENT = 64
 HEADER_BYTES = 64
 HEADER_WORDS = 8
-HEADER_ROWS, HEADER_PAIRS = 0, 1  # of this message; what follows must be equal on all ranks
+HEADER_ROWS, HEADER_PAIRS = 0, 1  # of this message; the other words must be equal on all ranks
 HEADER_ROW_BYTES, HEADER_CHOICES, HEADER_CALL, HEADER_SLOTS, HEADER_CAPACITY, HEADER_FORMAT = 2, 3, 4, 5, 6, 7
-NOTE_SHIFT = 16  # the number of a note's words stands above the code of dtype and row format
+NOTE_SHIFT = 16  # in HEADER_FORMAT, the number of a note's words is above the code of dtype and row format
 FIELDS = {
     HEADER_ROW_BYTES: "bytes per row",
     HEADER_CHOICES: "K",
@@ -35,33 +35,33 @@ FIELDS = {
 
 # Rows of the tables, each with one int64 per rank.
 ROW_COUNTS = 0  # rows for each rank
-PAIR_COUNTS = 1  # answers that will come back from each rank
+PAIR_COUNTS = 1  # answers to receive from each rank
 RECV_ROWS = 2  # rows from each rank
 RECV_PAIRS = 3  # answers to send to each rank
-CURSOR, LAST_TOKEN, NEXT_PAIR = 4, 5, 6  # of passes
+CURSOR, LAST_TOKEN, NEXT_PAIR = 4, 5, 6  # working state of passes
 SENT_BYTES, ANSWERED_BYTES = 7, 8  # counters: bytes sent to each rank by dispatch and by combine so far
 NUM_TABLES = 9
 
 
 @inlined
 def table(tables: int, R: int, row: int) -> Any:
-    """One row of the tables."""
+    """Return one row of the tables."""
     return words(tables + 8 * R * row, R)
 
 
 @inlined
 def aligned(num_bytes: int) -> int:
-    """Round up to where a part may begin."""
+    """Round a size up to the alignment of a message's parts."""
     return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 @inlined
 def entries_at(format_word: int) -> int:
-    """Where a dispatch message's entries begin, by its header's word for the format."""
+    """Return the offset of a dispatch message's entries. `format_word`: its header's HEADER_FORMAT."""
     return HEADER_BYTES + aligned(8 * (format_word >> NOTE_SHIFT))
 
 
 @inlined
 def rows_at(num_rows: int, K: int, format_word: int) -> int:
-    """Where a dispatch message's rows begin."""
+    """Return the offset of a dispatch message's rows."""
     return entries_at(format_word) + aligned(4 * num_rows * (1 + K))

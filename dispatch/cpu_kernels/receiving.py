@@ -1,12 +1,12 @@
-"""The receiver's side of a dispatch: read the headers, order the pairs, bring the rows together.
+"""Receive a dispatch: read the headers, order the pairs and gather the rows.
 
-Two orders: `receive` brings rows together as they came and orders the pairs by slot (the service); `deliver` copies each
-row to every slot that it is for, which have equal room (DeepEP's low-latency results). `forward` keeps (row, choice), for
-a rank that hands rows on. Answers leave in the order of (row, choice) in all three: `pair_of_answer` says which
-pair each one is.
-`receive` does all in one call where the buffers are large enough: a call from Python costs more than small steps do.
+Two orders: `receive` gathers rows in order of arrival and orders the pairs by slot (the service). `deliver` copies each
+row to every slot that chose it, with equal room per slot (DeepEP's low-latency results). `forward` keeps (row, choice),
+for a rank that sends rows on. All three send answers in the order of (row, choice): `pair_of_answer` is the pair of
+each answer.
+If the buffers are large enough, `receive` does everything in one call: a call from Python costs more than a small step.
 
-Legend as in `layout`. A peer that is lost (`Wire.mask`) has no window: its address is 0.
+Legend: as in `layout`. A lost peer (`Wire.mask`) has no window: its address is 0.
 """
 
 from numba import carray, types
@@ -32,9 +32,9 @@ from dispatch.native import compiled, copy, inlined, int32s, pointer, words
 
 @compiled
 def read_headers(header: int, R: int, rank: int, tables: int, recv_addresses: int) -> tuple[int, int, int]:
-    """Note how much each rank sent; return (rows, pairs, -1), or the first rank that disagrees as the third.
+    """Record how much each rank sent. Return (rows, pairs, -1), or the first rank that disagrees in place of -1.
 
-    `header`: this rank's own, as `pack` had it.
+    `header`: this rank's own, as given to `pack`.
     """
     recv_rows, recv_pairs = table(tables, R, RECV_ROWS), table(tables, R, RECV_PAIRS)
     windows, common = words(recv_addresses, R), words(header, HEADER_WORDS)
@@ -57,7 +57,7 @@ def read_headers(header: int, R: int, rank: int, tables: int, recv_addresses: in
 
 @inlined
 def _begin_walk(R: int, tables: int) -> None:
-    """Set where each source's next row and answer are."""
+    """Set the position of each source's next row and answer."""
     recv_pairs, next_row, next_answer = (
         table(tables, R, RECV_PAIRS),
         table(tables, R, CURSOR),
@@ -74,9 +74,9 @@ def order_pairs(
     header: int, K: int, S: int, R: int, rank: int, num_groups: int, tables: int, recv_addresses: int, own_entries: int,
     row_of_pair: int, num_pairs: int, slot_offsets: int, pair_of_answer: int,
 ) -> None:  # fmt: skip
-    """Counting sort of the pairs by slot: fill row_of_pair [P], slot_offsets [S+1], pair_of_answer [P] (int64).
+    """Sort the pairs by slot (counting sort). Fills row_of_pair [P], slot_offsets [S+1], pair_of_answer [P] (int64).
 
-    `num_groups`: rows lie by group, then by source; each source sent them by group, which is their origin. 1: by source.
+    `num_groups`: rows are ordered by group (the origin, in which each source sent them), then source. 1: by source.
     """
     recv_rows, windows = table(tables, R, RECV_ROWS), words(recv_addresses, R)
     next_row, next_answer = table(tables, R, CURSOR), table(tables, R, NEXT_PAIR)
@@ -109,7 +109,7 @@ def order_pairs(
                 row += 1
                 i += 1
             next_row[r], next_answer[r] = i, answer
-    for s in range(S, 0, -1):  # each offset has moved on to the next one's place
+    for s in range(S, 0, -1):  # each offset has advanced to the start of the next slot
         offsets[s] = offsets[s - 1]
     offsets[0] = 0
 
@@ -153,9 +153,9 @@ def receive(
     row_of_pair: int, slot_offsets: int, pair_of_answer: int, pair_room: int,
     x: int, own_tokens: int, x_out: int, row_room: int, rows_in_place: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """As `read_headers`, then `order_pairs` and `unpack`, if there is room for so many pairs and rows.
+    """Run `read_headers`, then `order_pairs` and `unpack` if there is room for all pairs and rows.
 
-    `rows_in_place`: this many rows need no unpacking, as they can only be all of this rank's own.
+    `rows_in_place`: a call with this many rows needs no unpacking: they must be all of this rank's own.
     """
     num_rows, num_pairs, stranger = read_headers(header, R, rank, tables, recv_addresses)
     in_place = num_rows == rows_in_place
@@ -174,9 +174,9 @@ def forward(
     header: int, K: int, R: int, rank: int, tables: int, recv_addresses: int, own_entries: int,
     slots: int, origins: int, pair_of_answer: int,
 ) -> None:  # fmt: skip
-    """Take the entries apart, for rows that are handed on: slots int64 [N, K], and each row's source in int32 origins [N].
+    """Split the entries of rows to send on: slots int64 [N, K], and each row's source in int32 origins [N].
 
-    Pairs are (row, choice): pair_of_answer [P] says row * K + choice.
+    Pairs are (row, choice): pair_of_answer [P] holds row * K + choice.
     """
     recv_rows, windows = table(tables, R, RECV_ROWS), words(recv_addresses, R)
     first, width = entries_at(words(header, HEADER_WORDS)[HEADER_FORMAT]), 1 + K
@@ -216,7 +216,7 @@ def deliver(
     x: int, room: int, pair_of_answer: int, value_bytes: int, x_out: int, origins: int, counts: int, ranges: int,
     stats: int, scales_at: int, num_scales: int, is_ue8m0: int, scales_out: int,
 ) -> None:  # fmt: skip
-    """Copy every row to each slot that it is for, by source, then as it came, with its origin and scales.
+    """Copy every row to each slot that chose it, by source, then in order of arrival, with its origin and scales.
 
     `room`: rows per slot; pair i of slot s is s * room + i. `x_out`: [S, room, value_bytes]. `origins`: int32 [S, room].
     `counts`: int32 [S]. `ranges`: int64 [S, R], (begin << 32) | count. `stats`: int32 [S] to add the counts to, or 0.

@@ -1,6 +1,6 @@
-"""The sender's side of a dispatch: count, size the messages, write them into the wire's windows.
+"""Send a dispatch: count rows, size the messages, and write them into the wire's windows.
 
-Legend as in `layout`.
+Legend: as in `layout`.
 """
 
 from dispatch.cpu_kernels.message import (
@@ -26,7 +26,7 @@ from dispatch.native import compiled, copy, int32s, words
 
 @compiled
 def find_bad_slot(slots: int, count: int, num_slots: int) -> int:
-    """Return the flat index of the first slot outside [-1, num_slots), or -1; for who asks before `plan` does."""
+    """Return the flat index of the first slot outside [-1, num_slots), or -1. For a check before `plan`."""
     slot = words(slots, count)
     for i in range(count):
         if slot[i] < -1 or slot[i] >= num_slots:
@@ -39,11 +39,11 @@ def plan(
     slots: int, T: int, K: int, S: int, R: int, rank: int, tables: int, row_bytes: int, format_word: int,
     rank_of_slot: int, mask: int, send_bytes: int, choices: int, is_unique: int,
 ) -> int:  # fmt: skip
-    """Count rows and pairs per rank, size the messages, and note for each choice its rank and answer.
+    """Count rows and pairs per rank, size the messages, and record the rank and answer of each choice.
 
-    `rank_of_slot`: int32 [R*S]. `mask`: int64 [R], 1 for a rank that is lost: its slots count as no choice.
+    `rank_of_slot`: int32 [R*S]. `mask`: int64 [R], 1 for a lost rank: its slots count as no choice.
     `choices`: int32 [T*K, 2], (rank, index among that rank's answers), or (-1, 0).
-    `is_unique`: a slot that a token repeats gets the same answer again; 0: another one.
+    `is_unique`: 1 if a slot that a token repeats has one answer, 0 if each repetition has its own.
     Returns -1, or the flat index of the first slot id out of range.
     """
     row_counts, pair_counts = table(tables, R, ROW_COUNTS), table(tables, R, PAIR_COUNTS)
@@ -85,10 +85,10 @@ def pack(
     x: int, slots: int, choices: int, origins: int, T: int, K: int, S: int, R: int, rank: int, tables: int,
     header: int, note: int, mask: int, send_addresses: int, own_tokens: int, own_entries: int,
 ) -> None:  # fmt: skip
-    """Write each rank's message to its window; for this rank itself, which tokens it keeps and their entries.
+    """Write each rank's message to its window. For this rank itself, record its tokens and their entries.
 
     `x`: rows, row_bytes apart. `origins`: int32 [T] to write in front of the entries, or 0 for the tokens' own numbers.
-    `header`: HEADER_WORDS, what all messages have in common; the counts are filled in per rank. `note`: int64.
+    `header`: HEADER_WORDS, the common part of all messages; the counts are filled in per rank. `note`: int64.
     """
     row_counts, pair_counts = table(tables, R, ROW_COUNTS), table(tables, R, PAIR_COUNTS)
     cursor, last_token = table(tables, R, CURSOR), table(tables, R, LAST_TOKEN)
@@ -124,6 +124,6 @@ def pack(
                 else:
                     at = windows[to] + rows_at(row_counts[to], K, format_word) + cursor[to] * row_bytes
                     copy(at, x + t * row_bytes, row_bytes)
-            if choice[2 * (t * K + k) + 1] == next_pair[to]:  # else it has the answer of one before it
+            if choice[2 * (t * K + k) + 1] == next_pair[to]:  # otherwise it shares an earlier choice's answer
                 next_pair[to] += 1
                 int32s(entries + 4 * width * cursor[to], width)[1 + k] = slot[t * K + k] - to * S

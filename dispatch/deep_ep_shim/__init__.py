@@ -1,1 +1,1 @@
-"""Run code written for `deep_ep` on ours: `python -m dispatch.deep_ep_shim script.py args...`, see `__main__`."""
+"""Run code written for `deep_ep` on WideEP: `python -m dispatch.deep_ep_shim script.py args...`, see `__main__`."""

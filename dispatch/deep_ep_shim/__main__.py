@@ -1,11 +1,11 @@
-"""Run a script that imports `deep_ep`, with ours in its place; or print the directory that does that.
+"""Run a script that imports `deep_ep` with WideEP in its place, or print the directory that provides it.
 
     python -m dispatch.deep_ep_shim path/to/script.py args...
     PYTHONPATH=$(python -m dispatch.deep_ep_shim --print-path) python path/to/script.py args...
 
-Both are the same: the first replaces this process by the second (plus a free MASTER_PORT where none is set and there
-is one node), so that processes which the script spawns find `deep_ep` too. Nothing is installed; without the
-directory on the path there is no `deep_ep`. What is patched when it is imported: see `redirect`.
+Both do the same: the first replaces this process by the second. (On one node it also chooses a free MASTER_PORT if none
+is set.) So processes that the script spawns find `deep_ep` too. Nothing is installed: without the directory on the path
+there is no `deep_ep`. See `redirect` for the patches that an import applies.
 """
 
 import os
@@ -20,7 +20,7 @@ _USAGE = "usage: python -m dispatch.deep_ep_shim (--print-path | path/to/script.
 
 
 def main(argv: list[str]) -> None:
-    """Do what the command line says; running a script does not return."""
+    """Run the command line; running a script does not return."""
     if argv == ["--print-path"]:
         print(SITE)
     elif argv and not argv[0].startswith("-"):

@@ -1,16 +1,16 @@
-"""What is patched in a process that imports the shim on a machine without CUDA, and why.
+"""Patches to a process that imports the shim on a machine without CUDA, and their reasons.
 
-Code written for `deep_ep` is written for CUDA. Most of what it needs of it lies inside the package, which is ours here.
-What does not is redirected, for this process and as long as it lives:
+Code written for `deep_ep` is written for CUDA. Most of its CUDA code is inside that package, which WideEP replaces.
+The rest is redirected, for this process and its whole life:
 
-- `device="cuda"` (also "cuda:3", a torch.device or an index) in any torch call, and `Tensor.to`, mean the CPU: a
-  TorchFunctionMode rewrites the arguments. It is entered for the thread that imports `deep_ep`. `torch.set_default_device` likewise.
-- `Tensor.cuda()` and `Module.cuda()` return what they are called on.
+- `device="cuda"` (also "cuda:3", a torch.device or an index) in any torch call, and in `Tensor.to`, means the CPU: a
+  TorchFunctionMode rewrites the arguments. It applies to the thread that imports `deep_ep`. `torch.set_default_device` too.
+- `Tensor.cuda()` and `Module.cuda()` return the object itself.
 - `torch.cuda.synchronize`, `set_device` and `empty_cache` do nothing; `current_device` is 0.
 - `torch.distributed`: a backend "nccl" means "gloo", and `device_id` is dropped, because a torch without CUDA has no
   NCCL. `all_gather_into_tensor` gets flat views: gloo refuses an output [R, T, K] for an input [T, K].
 
-On a machine with CUDA nothing is patched. Processes that a script spawns import `deep_ep` again, and so patch themselves.
+On a machine with CUDA nothing is patched. Processes that a script spawns import `deep_ep` again and patch themselves.
 """
 
 import functools
@@ -42,7 +42,7 @@ class CudaMeansCpu(TorchFunctionMode):
 
 
 def redirect_cuda() -> None:
-    """Patch this process, once, if there is no CUDA."""
+    """Patch this process if there is no CUDA. Does nothing if it is patched already."""
     if torch.cuda.is_available() or getattr(torch.cuda, "is_redirected_by_wideep", False):
         return
     torch.cuda.is_redirected_by_wideep = True  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def redirect_cuda() -> None:
 
 def _patch_cuda() -> None:
     def ignore(*_: Any, **__: Any) -> None:
-        """Do nothing: there is no CUDA here."""
+        """Do nothing, as there is no CUDA."""
 
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(torch.cuda, name, ignore)
@@ -93,7 +93,7 @@ def _backend(name: Any) -> Any:
 
 
 def _redirected(value: Any) -> Any:
-    """Return the CPU for a CUDA device, anything else as it is."""
+    """Return the CPU for a CUDA device, and any other value unchanged."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str):

@@ -1,1 +1,1 @@
-"""The public interfaces over the core: DeepEP's V1 `Buffer` and its newer `ElasticBuffer`. `dispatch` hands them out."""
+"""Public interfaces over the exchanges: DeepEP's V1 `Buffer` and its newer `ElasticBuffer`. `dispatch` exports them."""

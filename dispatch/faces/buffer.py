@@ -1,9 +1,9 @@
-"""`Buffer`: DeepEP's V1 interface over our wires, so that code written for `deep_ep` runs on ours.
+"""`Buffer`: DeepEP's V1 interface over WideEP's wires, so that code written for `deep_ep` runs here.
 
-Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/legacy.py at dd758ca); what comes after its
-arguments, by keyword only, is ours. A face: `normal` and `low_latency` do the work, and the service's
-own `Dispatcher` is not shaped by it. Differences are on our side of the contract: any floating dtype and hidden size,
-any number of ranks, rows always in the same order, errors that name the argument and reach every rank.
+Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/legacy.py at dd758ca). Arguments after these,
+by keyword only, are WideEP's. `normal` and `low_latency` do the work; the service's own `Dispatcher` does not depend on
+this interface. This side accepts more than DeepEP: any floating dtype and hidden size, and any number of ranks. Rows
+are always in the same order, and errors name the argument and reach every rank.
 """
 
 import weakref
@@ -33,14 +33,14 @@ Dispatched = tuple[Rows, Tensor | None, Tensor | None, list[int] | None, handles
 
 
 class Runtime(NamedTuple):
-    """`Buffer.runtime`: a rank's place in the grid of nodes. No device or stream is behind it."""
+    """`Buffer.runtime`: a rank's position in the grid of nodes. It has no device or stream."""
 
     rank: int
     num_nodes: int
     node_size: int
 
     def is_available(self) -> bool:
-        """Whether ranks have met: they have when a Buffer exists."""
+        """Return whether the ranks are connected: always true, because a Buffer exists."""
         return True
 
     def get_num_rdma_ranks(self) -> int:
@@ -55,58 +55,58 @@ class Runtime(NamedTuple):
 def scratch_like(
     dtype: torch.dtype, size: torch.Size | None, offset: int, *, name: str, num_bytes: int
 ) -> Tensor:
-    """Return new memory shaped as a slice of a buffer of `num_bytes`, which the caller calls `name`.
+    """Return new memory shaped as a slice of a buffer of `num_bytes`. Errors call that size `name`.
 
     Raises:
-        ValueError: the slice does not lie within the buffer.
+        ValueError: The slice exceeds the buffer.
     """
     elements = num_bytes // dtype.itemsize
     wanted = elements - offset if size is None else torch.Size(size).numel()
     if offset < 0 or not 0 <= wanted <= elements - offset:
         raise ValueError(
-            f"size is {size} at offset {offset}; {name} is {num_bytes}, which is {elements} of {dtype}"
+            f"size is {size} at offset {offset}; {name} is {num_bytes}, which holds {elements} elements of {dtype}"
         )
     return torch.empty((wanted,) if size is None else size, dtype=dtype)
 
 
 class LocalCalls:
-    """Mixed into `Buffer`."""
+    """Local calls of `Buffer`, as a mixin."""
 
     num_sms: int = 20
     _wires: Wires
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Say whether FP8 rows can be sent: always."""
+        """Return whether FP8 rows can be sent: always true."""
         return True
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Set `num_sms` for all buffers: kept and put into configs, of no other effect."""
+        """Set `num_sms` for all buffers. It is only stored, and used in default configs."""
         if new_num_sms < 0 or new_num_sms % 2 != 0:
             raise ValueError(f"new_num_sms is {new_num_sms}; it must be an even number, 0 or more")
         cls.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """Return an event of the work so far: on the CPU it has happened."""
+        """Return an event of the work so far. On the CPU it has already happened."""
         return EventOverlap(EventHandle())
 
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """Return a config for any number of ranks: ours have no effect, DeepEP's table is not repeated."""
+        """Return a config for any number of ranks. Configs have no effect here, so DeepEP's table is not repeated."""
         return cls._default_config(num_ranks)
 
     @classmethod
     def get_combine_config(cls, num_ranks: int) -> Config:
-        """Return a config as `get_dispatch_config` does."""
+        """Return the same config as `get_dispatch_config`."""
         return cls._default_config(num_ranks)
 
     def get_comm_stream(self) -> Any:
-        """Return the current CUDA stream: ours has none of its own. On the CPU there is none.
+        """Return the current CUDA stream, because this buffer has no separate stream.
 
         Raises:
-            DispatchError: the buffer is on the CPU.
+            DispatchError: The buffer is on the CPU, which has no streams.
         """
         device = self._wires.device
         if device.type != "cpu":
@@ -123,15 +123,15 @@ class LocalCalls:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return new memory of the size that DeepEP's buffer would have, which nobody reads.
+        """Return new memory of the size that DeepEP's buffer would have. It is never read.
 
-        Callers zero the buffer after a fault; ours needs no clearing, so that doing it is harmless.
+        Callers zero the buffer after a fault. Here it needs no clearing, and clearing it is harmless.
 
         Args:
-            dtype: of the tensor.
-            size: shape; None: all elements from `offset` on, as one dimension.
-            offset: elements to leave out in front.
-            use_rdma_buffer: sized by num_rdma_bytes instead of num_nvl_bytes.
+            dtype: Type of the tensor.
+            size: Shape (default: all elements from `offset` on, as one dimension).
+            offset: Number of elements to skip at the front.
+            use_rdma_buffer: Use the size num_rdma_bytes instead of num_nvl_bytes.
         """
         name = "num_rdma_bytes" if use_rdma_buffer else "num_nvl_bytes"
         num_bytes = getattr(self, name)
@@ -145,37 +145,37 @@ class LocalCalls:
 
 
 class Buffer(LocalCalls, LowLatencyMode, Released):
-    """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless said local.
+    """One rank's end of DeepEP's exchange. Calls are collective, in the same order on all ranks, unless marked local.
 
-    A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
-    the next call works. PeerLost and DispatchTimeout end the buffer; nothing else does.
+    A bad argument is a ValueError on the rank that passed it and PeerRefused on all others, before anything is sent;
+    the next call works. Only PeerLost and DispatchTimeout end the buffer.
 
     Args:
-        group: a process group over all ranks; a gloo group where ours must meet (vLLM passes one).
-        num_nvl_bytes, num_rdma_bytes: kept, of no effect on the CPU: buffers grow as needed.
-        low_latency_mode: kept, of no effect on the CPU: both modes work on any buffer.
-        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: of no effect.
-        explicitly_destroy: `destroy` may be called then, and must be to release the wire before the end.
-        enable_shrink: a rank that is lost in a low-latency call is masked and not an error; see the mask methods.
-            Normal mode needs every rank, as DeepEP's does.
-        comm: an mpi4py communicator; refused, we meet over torch.distributed.
-        backend: a wire ("auto", "gloo", "shm", ...; see `open_wire`), or "deep_ep": the installed package.
-        strict: refuse what DeepEP's hardware could not do (dtypes, sizes, numbers of ranks, contiguity).
-        timeout_s: how long a peer may keep this rank waiting.
-        node_size: ranks of a node. With more ranks than that, layouts and handles are internode ones.
-        kernels: what moves low-latency calls, by the buffer's device; "triton" has the CPU interpret the GPU's kernels.
+        group: A process group over all ranks; a gloo group if WideEP's wires need one to connect (vLLM passes one).
+        num_nvl_bytes, num_rdma_bytes: Stored, without effect on the CPU: buffers grow as needed.
+        low_latency_mode: Stored, without effect on the CPU: both modes work on any buffer.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: Without effect.
+        explicitly_destroy: If true, `destroy` may be called, and must be to release the wire before the program ends.
+        enable_shrink: A rank that is lost in a low-latency call is masked instead of an error; see the mask methods.
+            Normal mode needs every rank, as in DeepEP.
+        comm: An mpi4py communicator; refused, because ranks connect over torch.distributed.
+        backend: A wire ("auto", "gloo", "shm", ...; see `open_wire`), or "deep_ep" for the installed package.
+        strict: Refuse what DeepEP's hardware does not support (dtypes, sizes, numbers of ranks, contiguity).
+        timeout_s: How long to wait for a peer.
+        node_size: Ranks per node. With more ranks than that, layouts and handles are internode ones.
+        kernels: Kernels of low-latency calls; auto chooses by device, "triton" on a CPU interprets the GPU's kernels.
 
-    Where CUDA is, backends auto, nccl and nvshmem take and give tensors of the current device (never run yet; on a
-    GPU low-latency mode is opened with the buffer if `low_latency_mode`, with memory of `num_rdma_bytes` to begin with).
+    With CUDA, backends auto, nccl and nvshmem take and return tensors of the current device (not yet run on a GPU). On a
+    GPU, `low_latency_mode` opens low-latency mode with the buffer, with `num_rdma_bytes` of memory at first.
 
     Attributes:
-        num_sms: class attribute; kept, of no effect.
+        num_sms: Class attribute; stored, without effect.
         rank, group, group_size, num_nvl_bytes, num_rdma_bytes, low_latency_mode, explicitly_destroy, enable_shrink,
-        runtime: as callers of DeepEP read them; runtime is None once destroyed.
+        runtime: As callers of DeepEP read them. After `destroy`, runtime is None.
 
     Raises:
-        ValueError: no group, comm, or a limit of DeepEP's with strict.
-        WireUnavailable: the backend cannot work here.
+        ValueError: No group, a comm, or with `strict` a limit of DeepEP.
+        WireUnavailable: The backend cannot work here.
     """
 
     def __new__(cls, *_: Any, backend: str = "auto", **__: Any) -> Self:
@@ -224,13 +224,13 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
 
     @cached_property
     def exchange(self) -> LowLatencyExchange:  # type: ignore[override]
-        """What low-latency calls go through; opened by the first. Collective where symmetric memory is opened."""
+        """Exchange of low-latency calls, opened by the first. Opening symmetric memory is collective."""
         exchange = self._wires.open_low_latency(self._kernels, self.num_rdma_bytes)
         weakref.finalize(self, exchange.close)
         return exchange
 
     def open_low_latency(self) -> None:
-        """Open low-latency mode now and not with its first call. Collective where symmetric memory is opened."""
+        """Open low-latency mode now instead of with its first call. Opening symmetric memory is collective."""
         _ = self.exchange
 
     def get_dispatch_layout(
@@ -241,19 +241,19 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Count where this rank's tokens go. Local.
+        """Count the destinations of this rank's tokens. Local.
 
         Args:
-            topk_idx: int64 [T, K], experts in [0, num_experts), -1 for none.
-            num_experts: a multiple of the ranks.
-            previous_event, async_finish, allocate_on_comm_stream: see `dispatch`.
+            topk_idx: int64 [T, K], experts in [0, num_experts), -1 for no choice.
+            num_experts: A multiple of the number of ranks.
+            previous_event, async_finish, allocate_on_comm_stream: See `dispatch`.
 
         Returns:
             num_tokens_per_rank int32 [R] (a token counts once per rank), num_tokens_per_rdma_rank int32 [nodes] (None
-            within one node), num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event.
+            with one node), num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event.
 
         Raises:
-            ValueError: a bad argument, on this rank alone.
+            ValueError: An argument is bad; only on this rank.
         """
         problem = first_problem(
             checks.layout(topk_idx, num_experts, self._grid),
@@ -285,24 +285,24 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         """Send each token once to every rank that holds one of its experts.
 
         Args:
-            x: [T, H] of any floating dtype, or with scales: a tuple of [T, H] of one byte per element and float32 or
-                int32 [T, any] or [T], in any layout.
-            handle: of an earlier dispatch, to send x the same way (cached mode): then no layout, topk_idx or weights.
-            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
-            num_tokens_per_rdma_rank: likewise; not read, with strict it must be there for more than one node.
+            x: [T, H] of any floating dtype, or a tuple with scales: [T, H] of one byte per element and float32 or
+                int32 [T, any] or [T], in any memory layout.
+            handle: Handle of an earlier dispatch, to send x the same way (cached mode), without layout, topk_idx or weights.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: Results of `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: As those; not read. With `strict` and several nodes it must be given.
             topk_idx, topk_weights: int64 and float32 [T, K], both or neither.
-            expert_alignment: what the counts per expert are rounded up to.
-            num_worst_tokens: rows to return whatever arrives; needs topk_idx. Fails on all ranks if it is too few.
-            config: checked, of no effect.
-            previous_event, allocate_on_comm_stream: accepted, of no effect on the CPU.
-            async_finish: the event returned can be waited for; the work is done in any case.
-            forks: arguments of DeepEP's forks: a TypeError on every rank, unless None or False.
+            expert_alignment: Counts per expert are rounded up to a multiple of this.
+            num_worst_tokens: Fixed number of rows to return; needs topk_idx. If it is too small, all ranks fail.
+            config: Checked, without effect.
+            previous_event, allocate_on_comm_stream: Accepted, without effect on the CPU.
+            async_finish: Return an event to wait for. The work is done when the call returns in any case.
+            forks: Arguments of DeepEP's forks: a TypeError on every rank, unless None or False.
 
         Returns:
             `(recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle, event)`. Rows by
-            source rank, then source token; scales contiguous by rows. recv_topk_idx has local experts, -1 for those
-            of other ranks, with weight 0. With num_worst_tokens rows below those received are 0, their choices -1, and
-            the list is empty. With a handle only recv_x and event are not None. All tensors are new.
+            source rank, then source token; scales contiguous by rows. recv_topk_idx has local experts; choices of other
+            ranks are -1, with weight 0. With num_worst_tokens, rows after the received ones are 0, their choices are -1,
+            and the list is empty. With a handle, only recv_x and event are not None. All tensors are new.
         """
         rows, scales = split_rows(x)
         self._begin("dispatch", forks)
@@ -342,22 +342,22 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         allocate_on_comm_stream: bool = False,
         **forks: Any,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Return rows to where they came from and add them up, without weights.
+        """Return rows to their source ranks and add them up, without weights.
 
-        One row per (token, rank) comes back, and is added in ascending order of ranks, after the biases, in float32
-        (float64 for float64) with one rounding: deterministic, but grouped by rank, so that where an expert lives
-        shows in the last bits (the service's own combine does not group).
+        One row per (token, rank) comes back. Rows are added in ascending order of ranks, after the biases, in float32
+        (float64 for float64) with one rounding. This is deterministic, but grouped by rank: the last bits depend on the
+        placement of experts. (The service's own combine does not group.)
 
         Args:
-            x: [N, H], one row per row of recv_x, in its order (rows of num_worst_tokens' padding are not read).
-            handle: of the dispatch.
-            topk_weights: float32 [N, K]; added up beside the rows, not applied.
+            x: [N, H], one row per row of recv_x, in its order (padding rows of num_worst_tokens are not read).
+            handle: Handle of the dispatch.
+            topk_weights: float32 [N, K]; added up like the rows, not applied.
             bias: [T, H] in x's dtype, or a tuple of two.
-            others: as in `dispatch`.
+            others: As in `dispatch`.
 
         Returns:
-            `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype, float32 [T, K] or None. A token that
-            went nowhere is its biases' sum.
+            `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype, float32 [T, K] or None. A token without
+            a destination gets the sum of its biases.
         """
         self._begin("combine", forks)
         call = CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
@@ -370,11 +370,11 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
         return (*self._normal.combine(call, handles.unpack(handle)), finished(async_finish))
 
     def _begin(self, method: str, forks: Mapping[str, Any]) -> None:
-        """Look at what every call of normal mode depends on."""
+        """Check the state that every normal-mode call needs."""
         if self.runtime is None:
             raise DispatchError(f"{method}: the buffer is destroyed")
         if "exchange" in self.__dict__:
-            self.exchange.settle()  # a low-latency call whose hook has not run, before anything else travels
+            self.exchange.settle()  # finish a low-latency call with an unused hook before anything else is sent
         problem = forks_ask_nothing(method, forks)
         if problem:
             self._wires.mover.refuse(problem)
@@ -387,4 +387,4 @@ class Buffer(LocalCalls, LowLatencyMode, Released):
 
 
 class InstalledBuffer(InstalledCalls, Buffer):
-    """What `Buffer(..., backend="deep_ep")` makes: every call goes to the installed package."""
+    """Result of `Buffer(..., backend="deep_ep")`: every call goes to the installed package."""

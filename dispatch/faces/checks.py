@@ -1,7 +1,7 @@
-"""What each call of DeepEP's interfaces refuses: its list of `rules`, in the order in which they are looked at.
+"""Checks of every call of DeepEP's interfaces: lists of `rules`, in the order in which they are checked.
 
-A list is a generator that is asked for its first sentence only. Low-latency calls could be captured in a CUDA graph: their
-lists look at shapes and types, never at contents.
+A list is a generator, and only its first problem is used. Low-latency calls can be captured in a CUDA graph, so their
+lists check shapes and types, never contents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from dispatch.low_latency.calls import LowLatencyShape
 
 MAX_LOCAL_EXPERTS = 1024
 MAX_CHOICES = 32  # one lane of a warp per choice
-LOW_LATENCY_CHOICES = 11  # of a low-latency dispatch
+LOW_LATENCY_CHOICES = 11  # limit of a low-latency dispatch
 SCALE_BYTES = 4
 FP8_MULTIPLE = 512
 
@@ -29,12 +29,12 @@ _INT32, _FLOAT32, _BOOL = (torch.int32,), (torch.float32,), (torch.bool,)
 _CHOICE_TYPES = (torch.int64, torch.int32)
 _WITHOUT_HANDLE = "without a handle it must be"
 _AS_DISPATCHED = "as in the dispatch of this handle it must be"
-_NO_COPIES = "low-latency mode copies nothing and needs it contiguous"
+_NO_COPIES = "low-latency mode makes no copies and needs it contiguous"
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What rules must know of a buffer; `device` and `dtypes` (None: all) are those of low-latency calls."""
+    """Properties of a buffer that rules use. `device` and `dtypes` (None: all) are those of low-latency calls."""
 
     rank: int
     num_ranks: int
@@ -46,7 +46,7 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchArguments:
-    """A dispatch of `Buffer` without a handle."""
+    """Arguments of a `Buffer` dispatch without a handle."""
 
     x: Tensor
     scales: Tensor | None
@@ -62,7 +62,7 @@ class DispatchArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchCall:
-    """A dispatch of `ElasticBuffer` with its defaults filled in."""
+    """Arguments of an `ElasticBuffer` dispatch, with defaults filled in."""
 
     x: Any
     scales: Any
@@ -82,18 +82,18 @@ class DispatchCall:
 
 @dataclass(frozen=True, kw_only=True)
 class CombineCall:
-    """A combine with its biases as a tuple."""
+    """Arguments of a combine, with its biases as a tuple."""
 
     x: Any
     topk_weights: Any
     biases: tuple[Any, ...]
 
 
-# Both faces.
+# Both interfaces.
 
 
 def rows(x: Any, scales: Any, world: World) -> Problems:
-    """Rows that `dispatch` sends, or `combine`, which has no scales."""
+    """Check rows of `dispatch`, or of `combine`, which has no scales."""
     yield rule.are_rows(x, other=", or a tuple of a tensor and its scales")
     yield rule.scales_fit(x, scales)
     if world.strict:
@@ -104,7 +104,7 @@ def rows(x: Any, scales: Any, world: World) -> Problems:
 
 
 def layout(topk_idx: Any, num_experts: int, world: World) -> Problems:
-    """`get_dispatch_layout`."""
+    """Check `get_dispatch_layout`."""
     yield rule.experts_divide(num_experts, world.num_ranks)
     yield is_tensor("topk_idx", topk_idx, _CHOICE_TYPES, "num_tokens", "num_topk")
     yield rule.choices_exist(topk_idx, num_experts)
@@ -113,7 +113,7 @@ def layout(topk_idx: Any, num_experts: int, world: World) -> Problems:
 
 
 def streams(previous_event: Any, async_finish: bool, allocates: bool, config: Any, world: World) -> Problems:
-    """What every call takes, of no effect on the CPU."""
+    """Check the arguments of every call that have no effect on the CPU."""
     yield rule.is_config(config)
     if previous_event is not None and not hasattr(previous_event, "current_stream_wait"):
         yield f"previous_event is {type(previous_event).__name__}; it must be an EventOverlap or None"
@@ -122,18 +122,18 @@ def streams(previous_event: Any, async_finish: bool, allocates: bool, config: An
 
 
 def normal_dispatch(call: DispatchArguments, world: World) -> Problems:
-    """`dispatch` without a handle; x has been checked."""
+    """Check `dispatch` without a handle; x has been checked."""
     yield from _layout_given(call, world)
     yield from _choices_given(call)
     yield rule.is_positive("expert_alignment", call.expert_alignment)
     if call.num_worst_tokens < 0 or (call.num_worst_tokens > 0 and call.topk_idx is None):
         yield f"num_worst_tokens is {call.num_worst_tokens}; it must be 0, or positive with topk_idx given"
     if world.strict and call.num_worst_tokens > 0 and world.num_nodes > 1:
-        yield f"num_worst_tokens is {call.num_worst_tokens}; DeepEP has it within a node only (strict=True)"
+        yield f"num_worst_tokens is {call.num_worst_tokens}; DeepEP supports it within a node only (strict=True)"
 
 
 def _layout_given(call: DispatchArguments, world: World) -> Problems:
-    """What `get_dispatch_layout` returned."""
+    """Check the results of `get_dispatch_layout`."""
     mask, counts, per_expert = call.is_token_in_rank, call.num_tokens_per_rank, call.num_tokens_per_expert
     R, strict = world.num_ranks, world.strict
     yield is_tensor("is_token_in_rank", mask, _BOOL, call.x.shape[0], R, must=_WITHOUT_HANDLE)
@@ -145,11 +145,11 @@ def _layout_given(call: DispatchArguments, world: World) -> Problems:
     assert counts is not None, "a tensor"
     if counts.tolist() != mask.sum(0).tolist():
         yield (
-            f"num_tokens_per_rank is {counts.tolist()} where is_token_in_rank has {mask.sum(0).tolist()}; "
+            f"num_tokens_per_rank is {counts.tolist()} but is_token_in_rank has {mask.sum(0).tolist()}; "
             "they must come from the same get_dispatch_layout"
         )
     if strict and world.num_nodes > 1 and call.num_tokens_per_rdma_rank is None:
-        yield "num_tokens_per_rdma_rank is None; DeepEP needs it where there are several nodes (strict=True)"
+        yield "num_tokens_per_rdma_rank is None; DeepEP needs it for several nodes (strict=True)"
     size = f"a multiple of {R} ranks"
     yield is_tensor("num_tokens_per_expert", per_expert, _INT32, size, must=_WITHOUT_HANDLE)
     assert per_expert is not None, "a tensor"
@@ -165,7 +165,7 @@ def _choices_given(call: DispatchArguments) -> Problems:
     choices, weights = call.topk_idx, call.topk_weights
     if (choices is None) != (weights is None):
         missing, given = ("topk_weights", "topk_idx") if weights is None else ("topk_idx", "topk_weights")
-        yield f"{missing} is None and {given} is not; give both or neither"
+        yield f"{missing} is None but {given} is not; pass both or neither"
     if choices is None:
         return
     assert call.num_tokens_per_expert is not None, "checked before"
@@ -178,7 +178,7 @@ def _choices_given(call: DispatchArguments) -> Problems:
 
 
 def normal_handle(handle: Any, world: World) -> Problems:
-    """A handle of `Buffer` that a caller gave."""
+    """Check a handle that a caller of `Buffer` passed."""
     length, R = handles.INTRANODE if world.num_nodes == 1 else handles.INTERNODE, world.num_ranks
     if not isinstance(handle, Sequence) or len(handle) != length:
         got = f"{type(handle).__name__} of {len(handle)}" if isinstance(handle, Sequence) else repr(handle)
@@ -194,20 +194,20 @@ def normal_handle(handle: Any, world: World) -> Problems:
     counts_RR = handles.counts_of(matrix)
     num_received, num_sources = int(counts_RR[:, world.rank].sum()), int((sources >= 0).sum())
     if num_received != num_sources or counts_RR[world.rank].tolist() != mask.sum(0).tolist():
-        yield "handle's prefix matrix does not fit its other tensors; it was written to, or is another rank's"
+        yield "handle's prefix matrix does not fit its other tensors; it was modified, or is another rank's"
 
 
 def normal_cached(topk_idx: Any, topk_weights: Any, x: Tensor, handle: handles.Handle) -> Problems:
-    """`dispatch` with a handle; x and the handle have been checked."""
+    """Check `dispatch` with a handle; x and the handle have been checked."""
     if topk_idx is not None or topk_weights is not None:
-        yield "topk_idx and topk_weights must be None with a handle: a cached dispatch sends x alone"
+        yield "topk_idx and topk_weights must be None with a handle: a cached dispatch sends only x"
     num_tokens = handles.num_tokens(handle)
     if x.shape[0] != num_tokens:
-        yield f"x has {x.shape[0]} tokens; the handle is of a dispatch of {num_tokens}"
+        yield f"x has {x.shape[0]} tokens; the handle's dispatch had {num_tokens}"
 
 
 def normal_combine(call: CombineCall, handle: handles.Handle) -> Problems:
-    """`combine`; x and the handle have been checked."""
+    """Check `combine`; x and the handle have been checked."""
     num_rows = handles.num_rows(handle)
     yield rule.rows_are_the_handles(call.x, num_rows)
     if call.topk_weights is not None:
@@ -220,7 +220,7 @@ def normal_combine(call: CombineCall, handle: handles.Handle) -> Problems:
 
 
 def elastic_events(previous: Any, before_epilogue: Any, allocates: bool) -> Problems:
-    """The events to wait for; DeepEP's contract, though nothing waits on the CPU."""
+    """Check the events to wait for. This is DeepEP's contract, although nothing waits on the CPU."""
     for name, event in {
         "previous_event": previous,
         "previous_event_before_epilogue": before_epilogue,
@@ -228,11 +228,11 @@ def elastic_events(previous: Any, before_epilogue: Any, allocates: bool) -> Prob
         if event is not None and not isinstance(event, EventHandle):
             yield f"{name} is {type(event).__name__}; it must be an EventHandle, as capture() returns, or None"
     if previous is not None and not allocates:
-        yield "previous_event is given and allocate_on_comm_stream False; it must be True then"
+        yield "previous_event is given but allocate_on_comm_stream is False; it must be True"
 
 
 def elastic_handle(handle: Any) -> Problems:
-    """A handle of `ElasticBuffer` that a caller gave."""
+    """Check a handle that a caller of `ElasticBuffer` passed."""
     if not isinstance(handle, EPHandle) or handle.routes is None:
         yield f"handle is {type(handle).__name__}; it must be the EPHandle that a dispatch returned"
 
@@ -240,26 +240,26 @@ def elastic_handle(handle: Any) -> Problems:
 def elastic_cached(
     handle: Any, call: DispatchCall, topk_idx: Any, do_cpu_sync: bool | None, given: Mapping[str, int | None]
 ) -> Problems:
-    """What a handle decides, if there is one; `given` is what the caller passed for it."""
+    """Check the arguments that a handle determines, if there is one. `given`: values that the caller passed."""
     if handle is None:
         return
     yield from elastic_handle(handle)
     if topk_idx is not None:
-        yield "topk_idx must be None with a handle: a cached dispatch goes the way of the first"
+        yield "topk_idx must be None with a handle: a cached dispatch uses the first one's choices"
     if do_cpu_sync:
-        yield "do_cpu_sync is True; a cached dispatch has nothing to ask for, its counts are the handle's"
+        yield "do_cpu_sync is True; it must be None or False with a handle, which already holds the counts"
     for name, value in {**given, "do_expand": call.do_expand}.items():
         if value is not None and value != getattr(handle, name):
-            yield f"{name} is {value}; the handle is of a dispatch with {getattr(handle, name)}"
+            yield f"{name} is {value}; the handle's dispatch had {getattr(handle, name)}"
 
 
 def elastic_dispatch(call: DispatchCall, world: World) -> Problems:
-    """`dispatch`; with a handle, its choices are the handle's."""
+    """Check `dispatch`. With a handle, its choices are the handle's."""
     yield from rows(call.x, call.scales, world)
     if call.scales is not None and call.scales.dim() != 2:
         yield f"x's scales are {describe(call.scales)}; they must be 2-dimensional"
     if world.strict and call.scales is not None and call.scales.element_size() != SCALE_BYTES:
-        yield f"x's scales are {describe(call.scales)}; DeepEP takes {SCALE_BYTES} bytes each (strict=True)"
+        yield f"x's scales are {describe(call.scales)}; DeepEP supports {SCALE_BYTES} bytes each (strict=True)"
     yield rule.tokens_fit(call.x, call.max_tokens)
     yield rule.experts_divide(call.num_experts, world.num_ranks)
     num_experts = call.num_experts or 0
@@ -277,11 +277,11 @@ def elastic_dispatch(call: DispatchCall, world: World) -> Problems:
         "cumulative_local_expert_recv_stats", call.stats, torch.int32, (num_local,), device=device
     )
     if call.do_zero_padding and not call.do_expand:
-        yield "do_zero_padding is True and do_expand False; only expanded rows are padded"
+        yield "do_zero_padding is True but do_expand is False; only expanded rows are padded"
 
 
 def elastic_combine(call: CombineCall, handle: EPHandle, world: World) -> Problems:
-    """`combine`; the handle has been checked."""
+    """Check `combine`; the handle has been checked."""
     yield from rows(call.x, None, world)
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     yield rule.rows_are_the_handles(call.x, num_rows, ", expanded" if handle.do_expand else ", unexpanded")
@@ -298,7 +298,7 @@ def elastic_combine(call: CombineCall, handle: EPHandle, world: World) -> Proble
 def low_latency_dispatch(
     x: Any, topk_idx: Any, max_tokens: int, num_experts: int, counts: Any, world: World
 ) -> Problems:
-    """What a dispatch sends, and the counters of received rows that it adds to."""
+    """Check what a dispatch sends, and the counters to which it adds received rows."""
     yield rule.are_rows(x) if not isinstance(x, Tensor) or x.dim() != 2 else rule.is_on("x", x, world.device)
     yield rule.is_contiguous("x", x, _NO_COPIES)
     yield rule.has_wide_type(x)
@@ -310,8 +310,8 @@ def low_latency_dispatch(
         yield f"x has hidden size {x.shape[1]} and topk_idx {topk_idx.shape[1]} choices; both must be at least 1"
     if max_tokens < 1 or x.shape[0] > max_tokens:
         yield (
-            f"x has {x.shape[0]} tokens where num_max_dispatch_tokens_per_rank is {max_tokens}; it must be at least 1 "
-            "and not below the tokens"
+            f"x has {x.shape[0]} tokens but num_max_dispatch_tokens_per_rank is {max_tokens}; it must be at least 1 "
+            "and at least the number of tokens"
         )
     yield rule.experts_divide(num_experts, world.num_ranks)
     if world.strict:
@@ -325,11 +325,11 @@ def low_latency_dispatch(
 def low_latency_form(
     hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool, world: World
 ) -> Problems:
-    """The form in which rows travel."""
+    """Check the format in which rows travel."""
     if use_ue8m0 and not (use_fp8 and round_scale):
         yield (
-            f"use_ue8m0 is True with use_fp8={use_fp8} and round_scale={round_scale}; it needs both: exponents alone "
-            "can only say powers of two"
+            f"use_ue8m0 is True with use_fp8={use_fp8} and round_scale={round_scale}; it needs both: packed exponents "
+            "can only represent powers of two"
         )
     if world.strict and use_fp8 and hidden % FP8_MULTIPLE != 0:
         yield f"x has hidden size {hidden}; DeepEP needs a multiple of {FP8_MULTIPLE} for FP8 (strict=True)"
@@ -338,15 +338,15 @@ def low_latency_form(
 def low_latency_end(
     name: str, waits: Any, async_finish: bool, return_recv_hook: bool, world: World
 ) -> Problems:
-    """The statistics of waiting, and when the caller wants the result."""
+    """Check the wait statistics, and when the caller wants the result."""
     R = world.num_ranks
     yield rule.counters_fit(name, waits, torch.int64, (R,), (R, R), device=world.device)
     if async_finish and return_recv_hook:
-        yield "async_finish and return_recv_hook are both True; a result is waited for by an event or by a hook"
+        yield "async_finish and return_recv_hook are both True; wait for a result with an event or a hook, not both"
 
 
 def low_latency_handle(handle: Any) -> Problems:
-    """A handle of a low-latency dispatch, as far as its form goes."""
+    """Check the form of a handle of a low-latency dispatch."""
     rule = "it must be what low_latency_dispatch returned: (src_info, layout_range, max_tokens, hidden, num_experts)"
     if not isinstance(handle, tuple | list) or len(handle) != 5:
         yield f"handle is {type(handle).__name__}; {rule}"
@@ -357,7 +357,7 @@ def low_latency_handle(handle: Any) -> Problems:
 def low_latency_combine(
     call: CombineCall, topk_idx: Any, out: Any, shape: LowLatencyShape, num_tokens: int, world: World
 ) -> Problems:
-    """What a combine sends, against the dispatch that it answers."""
+    """Check what a combine sends, against the dispatch that it answers."""
     x, weights = call.x, call.topk_weights
     wanted = (shape.experts_per_rank, shape.rows_per_expert, shape.hidden)
     if not isinstance(x, Tensor) or tuple(x.shape) != wanted or rule.has_wide_type(x):

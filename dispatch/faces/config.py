@@ -1,31 +1,31 @@
-"""DeepEP's `Config`: chunk sizes of its normal kernels, and how much buffer they need.
+"""DeepEP's `Config`: chunk sizes of its normal kernels, and the buffer sizes that they need.
 
-Our backends have neither channels nor chunks: a Config is checked, carried and, with the `deep_ep` backend, handed
-on; otherwise it has no effect. The hints are DeepEP's own sums (csrc/legacy/config.hpp at dd758ca), so that sizes
+WideEP's backends have neither channels nor chunks. A Config is checked and stored, and the `deep_ep` backend passes it
+on; otherwise it has no effect. The size hints use DeepEP's formulas (csrc/legacy/config.hpp at dd758ca), so sizes
 computed here are large enough there.
 """
 
 from dataclasses import dataclass
 
-NVL_PEERS = 8  # DeepEP's ranks of a node
+NVL_PEERS = 8  # DeepEP's ranks per node
 _INT_BYTES, _FLOAT_BYTES, _TOPK_BYTES, _META_BYTES, _INT4_BYTES = 4, 4, 8, 8, 16
-_MAX_TOPK = _MAX_SCALES = 128  # what its buffers have room for per token
+_MAX_TOPK = _MAX_SCALES = 128  # room in DeepEP's buffers, per token
 _ALIGNMENT = 128
 _TOKEN_BYTES = _META_BYTES + _MAX_TOPK * (_TOPK_BYTES + _FLOAT_BYTES) + _MAX_SCALES * _FLOAT_BYTES
 
 
 @dataclass(frozen=True)
 class Config:
-    """Chunk sizes, positional or by DeepEP's names.
+    """Chunk sizes, as positional arguments or by DeepEP's names.
 
     Attributes:
-        num_sms: streaming multiprocessors that the kernels may use; two make a channel.
-        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: tokens per NVLink send, and room for them.
-        num_max_rdma_chunked_send_tokens: tokens per RDMA send.
-        num_max_rdma_chunked_recv_tokens: room for them, rounded up to a multiple of the send.
+        num_sms: Streaming multiprocessors for the kernels; two make a channel.
+        num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: Tokens per NVLink send, and room for them.
+        num_max_rdma_chunked_send_tokens: Tokens per RDMA send.
+        num_max_rdma_chunked_recv_tokens: Room for them, rounded up to a multiple of the send.
 
     Raises:
-        ValueError: a value that DeepEP's kernels could not run with.
+        ValueError: DeepEP's kernels do not support a value.
     """
 
     num_sms: int = 20
@@ -61,7 +61,7 @@ class Config:
         return _round_up(self.num_sms // 2 * local_ranks * queue, _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return the bytes of RDMA buffer for rows of `hidden_bytes` over `num_ranks`; 0 within a node of 8."""
+        """Return the bytes of RDMA buffer for rows of `hidden_bytes` over `num_ranks`; 0 within a node of 8 ranks."""
         _check_hint(hidden_bytes, num_ranks)
         if num_ranks <= NVL_PEERS:
             return 0
@@ -86,14 +86,14 @@ BUFFER_ALIGNMENT = 128
 
 
 def check_buffer(num_ranks: int, num_nvl_bytes: int, num_rdma_bytes: int, low_latency_mode: bool) -> None:
-    """Raise ValueError for a group or buffer sizes that DeepEP does not run with."""
+    """Raise ValueError if DeepEP does not support the group or the buffer sizes."""
     if num_ranks > NVL_PEERS and num_ranks % NVL_PEERS != 0:
         raise ValueError(
-            f"group has {num_ranks} ranks; DeepEP takes up to {NVL_PEERS} or a multiple of {NVL_PEERS} (strict=True)"
+            f"group has {num_ranks} ranks; DeepEP supports up to {NVL_PEERS} or a multiple of {NVL_PEERS} (strict=True)"
         )
     if num_ranks > NVL_PEERS * MAX_NODES and not low_latency_mode:
         raise ValueError(
-            f"group has {num_ranks} ranks; DeepEP's normal mode takes up to {NVL_PEERS * MAX_NODES} (strict=True)"
+            f"group has {num_ranks} ranks; DeepEP's normal mode supports up to {NVL_PEERS * MAX_NODES} (strict=True)"
         )
     for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
         if size < 0 or size % BUFFER_ALIGNMENT != 0:

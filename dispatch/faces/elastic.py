@@ -1,11 +1,11 @@
 """`ElasticBuffer`: DeepEP's 2.x interface for expert parallelism, over the same exchange as `Buffer`.
 
-Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/elastic.py at dd758ca); what comes after its
-arguments, by keyword only, is ours. Rows are always in DeepEP's deterministic order. What the class has beside
-dispatch and combine (engram, pipeline sends, all-gather) is no expert parallelism and refused by name.
+Names, argument order, shapes and handles are DeepEP's (deep_ep/buffers/elastic.py at dd758ca). Arguments after these,
+by keyword only, are WideEP's. Rows are always in DeepEP's deterministic order. The other features of the class (engram,
+pipeline sends, all-gather) are not part of expert parallelism; each of their methods raises an error with its name.
 
-One exchange per call, whatever the domains: they decide how combine groups its sums, and what the handle counts.
-DeepEP's hybrid mode forwards inside a node; that way is `dispatch.hierarchical`.
+Every call is one exchange, for any domains. The domains decide how combine groups its sums, and the counts in the handle.
+DeepEP's hybrid mode forwards rows inside a node; `dispatch.hierarchical` does that here.
 """
 
 import weakref
@@ -31,12 +31,12 @@ from dispatch.wires.segment import identify_process
 from dispatch.wires.wire import RankTable
 
 BUFFER_ALIGNMENT = 2 << 20  # DeepEP, csrc/kernels/backend/symmetric.hpp
-_MOST_CHOICES = 32  # DeepEP's limit, taken where the number of choices is not given
-_SCALE_CHANNELS = 32  # DeepEP counts a scale for so many, the finest it knows
+_MOST_CHOICES = 32  # DeepEP's limit, used if the number of choices is not given
+_SCALE_CHANNELS = 32  # channels per scale in the size hint: the finest that DeepEP supports
 
 
 def check_domains(num_ranks: int, node_size: int) -> tuple[int, int]:
-    """Return the number of nodes and the ranks of one. Raises ValueError: nodes of that size do not make the group."""
+    """Return the number of nodes and ranks per node. Raises ValueError if nodes of that size do not divide the group."""
     if node_size < 1 or num_ranks % node_size:
         allowed = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
         raise ValueError(f"node_size is {node_size} for {num_ranks} ranks; it must be one of {allowed}")
@@ -44,7 +44,7 @@ def check_domains(num_ranks: int, node_size: int) -> tuple[int, int]:
 
 
 def find_node_size(hosts: Sequence[Hashable]) -> int:
-    """Return the ranks of a host, given every rank's; all of them where hosts do not hold equal blocks of ranks."""
+    """Return the ranks per host, given every rank's host. Returns all ranks if hosts do not hold equal blocks of ranks."""
     size = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     blocks = [hosts[first : first + size] for first in range(0, len(hosts), size)]
     is_regular = all(len(block) == size and len(set(block)) == 1 for block in blocks)
@@ -52,7 +52,7 @@ def find_node_size(hosts: Sequence[Hashable]) -> int:
 
 
 def buffer_bytes(num_ranks: int, max_tokens: int, hidden: int, num_topk: int, use_fp8: bool) -> int:
-    """Return the bytes of the largest call's messages, sent and received, rounded up to BUFFER_ALIGNMENT."""
+    """Return the size of the largest call's messages, sent and received, rounded up to BUFFER_ALIGNMENT."""
     choices = num_topk or _MOST_CHOICES
     row = hidden + 4 * -(-hidden // _SCALE_CHANNELS) if use_fp8 else 2 * hidden
     dispatch = row + choices * (8 + 4) + 4  # choices, weights, source token
@@ -71,16 +71,16 @@ _ENGRAM, _PIPELINE, _GATHER = "engram", "pipeline sends", "all-gather and reduce
 def _refusal(name: str, family: str) -> Any:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
-            f"ElasticBuffer.{name}: DeepEP's {family} is not part of this package; dispatch and combine are. "
-            "Use torch.distributed for it"
+            f"ElasticBuffer.{name}: DeepEP's {family} is not supported, only dispatch and combine are. "
+            "Use torch.distributed instead"
         )
 
-    refuse.__name__, refuse.__doc__ = name, f"Raise NotImplementedError: {family} is not here."
+    refuse.__name__, refuse.__doc__ = name, f"Raise NotImplementedError: {family} is not supported."
     return staticmethod(refuse)
 
 
 class RefusedCalls:
-    """Every name that is refused, as a static method that raises NotImplementedError."""
+    """Unsupported methods, as static methods that raise NotImplementedError."""
 
     engram_write = _refusal("engram_write", _ENGRAM)
     engram_fetch = _refusal("engram_fetch", _ENGRAM)
@@ -99,16 +99,16 @@ class RefusedCalls:
     get_agrs_buffer_size_hint = _refusal("get_agrs_buffer_size_hint", _GATHER)
 
 
-NUM_SMS = 4  # the smallest number that DeepEP takes; ours uses none
+NUM_SMS = 4  # the smallest number that DeepEP accepts; WideEP uses no SMs
 
 
 class ElasticDomains:
-    """Mixed into `ElasticBuffer`, which documents the attributes."""
+    """Domains of `ElasticBuffer`, as a mixin. `ElasticBuffer` documents the attributes."""
 
     def _set_domains(
         self, group: dist.ProcessGroup, node_size: int | None, allow_hybrid_mode: bool, num_allocated_qps: int
     ) -> None:
-        """Find this rank's place. Collective if `node_size` is None."""
+        """Set this rank's position. Collective if `node_size` is None."""
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         size = _ranks_of_a_host(group) if node_size is None else node_size
         self.num_rdma_ranks, self.num_nvlink_ranks = check_domains(self.num_ranks, size)
@@ -127,27 +127,27 @@ class ElasticDomains:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Return the bytes that the messages of the largest call can take, rounded up to 2 MiB. Local.
+        """Return a bound of the bytes of the largest call's messages, rounded up to 2 MiB. Local.
 
-        Of no effect on the CPU, where memory grows as needed, and not DeepEP's number.
+        It has no effect on the CPU, where memory grows as needed, and differs from DeepEP's number.
         """
         return buffer_bytes(group.size(), num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 
     @staticmethod
     def capture() -> EventHandle:
-        """Return an event of the work so far: on the CPU it has happened. Local."""
+        """Return an event of the work so far. On the CPU it has already happened. Local."""
         return EventHandle()
 
     def get_comm_stream(self) -> NoReturn:
-        """Raise DispatchError: the CPU has no streams, all work is done when a call returns. Local."""
+        """Raise DispatchError: the CPU has no streams, and all work is done when a call returns. Local."""
         raise DispatchError("get_comm_stream: the CPU has no streams; a call's work is done when it returns")
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the number of nodes and the ranks of a node. Local."""
+        """Return the number of nodes and ranks per node. Local."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the same with hybrid mode, (1, all ranks) without. Local."""
+        """Return the physical size with hybrid mode, and (1, all ranks) without it. Local."""
         return self.get_physical_domain_size() if self.allow_hybrid_mode else (1, self.num_ranks)
 
     def get_theoretical_num_sms(
@@ -160,52 +160,52 @@ class ElasticDomains:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the smallest number DeepEP gives: there are no SMs here to reckon with. Local."""
+        """Return the smallest number that DeepEP returns, because no SMs are used here. Local."""
         return NUM_SMS
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Return DeepEP's number for `num_sms`; nothing depends on it here. Local."""
+        """Return DeepEP's number for `num_sms`; it has no effect here. Local."""
         wanted = num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9)
         return min(wanted, self.num_allocated_qps)
 
 
 def _ranks_of_a_host(group: dist.ProcessGroup) -> int:
-    """Collective over `group`."""
+    """Return the ranks per host. Collective over `group`."""
     return find_node_size([tuple(host) for host in gather_values(identify_process().host, group)])
 
 
 class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
-    """One rank's end of DeepEP's 2.x exchange. Calls are collective, in the same order on all ranks, unless said local.
+    """One rank's end of DeepEP's 2.x exchange. Calls are collective, in the same order on all ranks, unless marked local.
 
-    A bad argument is a ValueError on the rank that gave it and PeerRefused on all others, before anything is sent;
+    A bad argument is a ValueError on the rank that passed it and PeerRefused on all others, before anything is sent;
     the next call works. PeerLost and DispatchTimeout end the buffer.
 
     Args:
-        group: a gloo process group over all ranks.
-        num_bytes: kept; None: computed as `get_buffer_size_hint` does. Memory grows as needed either way.
-        num_cpu_bytes: must be 0: it is engram's.
-        num_max_tokens_per_rank: default for `dispatch`; with `hidden`, for `num_bytes`.
-        hidden, num_topk, use_fp8_dispatch: for `num_bytes`, of no other effect.
-        deterministic: kept; results always are.
-        allow_hybrid_mode: with several nodes, group sums by node (and count ranks by node) as hybrid mode does.
-        allow_multiple_reduction: sum expanded rows on the rank that computed them, and with hybrid mode by node.
+        group: A gloo process group over all ranks.
+        num_bytes: Stored (default: computed as in `get_buffer_size_hint`). Memory grows as needed either way.
+        num_cpu_bytes: Must be 0; it is for engram storage.
+        num_max_tokens_per_rank: Default for `dispatch`, and with `hidden` for `num_bytes`.
+        hidden, num_topk, use_fp8_dispatch: Used for `num_bytes` only.
+        deterministic: Stored; results are always deterministic.
+        allow_hybrid_mode: With several nodes, group sums by node (and count ranks by node), as hybrid mode does.
+        allow_multiple_reduction: Sum expanded rows on the rank that computed them, and with hybrid mode by node.
             Otherwise they come back one by one and are summed once.
-        prefer_overlap_with_compute, sl_idx: kept, of no effect.
-        num_allocated_qps: kept; 0 is DeepEP's own choice.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: upper limits of `timeout_s`.
-        explicitly_destroy: `destroy` may be called then.
-        backend: a wire, as in `open_wire`.
-        strict: refuse what DeepEP's hardware could not do.
-        timeout_s: how long a peer may keep this rank waiting.
-        node_size: ranks of a node; None: those of a host, where hosts hold equal blocks of ranks, else all.
+        prefer_overlap_with_compute, sl_idx: Stored, without effect.
+        num_allocated_qps: Stored; 0 is replaced by DeepEP's default.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: Upper limits of `timeout_s`.
+        explicitly_destroy: Whether `destroy` may be called.
+        backend: A wire, as in `open_wire`.
+        strict: Refuse what DeepEP's hardware does not support.
+        timeout_s: How long to wait for a peer.
+        node_size: Ranks per node (default: ranks per host if hosts hold equal blocks of ranks, otherwise all ranks).
 
     Attributes:
         group, rank_idx, num_ranks, allow_hybrid_mode, allow_multiple_reduction, prefer_overlap_with_compute,
         deterministic, num_bytes, num_max_tokens_per_rank, num_allocated_qps, num_scaleout_ranks, num_scaleup_ranks,
-        scaleout_rank_idx, scaleup_rank_idx, num_rdma_ranks, num_nvlink_ranks, explicitly_destroy: as in DeepEP.
+        scaleout_rank_idx, scaleup_rank_idx, num_rdma_ranks, num_nvlink_ranks, explicitly_destroy: As in DeepEP.
 
     Raises:
-        ValueError: no group, sizes or domains that cannot be. WireUnavailable: as `open_wire`.
+        ValueError: No group, or impossible sizes or domains. WireUnavailable: As `open_wire`.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
             )
         self._set_domains(group, node_size, bool(allow_hybrid_mode), num_allocated_qps)
         if num_cpu_bytes:
-            raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}; it is for engram storage, which is not here")
+            raise ValueError(f"num_cpu_bytes is {num_cpu_bytes}; engram storage is not supported, use 0")
         self.allow_multiple_reduction = bool(allow_multiple_reduction)
         self.prefer_overlap_with_compute, self.deterministic = prefer_overlap_with_compute, deterministic
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
@@ -263,7 +263,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Wait until all ranks are here. Collective. The arguments have no effect on the CPU."""
+        """Wait until all ranks have called this. Collective. The arguments have no effect on the CPU."""
         wire = self.runtime
         wire.open_windows(self._nothing)
         wire.exchange(self._nothing, self._nothing)
@@ -293,31 +293,31 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         """Send each token once to every rank that holds one of its experts.
 
         Args:
-            x: [T, H] of any floating dtype, or with scales: a tuple of [T, H] of one byte per element and float32 or
-                int32 [T, any], in any layout.
-            topk_idx: int64 (or int32) [T, K], experts in [0, num_experts), -1 for none.
+            x: [T, H] of any floating dtype, or a tuple with scales: [T, H] of one byte per element and float32 or
+                int32 [T, any], in any memory layout.
+            topk_idx: int64 (or int32) [T, K], experts in [0, num_experts), -1 for no choice.
             topk_weights: float32 [T, K], optional; also with a handle.
-            cumulative_local_expert_recv_stats: int32 [L]; this call's choices per local expert are added. Not by a
-                cached dispatch.
-            num_experts: a multiple of the ranks; with a handle its own.
-            num_max_tokens_per_rank: M, equal on all ranks; default the buffer's, with a handle its own.
-            expert_alignment: what an expert's rows are padded to; default 1, with a handle its own.
-            num_sms, num_qps: kept in the handle, of no effect; likewise allocate_on_comm_stream, and the events,
-                which have always happened here.
-            async_with_compute_stream: the event returned can be waited for; the work is done in any case.
-            handle: of an earlier dispatch, to go the same way (cached); topk_idx is None then.
-            do_handle_copy: keep a copy of topk_idx in the handle and not topk_idx itself.
-            do_cpu_sync: size results by what came (default); False, and always with a handle of such a dispatch: by
-                the most that could come, M rows from each rank.
-            do_expand: one row per local choice, grouped by expert, and no recv_topk_idx.
-            do_zero_padding: allowed with do_expand; padding is zero in any case.
-            use_tma_aligned_col_major_sf: scales come with strides (1, rows rounded up to 4).
+            cumulative_local_expert_recv_stats: int32 [L]; this call's choices per local expert are added. A cached
+                dispatch does not add them.
+            num_experts: A multiple of the number of ranks; with a handle, the handle's.
+            num_max_tokens_per_rank: M, equal on all ranks (default: the buffer's, or with a handle the handle's).
+            expert_alignment: An expert's rows are padded to a multiple of this (default: 1, or with a handle its own).
+            num_sms, num_qps: Stored in the handle, without effect. So are allocate_on_comm_stream and the events, which
+                have always happened here.
+            async_with_compute_stream: Return an event to wait for. The work is done when the call returns in any case.
+            handle: Handle of an earlier dispatch, to use its choices (cached); then topk_idx is None.
+            do_handle_copy: Store a copy of topk_idx in the handle instead of topk_idx itself.
+            do_cpu_sync: Size results by the received rows (default). If False, and always with a handle of such a
+                dispatch, size them for the largest possible number: M rows from each rank.
+            do_expand: Return one row per local choice, grouped by expert, and no recv_topk_idx.
+            do_zero_padding: Allowed with do_expand; padding is zero in any case.
+            use_tma_aligned_col_major_sf: Return scales with strides (1, rows rounded up to 4).
 
         Returns:
             `(recv_x, recv_topk_idx, recv_topk_weights, handle, event)`. Rows by source rank, then token, within an
-            expert too. recv_topk_idx [N, K]: local experts, -1 for those of other ranks and below the rows received.
-            recv_topk_weights: [N, K], all the token's, or expanded one per row; None without topk_weights. Rows past
-            those received are zero. With a handle, the same handle. All tensors are new.
+            expert too. recv_topk_idx [N, K]: local experts; -1 for choices of other ranks and after the received rows.
+            recv_topk_weights: [N, K], all weights of the token, or if expanded one per row; None without topk_weights.
+            Rows after the received ones are zero. With a handle, the same handle. All tensors are new.
         """
         cached = handle if isinstance(handle, EPHandle) else None
         rows, scales = split_rows(x)
@@ -353,23 +353,23 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Return rows to where they came from and add them up, without weights.
+        """Return rows to their source ranks and add them up, without weights.
 
-        Biases first, then the token's choices in order, in float32 with one rounding; before that a rank's choices
-        are summed to one row where they are expanded and multiple reductions allowed, and then a node's ranks in
-        hybrid mode, each in the order of the choices, in float32 with one rounding. A sum stands where its group's
-        last choice does. (Unexpanded, a rank's row is the caller's own sum.)
+        Adds the biases, then the token's choices in order, in float32 with one rounding. Before that, if rows are
+        expanded and multiple reductions allowed, a rank's choices are summed to one row. Then, in hybrid mode, a node's
+        ranks are summed. Both sums are in the order of the choices, in float32 with one rounding, and take the place of
+        their group's last choice. (Without expansion, a rank's row is the caller's own sum.)
 
         Args:
-            x: as many rows as the dispatch returned, [.., H] of any floating dtype and hidden size.
-            handle: of the dispatch.
-            topk_weights: float32, shaped as the dispatch returned it; travels along, is not applied.
+            x: All rows that the dispatch returned, [.., H] of any floating dtype and hidden size.
+            handle: Handle of the dispatch.
+            topk_weights: float32, in the shape that the dispatch returned; travels with the rows, is not applied.
             bias: [T, H] in x's dtype, or a tuple of two.
-            others: as in `dispatch`.
+            others: As in `dispatch`.
 
         Returns:
             `(combined_x, combined_topk_weights, event)`: [T, H] in x's dtype; each choice's weight as float32 [T, K],
-            0 for none, or None.
+            0 for no choice, or None.
         """
         call = CombineCall(x=x, topk_weights=topk_weights, biases=as_biases(bias))
         self._refuse_first(
@@ -387,7 +387,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
         num_max_tokens_per_rank: int | None,
         expert_alignment: int | None,
     ) -> tuple[int | None, int, int]:
-        """Return what a cached dispatch takes from its handle, and others from the caller or the buffer."""
+        """Return a dispatch's parameters: from the handle if cached, otherwise from the caller or the buffer."""
         if cached is not None:
             return cached.num_experts, cached.num_max_tokens_per_rank, cached.expert_alignment
         max_tokens = num_max_tokens_per_rank or self.num_max_tokens_per_rank

@@ -1,8 +1,8 @@
-"""Dispatch and combine of `ElasticBuffer` over `RowExchange`. No checks here; see `elastic_layout` and `elastic_sums`.
+"""Dispatch and combine of `ElasticBuffer` over `RowExchange`. Arguments are not checked here.
 
-A token travels once to every rank that holds one of its experts, with its choices, scales and weights; where each row
-goes in a result is found at the receiver. Answers come back one row per token and rank (or K, where expanded rows may
-not be summed before they travel: then most of what travels is zero), and all groups are summed at the source. In
+A token travels once to every rank that holds one of its experts, with its choices, scales and weights. The receiver
+computes each row's place in a result. Answers come back as one row per token and rank, and all groups are summed at the
+source. (If expanded rows must not be summed before they travel, K rows come back and most of the data is zero.) In
 DeepEP's hybrid mode a node's sums are made inside the node; the bits are the same.
 
 Legend: T tokens of this rank, K choices, H hidden, L experts of a rank, N rows received, R ranks.
@@ -18,13 +18,12 @@ from dispatch.faces.checks import CombineCall, DispatchCall
 from dispatch.faces.handles import EPHandle, Routes, Rows, join_rows, pad_rows, plain
 from dispatch.rows import NOT_HERE, GivenBack, RowExchange, localise, ranks_of, sum_dtype, token_mask
 
-SCALE_ALIGNMENT = (
-    4  # scales (of 4 bytes) per column start at 16 bytes, for DeepGEMM's loads (DeepEP, compiled.cuh)
-)
+# Each column of 4-byte scales starts at a multiple of 16 bytes, for DeepGEMM's loads (DeepEP, compiled.cuh).
+SCALE_ALIGNMENT = 4
 
 
 class Experts(NamedTuple):
-    """How many choices each local expert got, and where they lie when expanded."""
+    """Number of choices of each local expert, and their positions in expanded results."""
 
     counts_L: Tensor  # int64
     starts_L: Tensor  # int64: multiples of the alignment
@@ -38,13 +37,13 @@ def padded(counts_L: Tensor, alignment: int) -> Tensor:
 
 
 def most_expanded(num_rows: int, num_choices: int, num_local_experts: int, alignment: int) -> int:
-    """Return how many expanded rows `num_rows` can become at most, padding included."""
+    """Return the largest number of expanded rows that `num_rows` can become, padding included."""
     most = num_rows * min(num_choices, num_local_experts) + (alignment - 1) * num_local_experts
     return -(-most // alignment) * alignment
 
 
 def take(values: Tensor, slot_NK: Tensor) -> Tensor:
-    """Return [N, K, ...]: the value at each choice's slot, zero for none."""
+    """Return [N, K, ...]: the value at each choice's slot, zero for no choice."""
     is_here = slot_NK != NOT_HERE
     taken = torch.zeros(*slot_NK.shape, *values.shape[1:], dtype=values.dtype, device=values.device)
     taken[is_here] = values[slot_NK[is_here]]
@@ -52,7 +51,7 @@ def take(values: Tensor, slot_NK: Tensor) -> Tensor:
 
 
 def place_experts(local_NK: Tensor, num_local_experts: int, alignment: int) -> Experts:
-    """Count the choices of each local expert and give each a place, by expert, then row, then choice."""
+    """Count the choices of each local expert and assign their slots, by expert, then row, then choice."""
     is_here = local_NK != NOT_HERE
     expert_P = local_NK[is_here].long()
     counts_L = torch.bincount(expert_P, minlength=num_local_experts)
@@ -71,7 +70,7 @@ def place_experts(local_NK: Tensor, num_local_experts: int, alignment: int) -> E
 
 
 def expert_ends(experts: Experts, alignment: int, do_expand: bool) -> Tensor:
-    """Return int32 [L]: where each expert's rows end, without padding if expanded, with it if not."""
+    """Return int32 [L]: the end of each expert's rows, without padding if expanded, otherwise with it."""
     counts_L = experts.counts_L
     padded_L = padded(counts_L, alignment)
     return (experts.starts_L + (counts_L if do_expand else padded_L)).int()
@@ -106,7 +105,7 @@ def destination_rows(mask_TR: Tensor, counts_RR: Tensor, rank: int, rank_TK: Ten
 
 
 def expand_rows(rows: Tensor, slot_NK: Tensor, num_expanded: int) -> Tensor:
-    """Return [num_expanded, ...]: each row at all its slots, zero elsewhere."""
+    """Return [num_expanded, ...]: each row at all of its slots, zero elsewhere."""
     expanded = torch.zeros(num_expanded, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
     for slot_N in slot_NK.unbind(1):
         is_here = slot_N != NOT_HERE
@@ -131,14 +130,14 @@ def column_major(scales: Tensor) -> Tensor:
 
 
 class Terms(NamedTuple):
-    """What is to be added: row `at_TK[t, k]` of `values_QH` stands at choice k of token t."""
+    """Terms of sums: row `at_TK[t, k]` of `values_QH` belongs to choice k of token t."""
 
     values_QH: Tensor
-    at_TK: Tensor  # int64, -1 for nothing
+    at_TK: Tensor  # int64, -1 for no term
 
 
 def last_of_group(group_TK: Tensor) -> Tensor:
-    """Return int64 [T, K]: the last choice of the token that is in the same group as each choice."""
+    """Return int64 [T, K]: for each choice, the token's last choice in the same group."""
     K = group_TK.shape[1]
     is_same_TKK = group_TK.unsqueeze(2) == group_TK.unsqueeze(1)
     places = torch.arange(K, device=group_TK.device)
@@ -146,9 +145,9 @@ def last_of_group(group_TK: Tensor) -> Tensor:
 
 
 def sum_groups(terms: Terms, group_TK: Tensor) -> Terms:
-    """Sum each token's terms of a group and let the sum stand at the group's last choice.
+    """Sum each token's terms of a group. The sum takes the place of the group's last choice.
 
-    `group_TK`: int64, -1 for no choice; a group whose terms are all missing sums to zero. New rows are numbered by
+    `group_TK`: int64, -1 for no choice; a group without terms sums to zero. New rows are numbered by
     token, then choice.
     """
     values, at_TK = terms
@@ -160,12 +159,12 @@ def sum_groups(terms: Terms, group_TK: Tensor) -> Terms:
     sums = torch.zeros(int(stands_TK.sum()), *values.shape[1:], dtype=sum_dtype(values), device=values.device)
     for at_T, row_T in zip(at_TK.unbind(1), row_TK.unbind(1), strict=True):
         is_term = at_T != NOT_HERE
-        sums[row_T[is_term]] += values[at_T[is_term]]  # a token has one row per choice: no index is twice
+        sums[row_T[is_term]] += values[at_T[is_term]]  # a token has one row per choice: indices are unique
     return Terms(sums.to(values.dtype), number_TK)
 
 
 def sum_choices(terms: Terms, biases: Sequence[Tensor]) -> Tensor:
-    """Return [T, H]: the biases, then the terms in the order of the choices."""
+    """Return [T, H]: the sum of the biases, then of the terms in the order of the choices."""
     values, at_TK = terms
     total = torch.zeros(at_TK.shape[0], *values.shape[1:], dtype=sum_dtype(values), device=values.device)
     for bias in biases:
@@ -177,20 +176,20 @@ def sum_choices(terms: Terms, biases: Sequence[Tensor]) -> Tensor:
 
 
 def answers_at(back: GivenBack, rank_TK: Tensor, num_ranks: int) -> Tensor:
-    """Return int64 [T, K]: which row that came back is of each choice's rank, -1 for no choice."""
+    """Return int64 [T, K]: the received row that comes from each choice's rank, -1 for no choice."""
     row_TR = torch.full((rank_TK.shape[0], num_ranks), NOT_HERE, dtype=torch.int64, device=rank_TK.device)
     row_TR[back.token_Q, back.rank_Q] = torch.arange(back.token_Q.numel(), device=rank_TK.device)
     return torch.where(rank_TK == NOT_HERE, NOT_HERE, row_TR.gather(1, rank_TK.clamp(min=0)))
 
 
 def terms_by_rank(rows_QH: Tensor, answer_TK: Tensor, rank_TK: Tensor) -> Terms:
-    """One row per token and rank: it stands at the rank's last choice."""
+    """Return one row per token and rank, as the term of the rank's last choice."""
     places = torch.arange(rank_TK.shape[1], device=rank_TK.device)
     return Terms(rows_QH, torch.where(last_of_group(rank_TK) == places, answer_TK, NOT_HERE))
 
 
 def terms_by_choice(rows_QKH: Tensor, answer_TK: Tensor) -> Terms:
-    """One row per choice: row k of a rank's K stands at choice k."""
+    """Return one row per choice: row k of a rank's K rows is the term of choice k."""
     K = answer_TK.shape[1]
     at_TK = answer_TK * K + torch.arange(K, device=answer_TK.device)
     return Terms(rows_QKH.flatten(0, 1), torch.where(answer_TK == NOT_HERE, NOT_HERE, at_TK))
@@ -200,9 +199,8 @@ def pick_weights(weights_QK: Tensor, answer_TK: Tensor) -> Tensor:
     """Return [T, K]: each choice's weight from the rank that has it, zero for no choice."""
     K = answer_TK.shape[1]
     at_TK = (answer_TK * K + torch.arange(K, device=answer_TK.device)).clamp(min=0)
-    flat = torch.cat(
-        [weights_QK.flatten(), weights_QK.new_zeros(1)]
-    )  # something to point at where nothing came
+    # The extra zero keeps indices valid if nothing was received.
+    flat = torch.cat([weights_QK.flatten(), weights_QK.new_zeros(1)])
     return torch.where(answer_TK == NOT_HERE, 0.0, flat[at_TK.clamp(max=flat.numel() - 1)])
 
 
@@ -210,9 +208,9 @@ class ElasticMode:
     """One rank's end. Calls are collective, in the same order on all ranks.
 
     Args:
-        exchange: over the buffer's wire.
-        scaleup_ranks: ranks of a logical domain.
-        allow_multiple_reduction: sum by rank, and by domain where there are several, before the final sum.
+        exchange: Rows over the buffer's wire.
+        scaleup_ranks: Ranks per logical domain.
+        allow_multiple_reduction: Sum by rank, and by domain if there are several, before the final sum.
     """
 
     def __init__(self, exchange: RowExchange, *, scaleup_ranks: int, allow_multiple_reduction: bool) -> None:
@@ -223,7 +221,7 @@ class ElasticMode:
         self._reduces_domains = allow_multiple_reduction and scaleup_ranks < self.num_ranks
 
     def dispatch(self, call: DispatchCall) -> tuple[EPHandle, Rows, Tensor | None]:
-        """Send by the choices; return the handle, rows (and scales), and weights. Raises as `RowExchange.send`."""
+        """Send rows by their choices. Return the handle, rows (and scales), and weights. Raises as `RowExchange.send`."""
         L = _experts_per_rank(call.num_experts, self.num_ranks)
         rank_TK = ranks_of(call.topk_idx, L)
         mask_TR = token_mask(rank_TK, self.num_ranks)
@@ -248,13 +246,13 @@ class ElasticMode:
         return handle, *_arrange(received.planes[1:], call, handle)
 
     def dispatch_cached(self, call: DispatchCall, handle: EPHandle) -> tuple[Rows, Tensor | None]:
-        """Send the way of an earlier dispatch; return rows (and scales), and weights. Raises as `resend`."""
+        """Send by the choices of an earlier dispatch. Return rows (and scales), and weights. Raises as `resend`."""
         route = _routes(handle).route
         planes = self.exchange.resend(_planes(call), route, call="elastic cached dispatch")
         return _arrange(planes, call, handle)
 
     def combine(self, call: CombineCall, handle: EPHandle) -> tuple[Tensor, Tensor | None]:
-        """Bring rows home; return their sums, and the weights. Raises as `RowExchange.give_back`."""
+        """Bring rows back. Return their sums, and the weights. Raises as `RowExchange.give_back`."""
         planes = self._outgoing(call, handle)
         back = self.exchange.give_back(planes, _routes(handle).route, call="elastic combine")
         rank_TK = ranks_of(handle.topk_idx, _experts_per_rank(handle.num_experts, self.num_ranks))
@@ -294,7 +292,7 @@ class ElasticMode:
         )
 
     def _outgoing(self, call: CombineCall, handle: EPHandle) -> list[Tensor]:
-        """One row per received row, or K where nothing may be summed here; and weights."""
+        """Return one row per received row, or K if rows must not be summed here, and the weights."""
         N, weights = _routes(handle).num_rows, call.topk_weights
         if not handle.do_expand:
             return [call.x[:N]] if weights is None else [call.x[:N], weights[:N]]
@@ -307,7 +305,7 @@ class ElasticMode:
         return [rows] if weights is None else [rows, take(weights, slot_NK)]
 
     def _terms(self, rows: Tensor, answer_TK: Tensor, rank_TK: Tensor) -> Terms:
-        """What the final sum adds: rows by choice, by rank, or summed by domain."""
+        """Return the terms of the final sum: rows by choice, by rank, or summed by domain."""
         if rows.dim() == 3:
             return terms_by_choice(rows, answer_TK)
         terms = terms_by_rank(rows, answer_TK, rank_TK)
@@ -317,8 +315,8 @@ class ElasticMode:
 
 
 def local_choices(handle: EPHandle) -> Tensor:
-    """Return [num_recv_tokens, K], new: received choices as local experts, -1 elsewhere."""
-    local_NK = _routes(handle).local_idx_NK.clone()  # the handle keeps its own
+    """Return [num_recv_tokens, K] in new memory: received choices as local experts, -1 elsewhere."""
+    local_NK = _routes(handle).local_idx_NK.clone()  # the handle's tensor must not change
     return pad_rows(local_NK, handle.num_recv_tokens, NOT_HERE)
 
 
@@ -333,12 +331,12 @@ def _experts_per_rank(num_experts: int | None, num_ranks: int) -> int:
 
 
 def _planes(call: DispatchCall) -> list[Tensor]:
-    """What travels of a token, beside its choices."""
+    """Return the tensors that travel with each token, apart from its choices."""
     return [plane for plane in (call.x, call.scales, call.topk_weights) if plane is not None]
 
 
 def _arrange(planes: list[Tensor], call: DispatchCall, handle: EPHandle) -> tuple[Rows, Tensor | None]:
-    """Put received rows, scales and weights where the caller wants them."""
+    """Arrange received rows, scales and weights in the form that the caller requested."""
     weights = planes[-1] if call.topk_weights is not None else None
     values = planes if weights is None else planes[:-1]
     if call.do_expand:

@@ -1,9 +1,9 @@
-"""DeepEP's events: a point in the work of a stream that another may wait for.
+"""DeepEP's events: a point in the work of a stream that another stream may wait for.
 
-On the CPU a call has done its work when it returns, so that every event has happened when it can be asked for, and
-waiting for it returns at once. Where CUDA is in use an event is one of the current stream (never run there). The classes keep DeepEP's contract otherwise (an event exists only where a call was
-asked to finish asynchronously; hooks run once, after the wait), so that code which breaks it breaks here too, where
-it is easy to see, and not on the cluster.
+On the CPU a call has done its work when it returns. So every event has already happened, and waiting for it returns at
+once. With CUDA, an event belongs to the current stream (never run on a GPU). Otherwise the classes keep DeepEP's
+contract: only asynchronous calls return an event, and hooks run once, after the wait. So code that breaks the contract
+fails here too, which is easier to debug than on the cluster.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Let the current stream wait for it. On the CPU there is nothing to wait for."""
+        """Make the current stream wait for the event. Does nothing on the CPU."""
         if self._event is not None:
             self._event.wait()
 
 
 class EventOverlap:
-    """What calls return in place of waiting: wait later, or work first in a `with` block.
+    """Result of a call that did not wait: wait later, or work first in a `with` block.
 
     Attributes:
-        event: the EventHandle, None where the call did not finish asynchronously.
-        extra_tensors: tensors kept alive until this object goes.
+        event: The EventHandle, or None if the call was not asynchronous.
+        extra_tensors: Tensors that this object keeps alive.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class EventOverlap:
         self._release_on_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait for the event, then run the registered hook.
+        """Make the current stream wait for the event, then run the registered hook.
 
         Args:
-            release_handle: drop the event afterwards, and what it keeps alive.
+            release_handle: Drop the event afterwards, and the tensors that it keeps alive.
 
         Raises:
-            ValueError: there is no event.
+            ValueError: This object has no event.
         """
         if self.event is None:
             raise ValueError(
-                "this EventOverlap has no event to wait for; the call that returned it must get async_finish=True"
+                "this EventOverlap has no event to wait for; pass async_finish=True to the call that returned it"
             )
         self.event.current_stream_wait()
         hook, self._hook = self._hook, None
@@ -65,17 +65,17 @@ class EventOverlap:
             self.event = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """Have `hook_after_wait` called once, by the next `current_stream_wait`.
+        """Register a function that the next `current_stream_wait` calls once.
 
         Raises:
-            ValueError: one is registered.
+            ValueError: A hook is registered already.
         """
         if self._hook is not None:
-            raise ValueError("a hook is registered on this EventOverlap; it takes one at a time")
+            raise ValueError("a hook is already registered on this EventOverlap; only one is allowed")
         self._hook = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> Self:
-        """Choose whether the end of the next `with` block drops the event: `with event(release_handle=True): ...`"""
+        """Set whether the end of the next `with` block drops the event: `with event(release_handle=True): ...`"""
         self._release_on_exit = release_handle
         return self
 
@@ -91,5 +91,5 @@ class EventOverlap:
 
 
 def finished(async_finish: bool, extra_tensors: tuple[Any, ...] | None = None) -> EventOverlap:
-    """Return the event of a call that is done: one to wait for if it was asked for, else an empty one."""
+    """Return the event of a finished call. It can be waited for only if the call was asynchronous."""
     return EventOverlap(EventHandle(), extra_tensors) if async_finish else EventOverlap()

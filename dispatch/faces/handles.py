@@ -1,9 +1,9 @@
-"""DeepEP's communication handles: plain tuples of tensors that callers keep, index and give back.
+"""DeepEP's communication handles: plain tuples of tensors that callers store, index and pass back.
 
-A handle carries all that a cached dispatch or a combine needs, so that it outlives any number of other calls and may
-be stored by an autograd function. The positions that callers read hold what DeepEP documents; those that only its
-kernels read (its channels and queues, which we do not have) hold the nearest thing that is true here, as if there
-were one channel, and in the internode handle the matrix of all ranks' counts and each row's source.
+A handle carries all data for a cached dispatch or a combine. So it remains valid after any number of other calls, and
+an autograd function may store it. The positions that callers read hold what DeepEP documents. Other positions are for
+DeepEP's kernels (channels and queues, which do not exist here). They hold the closest values, as if there were one
+channel; in the internode handle also the matrix of all ranks' counts and each row's source.
 
 Intranode (6): rank_prefix_matrix int32 [R, R] (rows that rank j has received from ranks 0..i, at [i][j]),
 channel_prefix_matrix [R, 1], recv_channel_prefix_matrix [R, 1], recv_src_idx int32 [rows of recv_x],
@@ -28,14 +28,14 @@ INTRANODE, INTERNODE = 6, 10  # lengths
 
 
 class Contents(NamedTuple):
-    """What a handle says, however it is laid out."""
+    """Contents of a handle of either form."""
 
     route: Route
-    num_rows: int  # of recv_x: those received, and padding where there was a worst number
+    num_rows: int  # of recv_x: received rows, and padding up to num_worst_tokens
 
 
 def pack(received: Received, num_rows: int, *, rank: int, num_nodes: int, node_size: int) -> Handle:
-    """Make the handle of a dispatch whose recv_x has `num_rows` rows."""
+    """Make the handle of a dispatch. recv_x has `num_rows` rows."""
     route, counts_RR = received.route, received.route.counts_RR
     mask_TR = route.is_token_in_rank_TR
     matrix_RR = counts_RR.cumsum(0).int()
@@ -58,18 +58,18 @@ def pack(received: Received, num_rows: int, *, rank: int, num_nodes: int, node_s
 
 
 def unpack(handle: Handle) -> Contents:
-    """Read a handle that has no problem."""
+    """Read a handle that has been checked."""
     matrix, rows, mask = read(handle)
     return Contents(Route(mask, counts_of(matrix)), rows.shape[0])
 
 
 def num_tokens(handle: Handle) -> int:
-    """Tokens of the dispatch that a handle without problems came from."""
+    """Return the number of tokens of the dispatch of a checked handle."""
     return int(read(handle)[2].shape[0])
 
 
 def num_rows(handle: Handle) -> int:
-    """Rows of recv_x of that dispatch, padding included."""
+    """Return the number of rows of recv_x of that dispatch, padding included."""
     return int(read(handle)[1].shape[0])
 
 
@@ -79,7 +79,7 @@ def to_nodes(mask_TR: Tensor, node_size: int) -> Tensor:
 
 
 def read(handle: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Find the prefix matrix, the tensor with a row per row of recv_x, and the mask."""
+    """Return the prefix matrix, the tensor with a row per row of recv_x, and the mask."""
     if len(handle) == INTRANODE:
         return handle[0], handle[3], handle[4]
     return handle[2], handle[7], handle[0]
@@ -92,7 +92,7 @@ def counts_of(matrix_RR: Tensor) -> Tensor:
 
 
 def _positions(mask_TR: Tensor) -> Tensor:
-    """Return int32: the how-manieth row to the rank (or node) a token is, -1 where it does not go."""
+    """Return int32: the number of earlier tokens that go to the same rank (or node), -1 if the token does not."""
     return torch.where(mask_TR, mask_TR.int().cumsum(0).int() - 1, -1).int()
 
 
@@ -105,22 +105,22 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 def split_rows(x: Rows) -> tuple[Tensor, Tensor | None]:
-    """Return values and scales; what is no tuple of two is left for the checks."""
+    """Return values and scales. Other arguments than a tuple of two are returned as values, for the checks."""
     return x if isinstance(x, tuple) and len(x) == 2 else (x, None)
 
 
 def join_rows(x: Tensor, scales: Tensor | None) -> Rows:
-    """Hand out rows in the form in which they came."""
+    """Return rows in the form of the caller's: a tensor, or a tuple with scales."""
     return x if scales is None else (x, scales)
 
 
 def as_biases(bias: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Return none, one or two."""
+    """Return the biases as a tuple, empty if there are none."""
     return () if bias is None else bias if isinstance(bias, tuple) else (bias,)
 
 
 def pad_rows(rows: Tensor, num_rows: int, fill: int = 0) -> Tensor:
-    """Return [num_rows, ...] with `fill` below `rows`; `rows` itself if there is nothing to add."""
+    """Return [num_rows, ...] with `fill` below `rows`. Returns `rows` itself if it has this size."""
     if rows.shape[0] == num_rows:
         return rows
     padded = torch.empty(num_rows, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
@@ -130,39 +130,39 @@ def pad_rows(rows: Tensor, num_rows: int, fill: int = 0) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """See types of one byte, which torch cannot index, as bytes."""
+    """View types of one byte, which torch cannot index, as uint8."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 class Routes(NamedTuple):
-    """What is ours: the way the rows went, and what a cached dispatch returns again."""
+    """WideEP's part of a handle: the rows' route, and results that a cached dispatch returns again."""
 
     route: Route
-    local_idx_NK: Tensor  # the received choices as local experts, -1 elsewhere; rows that were received only
-    num_rows: int  # rows received; tensors may have more
+    local_idx_NK: Tensor  # received choices as local experts, -1 elsewhere; received rows only
+    num_rows: int  # received rows; tensors may have more
 
 
 @dataclass(eq=False)
 class EPHandle:
-    """A dispatch's handle. Fields and their order are DeepEP's; all tensors are int32 unless said otherwise.
+    """A dispatch's handle. Fields and their order are DeepEP's; all tensors are int32 unless stated otherwise.
 
     Attributes:
-        do_expand: received rows lie once per local choice, grouped by expert.
-        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as the dispatch was given them.
-        topk_idx: this rank's choices [T, K] in their own dtype: a copy, unless the dispatch got do_handle_copy=False.
-        num_recv_tokens: rows of unexpanded results: those received, or without CPU sync the most that there can be.
-        num_expanded_tokens: the same of expanded results, padding included.
-        num_recv_tokens_per_expert_list: choices per local expert, each rounded up to the alignment; without CPU sync
-            empty.
+        do_expand: Whether there is one received row per local choice, grouped by expert.
+        num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: Arguments of the dispatch.
+        topk_idx: This rank's choices [T, K] in their dtype; a copy, unless the dispatch got do_handle_copy=False.
+        num_recv_tokens: Rows of unexpanded results: the received rows, or without CPU sync the possible maximum.
+        num_expanded_tokens: Rows of expanded results in the same way, padding included.
+        num_recv_tokens_per_expert_list: Choices per local expert, each rounded up to the alignment. Empty without CPU
+            sync.
         psum_num_recv_tokens_per_scaleup_rank: [ranks of the scale-up domain], rows received from ranks of each local
-            index and those before it.
-        psum_num_recv_tokens_per_expert: [L], where each expert's rows end: with its padding if not expanded, without
-            it if expanded (then rounding entry i up gives where expert i + 1 begins).
+            index and of all smaller ones.
+        psum_num_recv_tokens_per_expert: [L], the end of each expert's rows: with its padding if not expanded, without
+            it if expanded (then entry i, rounded up, is the start of expert i + 1).
         num_unaligned_recv_tokens_per_expert: [L], choices per local expert.
         recv_src_metadata: [num_recv_tokens, 2 + K]: source rank * num_max_tokens_per_rank + source token; local index
-            of the source times K plus the first choice that is here; and where expanded each choice's row (-1: none).
-            Rows past those received are -1.
-        dst_buffer_slot_idx: [T, K], the row that each choice's token has among its destination's received rows; -1
+            of the source times K plus the first choice of this rank; and if expanded each choice's row (-1: none).
+            Rows after the received ones are -1.
+        dst_buffer_slot_idx: [T, K], the index of each choice's token in its destination's received rows; -1
             for no choice. (DeepEP: a place in its communication buffer.)
         token_metadata_at_forward, channel_linked_list: None; DeepEP's bookkeeping of forwarding ranks.
     """
@@ -187,6 +187,6 @@ class EPHandle:
 
     @property
     def slot_NK(self) -> Tensor:
-        """int64: where each received row's choices lie in expanded results; -1 for those of other ranks."""
+        """int64: positions of each received row's choices in expanded results; -1 for choices of other ranks."""
         assert self.routes is not None, "a dispatch made this handle"
         return self.recv_src_metadata[: self.routes.num_rows, 2:].long()

@@ -1,8 +1,8 @@
 """`Buffer(backend="deep_ep")`: the installed `deep_ep` package behind the same class.
 
-Every call goes to the package's own `Buffer`; DeepEP's limits are checked first where its assertions would not say
-which argument it was, on this rank alone, as its own. Take buffer sizes and configs from the package: its defaults
-are tuned, ours are not. This has been run against a stand-in only, never against hardware.
+Every call goes to the package's own `Buffer`. If DeepEP's assertions would not name the bad argument, its limits are
+checked here first. Such an error is raised on this rank only, as DeepEP's are. Take buffer sizes and configs from the
+package: its defaults are tuned, WideEP's are not. Tested with a stand-in only, never on hardware.
 """
 
 import importlib
@@ -22,10 +22,10 @@ _CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
 
 
 class InstalledCalls:
-    """Mixed in before `Buffer`. `strict` is always on; `timeout_s` and `node_size` are the package's own.
+    """Mixin that precedes `Buffer`. `strict` is always on; `timeout_s` and `node_size` are the package's own.
 
     Raises:
-        WireUnavailable: the package is not installed, cannot be loaded, or is our shim.
+        WireUnavailable: The package is not installed, cannot be loaded, or is WideEP's shim.
     """
 
     def __init__(
@@ -51,19 +51,17 @@ class InstalledCalls:
         self._world = checks.World(rank=self.rank, num_ranks=self.group_size, strict=True)
 
     def __getattr__(self, name: str) -> Any:
-        """Read what this class does not set (`runtime`, `num_nvl_bytes`, ...) from the package's buffer."""
+        """Return attributes that this class does not set (`runtime`, ...) from the package's buffer."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._buffer, name)
 
     def dispatch(self, x: Any, *positional: Any, **named: Any) -> Any:
-        """See `Buffer.dispatch`."""
         rows, scales = split_rows(x)
         self._check(rows, scales)
         return self._buffer.dispatch(x, *positional, **self._with_config(named))
 
     def combine(self, x: Any, *positional: Any, **named: Any) -> Any:
-        """See `Buffer.combine`."""
         self._check(x, None)
         return self._buffer.combine(x, *positional, **self._with_config(named))
 
@@ -73,7 +71,7 @@ class InstalledCalls:
             raise ValueError(problem)
 
     def _with_config(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Turn our Config into the package's."""
+        """Convert a WideEP Config to the package's."""
         config = named.get("config")
         if not isinstance(config, Config):
             return named
@@ -85,7 +83,7 @@ def _forward(name: str) -> Any:
     def call(self: InstalledCalls, *positional: Any, **named: Any) -> Any:
         return getattr(self._buffer, name)(*positional, **named)
 
-    call.__name__, call.__doc__ = name, f"See `Buffer.{name}`."
+    call.__name__, call.__doc__ = name, f"Call the package's `Buffer.{name}`."
     return call
 
 
@@ -101,18 +99,18 @@ def load_package() -> ModuleType:
     """Import the real `deep_ep`.
 
     Raises:
-        WireUnavailable: it is not there, its libraries are not, or the one found is our shim.
+        WireUnavailable: The package or its libraries are missing, or it is WideEP's shim.
     """
     try:
         package = importlib.import_module("deep_ep")
-    except (ImportError, OSError, AssertionError) as error:  # it asserts about NCCL while it is imported
+    except (ImportError, OSError, AssertionError) as error:  # its import has assertions about NCCL
         raise WireUnavailable(
             f"backend is 'deep_ep', but importing deep_ep failed: {type(error).__name__}: {error}; "
-            "build it from github.com/deepseek-ai/DeepEP, or take backend='auto'"
+            "build it from github.com/deepseek-ai/DeepEP, or use backend='auto'"
         ) from error
     if getattr(package, "is_wideep_shim", False):
         raise WireUnavailable(
-            "backend is 'deep_ep', but the deep_ep that is imported is WideEP's own shim; "
-            "take its directory off PYTHONPATH, or take backend='auto'"
+            "backend is 'deep_ep', but the imported deep_ep is WideEP's own shim; "
+            "remove its directory from PYTHONPATH, or use backend='auto'"
         )
     return package

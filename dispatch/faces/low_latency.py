@@ -1,15 +1,15 @@
-"""DeepEP's low-latency calls, one to one, over an exchange: what `dispatch.Buffer` delegates to.
+"""DeepEP's low-latency calls, one to one, over an exchange. `dispatch.Buffer` delegates to them.
 
-Differences from DeepEP, all for the better or without effect:
-- rows of an expert lie by source rank, then source token, always; DeepEP's order changes from run to run;
-- any floating dtype, hidden size and number of choices, but in `strict` mode; FP8 scales of a last, short block;
+Differences from DeepEP, all of them extensions or without effect:
+- an expert's rows are always ordered by source rank, then source token; DeepEP's order changes from run to run;
+- any floating dtype, hidden size and number of choices, except in `strict` mode; FP8 scales of a last, short block;
 - a token that names an expert twice is delivered to it once, and its answer counts twice;
 - bad arguments are an error on every rank before anything is delivered, and the next call works;
-- results come from a ring of two per shape: the third call of a kind overwrites the first one's results. DeepEP says
-  the same of its buffers ("you cannot hold more than 2 results");
+- results are in a ring of two per shape: the third call of a kind overwrites the first one's results. DeepEP has the
+  same limit ("you cannot hold more than 2 results");
 - wait statistics are in nanoseconds, not clock cycles. A CPU wire waits for all peers at once, so each gets the
-  time that the slowest took.
-What a GPU does differently, where the host does not wait, is said in `dispatch.gpu.exchange`.
+  time of the slowest.
+See `dispatch.gpu.exchange` for the differences on a GPU, where the host does not wait.
 
 Idea and interface: DeepEP 2.1, deep_ep/buffers/legacy.py.
 """
@@ -39,7 +39,7 @@ Hook = Callable[[], None]
 
 
 class HeldCalls:
-    """Finds what a handle or a choice of `LowLatencyMode` is of. Only what refuses is collective."""
+    """Finds the call that a handle or a choice of `LowLatencyMode` belongs to. Only refusals are collective."""
 
     exchange: LowLatencyExchange
     strict: bool
@@ -54,7 +54,7 @@ class HeldCalls:
 
     @cached_property
     def _choices(self) -> dict[tuple[int, ...], Tensor]:
-        """int32 choices as int64, by shape."""
+        """Memory for int32 choices as int64, by shape."""
         return {}
 
     @cached_property
@@ -67,7 +67,7 @@ class HeldCalls:
             self._refuse(problem)
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Tell every rank, then raise."""
+        """Refuse the call on every rank, then raise."""
         self.exchange.refuse(problem)
         raise ValueError(problem)
 
@@ -76,17 +76,19 @@ class HeldCalls:
         return self._refuse(held) if isinstance(held, str) else held
 
     def _find_held(self, handle: LowLatencyHandle) -> HeldDispatch | str:
-        """Return the dispatch that a handle is of, or what is wrong with it."""
+        """Return the dispatch of a handle, or a description of the handle's problem."""
         problem = first_problem(checks.low_latency_handle(handle))
         if problem:
             return problem
         held = self.exchange.held_of(handle[0])
         if held is None:
-            return "handle is of none of this buffer's dispatches, or a copy of it; pass what was returned"
+            return (
+                "handle is not from any of this buffer's dispatches, or is a copy; pass the returned handle"
+            )
         shape, given = held.shape, tuple(handle[2:])
         wanted = (shape.max_tokens, shape.hidden, shape.experts_per_rank * shape.world_size)
         if given != wanted:
-            return f"handle ends in {given}; its dispatch had {wanted}, pass what was returned"
+            return f"handle ends in {given}; its dispatch had {wanted}. Pass the returned handle"
         return held
 
     def _checked_choices(self, topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -107,7 +109,7 @@ class HeldCalls:
     def _as_int64(self, topk_idx: Tensor) -> Tensor:
         if topk_idx.dtype == torch.int64:
             return topk_idx
-        self.exchange.settle()  # a combine that travels reads its choices when it is finished
+        self.exchange.settle()  # an unfinished combine still reads its choices
         shape = tuple(topk_idx.shape)
         if shape not in self._choices:
             self._choices[shape] = torch.empty(shape, dtype=torch.int64, device=topk_idx.device)
@@ -121,12 +123,12 @@ class HeldCalls:
         return self._combine_buffers[key]
 
     def _filled_buffer(self, held: HeldDispatch, x: Tensor) -> Tensor:
-        """Return what the caller wrote its answers to instead of x."""
+        """Return the buffer that the caller filled with answers instead of x."""
         buffer = self._combine_buffer(held)
         if not isinstance(x, Tensor) or x.dtype != buffer.dtype:
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             self._refuse(
-                f"x is {got} and zero_copy True; the combine buffer of this handle holds {buffer.dtype}"
+                f"x is {got} but zero_copy is True; the combine buffer of this handle holds {buffer.dtype}"
             )
         return buffer
 
@@ -135,7 +137,7 @@ class HeldCalls:
         return stats if stats is None or stats.dim() == 1 else stats[self.exchange.rank]
 
     def _refuse_forks(self, method: str, forks: Mapping[str, Any]) -> None:
-        """Raise a TypeError here and PeerRefused elsewhere for arguments that V1 does not have."""
+        """Raise TypeError here and PeerRefused on other ranks for arguments that V1 does not have."""
         problem = forks_ask_nothing(method, forks)
         if problem:
             self.exchange.refuse(problem)
@@ -143,13 +145,13 @@ class HeldCalls:
 
 
 class LowLatencyMode(HeldCalls):
-    """DeepEP's low-latency calls, mixed into `Buffer`. Every `low_latency_` call and the cleaning of the buffer are
+    """DeepEP's low-latency calls, mixed into `Buffer`. All `low_latency_` calls and `clean_low_latency_buffer` are
     collective, in the same order on all ranks; the mask's methods are local.
 
     Attributes:
-        exchange: what moves rows and answers; one that masks ranks that are lost, if `enable_shrink`.
-        enable_shrink: whether ranks may be masked.
-        strict: apply the limits of DeepEP's hardware.
+        exchange: Moves rows and answers; it masks lost ranks if `enable_shrink`.
+        enable_shrink: Whether ranks may be masked.
+        strict: Whether to apply the limits of DeepEP's hardware.
     """
 
     enable_shrink: bool
@@ -158,7 +160,7 @@ class LowLatencyMode(HeldCalls):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return a bound of the bytes that low-latency calls move at once, for bfloat16. Nothing is taken from it."""
+        """Return a bound of the bytes that low-latency calls move at once, for bfloat16. It does not set any size."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def low_latency_dispatch(
@@ -176,31 +178,31 @@ class LowLatencyMode(HeldCalls):
         return_recv_hook: bool = False,
         **forks: Any,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
-        """Send each token to the experts that it chose. Collective.
+        """Send each token to its chosen experts. Collective.
 
         With M = num_max_dispatch_tokens_per_rank, R ranks, L = num_experts / R:
 
         Args:
             x: [T, H], T <= M, contiguous; T may differ between ranks, M, H, K, dtype and num_experts may not.
             topk_idx: int64 or int32 [T, K], experts in [0, num_experts) or -1, contiguous.
-            cumulative_local_expert_recv_stats: int32 [L], to which the received counts are added.
-            dispatch_wait_recv_cost_stats: int64 [R] or [R, R] (then this rank's row), to which waits in ns are added.
-            use_fp8: send FP8 values and scales, see `dispatch.fp8`, which explains round_scale and use_ue8m0 too.
-            async_finish: return an event to wait for. The work is done all the same when the call returns.
-            return_recv_hook: only send; the hook receives. x may be overwritten meanwhile.
-            forks: arguments of DeepEP's forks (use_nvfp4, x_global_scale, ...): a TypeError on every rank, unless
+            cumulative_local_expert_recv_stats: int32 [L]; the received counts are added.
+            dispatch_wait_recv_cost_stats: int64 [R] or [R, R] (then this rank's row); waits in ns are added.
+            use_fp8: Send FP8 values and scales. See `dispatch.fp8`, also for round_scale and use_ue8m0.
+            async_finish: Return an event to wait for. The work is done when the call returns in any case.
+            return_recv_hook: Only send; the hook receives. x may be overwritten before the hook runs.
+            forks: Arguments of DeepEP's forks (use_nvfp4, x_global_scale, ...): a TypeError on every rank, unless
                 None or False.
 
         Returns:
             recv_x: [L, R*M, H] in the dtype of x; or (float8_e4m3fn [L, R*M, H], float32 scales
                 [L, R*M, ceil(H/128)], or int32 [L, R*M, ceil(H/512)] with use_ue8m0), scales column-major.
-            recv_count: int32 [L]; of each expert's rows only so many are defined.
+            recv_count: int32 [L]; the number of valid rows of each expert, the others are undefined.
             handle: (int32 source tokens [L, R*M], int64 ranges [L, R]: (begin << 32) | count, M, H, num_experts).
-            event, and the hook or None. What is returned is filled when the hook has run.
+            event, and the hook or None. With a hook, the results are valid after it has run.
 
         Raises:
-            ValueError: bad arguments, on this rank. PeerRefused: on another. The next call works.
-            PeerLost, DispatchTimeout, RanksDisagree: the wire is of no more use.
+            ValueError: Bad arguments on this rank. PeerRefused: On another rank. The next call works.
+            PeerLost, DispatchTimeout, RanksDisagree: The wire can no longer be used.
         """
         self._refuse_forks("low_latency_dispatch", forks)
         counts, waits, world = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats, self._world
@@ -241,20 +243,20 @@ class LowLatencyMode(HeldCalls):
         combine_wait_recv_cost_stats: Tensor | None = None,
         **forks: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Bring the answers home and sum them with their weights. Collective.
+        """Bring the answers back and sum them with their weights. Collective.
 
         Args:
-            x: [L, R*M, H], the experts' answers as recv_x lay, contiguous; any floating dtype of two bytes or more.
+            x: [L, R*M, H], the experts' answers in the order of recv_x, contiguous; any floating dtype of two bytes or more.
             topk_idx: [T, K] as dispatched; a choice that is -1 here adds nothing.
             topk_weights: float32 [T, K].
-            handle: of one of the last two dispatches of its shape.
-            use_logfmt: accepted, and without effect: answers travel in their own dtype, which is more exact.
-            zero_copy: read the answers from `get_next_low_latency_combine_buffer` instead of x. They are copied to the
-                peers all the same.
-            async_finish, return_recv_hook: as in `low_latency_dispatch`; topk_idx and topk_weights must stay until
-                the hook has run, x need not.
-            out: [T, H] in the dtype of x, contiguous: where to write the result.
-            combine_wait_recv_cost_stats, forks: as in `low_latency_dispatch`.
+            handle: Handle of one of the last two dispatches of its shape.
+            use_logfmt: Accepted, without effect: answers travel in their own dtype, which is more exact.
+            zero_copy: Read the answers from `get_next_low_latency_combine_buffer` instead of x. They are still copied to
+                the peers.
+            async_finish, return_recv_hook: As in `low_latency_dispatch`. topk_idx and topk_weights must not change until
+                the hook has run; x may.
+            out: [T, H] in the dtype of x, contiguous; the result is written here.
+            combine_wait_recv_cost_stats, forks: As in `low_latency_dispatch`.
 
         Returns:
             combined_x: `out`, or one of two results of this shape in turn: the sum over k = 0..K-1 of weight times
@@ -262,7 +264,7 @@ class LowLatencyMode(HeldCalls):
             event, and the hook or None.
 
         Raises:
-            as `low_latency_dispatch`.
+            As `low_latency_dispatch`.
         """
         self._refuse_forks("low_latency_combine", forks)
         held = self._held_of(handle)
@@ -285,12 +287,12 @@ class LowLatencyMode(HeldCalls):
         return combined_x, finished(async_finish), posted if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Return [L, R*M, H] to write answers to, for `zero_copy=True`. Local; one per shape and dtype.
+        """Return [L, R*M, H] for the answers of `zero_copy=True`. Local; one per shape and dtype.
 
-        In the dtype of the dispatched tokens; for another dtype of answers use `zero_copy=False`.
+        It has the dtype of the dispatched tokens. For another dtype of answers use `zero_copy=False`.
 
         Raises:
-            ValueError: the handle is none of ours.
+            ValueError: The handle is not from this buffer.
         """
         held = self._find_held(handle)
         if isinstance(held, str):
@@ -300,15 +302,15 @@ class LowLatencyMode(HeldCalls):
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Meet all ranks. Collective; waits also where calls do not. Nothing needs cleaning: messages are numbered.
+        """Wait until all ranks have called this, on a GPU too. Collective. Messages are numbered: nothing needs cleaning.
 
         Raises:
-            as `low_latency_dispatch`; with `enable_shrink` a rank that does not come is masked instead.
+            As `low_latency_dispatch`. With `enable_shrink`, a rank that does not call this is masked instead.
         """
         self.exchange.barrier()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank, or unmask it: this rank neither sends to it nor waits for it. Local."""
+        """Mask or unmask a rank: this rank neither sends to a masked rank nor waits for it. Local."""
         self._need_shrink()
         R = self.exchange.world_size
         if not 0 <= rank_to_mask < R:
@@ -316,7 +318,7 @@ class LowLatencyMode(HeldCalls):
         self.exchange.set_mask(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Write the mask to int32 [R]: 1 for a rank that is masked. Local."""
+        """Write the mask to int32 [R]: 1 for a masked rank. Local."""
         self._need_shrink()
         R = self.exchange.world_size
         problem = counters_fit("mask_status", mask_status, torch.int32, (R,), device=self.exchange.device)
@@ -332,13 +334,11 @@ class LowLatencyMode(HeldCalls):
 
     def _need_shrink(self) -> None:
         if not self.enable_shrink:
-            raise ValueError(
-                "enable_shrink is False; a buffer whose ranks can be masked is opened with enable_shrink=True"
-            )
+            raise ValueError("enable_shrink is False; open the buffer with enable_shrink=True to mask ranks")
 
 
 class LowLatencyFace(LowLatencyMode):
-    """Low-latency mode over an exchange, which stays the caller's; see `LowLatencyMode`."""
+    """Low-latency mode over an exchange, which the caller owns; see `LowLatencyMode`."""
 
     def __init__(
         self, exchange: LowLatencyExchange, *, enable_shrink: bool = False, strict: bool = False

@@ -1,10 +1,10 @@
-"""DeepEP's normal mode over `RowExchange`: who gets which token, dispatch, and combine with its sum. No checks here.
+"""DeepEP's normal mode over `RowExchange`: layout, dispatch, and combine with its sum. Arguments are not checked here.
 
-A token travels once to every rank that holds one of its experts, with its choices and weights; there, choices become
-local experts and those of other ranks -1. What a rank answers per row comes back and is summed over ranks in
-ascending order, biases first, in float32 with one rounding. (DeepEP sums in this order within a node, and per node
-first where there are several; here the order is the same for any number of nodes. It still groups by rank, so the bits
-change with the placement: the service's own combine sums (token, choice) rows instead.)
+A token travels once to every rank that holds one of its experts, with its choices and weights. There, choices become
+local experts, and those of other ranks -1. A rank's answer per row comes back and is summed over ranks in
+ascending order, biases first, in float32 with one rounding. (DeepEP sums in this order within a node, and with several
+nodes per node first; here the order is the same for any number of nodes. It still groups by rank, so the bits change with
+the placement: the service's own combine sums (token, choice) rows instead.)
 
 Legend: T tokens of this rank, K choices, H hidden, E experts, L experts of a rank, N rows received, R ranks.
 """
@@ -31,7 +31,7 @@ from dispatch.rows import (
 
 
 class Layout(NamedTuple):
-    """What `get_dispatch_layout` finds, in the order in which DeepEP returns it."""
+    """Result of `get_dispatch_layout`, in the order in which DeepEP returns it."""
 
     num_tokens_per_rank: Tensor  # int32 [R]
     num_tokens_per_rdma_rank: Tensor | None  # int32 [nodes]; None within one node
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a dispatch brought, as `Buffer.dispatch` hands it out."""
+    """Received rows, in the form that `Buffer.dispatch` returns."""
 
     x: Tensor
     scales: Tensor | None
@@ -51,7 +51,7 @@ class Arrived(NamedTuple):
 
 
 def find_layout(topk_idx: Tensor, num_experts: int, num_ranks: int, node_size: int) -> Layout:
-    """Count where tokens go. A token counts once per rank and node, and once per choice for an expert. Local."""
+    """Count the tokens' destinations. A token counts once per rank and node, and for an expert once per choice. Local."""
     mask_TR = token_mask(ranks_of(topk_idx, num_experts // num_ranks), num_ranks)
     per_expert = torch.bincount(topk_idx[topk_idx != NOT_HERE], minlength=num_experts).int()
     per_node = handles.to_nodes(mask_TR, node_size).sum(0).int() if num_ranks > node_size else None
@@ -62,8 +62,8 @@ class NormalMode:
     """Dispatch and combine of one rank. Collective, in the same order on all ranks.
 
     Args:
-        exchange: over the buffer's wire.
-        node_size: ranks per node, for the handles and counts that tell nodes apart; the rows do not depend on it.
+        exchange: Rows over the buffer's wire.
+        node_size: Ranks per node, for handles and counts that distinguish nodes; the rows do not depend on it.
     """
 
     def __init__(self, exchange: RowExchange, *, node_size: int) -> None:
@@ -76,8 +76,8 @@ class NormalMode:
         """Send tokens by a layout.
 
         Raises:
-            ValueError: some rank receives more than its num_worst_tokens; on all ranks, which know all counts.
-            and as `RowExchange.send`.
+            ValueError: A rank receives more than its num_worst_tokens; on all ranks, because all have the counts.
+            Others: As `RowExchange.send`.
         """
         assert call.is_token_in_rank is not None and call.num_tokens_per_expert is not None, "checked before"
         planes = [t for t in (call.x, call.scales, call.topk_idx, call.topk_weights) if t is not None]
@@ -98,14 +98,14 @@ class NormalMode:
     def dispatch_cached(
         self, x: Tensor, scales: Tensor | None, contents: handles.Contents
     ) -> tuple[Tensor, Tensor | None]:
-        """Send other rows the way of an earlier dispatch; raises as `RowExchange.resend`."""
+        """Send other rows by the route of an earlier dispatch. Raises as `RowExchange.resend`."""
         planes = [x] if scales is None else [x, scales]
         received = self.exchange.resend(planes, contents.route, call="cached dispatch")
         padded = [pad_rows(plane, contents.num_rows) for plane in received]
         return padded[0], padded[1] if scales is not None else None
 
     def combine(self, call: CombineCall, contents: handles.Contents) -> tuple[Tensor, Tensor | None]:
-        """Bring the rows home and add them up; raises as `RowExchange.give_back`."""
+        """Bring the rows back and add them up. Raises as `RowExchange.give_back`."""
         num_rows = int(contents.route.counts_RR[:, self.rank].sum())
         planes = [plane[:num_rows] for plane in (call.x, call.topk_weights) if plane is not None]
         back = self.exchange.give_back(planes, contents.route, call="combine")
@@ -116,7 +116,7 @@ class NormalMode:
     def _localise(
         self, topk_idx: Tensor, topk_weights: Tensor, num_received: int, num_experts: int
     ) -> tuple[Tensor, Tensor]:
-        """Turn experts into those of this rank, and what is not this rank's or no row into -1 and 0."""
+        """Convert experts to local ones. Choices of other ranks and of padding rows become -1, with weight 0."""
         local = localise(topk_idx, self.rank, num_experts // self.num_ranks)
         local[num_received:] = NOT_HERE
         return local, torch.where(local == NOT_HERE, 0.0, topk_weights)
@@ -132,7 +132,7 @@ class NormalMode:
             if 0 < worst < total:
                 raise ValueError(
                     f"num_worst_tokens is {worst} on rank {rank}, which receives {total} tokens; "
-                    "it must be at least as large, all ranks' tokens together always are"
+                    "it must be at least that number (the sum of all ranks' tokens is always enough)"
                 )
 
     def _pack(self, received: Received, num_rows: int) -> handles.Handle:
@@ -144,7 +144,7 @@ class NormalMode:
 def sum_over_ranks(back: GivenBack, plane: int, num_tokens: int, biases: Sequence[Tensor] = ()) -> Tensor:
     """Return [T, ...] in the plane's dtype: biases in their order, then answers by ascending rank.
 
-    Added in float32 (float64 for float64) and rounded once. A token that went nowhere is the sum of its biases.
+    Added in float32 (float64 for float64) and rounded once. A token without a destination is the sum of its biases.
     """
     rows = back.planes[plane]
     wide = sum_dtype(rows)
@@ -153,5 +153,5 @@ def sum_over_ranks(back: GivenBack, plane: int, num_tokens: int, biases: Sequenc
         total += bias.detach().to(wide)
     counts = torch.unique_consecutive(back.rank_Q, return_counts=True)[1].tolist()
     for token, part in zip(torch.split(back.token_Q, counts), torch.split(rows, counts), strict=True):
-        total[token] += part.to(wide)  # a token is once among a rank's
+        total[token] += part.to(wide)  # a rank answers a token once: indices are unique
     return total.to(rows.dtype)

@@ -1,8 +1,8 @@
-"""What a public buffer exchanges through: where its tensors lie, a wire for normal mode, one thing for low latency.
+"""Transport of a public buffer: the device of its tensors, a wire for normal mode, an exchange for low latency.
 
-On a machine without CUDA, and with a backend of the CPU anywhere, that is the CPU and `open_wire`. On a GPU it is
-NCCL's collectives for normal mode and Triton kernels over symmetric memory for low-latency mode. What follows from
-that choice on a GPU is tested with stand-ins on the CPU only, and was never run on one.
+On a machine without CUDA, or with a CPU backend, that is the CPU and `open_wire`. On a GPU it is NCCL's collectives for
+normal mode and Triton kernels over symmetric memory for low-latency mode. The GPU path is tested with stand-ins on the
+CPU only, and has never run on a GPU.
 """
 
 import importlib
@@ -26,17 +26,17 @@ _ON_GPU = ("auto", "nccl", "nvshmem")
 
 
 class Wires(NamedTuple):
-    """Opened by `open_wires`.
+    """Result of `open_wires`.
 
     Attributes:
-        name: of the backend.
-        mover: for normal mode.
-        wire: of the CPU's low-latency mode; None where the device is none.
-        device: where the tensors of all calls lie.
-        group: the bootstrap group.
-        provider: of symmetric memory between GPUs.
-        timeout_s: how long a peer may keep this rank waiting.
-        mask_lost: mask ranks that are lost in a low-latency call.
+        name: Name of the backend.
+        mover: Transport of normal mode.
+        wire: Wire of the CPU's low-latency mode; None on other devices.
+        device: Device of the tensors of all calls.
+        group: The bootstrap group.
+        provider: Provider of symmetric memory between GPUs.
+        timeout_s: How long to wait for a peer.
+        mask_lost: Whether ranks that are lost in a low-latency call are masked.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Wires(NamedTuple):
     mask_lost: bool
 
     def open_low_latency(self, kernels: str, num_bytes: int) -> LowLatencyExchange:
-        """Open what low-latency calls go through. Collective on a GPU; see `low_latency.choose`."""
+        """Open the exchange of low-latency calls. Collective on a GPU; see the function `open_low_latency`."""
         return open_low_latency(
             self.wire,
             self.group,
@@ -66,11 +66,11 @@ def open_wires(backend: str, group: dist.ProcessGroup, *, timeout_s: float, mask
     """Open the wire of a public buffer. Collective.
 
     Args:
-        backend: as `open_wire`; where there is a GPU auto means nccl, and nvshmem is nccl for normal mode.
-        mask_lost: for low-latency mode; on the CPU its wire is opened so.
+        backend: As in `open_wire`. With a GPU, auto means nccl, and nvshmem uses nccl for normal mode.
+        mask_lost: For low-latency mode. On the CPU, the wire is opened with it.
 
     Raises:
-        as `open_wire`.
+        As `open_wire`.
     """
     device = device_of(backend, has_cuda=torch.cuda.is_available())
     provider: Literal["CUDA", "NVSHMEM"] = "NVSHMEM" if backend == "nvshmem" else "CUDA"
@@ -84,16 +84,16 @@ def open_wires(backend: str, group: dist.ProcessGroup, *, timeout_s: float, mask
 
 
 def device_of(backend: str, *, has_cuda: bool) -> torch.device:
-    """Say where a buffer's tensors lie; where there is no CUDA the wire's opening says what is missing."""
+    """Return the device of a buffer's tensors. Without CUDA it is the CPU, and opening the wire raises the error."""
     return torch.device("cuda" if has_cuda and backend in _ON_GPU else "cpu")
 
 
 def group_with_backend(
     group: dist.ProcessGroup, device_type: str, backend: str, *, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Return the group, or one of the same ranks that has `backend` for the device. Collective over the group.
+    """Return the group, or a new one of the same ranks with `backend` for the device. Collective over the group.
 
-    Callers of DeepEP often bring a gloo group: theirs only meets, and DeepEP's own kernels do the rest.
+    Callers of DeepEP often pass a gloo group: DeepEP only connects with it, and its own kernels move the data.
     """
     config = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if config.get(device_type) == backend:
@@ -120,19 +120,19 @@ def open_low_latency(
     timeout_s: float = 30.0,
     mask_lost: bool = False,
 ) -> LowLatencyExchange:
-    """Open an exchange for the ranks of `group`. Collective where it is Triton's.
+    """Open an exchange for the ranks of `group`. Collective if it uses Triton.
 
     Args:
-        wire: for the CPU passes, where tokens lie there; not owned.
-        device: where tokens lie.
+        wire: Wire for the CPU passes if tokens are on the CPU; not owned.
+        device: Device of the tokens.
         kernels: "auto", or "triton" for the kernels' interpreter on the CPU.
-        provider: of memory between GPUs: "CUDA" maps that of peers which can be addressed, "NVSHMEM" reaches all.
-        num_bytes: of symmetric memory to begin with.
-        timeout_s, mask_lost: as the wire was opened with.
+        provider: Provider of memory between GPUs: "CUDA" maps memory of addressable peers, "NVSHMEM" reaches all.
+        num_bytes: Initial size of symmetric memory.
+        timeout_s, mask_lost: As the wire was opened with.
 
     Raises:
-        ValueError: unknown kernels.
-        WireUnavailable: no Triton, no interpreter on the CPU, or no symmetric memory.
+        ValueError: Unknown kernels.
+        WireUnavailable: No Triton, no interpreter on the CPU, or no symmetric memory.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels is {kernels!r}; it must be one of {', '.join(KERNELS)}")
@@ -151,7 +151,7 @@ def load_triton(device: torch.device) -> Any:
     """Import `dispatch.gpu.exchange`.
 
     Raises:
-        WireUnavailable: Triton is not installed, or compiles where it should interpret.
+        WireUnavailable: Triton is not installed, or it compiles although it must interpret.
     """
     try:
         triton = importlib.import_module("triton")
@@ -169,7 +169,7 @@ def load_triton(device: torch.device) -> Any:
 
 
 class Released:
-    """Mixed into the buffers."""
+    """Release of buffers, as a mixin."""
 
     explicitly_destroy: bool
     runtime: Any
@@ -179,22 +179,22 @@ class Released:
         """Release the wire; peers that still wait for this rank get PeerLost. Local.
 
         Raises:
-            ValueError: the buffer was made without explicitly_destroy=True.
+            ValueError: The buffer was opened without explicitly_destroy=True.
         """
         if not self.explicitly_destroy:
             raise ValueError(
-                "explicitly_destroy is False; a buffer that is made so is released with its last user"
+                "explicitly_destroy is False; open the buffer with explicitly_destroy=True to call destroy()"
             )
         self._close()
         self.runtime = None
 
 
 def check_group(group: dist.ProcessGroup | None, comm: object) -> dist.ProcessGroup:
-    """Return the group, or raise ValueError for what cannot take its place."""
+    """Return the group. Raises ValueError for an argument that is not a group."""
     if comm is not None:
         raise ValueError(
-            f"comm is {type(comm).__module__}.{type(comm).__name__}; ranks meet over torch.distributed here, "
-            "pass a process group as group= and leave comm out"
+            f"comm is {type(comm).__module__}.{type(comm).__name__}; ranks connect over torch.distributed here: "
+            "pass a process group as group= and no comm"
         )
     if group is None:
         raise ValueError("group is None; it must be a torch.distributed process group over all ranks")

@@ -1,1 +1,1 @@
-"""Dispatch between device tensors: what the service uses where its model lives on GPUs. Needs Triton."""
+"""Dispatch between device tensors, for services with models on GPUs. Needs Triton."""

@@ -1,17 +1,17 @@
-"""How ranks meet for calls of the Triton kernels: symmetric memory, numbered flags, waits, and what went wrong.
+"""Calls of the Triton kernels: symmetric memory, numbered flags, waits and errors.
 
-Nothing here knows what travels: `exchange` writes contents between `_begin` and `_post`.
+This module does not depend on the contents: `exchange` writes them between `_begin` and `_post`.
 
-On a GPU the host looks at nothing and counts nothing, so that a CUDA graph can replay the launches. Consequences there,
-unless `is_blocking`: a call that a peer refused or that ranks disagree on delivers nothing; the error comes with the next
-look (`check`, `barrier`). Likewise a late peer: after about `timeout_s` it is left out, and masked if `mask_lost`; if not,
-later calls do not wait for it again until somebody has looked.
-Where the host waits anyway, on the CPU, errors are raised by the call; only that a peer which died is late, not lost.
-A host that learns otherwise of a peer's end calls `interrupt`: kernels that wait look at a word in the host's memory.
+On a GPU the host reads and counts nothing, so that a CUDA graph can replay the launches. Unless `is_blocking`, this has
+consequences. A call that a peer refused or that ranks disagree on delivers nothing; the next check (`check`, `barrier`)
+raises the error. A late peer is ignored after about `timeout_s`, and masked if `mask_lost`. If it is not masked, later
+calls do not wait for it again until the host has checked.
+On the CPU, where the host waits, the call itself raises errors. But a peer that died is reported as late, not as lost.
+A host that learns of a peer's end otherwise calls `interrupt`: waiting kernels poll a word in the host's memory.
 
-Memory is opened once, and a call that needs more opens larger memory: it waits for all ranks, as opening is collective.
-What is outgrown stays open, because graphs that were captured with it still write there; calls are numbered through, so
-that they may go on.
+Memory is opened once. If a call needs more, it waits for all ranks and opens larger memory, because opening is collective.
+The smaller memory stays open, because graphs that were captured with it still write there. All calls share one
+numbering, so these graphs remain valid.
 """
 
 import logging
@@ -29,13 +29,13 @@ from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, Symm
 from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal
 
-POLLS_PER_S = 1_000_000  # of a GPU, about: a look at a flag goes to memory
-_POLLS_PER_LOOK = 10_000  # by a host that looks at the clock in between
-_INTERPRETED_POLLS = 4  # which are slow, and take the core that a peer may need: hence a pause
+POLLS_PER_S = 1_000_000  # of a GPU, about: polling a flag reads memory
+_POLLS_PER_LOOK = 10_000  # of a host that checks the clock in between
+_INTERPRETED_POLLS = 4  # they are slow and use a core that a peer may need, so the host pauses in between
 _PAUSE_S = 0.001
-_TROUBLE_BITS = 3  # of a status, below the call's number
-_KIND_BITS = 31  # of what a flag says beside the number, so that it is an int32 for the kernels
-_REFUSAL = 0  # in place of a kind
+_TROUBLE_BITS = 3  # for a status, below the call's number
+_KIND_BITS = 31  # for the kind in a flag, next to the number; so it is an int32 for the kernels
+_REFUSAL = 0  # used in place of a kind
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ class DeviceCalls(OneTravels):
     """One rank's end. Opening is collective.
 
     Args:
-        open_memory: provides memory; called again where a call needs more. What it gave is closed by `close`.
-        world_size: ranks that it connects.
-        num_bytes: of memory to begin with, at least.
-        timeout_s: how long a peer may keep this rank waiting.
-        mask_lost: mask ranks that are late.
-        is_blocking: look at every call's outcome from the host; None: on the CPU only.
+        open_memory: Provides memory; called again if a call needs more. `close` closes all of it.
+        world_size: Number of ranks.
+        num_bytes: Initial memory, at least.
+        timeout_s: How long to wait for a peer.
+        mask_lost: Whether to mask late ranks.
+        is_blocking: Whether the host checks every call's outcome (default: on the CPU only).
 
     Attributes:
-        rank, world_size, device: of the memory.
-        is_blocking: as given, or as the device decides.
-        memory, layout: of calls from now on.
+        rank, world_size, device: Those of the memory.
+        is_blocking: As given, or as the device requires.
+        memory, layout: Used by calls from now on.
         mask, arrived: int32 [R], and calls: int64 [1], see `flags`.
     """
 
@@ -75,7 +75,7 @@ class DeviceCalls(OneTravels):
         self.is_blocking = self.device.type == "cpu" if is_blocking is None else is_blocking
         self.mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
         self.arrived = torch.zeros_like(self.mask)
-        self.calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # the number of the last one
+        self.calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of the last call
         self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
         self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
         self._stop = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -83,11 +83,11 @@ class DeviceCalls(OneTravels):
 
     @property
     def has_remote(self) -> bool:
-        """Whether some peer is reached by puts, which need room to start from."""
+        """Whether puts are needed to reach a peer. They need staging memory."""
         return bool(self.memory.reach["HAS_REMOTE"])
 
     def refuse(self, text: str, *, is_combine: bool = False) -> None:
-        """See `LowLatencyExchange`. Returns when all have met, where the host looks."""
+        """Refuse a call. If the host checks calls, returns after all ranks have taken part."""
         self.settle()
         self._begin_call()
         content = encode_refusal(text).ljust(TEXT_BYTES, b"\0")
@@ -100,32 +100,30 @@ class DeviceCalls(OneTravels):
         self._wait(_REFUSAL, "a refusal", is_any_call=True)
 
     def set_mask(self, rank: int, is_masked: bool) -> None:
-        """See `LowLatencyExchange`."""
         self.settle()
         self.mask[rank] = int(is_masked)
 
     def write_mask(self, status_R: Tensor) -> None:
-        """See `LowLatencyExchange`."""
         status_R.copy_(self.mask)
 
     def barrier(self) -> None:
-        """See `LowLatencyExchange`. Looks at what went wrong since it last did, on a GPU too."""
+        """Also raises the errors since the last check, on a GPU too."""
         self.settle()
         self._meet("barrier")
 
     def interrupt(self, error: DispatchError) -> None:
-        """End what waits for peers, now and later; `check` raises the error. Local, from any thread, for good."""
+        """Make current and later waits end; `check` raises the error. Permanent. Local; may be called from any thread."""
         self._interruption = self._interruption or error
         self._stop.fill_(1)
 
     def check(self, doing: str) -> None:
-        """Wait for the device, and raise what went wrong since the last look. Local.
+        """Wait for the device, and raise the errors since the last check. Local.
 
         Args:
-            doing: what calls were made for, in words.
+            doing: Purpose of the calls, for messages.
 
         Raises:
-            PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; what `interrupt` was given.
+            PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; the error passed to `interrupt`.
         """
         trouble = self._trouble.tolist()
         if self._interruption is not None:
@@ -142,7 +140,7 @@ class DeviceCalls(OneTravels):
             self._opened.pop().close()
 
     def _begin(self, num_bytes: int) -> None:
-        """Begin a call with contents of so many bytes, when the one before is finished."""
+        """Finish the last call, then begin one with `num_bytes` of contents."""
         self.settle()
         self._make_room(num_bytes)
         self._begin_call()
@@ -154,7 +152,7 @@ class DeviceCalls(OneTravels):
         deliver: Callable[[], None],
         waited_R: Tensor | None = None,
     ) -> Posted:
-        """Say that this call's contents are there; the result waits for the peers' and delivers them."""
+        """Publish this call's contents. The returned call waits for the peers' contents and delivers them."""
         kind = _kind(doing, shape)
         self._post_flags(kind)
 
@@ -170,19 +168,19 @@ class DeviceCalls(OneTravels):
         self.layout = SymmetricLayout(world_size=memory.world_size, total_bytes=int(memory.memory.numel()))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Open larger memory if a call needs it, when all ranks have come to do so."""
+        """Open larger memory if a call needs it, after all ranks have reached this point."""
         if num_bytes <= self.layout.content_bytes:
             return
         self._meet(f"need of {num_bytes} bytes")
         if self.mask.any():
             raise DispatchError(
-                f"a low-latency call needs {num_bytes} bytes and there are {self.layout.content_bytes}; memory cannot "
+                f"a low-latency call needs {num_bytes} bytes but has {self.layout.content_bytes}, and memory cannot "
                 "grow while ranks are masked: open the buffer with num_rdma_bytes of get_low_latency_rdma_size_hint"
             )
         self._use(self._open_memory(SymmetricLayout.bytes_for(self.world_size, num_bytes)))
 
     def _meet(self, doing: str) -> None:
-        """Make a call without contents, and look at its outcome."""
+        """Make a call without contents and check its outcome."""
         kind = _kind(doing, None)
         self._begin_call()
         self._post_flags(kind)
@@ -206,7 +204,7 @@ class DeviceCalls(OneTravels):
         is_any_call: bool = False,
         must_look: bool = False,
     ) -> None:
-        """Wait for every peer's flag; where the host looks, raise what went wrong."""
+        """Wait for every peer's flag. If the host checks calls, raise their errors."""
         options = {"IS_MASKING": self._mask_lost, "ANY_CALL": is_any_call}
         if not (self.is_blocking or must_look):
             polls = int(self._timeout_s * POLLS_PER_S)
@@ -222,7 +220,7 @@ class DeviceCalls(OneTravels):
         self.check(doing)
 
     def _poll(self, kind: int, begin: float, **options: Any) -> None:
-        """Look until every flag has come, or the time is over."""
+        """Poll until every flag has arrived or the time is over."""
         is_interpreted, is_late = self.device.type == "cpu", False
         polls = _INTERPRETED_POLLS if is_interpreted else _POLLS_PER_LOOK
         while not is_late:
@@ -240,7 +238,7 @@ class DeviceCalls(OneTravels):
         )  # fmt: skip
 
     def _raise(self, found: dict[int, tuple[int, int]], doing: str) -> None:
-        """Raise the worst of what went wrong: by rank, the call's number and a status."""
+        """Raise the worst error. `found`: by rank, the call's number and a status."""
         for rank, (number, status) in found.items():
             if status == flags.REFUSED.value:
                 raise PeerRefused(rank, self._read_text(rank, number))
@@ -251,7 +249,9 @@ class DeviceCalls(OneTravels):
                 )
         if not self._mask_lost:
             raise DispatchTimeout(min(found), self._timeout_s, f"{doing} in low-latency mode")
-        log.warning("rank %d goes on without ranks %s: they were late for %s", self.rank, list(found), doing)
+        log.warning(
+            "rank %d continues without ranks %s: they were late for %s", self.rank, list(found), doing
+        )
 
     def _read_text(self, rank: int, number: int) -> str:
         at = (number & 1) * self.layout.half_bytes + self.layout.texts_at + rank * TEXT_BYTES
@@ -259,5 +259,5 @@ class DeviceCalls(OneTravels):
 
 
 def _kind(doing: str, shape: LowLatencyShape | None) -> int:
-    """Return what a flag says of a call beside its number, never _REFUSAL."""
+    """Return the kind of a call, which its flag holds next to the number; never _REFUSAL."""
     return max(1, zlib.crc32(f"{doing} {shape}".encode()) >> (32 - _KIND_BITS))

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""What the low-latency Triton kernels do to one row: cast it to FP8 with its scales, widen, narrow, copy.
+"""Row operations of the low-latency Triton kernels: cast to FP8 with scales, widen, narrow, copy.
 
-Casts to FP8 and bfloat16 are written in integers: the same in the interpreter, on every GPU and in torch. Compile
-without floating-point fusion: products are rounded before they are added.
+Casts to FP8 and bfloat16 use integer arithmetic, so they are the same in the interpreter, on every GPU and in torch.
+Compile without floating-point fusion: products are rounded before they are added.
 """
 
 import torch
@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 STORED = {torch.bfloat16: torch.int16, torch.float16: torch.float16, torch.float32: torch.float32}
-"""The floating types that kernels take, and as what: bfloat16 is bits."""
+"""Floating types that kernels support, and their types in kernels: bfloat16 is handled as bits."""
 
 CHANNELS = tl.constexpr(128)  # per FP8 scale
-COPIED = tl.constexpr(2048)  # elements of a row that a program copies at once
+COPIED = tl.constexpr(2048)  # elements that a program copies at once
 _FP8_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR = tl.constexpr(1e-4)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _NAN_BITS = tl.constexpr(0x7FC00000)
-_NORMAL_FROM = tl.constexpr(121 << 23)  # see `cpu_fp8` for these
+_NORMAL_FROM = tl.constexpr(121 << 23)  # see `cpu_kernels.fp8` for these
 _SUBNORMAL_SHIFT = tl.constexpr(16384.0)
 _SUBNORMAL_SHIFT_BITS = tl.constexpr(141 << 23)
 _LOST_FROM = tl.constexpr(1087 << 20)
@@ -29,7 +29,7 @@ _REBIAS = tl.constexpr((7 - 127) * (1 << 23) + 0x7FFFF)
 
 
 def as_stored(x: Tensor) -> Tensor:
-    """See a tensor as kernels do."""
+    """View a tensor in the type that kernels use."""
     return x.view(STORED[x.dtype])
 
 
@@ -92,7 +92,7 @@ def _bfloat16_bits(values):
 
 @triton.jit
 def widen(values, IS_BFLOAT16: tl.constexpr):
-    """Turn what is stored, int16 bits of bfloat16, float16 or float32, into float32."""
+    """Convert a stored type (int16 bits of bfloat16, float16 or float32) to float32."""
     if IS_BFLOAT16:
         return (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -101,16 +101,16 @@ def widen(values, IS_BFLOAT16: tl.constexpr):
 
 @triton.jit
 def see_row(address, dtype):
-    """Turn the int64 address of a travelling row or answer into a pointer.
+    """Convert the int64 address of a row or answer on the wire to a pointer.
 
-    They begin at multiples of 16 bytes. The compiler cannot see that of a loaded address, and would store 2 bytes at once.
+    Rows begin at multiples of 16 bytes. The compiler cannot know this for a loaded address, and would store 2 bytes at once.
     """
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def copy_row(target, source, H: tl.constexpr):
-    """Copy H elements of the pointers' type; 8 for each of 256 threads at once, 16 bytes of most types."""
+    """Copy H elements of the pointers' type: 8 for each of 256 threads at once, 16 bytes for most types."""
     for first in range(0, H, COPIED):
         at = first + tl.arange(0, COPIED)
         tl.store(target + at, tl.load(source + at, mask=at < H), mask=at < H)
@@ -142,7 +142,7 @@ def write_row(
     address, row, H: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
     ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Write one row as it travels."""
+    """Write one row in its format on the wire."""
     if IS_FP8:
         quantise_row(
             see_row(address, tl.uint8), see_row(address + SCALES_AT, tl.float32), row, H, GROUPS, ROUND_SCALE, IS_BFLOAT16,
@@ -155,7 +155,7 @@ def write_row(
 def restore_row(
     target, address, H: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_BFLOAT16: tl.constexpr
 ):
-    """Write what a row stands for that has travelled in FP8: values times scales in float32, rounded to the target's type."""
+    """Restore a row that travelled in FP8: values times scales in float32, rounded to the target's type."""
     codes, scales = see_row(address, tl.uint8), see_row(address + SCALES_AT, tl.float32)
     for first in range(0, H, GROUPS * CHANNELS):
         group, channel = tl.arange(0, GROUPS), tl.arange(0, CHANNELS)

@@ -1,12 +1,12 @@
-"""DeepSeek's DeepEP, where it is installed, as the service's way between GPUs: `--all2all-backend deep_ep`.
+"""The installed DeepEP as the service's transport between GPUs: `--all2all-backend deep_ep`.
 
-A thin adapter over `deep_ep.Buffer` (DeepEP 1.x to 2.1; 2.5 has no `Buffer` any more), whose limits apply: bfloat16, its
-list of hidden sizes and rank counts, on every rank the same number of slots.
-Decode steps use its low-latency calls, whose combine sums in the order of the choices, as ours. Its normal combine sums
-per rank before it sends, which changes with the placement; so every (token, choice) is sent as a token of its own, comes
-back unsummed, and is summed here. That keeps the bits of all other ways and costs a copy of a token per choice instead of
-per rank in dispatch. Rows of an expert lie in the order of their arrival; no row's result depends on it.
-DeepEP cannot tell peers of bad arguments: they wait for its own time-out. What it sends is not counted here.
+A thin adapter over `deep_ep.Buffer` (DeepEP 1.x to 2.1; 2.5 has no `Buffer` any more). Its limits apply: bfloat16, its
+list of hidden sizes and rank counts, and the same number of slots on every rank.
+Decode steps use its low-latency calls. Their combine sums in the order of the choices, as WideEP does. Its normal combine
+sums per rank before it sends, which changes with the placement. So every (token, choice) is sent as a separate token,
+comes back unsummed and is summed here. This gives the same bits as all other transports, but dispatch copies a token per
+choice instead of per rank. An expert's rows are in order of arrival; no row's result depends on it.
+DeepEP cannot report bad arguments to peers: they wait until its own timeout. The bytes that it sends are not counted here.
 
 Tested with `dispatch.Buffer`, which has the same interface, in its place; never run with DeepEP itself.
 
@@ -36,14 +36,14 @@ def open_deep_ep(
     rows: str = "auto",
     module: Any = None,
 ) -> DeviceDispatcher:
-    """Open a dispatcher over DeepEP. Its memory is opened by the first dispatch, which is collective anyway.
+    """Open a dispatcher over DeepEP. The first dispatch, which is collective, opens its memory.
 
     Args:
-        group: a group that DeepEP can meet in.
-        device: of tokens.
-        slots_per_rank: equal on all ranks.
-        rows: a name of `row_formats`.
-        module: what stands in for the package; None: it is imported.
+        group: A group in which DeepEP can connect.
+        device: Device of the tokens.
+        slots_per_rank: Equal on all ranks.
+        rows: A name of `row_formats`.
+        module: Stand-in for the package (default: import it).
 
     Raises:
         WireUnavailable: DeepEP is not installed, or is a version without `Buffer`.
@@ -62,12 +62,12 @@ def open_deep_ep(
         device=device,
         row_format=describe_rows(rows),
         name="deep_ep",
-        reason="it was asked for",
+        reason="it was requested",
     )
 
 
 class _Received(NamedTuple):
-    """See `ReceivedPairs`."""
+    """`ReceivedPairs` of DeepEP."""
 
     x_NH: Tensor
     row_P: Tensor
@@ -76,7 +76,7 @@ class _Received(NamedTuple):
 
 
 class _Buffers:
-    """DeepEP's buffer, opened again where a call needs more memory; all ranks see the same sizes, so all do."""
+    """DeepEP's buffer, reopened if a call needs more memory. All ranks see the same sizes, so all reopen it together."""
 
     def __init__(self, module: Any, group: dist.ProcessGroup, slots_per_rank: int, *, is_fp8: bool) -> None:
         self._module, self._group = module, group
@@ -87,13 +87,13 @@ class _Buffers:
         self._is_clean = True
 
     def normal(self, hidden: int) -> Any:
-        """Return the buffer for a call of normal mode, whose memory low-latency mode must clean."""
+        """Return the buffer for a normal-mode call. Low-latency mode must clean its memory afterwards."""
         buffer = self._open(0, hidden)
         self._is_clean = False
         return buffer
 
     def low_latency(self, max_tokens: int, hidden: int) -> Any:
-        """Return the buffer for a call of low-latency mode."""
+        """Return the buffer for a low-latency call."""
         buffer = self._open(max_tokens, hidden)
         if not self._is_clean:
             buffer.clean_low_latency_buffer(max_tokens, hidden, self.num_slots)
@@ -101,7 +101,7 @@ class _Buffers:
         return buffer
 
     def close(self) -> None:
-        """Give it back; may be called twice."""
+        """Release the buffer. May be called twice."""
         if self._buffer is not None:
             self._buffer.destroy()
             self._buffer = None
@@ -118,7 +118,7 @@ class _Buffers:
         return self._buffer
 
     def _sizes(self, max_tokens: int, hidden: int) -> tuple[int, int]:
-        """Return the bytes that DeepEP wants for peers behind NVLink and behind the network."""
+        """Return the bytes that DeepEP needs for peers over NVLink and over the network."""
         kind, R, row_bytes = self._module.Buffer, self.world_size, 2 * hidden
         configs = (kind.get_dispatch_config(R), kind.get_combine_config(R))
         near = max(config.get_nvl_buffer_size_hint(row_bytes, R) for config in configs)
@@ -129,45 +129,44 @@ class _Buffers:
 
 
 class _DeepEpPairs:
-    """What both exchanges have in common; see `Way`."""
+    """Common part of both exchanges."""
 
     def __init__(self, buffers: _Buffers) -> None:
         self._buffers = buffers
-        # Beyond one host normal mode uses memory that low-latency mode must clean, which a replay would miss.
+        # Across hosts, normal mode uses memory that low-latency mode must clean; a replay would not clean it.
         self.is_replayable = buffers.world_size <= NVL_PEERS
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """See `PairExchange`. Not known."""
+        """Zero: the times are unknown."""
         return 0, 0
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `PairExchange`. Not known."""
+        """Return zeros: the sizes are unknown."""
         return [0] * self._buffers.world_size, [0] * self._buffers.world_size
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
-        """See `PairExchange`. There is no way to tell."""
+        """Do nothing: DeepEP cannot report it to peers."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `PairExchange`. DeepEP has no word for it: its own time-out ends what waits."""
+        """Do nothing: DeepEP has no such call, and waits end at its own timeout."""
 
     def check(self) -> None:
-        """See `PairExchange`. DeepEP ends the process."""
+        """Do nothing: DeepEP ends the process on errors."""
 
     def close(self) -> None:
-        """See `PairExchange`."""
         self._buffers.close()
 
 
 class _Normal(_DeepEpPairs):
-    """Every choice travels as a token of its own."""
+    """Normal mode. Every choice travels as a separate token."""
 
     def __init__(self, buffers: _Buffers, device: torch.device) -> None:
         super().__init__(buffers)
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
-        """See `PairExchange`. Waits for the device."""
+        """Waits for the device."""
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
         self._slots_TK, choice = slots_TK, slots_TK.view(T * K, 1)
@@ -175,7 +174,7 @@ class _Normal(_DeepEpPairs):
             choice, buffers.num_slots
         )
         x = x_TH.repeat_interleave(K, dim=0)
-        weights = torch.ones(T * K, 1, dtype=torch.float32, device=x.device)  # choices do not go without
+        weights = torch.ones(T * K, 1, dtype=torch.float32, device=x.device)  # choices need weights
         received, local, _, _, self._handle, event = self._buffer.dispatch(
             tuple(fp8.quantise_fp8(x)) if buffers.is_fp8 else x, num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node, is_token_in_rank=is_in_rank, num_tokens_per_expert=per_slot,
@@ -187,7 +186,6 @@ class _Normal(_DeepEpPairs):
         return _Received(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """See `PairExchange`."""
         y_NH = y_PH[self._order.pair_of_choice_NK.view(-1).long()]
         answers, _, event = self._buffer.combine(y_NH, self._handle, async_finish=True)
         event.current_stream_wait()
@@ -196,10 +194,9 @@ class _Normal(_DeepEpPairs):
 
 
 class _LowLatency(_DeepEpPairs):
-    """DeepEP's low-latency calls. Torch operators that the host need not wait for turn its blocks into pairs and back."""
+    """DeepEP's low-latency calls. Torch operators that do not block the host convert its blocks to pairs and back."""
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
-        """See `PairExchange`."""
         buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
         self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
         received, count_L, self._handle, _, receive = self._buffer.low_latency_dispatch(
@@ -218,9 +215,8 @@ class _LowLatency(_DeepEpPairs):
         return _Received(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """See `PairExchange`."""
         L, N, H = self._shape
-        y = y_PH.new_empty(L * N + 1, H)  # the last row takes what is no answer
+        y = y_PH.new_empty(L * N + 1, H)  # the last row takes rows that are not answers
         y.index_copy_(0, self._target_P, y_PH)
         _, _, receive = self._buffer.low_latency_combine(
             y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH, return_recv_hook=True

@@ -1,8 +1,8 @@
-"""The service's dispatcher between device tensors: each step goes the way that the lock-step header's mode says.
+"""The service's dispatcher between device tensors. The mode in the lock-step header selects each step's transport.
 
-Decode steps go by low-latency kernels, which the host neither waits for nor counts; steps with prompts go by an exchange
-whose sizes the host knows. Both give the pairs and the bits of `Dispatcher`. One rank, and ranks without memory that
-kernels can write to, have one exchange for all steps.
+Decode steps use low-latency kernels: the host neither waits for them nor counts. Steps with prompts use an exchange with
+sizes that the host knows. Both give the pairs and the bits of `Dispatcher`. One rank, and ranks without memory that
+kernels can write to, use one exchange for all steps.
 
 Legend: T tokens, K choices, H hidden, N rows received, P pairs, S slots per rank.
 """
@@ -22,12 +22,12 @@ from dispatch.mode import NORMAL, Mode
 
 
 class ReceivedPairs(Protocol):
-    """What a rank received; overwritten by the next dispatch.
+    """What a rank received. The next dispatch overwrites it.
 
     Attributes:
-        x_NH: rows, contiguous; those that no pair names are undefined.
+        x_NH: Rows, contiguous; rows without a pair are undefined.
         row_P: int64 [num_pairs], the row of each pair. slot_offsets: int64 [S+1].
-        num_pairs: rows of `row_P` and of the answers: pairs, or room for them where the host does not count.
+        num_pairs: Length of `row_P` and of the answers: the pairs, or their maximum if the host does not count them.
     """
 
     @property
@@ -41,12 +41,12 @@ class ReceivedPairs(Protocol):
 
 
 class PairExchange(Protocol):
-    """Moves tokens to the slots that they chose, and answers back. Calls are collective, in the same order on all ranks;
-    arguments are checked by the caller.
+    """Moves tokens to their chosen slots, and answers back. Calls are collective, in the same order on all ranks.
+    The caller checks the arguments.
 
     Attributes:
-        waited_ns: by dispatches and by combines so far; reading it may wait for the device.
-        is_replayable: whether calls may be captured in a CUDA graph.
+        waited_ns: Waits of dispatches and of combines so far. Reading it may wait for the device.
+        is_replayable: Whether calls may be captured in a CUDA graph.
     """
 
     is_replayable: bool
@@ -55,20 +55,20 @@ class PairExchange(Protocol):
     def waited_ns(self) -> tuple[int, int]: ...
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Return the bytes that went to each rank so far, by dispatches and by combines; may wait for the device."""
+        """Return the bytes sent to each rank so far, by dispatches and by combines. May wait for the device."""
         ...
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> ReceivedPairs:
         """Send each token once to every rank that holds one of its choices.
 
         Args:
-            x_TH: [T, H], contiguous. slots_TK: int64, contiguous; what is no slot is no choice.
-            capacity: the most tokens of any rank; 0 for no limit.
+            x_TH: [T, H], contiguous. slots_TK: int64, contiguous; a value that is not a slot is no choice.
+            capacity: Most tokens of any rank; 0 for no limit.
         """
         ...
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """Bring the answers of the last dispatch home and sum them in the order of the choices.
+        """Bring the answers of the last dispatch back and sum them in the order of the choices.
 
         Args:
             y_PH: [num_pairs, H], contiguous. weights_TK: float32, contiguous. out_TH: contiguous.
@@ -76,32 +76,32 @@ class PairExchange(Protocol):
         ...
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
-        """Stand in for one call whose arguments are bad; the caller raises."""
+        """Refuse one call because its arguments are bad; the caller raises the error."""
         ...
 
     def interrupt(self, error: DispatchError) -> None:
-        """End what waits for peers, now and later, with this error. Local, from any thread."""
+        """Make current and later waits for peers raise this error. Local; may be called from any thread."""
         ...
 
     def check(self) -> None:
-        """Raise what went wrong in calls that did not wait to say so. Local; may wait for the device."""
+        """Raise errors of calls that returned before they were known. Local; may wait for the device."""
         ...
 
     def close(self) -> None:
-        """Release what it holds. Local."""
+        """Release all resources. Local."""
         ...
 
 
 class DeviceDispatcher:
-    """See `TokenDispatcher`. Calls are collective, in the same order on all ranks.
+    """`TokenDispatcher` between device tensors. Calls are collective, in the same order on all ranks.
 
     Args:
-        normal: taken over, as is the next; `close` closes them.
-        low_latency: for steps in that mode; None: they go by `normal` too.
-        world_size: ranks.
-        device: of all tensors.
-        row_format: how rows travel, in words.
-        name, reason: of the backend.
+        normal: Exchange of normal mode. This object owns both exchanges, and `close` closes them.
+        low_latency: Exchange of low-latency steps (default: `normal`).
+        world_size: Number of ranks.
+        device: Device of all tensors.
+        row_format: Description of the format of rows on the wire.
+        name, reason: The backend, and why it was chosen.
     """
 
     def __init__(
@@ -125,30 +125,30 @@ class DeviceDispatcher:
 
     @property
     def waits(self) -> Waits:
-        """See `TokenDispatcher`. Waits for the device."""
+        """Waits for the device."""
         return Waits(
             *(sum(parts) for parts in zip(*(each.waited_ns for each in self._exchanges), strict=True))
         )
 
     @property
     def exchanges(self) -> Exchanges:
-        """See `TokenDispatcher`. The host does not know."""
+        """Zero: the host does not count exchanges."""
         return Exchanges(0, 0)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `TokenDispatcher`. Waits for the device."""
+        """Waits for the device."""
         dispatched, combined = zip(*(each.sent_to_ranks() for each in self._exchanges), strict=True)
         return [sum(parts) for parts in zip(*dispatched, strict=True)], [
             sum(parts) for parts in zip(*combined, strict=True)
         ]
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
-        """See `Dispatcher`. Nobody looks at slots: one out of range is no choice; P may be room.
+        """Dispatch as `Dispatcher`. Slots are not checked: a slot out of range is no choice. P may be a maximum.
 
         Raises:
-            ValueError: a bad argument; all other ranks get PeerRefused.
-            RanksDisagree, PeerLost, DispatchTimeout: in normal mode; in low-latency mode `check` raises them, and
-                PeerRefused too, where the host does not wait.
+            ValueError: An argument is bad; all other ranks get PeerRefused.
+            RanksDisagree, PeerLost, DispatchTimeout: In normal mode. In low-latency mode, if the host does not wait,
+                `check` raises them and PeerRefused.
         """
         self._call += 1
         self._last = self._low_latency if mode.capacity else self._normal
@@ -163,7 +163,7 @@ class DeviceDispatcher:
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """See `Dispatcher`. Answers behind the last pair are not read."""
+        """Combine as `Dispatcher`. Answers after the last pair are not read."""
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
         if problem:
@@ -174,36 +174,33 @@ class DeviceDispatcher:
         return out
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `TokenDispatcher`."""
         for each in self._exchanges:
             each.interrupt(error)
 
     def check(self) -> None:
-        """See `TokenDispatcher`."""
         for each in self._exchanges:
             each.check()
 
     def close(self) -> None:
-        """See `TokenDispatcher`."""
         for each in self._exchanges:
             each.close()
 
     def _refuse(self, problem: str, *, is_combine: bool = False) -> NoReturn:
-        """Tell all ranks, by what this call would have gone; collective."""
+        """Refuse the call on all ranks, through the call's exchange. Collective."""
         self._last.refuse(problem, is_combine=is_combine)
         raise ValueError(problem)
 
 
 class LocalPairs:
-    """One rank's `PairExchange`: pairs are sorted and answers summed where they lie, and the host looks at nothing.
+    """`PairExchange` of one rank: pairs are sorted and answers summed in place, and the host reads nothing.
 
-    After the first call of a size nothing is allocated, so that a CUDA graph can replay a step of any mode. Rows stay where
-    they are: x_NH is x (rounded in new memory if rows travel in FP8), also where some tokens have no choice.
+    After the first call of a size nothing is allocated, so a CUDA graph can replay a step of any mode. Rows are not
+    copied: x_NH is x (rounded in new memory if rows travel in FP8), even if some tokens have no choice.
 
     Args:
         slots: S.
-        device: of all tensors.
-        is_fp8: round rows as if they travelled so, so that answers do not depend on the number of ranks.
+        device: Device of all tensors.
+        is_fp8: Whether to round rows as FP8 on the wire would. Then answers do not depend on the number of ranks.
     """
 
     is_replayable = True
@@ -213,28 +210,26 @@ class LocalPairs:
         self._orders, self._is_fp8 = PairOrders(slots, device), is_fp8
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `PairExchange`."""
         return [0], [0]
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "LocalPairs":
-        """See `PairExchange`. Pairs are in room for T*K."""
+        """Returns room for T*K pairs."""
         order = self._order = self._orders.order(slots_TK)
         self.row_P, self.slot_offsets, self.num_pairs = order.row_P, order.slot_offsets, slots_TK.numel()
         self.x_NH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype) if self._is_fp8 else x_TH
         return self
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """See `PairExchange`."""
         combine_pairs(y_PH, self._order.pair_of_choice_NK, weights_TK, out_TH)
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
-        """See `PairExchange`. Nobody else is to be told."""
+        """Do nothing: there is no other rank."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `PairExchange`. Nothing waits."""
+        """Do nothing: there are no waits."""
 
     def check(self) -> None:
-        """See `PairExchange`. Nothing can go wrong."""
+        """Do nothing: calls have no late errors."""
 
     def close(self) -> None:
-        """See `PairExchange`. There is nothing to close."""
+        """Do nothing: there is nothing to release."""

@@ -1,13 +1,13 @@
-"""Low-latency calls by Triton kernels through symmetric memory: for the service, and for DeepEP's interface.
+"""Low-latency calls by Triton kernels through symmetric memory, for the service and for DeepEP's interface.
 
-Both send the same messages by the same kernels (`kernels`) and differ in where rows lie on the rank that computes: the
-service's experts read pairs packed by slot, DeepEP's interface has a block of R*M rows for each expert, in which a token
-lies once. After the first call of a shape nothing is allocated, and on a GPU the host looks at nothing (`calls` says what
-follows from that: choices out of range are no choices there instead of errors), so that a CUDA graph can replay a step.
+Both send the same messages with the same kernels (`kernels`). They differ in the position of rows on the rank that
+computes. The service's experts read pairs packed by slot. DeepEP's interface has a block of R*M rows for each expert,
+with each token once. After the first call of a shape nothing is allocated, and on a GPU the host reads nothing, so a CUDA
+graph can replay a step. See `calls` for the consequences; for example, choices out of range are ignored there.
 
 Interpreted across processes, and compiled for sm_90; never run on a GPU yet.
 
-Legend as in `kernels`; T tokens, P pairs.
+Legend: as in `kernels`; T tokens, P pairs.
 """
 
 from functools import partial
@@ -27,14 +27,14 @@ from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, Posted, Re
 
 _TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
 _WARPS = 8
-_TOKENS = 64  # whose choices a program looks at at once
+_TOKENS = 64  # tokens per tile of a program that reads choices
 
 
 class DeviceExchange(DeviceCalls):
     """Sends rows and answers; see `DeviceCalls`. Calls are collective, in the same order on all ranks.
 
     Attributes:
-        sent_bytes, answer_bytes: int64 [R] on the device, what went to each other rank so far.
+        sent_bytes, answer_bytes: int64 [R] on the device, bytes sent to each other rank so far.
     """
 
     def __init__(self, open_memory: OpenMemory, world_size: int, **options: Any) -> None:
@@ -44,12 +44,12 @@ class DeviceExchange(DeviceCalls):
 
     @property
     def _contents(self) -> int:
-        """Address of a call's contents in this rank's memory, in the first half."""
+        """Address of a call's contents in the first half of this rank's memory."""
         return self.memory.base + self.layout.contents_at
 
     @property
     def _half(self) -> tuple[Tensor, int]:
-        """From which kernels learn the half of a call: its number, and the bytes of a half."""
+        """Arguments that select a call's half in kernels: its number, and the bytes of a half."""
         return self.calls, self.layout.half_bytes
 
     def _send_rows(
@@ -75,7 +75,7 @@ class DeviceExchange(DeviceCalls):
         )  # fmt: skip
 
     def _send_answers(self, shape: LowLatencyShape, y: Tensor, at_NK: Tensor) -> None:
-        """Begin a combine, and write this rank's answers to its peers: row at_NK[n, k] of `y` for each choice."""
+        """Begin a combine and write this rank's answers to its peers: for each choice, row at_NK[n, k] of `y`."""
         contents = CombineContents(shape=shape, dtype=y.dtype, has_remote=self.has_remote)
         self._begin(contents.num_bytes)
         at = self.layout.contents_at
@@ -88,7 +88,7 @@ class DeviceExchange(DeviceCalls):
     def _sum_answers(
         self, shape: LowLatencyShape, topk_TK: Tensor, sent_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
     ) -> None:
-        """Write the sums of what has arrived to out_TH."""
+        """Write the sums of the received answers to out_TH."""
         T, tile = out_TH.shape[0], _groups(shape) * fp8.BLOCK
         if T == 0:
             return
@@ -101,13 +101,13 @@ class DeviceExchange(DeviceCalls):
 
 
 class PairResult:
-    """What a dispatch of the service delivers; overwritten by the next one.
+    """Result of a dispatch of the service. The next dispatch overwrites it.
 
     Attributes:
-        shape: of the call.
-        num_pairs: room for pairs: R * M * K.
-        x_NH: [R*M, H], a row for each token of each rank; those that no choice here names are undefined.
-        row_P: int64 [num_pairs], undefined behind the last pair. slot_offsets: int64 [L+1].
+        shape: Shape of the call.
+        num_pairs: Room for pairs: R * M * K.
+        x_NH: [R*M, H], a row for each token of each rank; rows without a choice on this rank are undefined.
+        row_P: int64 [num_pairs], undefined after the last pair. slot_offsets: int64 [L+1].
         at_NK: int32, the pair of each choice. sent_TK: int64 [M, K], the choices of this rank's tokens.
     """
 
@@ -120,15 +120,15 @@ class PairResult:
 
 
 class LowLatencyPairs(DeviceExchange):
-    """The service's low-latency mode: a `PairExchange` whose calls a CUDA graph may replay.
+    """The service's low-latency mode: a `PairExchange` with calls that a CUDA graph may replay.
 
     Args:
-        open_memory, world_size, options: of `DeviceCalls`.
+        open_memory, world_size, options: Arguments of `DeviceCalls`.
         slots_per_rank: L.
-        is_fp8: whether rows travel in FP8.
+        is_fp8: Whether rows travel in FP8.
 
     Attributes:
-        dispatch_ns, combine_ns: int64 [R] on the device, nanoseconds waited for each rank so far.
+        dispatch_ns, combine_ns: int64 [R] on the device, wait for each rank so far, in nanoseconds.
     """
 
     is_replayable = True
@@ -145,7 +145,7 @@ class LowLatencyPairs(DeviceExchange):
         super().__init__(open_memory, world_size, **options)
         self._slots_per_rank, self._is_fp8 = slots_per_rank, is_fp8
         self._results: dict[LowLatencyShape, PairResult] = {}
-        self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # which all shapes share
+        self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # shared by all shapes
         self._pairs = DeviceRoom(torch.int64, self.device)
         self.dispatch_ns, self.combine_ns = (
             torch.zeros_like(self.sent_bytes),
@@ -154,15 +154,14 @@ class LowLatencyPairs(DeviceExchange):
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """See `PairExchange`. The longest that any one rank was waited for, at most what all took together."""
+        """The longest wait for any rank. The total wait of all calls is at least this."""
         return int(self.dispatch_ns.max()), int(self.combine_ns.max())
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `PairExchange`."""
         return self.sent_bytes.tolist(), self.answer_bytes.tolist()
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> PairResult:
-        """See `PairExchange`. `check` raises what went wrong, where the host does not wait."""
+        """If the host does not wait, `check` raises the errors."""
         shape = LowLatencyShape(
             world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
             choices=slots_TK.shape[1], dtype=x_TH.dtype, is_fp8=self._is_fp8,
@@ -177,18 +176,16 @@ class LowLatencyPairs(DeviceExchange):
         return result
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """See `PairExchange`."""
         shape, sent_TK = self._result.shape, self._result.sent_TK
         self._send_answers(shape, y_PH, self._result.at_NK)
         add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
         self._post("combine of pairs", shape, add_up, self.combine_ns)()
 
     def check(self, doing: str = "step") -> None:
-        """See `PairExchange`."""
         super().check(doing)
 
     def _deliver(self, result: PairResult) -> None:
-        """Order the pairs of what has arrived, and copy its rows."""
+        """Order the pairs of the received tokens and copy their rows."""
         shape, contents = result.shape, DispatchContents(shape=result.shape)
         N, L, K = shape.rows_per_expert, shape.experts_per_rank, shape.choices
         chunk, tile = chunk_of(N * K, L)
@@ -205,7 +202,7 @@ class LowLatencyPairs(DeviceExchange):
 
 
 class HeldBlocks(HeldDispatch):
-    """And what brings the answers home: `at_NK`, int32, the row of each choice among all blocks' rows."""
+    """Results of a dispatch, with `at_NK`, int32: the row of each choice among all blocks' rows, for the answers."""
 
     def __init__(self, shape: LowLatencyShape, device: torch.device) -> None:
         super().__init__(shape, device)
@@ -213,7 +210,7 @@ class HeldBlocks(HeldDispatch):
 
 
 class LowLatencyBlocks(DeviceExchange):
-    """DeepEP's low-latency calls; see `LowLatencyExchange`, and `DeviceCalls` for what it is opened with."""
+    """DeepEP's low-latency calls (`LowLatencyExchange`). See `DeviceCalls` for the arguments."""
 
     dtypes: tuple[torch.dtype, ...] | None = tuple(STORED)
 
@@ -222,15 +219,12 @@ class LowLatencyBlocks(DeviceExchange):
         self._results = Results(HeldBlocks, self.device)
 
     def held_of(self, source_token_LN: Tensor) -> HeldBlocks | None:
-        """See `LowLatencyExchange`."""
         return self._results.held_of(source_token_LN)
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
-        """See `LowLatencyExchange`."""
         return self._find((topk_TK < -1) | (topk_TK >= num_experts)) if self.is_blocking else -1
 
     def find_other_choice(self, topk_TK: Tensor, slot: HeldDispatch) -> int:
-        """See `LowLatencyExchange`."""
         if not self.is_blocking:
             return -1
         return self._find((topk_TK != -1) & (topk_TK != slot.sent_TK[: topk_TK.shape[0]]))
@@ -246,7 +240,6 @@ class LowLatencyBlocks(DeviceExchange):
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
     ) -> tuple[HeldBlocks, Posted]:
-        """See `LowLatencyExchange`."""
         self.settle()
         slot = self._results.next_held(shape)
         slot.num_tokens = x_TH.shape[0]
@@ -264,7 +257,6 @@ class LowLatencyBlocks(DeviceExchange):
         out_TH: Tensor | None = None,
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
-        """See `LowLatencyExchange`."""
         assert isinstance(slot, HeldBlocks), "it comes from this exchange"
         shape = slot.shape
         self._send_answers(shape, y_LNH, slot.at_NK)
@@ -274,7 +266,7 @@ class LowLatencyBlocks(DeviceExchange):
         return out_TH, self._post(f"combine of {y_LNH.dtype}", shape, add_up, waited_R)
 
     def _deliver(self, slot: HeldBlocks, stats_L: Tensor | None) -> None:
-        """Write what has arrived to the slot."""
+        """Write the received rows to the slot."""
         shape, contents = slot.shape, DispatchContents(shape=slot.shape)
         R, L, M, K, N = (
             shape.world_size,
@@ -306,10 +298,10 @@ class LowLatencyBlocks(DeviceExchange):
 
 
 def _padded(shape: LowLatencyShape) -> int:
-    """Return a power of two that K fits in."""
+    """Return the smallest power of two that is at least K."""
     return int(triton.next_power_of_2(shape.choices))
 
 
 def _groups(shape: LowLatencyShape) -> int:
-    """Return the blocks of 128 channels that a program handles at once."""
+    """Return the number of blocks of 128 channels that a program handles at once."""
     return min(_TILE_GROUPS, int(triton.next_power_of_2(fp8.num_blocks(shape.hidden))))

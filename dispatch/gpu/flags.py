@@ -1,13 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-# ruff: noqa: SIM102 - a condition that loads must not be evaluated beside the one that guards it
-"""Flags of the low-latency Triton kernels: say to every peer that a call's contents are there, or that it is refused.
+# ruff: noqa: SIM102 - a condition that loads must not be evaluated together with its guard
+"""Flags of the low-latency Triton kernels: publish to every peer that a call's contents are complete, or a refusal.
 
-A flag is one int64 at the receiver, by source: the call's number in its upper half, in its lower half what call it
-is (its kind), so that ranks which disagree notice; 0 there is a refusal, whose text lies beside. Numbers only grow, so
-nothing is ever cleared. A kernel's end orders what it stored before the release in the next one; within one, a barrier
-does.
-The number is counted on the device (`calls`, int64 [1]), and with it goes the half of the memory that the call uses: the
-host passes nothing that changes from call to call, so a CUDA graph can replay the launches.
+A flag is one int64 at the receiver, by source: the call's number in its upper half and its kind in the lower half, so
+that ranks that disagree are detected. Kind 0 is a refusal; its text is stored separately. Numbers only grow, so nothing
+is ever cleared. The end of a kernel orders its stores before the release in the next one; within one, a barrier does.
+The device counts the number (`calls`, int64 [1]), which also selects the half of the memory for the call. No argument
+from the host changes from call to call, so a CUDA graph can replay the launches.
 
 Legend: R ranks. Addresses are int64; offsets (`_at`) are within a half of `half_bytes`.
 """
@@ -18,29 +17,29 @@ from triton.language.extra.cuda import globaltimer
 
 from dispatch.gpu import nvshmem
 
-LATE = tl.constexpr(0)  # of a source: masked, or its flag has not come
+LATE = tl.constexpr(0)  # status of a source: masked, or its flag has not arrived
 CAME = tl.constexpr(1)
 REFUSED = tl.constexpr(2)
 OTHER_CALL = tl.constexpr(3)
-WAS_LATE = tl.constexpr(4)  # as trouble
-POLLS_PER_STOP = tl.constexpr(256)  # looks at a flag for each at the host's word
+WAS_LATE = tl.constexpr(4)  # in `trouble`
+POLLS_PER_STOP = tl.constexpr(256)  # polls of a flag for each poll of the host's word
 
 
 @triton.jit
 def begin_call(calls):
-    """One program, the first launch of every call: count it."""
+    """Count a call. One program, the first launch of every call."""
     tl.store(calls, tl.load(calls) + 1)
 
 
 @triton.jit
 def half_at(calls, half_bytes):
-    """Where the half of this call begins."""
+    """Return the offset of this call's half."""
     return (tl.load(calls) & 1) * half_bytes
 
 
 @triton.jit(do_not_specialize=["rank", "kind"])
 def post_flags(peers, mask, calls, rank, half_bytes, kind, HAS_REMOTE: tl.constexpr):
-    """Program (peer): publish what earlier launches wrote there, with the call's number and kind."""
+    """Program (peer): publish the stores of earlier launches there, with the call's number and kind."""
     peer = tl.program_id(0)
     flags_at = half_at(calls, half_bytes)
     word = (tl.load(calls) << 32) | kind
@@ -59,7 +58,7 @@ def post_flags(peers, mask, calls, rank, half_bytes, kind, HAS_REMOTE: tl.conste
 def post_refusal(
     text, peers, mask, calls, rank, half_bytes, texts_at, TEXT_BYTES: tl.constexpr, HAS_REMOTE: tl.constexpr
 ):
-    """Program (peer): write a text of TEXT_BYTES, a power of two, in place of contents, then the flag."""
+    """Program (peer): write a text of TEXT_BYTES (a power of two) in place of contents, then the flag."""
     peer = tl.program_id(0)
     flags_at = half_at(calls, half_bytes)
     texts_at += flags_at
@@ -89,13 +88,13 @@ def wait_flags(
     peers, mask, arrived, trouble, waits, calls, stop, rank, half_bytes, kind, max_polls,
     IS_LAST: tl.constexpr, IS_MASKING: tl.constexpr, ANY_CALL: tl.constexpr, HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (source): wait for its flag, looking at most `max_polls` times more than once; note what came.
+    """Program (source): wait for its flag, polling at most `max_polls` times more than once, and record the status.
 
-    `arrived`: int32 [R], LATE, CAME, REFUSED or OTHER_CALL (with ANY_CALL, for a rank that refuses, all that came is
-    CAME). `trouble`: int64 [R], which keeps number * 8 + REFUSED, OTHER_CALL or, if IS_LAST, WAS_LATE until the host has
-    looked; a source that is late then is masked where IS_MASKING, and else looked at only once until then, so that the
-    calls of a step do not each wait for a rank that is gone. `waits`: int64 [R], to which nanoseconds are added if
-    HAS_CLOCK. `stop`: address of an int64 in the host's memory; waiting ends when the host has set it.
+    `arrived`: int32 [R], LATE, CAME, REFUSED or OTHER_CALL (with ANY_CALL, for a rank that refuses, every flag is
+    CAME). `trouble`: int64 [R], keeps number * 8 + REFUSED, OTHER_CALL or, if IS_LAST, WAS_LATE until the host has
+    checked. A source that is late then is masked if IS_MASKING. Otherwise it is polled only once until that check, so
+    that not every call of a step waits for a rank that is gone. `waits`: int64 [R], nanoseconds are added if
+    HAS_CLOCK. `stop`: address of an int64 in the host's memory; the wait ends when the host has set it.
     """
     source = tl.program_id(0)
     flag = (tl.load(peers + rank) + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int64)) + source
@@ -108,7 +107,8 @@ def wait_flags(
         polls = tl.where((tl.load(trouble + source) & 7) == WAS_LATE, 0, max_polls)
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
         while ((seen >> 32) < number) & (looks < polls):
-            if looks % POLLS_PER_STOP == 0:  # it lies behind a bus: a look takes longer than one at the flag
+            # The word is behind a bus: polling it takes longer than polling the flag.
+            if looks % POLLS_PER_STOP == 0:
                 polls = tl.where(tl.load(stop, volatile=True) != 0, 0, polls)
             seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks += 1
@@ -129,7 +129,7 @@ def wait_flags(
 
 @triton.jit
 def is_sound(arrived, R: tl.constexpr):
-    """Whether no source refused the call or made another: then it delivers nothing at all."""
+    """Return whether no source refused the call or made another one. Otherwise it delivers nothing."""
     worst = 0
     for source in range(R):
         worst = tl.maximum(worst, tl.load(arrived + source))

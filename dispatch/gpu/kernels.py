@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-# ruff: noqa: SIM102 - a condition that loads must not be evaluated beside the one that guards it
+# ruff: noqa: SIM102 - a condition that loads must not be evaluated together with its guard
 """Low-latency dispatch and combine as Triton kernels over a table of the ranks' memory.
 
 A call is a chain of launches: begin, send, post, wait, order, deliver; then begin, answer, post, wait, sum (`flags` has
-begin, post and wait). Every rank has the same layout of symmetric memory (`symmetric`); `peers` holds each rank's base
+begin, post and wait). Every rank has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's base
 address, or 0 for a peer that NVSHMEM reaches by puts (`HAS_REMOTE`; compiled, never run).
 
-A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: not here), and the row
-itself if one is. A token has one place at every peer, source * M + token, so nobody counts before sending and no atomics
-decide an order: the bits are the oracle's. An answer goes to its token's place, one for each choice.
-What differs between the service and DeepEP's interface is where a row and its answer lie on the rank that computes:
+A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: on another rank), and
+the row itself if there is one. A token has one place at every peer, source * M + token. So ranks do not count before
+sending and no atomics decide an order: the bits are the reference's. An answer goes to its token's place, one per choice.
+The service and DeepEP's interface differ in the position of a row and its answer on the rank that computes:
 packed by slot (`pairs.order_pairs`, `deliver_rows`) or in a block of R*M rows for each expert (`order_blocks`,
-`deliver_blocks`). Either writes a table `at_NK`, which says for every choice where that is; answers go home by it.
+`deliver_blocks`). Either writes a table `at_NK` with the position of every choice, which the answers use on their way back.
 
-Ideas: DeepEP's low-latency kernels (DeepSeek); flags that carry a number: Triton-distributed. Rejected: DeepEP's row
-places by atomic counters, whose order changes from run to run.
+Ideas: DeepEP's low-latency kernels (DeepSeek); flags with numbers: Triton-distributed. Rejected: DeepEP's row
+places from atomic counters: their order changes from run to run.
 
 Legend: R ranks, L experts (or slots) of a rank, M most tokens of a rank, K choices, H hidden, N = R*M places. Addresses
 are int64; offsets (`_at`) are within the half of the memory that the call uses.
@@ -35,10 +35,10 @@ def send_rows(
     ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
     ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_REMOTE: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): tell every rank which of its experts the token chose, and give the row to those that have one.
+    """Program (token): write the token's choices to every rank, and the row to ranks that hold a chosen expert.
 
-    Runs for all M places, so that a place without a token says so. `sent`, int64 [M, K], keeps the choices for the sum; a
-    choice out of range is none: nobody looked before. `sent_bytes`, int64 [R], is added to.
+    Runs for all M places; a place without a token is written as one without choices. `sent`, int64 [M, K], keeps the
+    choices for the sum. The host does not check choices: one out of range counts as none. Increases `sent_bytes`, int64 [R].
     """
     token = tl.program_id(0)
     half = half_at(calls, half_bytes)
@@ -85,9 +85,9 @@ def deliver_rows(
     K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr,
     GROUPS: tl.constexpr, IS_FP8: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Program (place): copy its row to x_out [N, H] if a choice is here, widened if it travelled in FP8.
+    """Program (place): copy its row to x_out [N, H] if a choice is on this rank, widened if it travelled in FP8.
 
-    `rows`: address of the received rows, in the first half. `x_out`'s other rows are left as they are.
+    `rows`: address of the received rows in the first half. Other rows of `x_out` are not written.
     """
     place, k = tl.program_id(0).to(tl.int64), tl.arange(0, K_PAD)
     if tl.max(tl.load(at_NK + place * K + k, mask=k < K, other=-1), axis=0) >= 0:
@@ -104,10 +104,10 @@ def order_blocks(
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
     HAS_STATS: tl.constexpr,
 ):  # fmt: skip
-    """Program (expert, source): order the source's tokens for this expert behind those of the sources before it.
+    """Program (expert, source): order the source's tokens for this expert after those of lower sources.
 
-    A token lies once in an expert's block, however often it chose the expert. Every program counts by itself what the
-    sources before its own sent, so that no program waits for another.
+    A token has one row in an expert's block, even if it chose the expert several times. Every program counts the tokens
+    of lower sources itself, so that no program waits for another.
 
     `choices`: address of int32 [R, M, K] as received, in the first half. `arrived`: int32 [R]. `at_NK`: int32, expert * N +
     row, -1 elsewhere. `counts`: int32 [L]. `layout_range`: int64 [L, R]. `source_tokens`: int32 [L, N].
@@ -185,7 +185,7 @@ def send_answers(
 ):  # fmt: skip
     """Program (place, choice): write the choice's answer, a row of `y`, to its place [token, choice] at the source.
 
-    `sent_bytes`, int64 [R], is added to.
+    `sent_bytes`, int64 [R], is increased.
     """
     place, choice = tl.program_id(0), tl.program_id(1)
     at = tl.load(at_NK + place * K + choice)
@@ -215,8 +215,8 @@ def sum_answers(
 ):  # fmt: skip
     """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once.
 
-    `answers`: address of [M, K] places, in the first half. `sent`: the choices as dispatched; what `topk` has otherwise adds
-    nothing, nor does the choice of a rank whose answers did not come.
+    `answers`: address of [M, K] places in the first half. `sent`: the dispatched choices. A choice in `topk` that
+    differs from them adds nothing, and neither does a choice of a rank without answers.
     """
     token, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)

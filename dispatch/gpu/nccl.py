@@ -1,14 +1,14 @@
-"""Rows of device tensors between ranks by torch.distributed's all_to_all, which is NCCL's: one look of the host per layer.
+"""Move rows of device tensors between ranks with torch.distributed's all_to_all (NCCL). The host waits once per layer.
 
-A dispatch begins with an exchange of headers, into which the device writes its own counts; the host reads those that it
-sent and those that came together. After that both sides know every size of the layer, so rows and, in combine, answers
-go at once. A combine's headers go beside its answers, and are read with those of the next dispatch, or by `check`: a rank
-that refuses a combine sends zeros for answers, and says so there.
+A dispatch begins with an exchange of headers, into which the device writes its own counts. The host reads the sent and
+received counts together. After that both sides know every size of the layer, so rows and, in combine, answers are sent
+at once. A combine's headers are sent with its answers, and are read with those of the next dispatch or by `check`. A rank
+that refuses a combine sends zeros as answers and the refusal in the headers.
 
-NCCL's `wait` does not keep the host; looking at a result then would, for as long as a peer is gone. So the host asks
-whether a collective is done, between looks at the clock and at what it was told (`interrupt`), and gives the group up
-when it is over. The group's own time-out must be longer than ours: NCCL's watchdog ends the process at its own.
-Written without a word about CUDA, and tested on CPU tensors over gloo, bit for bit. On CUDA it was never run.
+NCCL's `wait` does not block the host, but reading a result would, for as long as a peer is gone. So the host polls
+whether a collective is done, and checks the clock and the interruption (`interrupt`) in between. If the time is over, it
+aborts the group. The group's own timeout must be longer: NCCL's watchdog ends the process at that timeout.
+The code does not depend on CUDA. It is tested on CPU tensors over gloo, bit for bit; it was never run on CUDA.
 
 Legend: R ranks, H hidden.
 """
@@ -27,19 +27,19 @@ from dispatch.wires.wire import MAX_REFUSAL_BYTES, REFUSED, decode_refusal, enco
 
 SIZE, SECOND, NUMBER, EPOCH, CALL, TEXT_BYTES, TEXT = range(7)  # words of a header
 HEADER_WORDS = TEXT + MAX_REFUSAL_BYTES // 8
-_SPINS = 2_000  # looks at a collective before the host sleeps in between
+_SPINS = 2_000  # polls of a collective before the host sleeps in between
 _PAUSE_S = 50e-6
-GROUP_MARGIN_S = 60.0  # by which a group's time-out is longer than ours
+GROUP_MARGIN_S = 60.0  # a group's timeout is longer than ours by this
 
 
 class Collectives:
-    """What a rank does with the collectives of one group: headers, waits that end, and errors by name.
+    """Collectives of one group, with headers, waits that end, and named errors.
 
     Args:
-        group: runs nothing else meanwhile.
-        device: where tensors lie; the group has a backend for it.
-        timeout_s: how long a collective may take.
-        epoch: of membership.
+        group: Runs no other collective at the same time.
+        device: Device of the tensors; the group has a backend for it.
+        timeout_s: How long a collective may take.
+        epoch: Membership epoch.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Collectives:
         self.device, self.epoch = device, epoch
         self._group: dist.ProcessGroup | None = group
         self._timeout_s = timeout_s
-        self._number = 0  # of the last exchange begun
+        self._number = 0  # number of the last exchange begun
         self._interruption: DispatchError | None = None
 
     def interrupt(self, error: DispatchError) -> None:
-        """End what waits for peers, now and later, with this error. Local, from any thread."""
+        """Make current and later waits for peers raise this error. Local; may be called from any thread."""
         self._interruption = self._interruption or error
 
     def close(self) -> None:
-        """Let it go. The group stays its owner's to destroy."""
+        """Release the group; its owner destroys it."""
         self._group = None
 
     def start_headers(self, counts_R2: Tensor, text: bytes = b"", call: int = 0) -> tuple[Tensor, Any]:
-        """Send every rank its row of two numbers, int64 on the device; return the headers to come, and the work."""
+        """Send every rank its row of two int64 on the device. Return the headers to be received, and the work."""
         self._check_open()
         self._number += 1
         padded = text.ljust(MAX_REFUSAL_BYTES, b"\0")
@@ -74,14 +74,14 @@ class Collectives:
         )
         common[TEXT:] = torch.frombuffer(bytearray(padded), dtype=torch.int64)
         if self.device.type == "cuda":
-            common = common.pin_memory()  # else the copy would wait for the device
+            common = common.pin_memory()  # otherwise the copy would wait for the device
         outgoing = common.to(self.device, non_blocking=True).repeat(self.world_size, 1)
         outgoing[:, SIZE : SECOND + 1] = counts_R2
         headers = torch.empty_like(outgoing)
         return headers, self.start(headers, outgoing)
 
     def check_headers(self, headers: list[list[int]], number: int, call: int) -> None:
-        """Raise PeerRefused or RanksDisagree for what peers say of an exchange."""
+        """Raise PeerRefused or RanksDisagree if the peers' headers of an exchange require it."""
         for peer, header in enumerate(headers):
             if (header[NUMBER], header[EPOCH]) != (number, self.epoch):
                 here = f"rank {self.rank} at {number} of {self.epoch}"
@@ -105,7 +105,7 @@ class Collectives:
         received: list[int] | None = None,
         sent: list[int] | None = None,
     ) -> Any:
-        """Begin an all-to-all of rows; return what is to be waited for."""
+        """Begin an all-to-all of rows and return the work to wait for."""
         try:
             return dist.all_to_all_single(
                 incoming, outgoing, received, sent, group=self._group, async_op=True
@@ -114,7 +114,7 @@ class Collectives:
             self._fail(error)
 
     def wait(self, work: Any) -> None:
-        """Keep the host until a collective is done, and let what follows on the device come after it."""
+        """Block the host until a collective is done, and order later work on the device after it."""
         late_s, looks = time.monotonic() + self._timeout_s, 0
         try:
             while not work.is_completed():
@@ -132,20 +132,20 @@ class Collectives:
         self.follow(work)
 
     def follow(self, work: Any) -> None:
-        """Let what follows on the device come after a collective; NCCL's does not keep the host, gloo's does."""
+        """Order later work on the device after a collective. NCCL does not block the host here, gloo does."""
         try:
             work.wait()
         except RuntimeError as error:
             self._fail(error)
 
     def _give_up(self) -> None:
-        """Let the device go on: a collective of NCCL that a peer never joins would keep it for ever."""
+        """Abort the group: an NCCL collective that a peer never joins would block the device forever."""
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()
 
     def _fail(self, error: RuntimeError) -> NoReturn:
-        """A collective does not say who failed; between two ranks it can only be the other."""
+        """Raise a named error. A collective does not name the failed rank; with two ranks it must be the other one."""
         text, other = str(error).split("\n")[0], 1 - self.rank if self.world_size == 2 else None
         if "imed out" in text or "imeout" in text:
             raise DispatchTimeout(other, self._timeout_s, "an exchange of device tensors") from error
@@ -153,23 +153,20 @@ class Collectives:
 
     def _check_open(self) -> None:
         if self._group is None:
-            raise DispatchError("it is closed")
+            raise DispatchError("these collectives are closed")
 
 
 class NcclRows(Collectives):
-    """See `RowMover`, and `Collectives` for what it is opened with."""
+    """`RowMover` over NCCL. See `Collectives` for the arguments."""
 
-    _unread: tuple[Tensor, Any, int] | None = (
-        None  # headers of the last combine, what brings them, its number
-    )
+    _unread: tuple[Tensor, Any, int] | None = None  # headers of the last combine, the work, its number
 
     def meet(self, counts_2R: Tensor, call: int) -> Counts:
-        """See `RowMover`."""
         headers, work = self.start_headers(counts_2R.t(), call=call)
         number, unread, self._unread = self._number, self._unread, None
         self.wait(work)
         parts = [counts_2R.reshape(-1), headers.view(-1)] + ([] if unread is None else [unread[0].view(-1)])
-        R, words = self.world_size, torch.cat(parts).tolist()  # the host's only look
+        R, words = self.world_size, torch.cat(parts).tolist()  # the host waits only here
         theirs, before = words[2 * R : 2 * R + R * HEADER_WORDS], words[2 * R + R * HEADER_WORDS :]
         if unread is not None:
             self.check_headers(_rows(before), unread[2], 0)
@@ -179,7 +176,7 @@ class NcclRows(Collectives):
         return Counts(words[:R], words[R : 2 * R])
 
     def send(self, planes: Sequence[Tensor], sent: Counts, note: Sequence[int] = ()) -> Moved:
-        """See `RowMover`. The host does not wait, unless there are notes to read."""
+        """The host does not wait, unless there are notes to read."""
         notes: list[list[int]] = [[] for _ in range(self.world_size)]
         if note:
             own = torch.tensor(note, device=self.device).repeat(self.world_size, 1)
@@ -191,14 +188,13 @@ class NcclRows(Collectives):
         )
 
     def give_back(self, answers: Tensor, owed: list[int], expected: list[int]) -> Tensor:
-        """See `RowMover`. The host does not wait."""
+        """The host does not wait."""
         self._tell(torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device), b"")
         return self._move(answers, owed, expected)
 
     def refuse(
         self, text: str, like: Tensor | None = None, owed: Sequence[int] = (), expected: Sequence[int] = ()
     ) -> None:
-        """See `RowMover`."""
         refusal = torch.full((self.world_size, 2), REFUSED, device=self.device)
         if like is None:
             self.wait(self.start_headers(refusal, encode_refusal(text))[1])
@@ -207,7 +203,6 @@ class NcclRows(Collectives):
         self._move(like.new_zeros(sum(owed), *like.shape[1:]), owed, expected)
 
     def check(self) -> None:
-        """See `RowMover`."""
         unread, self._unread = self._unread, None
         if unread is not None:
             headers, work, number = unread
@@ -215,7 +210,7 @@ class NcclRows(Collectives):
             self.check_headers(headers.tolist(), number, 0)
 
     def _tell(self, counts_R2: Tensor, text: bytes) -> None:
-        """Send headers that are read later."""
+        """Send headers that peers read later."""
         self._unread = (*self.start_headers(counts_R2, text), self._number)
 
     def _move(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -1,11 +1,11 @@
-"""Normal mode between device tensors: rows of any number travel, and the host knows their sizes.
+"""Normal mode between device tensors: any number of rows travels, and the host knows the sizes.
 
-For steps with prompts, whose sizes no graph could fix. Everything that depends on a count is computed on the device; the
-host learns all counts of a layer at once, when a dispatch meets the other ranks, and waits for nothing else of it. Sorting
-and summing are the kernels that one rank uses too; so pairs and sums have the order and the bits of `Dispatcher`.
+For steps with prompts: their sizes vary too much for a graph. The device computes everything that depends on a count. The
+host reads all counts of a layer once, when a dispatch exchanges headers, and waits for nothing else. The kernels that sort
+and sum are those of a single rank, so pairs and sums have the order and the bits of `Dispatcher`.
 
-How rows move is a `RowMover`'s: `nccl.NcclRows` between devices, or `rows.HostRows` through the hosts' memory over any
-other wire, which serves ranks that share a GPU, and where every call waits for its copies.
+A `RowMover` moves the rows: `nccl.NcclRows` between devices, or `rows.HostRows` through the hosts' memory over any other
+wire. The latter serves ranks that share a GPU; every call waits for its copies.
 
 Legend: T tokens, K choices, H hidden, N rows received, P pairs, Q answers received, R ranks, S slots per rank.
 """
@@ -26,10 +26,10 @@ class NormalPairs:
     """Normal mode as a `PairExchange`.
 
     Args:
-        mover: taken over; `close` closes it.
-        device: of tokens.
+        mover: Owned; `close` closes it.
+        device: Device of the tokens.
         slots_per_rank: S.
-        is_fp8: whether rows travel in FP8.
+        is_fp8: Whether rows travel in FP8.
     """
 
     is_replayable = False
@@ -42,15 +42,15 @@ class NormalPairs:
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """See `PairExchange`. Packing and reading are in it: the host cannot tell them from a device's work."""
+        """Includes packing and reading: the host cannot distinguish them from a device's work."""
         return self._ns[0], self._ns[1]
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """See `PairExchange`. Without headers."""
+        """Does not include headers."""
         return self._bytes
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "NormalPairs":
-        """See `PairExchange`. Waits for the device once."""
+        """Waits for the device once."""
         begun_ns = perf_counter_ns()
         R, S = self._mover.world_size, self._slots_per_rank
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
@@ -75,34 +75,30 @@ class NormalPairs:
         return self
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """See `PairExchange`. Does not wait, unless rows move through the hosts' memory."""
+        """Does not wait, unless rows move through the hosts' memory."""
         begun_ns = perf_counter_ns()
         pair_NK = self._order.pair_of_choice_NK
         choice_Q = select(pair_NK != NOT_HERE, self.num_pairs)  # in order of (row, choice): by source
         answers = y_PH.index_select(0, pair_NK.view(-1).index_select(0, choice_Q).long())
         received = self._mover.give_back(answers, self._got.answers, self._sent.answers)
         self._add(self._bytes[1], self._got.answers, [answers])
-        answer_TK = self._answers.order(self._rank_TK).pair_of_choice_NK  # they come by rank, token, choice
+        answer_TK = self._answers.order(self._rank_TK).pair_of_choice_NK  # received by rank, token, choice
         combine_pairs(received, answer_TK, weights_TK, out_TH)
         self._ns[1] += perf_counter_ns() - begun_ns
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
-        """See `PairExchange`."""
         if is_combine:
             self._mover.refuse(problem, self._like, self._got.answers, self._sent.answers)
         else:
             self._mover.refuse(problem)
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `PairExchange`."""
         self._mover.interrupt(error)
 
     def check(self) -> None:
-        """See `PairExchange`."""
         self._mover.check()
 
     def close(self) -> None:
-        """See `PairExchange`."""
         self._mover.close()
 
     def _receive(self, planes: list[Tensor]) -> list[Tensor]:
@@ -111,14 +107,14 @@ class NormalPairs:
         return received
 
     def _add(self, sent: list[int], counts: list[int], planes: list[Tensor]) -> None:
-        """Add the bytes that went to other ranks."""
+        """Add the bytes sent to other ranks."""
         row_bytes = sum(plane.shape[1:].numel() * plane.element_size() for plane in planes)
         for rank, count in enumerate(counts):
             sent[rank] += 0 if rank == self._mover.rank else count * row_bytes
 
 
 def _count(mask_TR: Tensor, rank_TK: Tensor) -> Tensor:
-    """Return int64 [2, R]: rows for each rank, and answers that come back."""
+    """Return int64 [2, R]: rows for each rank, and answers that each rank will send back."""
     R = mask_TR.shape[1]
     rank_P = torch.where(rank_TK == NOT_HERE, R, rank_TK).view(-1)
     answers = torch.zeros(R + 1, dtype=torch.int64, device=rank_P.device).scatter_add_(
@@ -128,5 +124,5 @@ def _count(mask_TR: Tensor, rank_TK: Tensor) -> Tensor:
 
 
 def _movable(plane: Tensor) -> Tensor:
-    """See float8, which torch cannot index, as bytes."""
+    """View float8, which torch cannot index, as bytes."""
     return plane.view(torch.uint8) if plane.element_size() == 1 else plane

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,no-any-return"
-"""NVSHMEM: memory that ranks on other hosts reach by puts, and the device functions with which kernels put.
+"""NVSHMEM: memory that ranks on other hosts reach by puts, and the device functions for puts in kernels.
 
-NVSHMEM is started once per process, for the processes of the first group, and lasts as long as they do. Its processes
-are fixed: one that was started again cannot join those that run, and freeing memory waits for all of them. Hence:
-- opening begins with everybody saying what NVSHMEM runs with in its process; if that is not one and the same, all ranks
-  get the same error, and nobody waits for a rank that does something else;
+NVSHMEM is started once per process, for the processes of the first group, and runs until they end. Its processes are
+fixed: a restarted process cannot join the running ones, and freeing memory waits for all of them. Hence:
+- opening begins with an exchange of each process's NVSHMEM state. If the states differ, all ranks get the same
+  error, and no rank waits for one that does something else;
 - closing is local. Memory is not freed but kept, for the next opening by the same processes.
-A process uses no other provider beside it, because every kernel that writes to peers is then linked with NVSHMEM's device
-library and initialised when it is loaded. Device functions have the names of libnvshmem_device.bc (nvidia-nvshmem 3.x);
-addresses are this rank's own symmetric ones, NVSHMEM finds the peer's. The interpreter knows no external functions:
+A process uses no other provider, because every kernel that writes to peers is then linked with NVSHMEM's device
+library and initialised when it is loaded. Device functions have the names of libnvshmem_device.bc (nvidia-nvshmem 3.x).
+Addresses are this rank's own symmetric ones; NVSHMEM computes the peer's. The interpreter has no external functions:
 HAS_REMOTE is False there. Written against nvshmem4py 0.4; tested with a stand-in, compiled, never run.
 """
 
@@ -31,22 +31,22 @@ LINKED = ("send_rows", "send_answers", "post_flags", "post_refusal")  # the kern
 
 
 class _Running(NamedTuple):
-    """What NVSHMEM runs with in a process."""
+    """State of NVSHMEM in a process."""
 
     unique_id: bytes  # of the processes that were started together
     ranks: tuple[int, ...]
-    kept_bytes: tuple[int, ...]  # memory that was closed, in the order of closing
+    kept_bytes: tuple[int, ...]  # sizes of closed memory, in the order of closing
 
 
 class _Process:
-    """NVSHMEM in this process; there is one."""
+    """NVSHMEM in this process. There is one instance."""
 
     def __init__(self) -> None:
         self.unique_id, self.ranks = b"", ()
         self.kept: list[Any] = []
 
     def running(self) -> _Running | None:
-        """Return what it runs with; None: it was not started."""
+        """Return the state of NVSHMEM, or None if it was not started."""
         sizes = tuple(int(_bytes_of(buffer).numel()) for buffer in self.kept)
         return _Running(self.unique_id, self.ranks, sizes) if self.ranks else None
 
@@ -57,16 +57,16 @@ _PROCESS = _Process()
 
 
 class NvshmemMemory:
-    """See `SymmetricMemory`. Opening is collective over `group`, closing is local.
+    """`SymmetricMemory` of NVSHMEM. Opening is collective over `group`, closing is local.
 
     Args:
-        group: brings NVSHMEM's unique id to all ranks.
-        num_bytes: of each rank, on NVSHMEM's symmetric heap (NVSHMEM_SYMMETRIC_SIZE).
-        nvshmem: the module nvshmem.core, or what stands in for it; None: it is imported.
-        process: what NVSHMEM runs with, of a test.
+        group: Distributes NVSHMEM's unique id to all ranks.
+        num_bytes: Size per rank, on NVSHMEM's symmetric heap (NVSHMEM_SYMMETRIC_SIZE).
+        nvshmem: The module nvshmem.core or a stand-in (default: import it).
+        process: State of NVSHMEM, for tests.
 
     Raises:
-        WireUnavailable: a package is missing; or NVSHMEM runs with other processes, on all ranks alike.
+        WireUnavailable: A package is missing, or NVSHMEM runs with other processes; on all ranks.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class NvshmemMemory:
             _initialise_loaded_kernels(self._nvshmem)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody writes before everybody's memory is zero
+        dist.barrier(group)  # no rank may write before every rank's memory is zero
 
     def close(self) -> None:
-        """See `SymmetricMemory`. To free it would wait for every process, one that has died too: it is kept."""
+        """Keep the memory for the next opening. Freeing it would wait for every process, even for one that has died."""
         if self._buffer is not None:
             self._process.kept.append(self._buffer)
             self.memory, self._buffer = torch.empty(0, dtype=torch.uint8), None
 
     def _address_of(self, peer: int) -> int:
-        """Return a peer's base address, 0 if it cannot be addressed from here."""
+        """Return a peer's base address, or 0 if it cannot be addressed from here."""
         if peer == self.rank:
             return self.base
         try:
@@ -126,7 +126,7 @@ def _load() -> Any:
 def _start(
     nvshmem: Any, group: dist.ProcessGroup, device: torch.device, process: _Process
 ) -> tuple[int, ...]:
-    """Start NVSHMEM with the ranks of the group as its processes, or see that it runs so; return the kept memory's sizes."""
+    """Start NVSHMEM on the ranks of the group, or check that it runs on them. Return the sizes of kept memory."""
     rank, ranks = dist.get_rank(group), tuple(dist.get_process_group_ranks(group))
     running = [_read_running(each) for each in gather_values(_say_running(process.running()), group)]
     first = running[0]
@@ -159,7 +159,7 @@ def _read_running(said: list[Any] | None) -> _Running | None:
 
 
 def _device_of(device: torch.device) -> Any:
-    """Return cuda.core's object for the device, made current; None for a stand-in's."""
+    """Return cuda.core's object for the device and make it current. Returns None for other devices (stand-ins)."""
     if device.type != "cuda":
         return None
     found = importlib.import_module("cuda.core").Device(device.index)
@@ -168,7 +168,7 @@ def _device_of(device: torch.device) -> Any:
 
 
 def _initialise_loaded_kernels(nvshmem: Any) -> None:
-    """Have NVSHMEM initialise each of our kernels that calls it, when Triton has loaded it."""
+    """Make NVSHMEM initialise each kernel that calls it, after Triton has loaded the kernel."""
     knobs = importlib.import_module("triton").knobs
 
     def initialise(module: int, _function: int, name: str, *_: Any) -> None:
@@ -179,10 +179,10 @@ def _initialise_loaded_kernels(nvshmem: Any) -> None:
 
 
 def find_device_library() -> str:
-    """Return where the wheel nvidia-nvshmem-cu13 or -cu12 has put NVSHMEM's bitcode.
+    """Return the path of NVSHMEM's bitcode in the wheel nvidia-nvshmem-cu13 or -cu12.
 
     Raises:
-        FileNotFoundError: it is not installed.
+        FileNotFoundError: The wheel is not installed.
     """
     wheels = find_spec("nvidia")  # a namespace package of optional wheels
     for folder in [] if wheels is None else wheels.submodule_search_locations or []:
@@ -194,7 +194,7 @@ def find_device_library() -> str:
 
 @core.extern
 def put_block(target, source, num_bytes, peer, _semantic=None):
-    """Put bytes to the peer with the whole program; `quiet` completes it."""
+    """Put bytes to the peer with the whole program. `quiet` completes it."""
     arguments = [
         tl.cast(target, tl.int64, _semantic=_semantic),
         tl.cast(source, tl.int64, _semantic=_semantic),
@@ -216,7 +216,7 @@ def quiet(_semantic=None):
 
 @core.extern
 def set_flag(flag, number, peer, _semantic=None):
-    """Write an int64 at the peer."""
+    """Write an int64 to the peer."""
     arguments = [
         tl.cast(flag, tl.int64, _semantic=_semantic),
         tl.cast(number, tl.int64, _semantic=_semantic),

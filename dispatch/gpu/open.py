@@ -1,9 +1,8 @@
-"""Open the service's dispatcher between device tensors: what the user asked for, or the best that these ranks have; and
-say why.
+"""Open the service's dispatcher between device tensors: the requested one or the best available, with the reason.
 
-Two things are chosen: a wire for steps with prompts, and memory that kernels write to for decode steps, where there
-is some. Ranks tell each other what they have, and all decide the same from it (`decide`). The interpreter of kernels on
-the CPU has shared memory for both, and is how this is tested.
+Two things are chosen: a wire for steps with prompts, and, if available, memory that kernels write to for decode steps.
+Ranks exchange what they have, and all make the same decision from it (`decide`). The interpreter of kernels on
+the CPU uses shared memory for both; the tests use it.
 """
 
 import importlib
@@ -29,7 +28,7 @@ from dispatch.wires.open import open_wire
 from dispatch.wires.segment import identify_process
 
 _HOST_WIRES = ("gloo", "shm")
-_ASKED = "it was asked for"
+_ASKED = "it was requested"
 _INTERPRETER = "interpreter"
 
 
@@ -37,16 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class RankDevice(NamedTuple):
-    """What one rank has."""
+    """Device and libraries of one rank."""
 
     host: tuple[str, ...]
-    gpu: str  # a name of its own; "interpreter" on the CPU
+    gpu: str  # a unique name; "interpreter" on the CPU
     has_nccl: bool
     has_nvshmem: bool
 
 
 class WireChoice(NamedTuple):
-    """What all ranks take."""
+    """The choice for all ranks."""
 
     wire: str  # nccl, gloo, shm or auto
     memory: str  # for kernels: CUDA, NVSHMEM or shared; "" for none
@@ -66,17 +65,17 @@ def open_gpu_dispatcher(
     """Open a dispatcher over all ranks of `group`. Collective.
 
     Args:
-        backend: a name of `availability.BACKENDS`.
-        group: a gloo group, used to meet; None stands for one rank.
-        device: of tokens, with its index; the CPU is the interpreter's.
-        slots_per_rank: equal on all ranks.
-        rows: how rows travel, a name of `row_formats`.
-        timeout_s: how long a peer may keep this rank waiting.
-        epoch: membership epoch; a dispatcher serves one.
+        backend: A name of `availability.BACKENDS`.
+        group: A gloo group, used to connect; None is one rank.
+        device: Device of the tokens, with its index; the CPU uses the interpreter.
+        slots_per_rank: Equal on all ranks.
+        rows: Format of rows on the wire, a name of `row_formats`.
+        timeout_s: How long to wait for a peer.
+        epoch: Membership epoch; a dispatcher serves one.
 
     Raises:
-        ValueError: unknown name of rows.
-        WireUnavailable: what was asked for cannot work here; on all ranks alike.
+        ValueError: The name in `rows` is unknown.
+        WireUnavailable: The requested backend cannot work here; on all ranks.
     """
     row_format, is_fp8 = describe_rows(rows), rows == "fp8"
     if group is None or dist.get_world_size(group) == 1:
@@ -109,10 +108,10 @@ def open_gpu_dispatcher(
 
 
 def decide(backend: str, facts: list[RankDevice]) -> WireChoice:
-    """Decide for all ranks; the same on each.
+    """Choose for all ranks. Returns the same on each.
 
     Raises:
-        WireUnavailable: what was asked for cannot work between these.
+        WireUnavailable: The requested backend cannot work between these ranks.
     """
     if backend in _HOST_WIRES:
         return WireChoice(
@@ -138,22 +137,20 @@ def _why_no_nccl(facts: list[RankDevice]) -> str:
 
 
 def _decide_memory(backend: str, facts: list[RankDevice]) -> WireChoice:
-    """What decode steps go by, where NCCL serves the others."""
+    """Choose the memory for decode steps; NCCL serves the others."""
     without = [rank for rank, own in enumerate(facts) if not own.has_nvshmem]
     is_one_host = len({own.host for own in facts}) == 1
     if backend == "nvshmem":
         if without:
             raise WireUnavailable(f"nvshmem cannot be used: ranks {without} do not have it; use auto")
-        return WireChoice("nccl", "NVSHMEM", f"{_ASKED}; decode steps go by its memory, others by NCCL")
+        return WireChoice("nccl", "NVSHMEM", f"{_ASKED}; decode steps use its memory, others NCCL")
     if is_one_host:
         asked = f"{_ASKED}, and " if backend == "nccl" else ""
         return WireChoice(
-            "nccl", "CUDA", f"{asked}all GPUs are of one host: decode steps write to each other's memory"
+            "nccl", "CUDA", f"{asked}all GPUs are on one host: decode steps write to each other's memory"
         )
     if backend == "auto" and not without:
-        return WireChoice(
-            "nccl", "NVSHMEM", "there are several hosts: decode steps go by NVSHMEM, others by NCCL"
-        )
+        return WireChoice("nccl", "NVSHMEM", "there are several hosts: decode steps use NVSHMEM, others NCCL")
     missing = "" if backend == "nccl" else f", and ranks {without} have no NVSHMEM"
     return WireChoice(
         "nccl", "", f"there are several hosts{missing}: NCCL serves every step, which waits for the host"
@@ -177,7 +174,7 @@ def _own_facts(device: torch.device) -> RankDevice:
 def _open_mover(
     name: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float, epoch: int
 ) -> tuple[str, RowMover]:
-    """Open what steps with prompts go by; return its name, too."""
+    """Open the wire for steps with prompts. Return its name, too."""
     if name != "nccl":
         wire = open_wire(name, group, timeout_s=timeout_s, epoch=epoch)
         return wire.name, HostRows(wire, device)
@@ -189,7 +186,7 @@ def _open_mover(
 def _open_low_latency(
     memory: str, group: dist.ProcessGroup, device: torch.device, timeout_s: float, **options: Any
 ) -> tuple[LowLatencyPairs | None, str]:
-    """Open what writes to other ranks' memory on all ranks or on none; return it, and why there is none."""
+    """Open kernels' access to other ranks' memory, on all ranks or none. Return it, or None and the reason."""
     if not memory:
         return None, ""
     exchange, problem = None, ""

@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Sort (row, choice) pairs by slot, and sum the pairs of a token, on a device; the host looks at no count.
+"""Sort (row, choice) pairs by slot, and sum a token's pairs, on a device. The host reads no counts.
 
 The order is that of `dispatch.layout`: by slot, then row, then choice. A program places the pairs of one slot in one chunk
-of the choices. It counts by itself what comes before them, in all choices, so that no program waits for another and no
-counter decides an order. The choices of a decode step (32 KB for 1,024 rows of 8) stay in the cache that all programs share.
-Rejected: a histogram, a scan and a scatter: three launches, where a decode step pays by the launch.
-Sums are made in the order of a token's choices, in float32 with one rounding. Products are rounded before they are added
+of the choices. It counts the pairs before them itself, in all choices. So no program waits for another, and no
+counter decides an order. The choices of a decode step (32 KB for 1,024 rows of 8) stay in the cache that programs share.
+Rejected: a histogram, a scan and a scatter. A decode step pays per launch, and these are three.
+Sums are in the order of a token's choices, in float32 with one rounding. Products are rounded before they are added
 (compiled without fusion), so the bits are those of `layout.sum_answers`.
 
-Legend: T tokens, N rows, K choices, S slots, P pairs, H hidden. Memory is for N*K pairs; how many there are is known to
-the device only.
+Legend: T tokens, N rows, K choices, S slots, P pairs, H hidden. Memory is for N*K pairs; only the device knows their
+number.
 """
 
 from typing import NamedTuple
@@ -22,26 +22,26 @@ from torch import Tensor
 from dispatch.gpu.casts import as_stored, narrow, widen
 from dispatch.gpu.flags import CAME, half_at, is_sound
 
-_TILE = 512  # choices that a program looks at at once
-_PROGRAMS = 512  # that run at once on a large GPU, about
+_TILE = 512  # choices that a program reads at once
+_PROGRAMS = 512  # approximate number that a large GPU runs at once
 _SUMMED = 1024  # channels of a token that a program sums
 
 
 class DeviceRoom:
-    """Room for tensors of one type that are overwritten by the next ones.
+    """Room for tensors of one type. Each tensor overwrites the last one.
 
-    What a CUDA graph has captured keeps its address, so room that a larger call outgrows is kept: the smaller graph may be
-    replayed later. Capture begins after a call of the same shape, hence nothing grows in a graph.
+    A CUDA graph keeps the addresses that it captured, so smaller rooms are kept when a call needs a larger one: the smaller
+    graph may be replayed later. Capture begins after a call of the same shape, so no room grows inside a graph.
 
     Args:
-        dtype, device: of the tensors.
+        dtype, device: Type and device of the tensors.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._rooms = [torch.zeros(0, dtype=dtype, device=device)]  # the last one is the largest
 
     def take(self, *shape: int) -> Tensor:
-        """Return the room's beginning as a contiguous tensor of this shape, with what the last call left there."""
+        """Return the start of the room as a contiguous tensor of this shape, with the contents of the last call."""
         size = 1
         for length in shape:
             size *= length
@@ -53,16 +53,16 @@ class DeviceRoom:
 
 
 class PairsOnDevice(NamedTuple):
-    """Pairs by slot; overwritten by the next order in the same room."""
+    """Pairs by slot. The next order in the same room overwrites them."""
 
-    row_P: Tensor  # int64 [N*K]: the row of each pair; undefined behind the last one
+    row_P: Tensor  # int64 [N*K]: the row of each pair; undefined after the last pair
     slot_offsets: Tensor  # int64 [S+1]: pairs of slot s are [offsets[s], offsets[s+1])
     pair_of_choice_NK: Tensor  # int32: -1 for no choice
 
 
 @triton.jit
 def _chosen(choices, arrived, choice, end, sound, PER_SOURCE: tl.constexpr):
-    """Load choices below `end`; -1 for those of a source that did not come."""
+    """Load choices below `end`; -1 for choices of a source that has not arrived."""
     is_read = choice < end
     if PER_SOURCE > 0:
         is_read &= sound & (tl.load(arrived + choice // PER_SOURCE, mask=is_read, other=0) == CAME)
@@ -74,10 +74,10 @@ def order_pairs(
     choices, arrived, calls, half_bytes, row_of_pair, pair_of_choice, offsets, num_choices, chunk,
     S: tl.constexpr, K: tl.constexpr, R: tl.constexpr, PER_SOURCE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (slot, chunk): place the slot's pairs in a chunk of the choices, `chunk` of them; what is not in [0, S) is none.
+    """Program (slot, chunk): place the slot's pairs in a chunk of `chunk` choices. A value outside [0, S) is no choice.
 
-    `choices`: int64 [N, K]; or, if PER_SOURCE, what has been received: the address of int32 [R, PER_SOURCE] in the first
-    half, of which those count whose source has arrived.
+    `choices`: int64 [N, K]; or, if PER_SOURCE, the received ones: the address of int32 [R, PER_SOURCE] in the first
+    half, of which only choices of arrived sources count.
     """
     slot, first = tl.program_id(0), tl.program_id(1) * chunk
     sound = True
@@ -86,7 +86,7 @@ def order_pairs(
         choices = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
     below, before, every = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     at = 0
-    while at < num_choices:  # not a range: the interpreter cannot count to an argument
+    while at < num_choices:  # not a range: the interpreter does not accept an argument as its end
         choice = at + tl.arange(0, TILE)
         chosen = _chosen(choices, arrived, choice, num_choices, sound, PER_SOURCE)
         is_mine = (chosen == slot).to(tl.int32)
@@ -115,7 +115,7 @@ def order_pairs(
 
 
 def chunk_of(num_choices: int, num_slots: int) -> tuple[int, int]:
-    """Return how many choices a program places, and how many it looks at at once: many programs for few choices."""
+    """Return the choices that a program places, and those that it reads at once. Few choices get many programs."""
     tile = min(_TILE, int(triton.next_power_of_2(max(num_choices, 1))))
     chunks = max(1, min(triton.cdiv(num_choices, tile), _PROGRAMS // num_slots))
     return max(tile, triton.cdiv(num_choices, chunks * tile) * tile), tile
@@ -126,7 +126,7 @@ class PairOrders:
 
     Args:
         num_slots: S.
-        device: of the choices.
+        device: Device of the choices.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -135,7 +135,7 @@ class PairOrders:
         self._offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
 
     def order(self, slots_NK: Tensor) -> PairsOnDevice:
-        """Order the choices int64 [N, K], contiguous; what is not in [0, S) is no choice. Allocates where it grows."""
+        """Order the choices int64 [N, K], contiguous. A value outside [0, S) is no choice. Allocates only to grow."""
         (N, K), S = slots_NK.shape, self.num_slots
         order = PairsOnDevice(self._rows.take(N * K), self._offsets, self._pairs.take(N, K))
         chunk, tile = chunk_of(N * K, S)
@@ -151,7 +151,7 @@ def sum_pairs(
     y, pair_of_choice, weights, out,
     K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile). Masks instead of branches: a choice that is none adds +0, which changes no sum's bits."""
+    """Program (token, tile). Masks replace branches: a -1 choice adds +0, which does not change a sum's bits."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_channel = at < H
@@ -170,8 +170,8 @@ def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, o
     Args:
         y_PH: bfloat16, float16 or float32, contiguous.
         pair_of_choice_TK: int32 or int64, contiguous: the row of y_PH that answers each choice; -1 for no choice.
-        weights_TK: float32, contiguous; what stands beside a -1 is not read.
-        out_TH: where to write, in the type of y_PH, contiguous.
+        weights_TK: float32, contiguous; the weight of a -1 choice is not read.
+        out_TH: Output in the type of y_PH, contiguous.
 
     Returns:
         out_TH.

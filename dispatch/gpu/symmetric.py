@@ -1,12 +1,12 @@
-"""Memory that every rank has alike and others write into: where things lie in it, and who provides it.
+"""Memory with the same layout on every rank that other ranks write to: its layout, and its providers.
 
-A provider gives this rank its memory, zeroed, and the base address of every rank's: that is all that the kernels need.
-Shared memory stands for it between CPU ranks of one host; on GPUs torch's symmetric memory gives the same table, and
-NVSHMEM (`nvshmem`) one in which peers on other hosts have no address.
-A provider belongs to one membership epoch: a rank that comes late has another epoch's memory and cannot write here.
+A provider gives this rank its memory, zeroed, and the base address of every rank's memory. Kernels need nothing else.
+CPU ranks of one host use shared memory. On GPUs, torch's symmetric memory gives the same table, and in NVSHMEM's table
+(`nvshmem`) peers on other hosts have no address.
+A provider belongs to one membership epoch: a late rank has another epoch's memory and cannot write here.
 
-The memory has two halves, taken in turn by calls of any shape: a call writes to a peer's half only after that peer has
-finished the call before the last, so it never overwrites what is still read. A half holds flags int64 [R], texts of
+The memory has two halves, which calls of any shape use in turn. A call writes to a peer's half only after that peer has
+finished the call before the last, so it never overwrites data that is still read. A half holds flags int64 [R], texts of
 refusals [R, TEXT_BYTES], and the contents of one call.
 """
 
@@ -30,14 +30,14 @@ _LINE_BYTES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricLayout:
-    """Offsets of a half's parts, which begins with the flags. The call with number n has half n % 2."""
+    """Offsets in a half, which begins with the flags. The call with number n uses half n % 2."""
 
     world_size: int
     total_bytes: int
 
     @staticmethod
     def bytes_for(world_size: int, content_bytes: int) -> int:
-        """Return the size of memory that has room for calls of `content_bytes`."""
+        """Return the size of memory for calls of `content_bytes`."""
         return 2 * (
             SymmetricLayout(world_size=world_size, total_bytes=0)._head_bytes
             + aligned(content_bytes, _LINE_BYTES)
@@ -49,36 +49,36 @@ class SymmetricLayout:
 
     @property
     def content_bytes(self) -> int:
-        """The most that one call may write."""
+        """Most bytes that one call may write."""
         return self.half_bytes - self._head_bytes
 
     @property
     def half_bytes(self) -> int:
-        """Size of a half, with which the second begins."""
+        """Size of a half, and offset of the second."""
         return self.total_bytes // 2 // _LINE_BYTES * _LINE_BYTES
 
     @property
     def texts_at(self) -> int:
-        """Where refusals are."""
+        """Offset of the refusals."""
         return aligned(8 * self.world_size, _LINE_BYTES)
 
     @property
     def contents_at(self) -> int:
-        """Where a call's contents begin."""
+        """Offset of a call's contents."""
         return self._head_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchContents:
-    """A dispatch's contents: entries int32 [R, M, K], rows [R, M, row_bytes] and, for peers that are reached by a put,
-    room to put from."""
+    """Contents of a dispatch: entries int32 [R, M, K], rows [R, M, row_bytes] and, if peers are reached by puts,
+    staging memory for the puts."""
 
     shape: LowLatencyShape
     has_remote: bool = False
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a travelling row, padded."""
+        """Bytes of a row on the wire, padded."""
         return aligned(self.shape.row_bytes, ROW_ALIGNMENT)
 
     @property
@@ -87,24 +87,24 @@ class DispatchContents:
 
     @property
     def rows_at(self) -> int:
-        """Where rows are, behind the entries."""
+        """Offset of the rows, after the entries."""
         return self._entries_bytes
 
     @property
     def staging_at(self) -> int:
-        """Where puts start from."""
+        """Offset of the staging memory."""
         return self.rows_at + aligned(self.shape.rows_per_expert * self.row_bytes, _LINE_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """Size of all contents."""
         staged = self.shape.max_tokens * self.row_bytes + self._entries_bytes if self.has_remote else 0
         return self.staging_at + aligned(staged, _LINE_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CombineContents:
-    """A combine's contents: answers [M, K, answer_bytes] of a type, and staging as in `DispatchContents`."""
+    """Contents of a combine: answers [M, K, answer_bytes] of a type, and staging as in `DispatchContents`."""
 
     shape: LowLatencyShape
     dtype: torch.dtype
@@ -117,26 +117,26 @@ class CombineContents:
 
     @property
     def staging_at(self) -> int:
-        """Where puts start from."""
+        """Offset of the staging memory."""
         return aligned(self.shape.max_tokens * self.shape.choices * self.answer_bytes, _LINE_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """All of them."""
+        """Size of all contents."""
         num_rows = self.shape.choices * self.shape.rows_per_expert if self.has_remote else 0
         return self.staging_at + aligned(num_rows * self.answer_bytes, _LINE_BYTES)
 
 
 class SymmetricMemory(Protocol):
-    """One rank's view.
+    """One rank's view of the memory.
 
     Attributes:
-        rank, world_size: within the group.
-        device: where the memory is.
+        rank, world_size: This rank and the number of ranks of the group.
+        device: Device of the memory.
         memory: uint8, this rank's own.
-        peers: int64 [R] on that device, every rank's base address; 0 where a peer cannot be addressed.
-        base: this rank's own address.
-        reach: how kernels that write to peers are launched: HAS_REMOTE if some have no address, and what they link then.
+        peers: int64 [R] on that device, every rank's base address; 0 if a peer cannot be addressed.
+        base: This rank's own address.
+        reach: Launch options of kernels that write to peers: HAS_REMOTE if a peer has no address, and libraries to link.
     """
 
     rank: int
@@ -148,19 +148,19 @@ class SymmetricMemory(Protocol):
     reach: dict[str, Any]
 
     def close(self) -> None:
-        """Release it. Addresses are dead afterwards."""
+        """Release the memory. Its addresses are invalid afterwards."""
         ...
 
 
 OpenMemory = Callable[[int], SymmetricMemory]
-"""Provide so many bytes, zeroed. Collective; all ranks ask for the same."""
+"""Provides memory of the given size in bytes, zeroed. Collective; all ranks request the same size."""
 
 
 class SharedMemory:
-    """Between CPU ranks of one host. Opening is collective over `group`.
+    """Memory between CPU ranks of one host. Opening is collective over `group`.
 
     Raises:
-        WireUnavailable: not one host, or the memory cannot be had; on every rank alike.
+        WireUnavailable: The ranks are on several hosts, or the memory is not available; on every rank.
     """
 
     device = torch.device("cpu")
@@ -175,22 +175,21 @@ class SharedMemory:
         self.memory = self._segment.memory[own_at : own_at + num_bytes]
 
     def close(self) -> None:
-        """See `SymmetricMemory`."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._segment.close()
 
 
 class TorchSymmetricMemory:
-    """Between GPUs that can address each other, by torch's symmetric memory. Opening is collective over `group`.
+    """Memory between GPUs that can address each other, by torch's symmetric memory. Opening is collective over `group`.
 
-    Written against torch 2.13; without a GPU at hand it was imported and its refusals tested, never run.
+    Written against torch 2.13. Without a GPU, only the import and the refusals were tested; it was never run.
     Several ranks on one GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 
     Args:
-        group: its store is used; no collective of a device runs on it.
+        group: Its store is used; no device collective runs on it.
 
     Raises:
-        WireUnavailable: there is no CUDA device, or a peer cannot be addressed.
+        WireUnavailable: There is no CUDA device, or a peer cannot be addressed.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
@@ -200,25 +199,23 @@ class TorchSymmetricMemory:
             )
         self.rank, self.world_size, self.device = dist.get_rank(group), dist.get_world_size(group), device
         self.reach: dict[str, Any] = {"HAS_REMOTE": False}
-        symm_mem = importlib.import_module(
-            "torch.distributed._symmetric_memory"
-        )  # heavy, and only GPUs need it
+        # Imported here because it is heavy and only GPUs need it.
+        symm_mem = importlib.import_module("torch.distributed._symmetric_memory")
         self.memory = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
         self._handle = symm_mem.rendezvous(self.memory, group)
         addresses = self._handle.buffer_ptrs
         torch.cuda.synchronize(device)
-        dist.barrier(group)  # nobody writes before everybody's memory is zero
+        dist.barrier(group)  # no rank may write before every rank's memory is zero
         check_addresses(addresses)
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.base = int(addresses[self.rank])
 
     def close(self) -> None:
-        """See `SymmetricMemory`."""
         del self._handle, self.memory
 
 
 def check_addresses(addresses: list[int]) -> None:
-    """Raise WireUnavailable if a peer has none: only NVSHMEM reaches such a one."""
+    """Raise WireUnavailable if a peer has no address: only NVSHMEM reaches such a peer."""
     missing = [rank for rank, address in enumerate(addresses) if not address]
     if missing:
         raise WireUnavailable(
@@ -230,17 +227,19 @@ def check_addresses(addresses: list[int]) -> None:
 def open_memory_for(
     provider: str, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float
 ) -> OpenMemory:
-    """Return what provides symmetric memory.
+    """Return a provider of symmetric memory.
 
     Args:
         provider: "shared" between CPU ranks of one host; between GPUs "CUDA" or "NVSHMEM", see `open_low_latency`.
 
     Raises:
-        WireUnavailable: a package is missing.
+        WireUnavailable: A package is missing.
     """
     if provider == "shared":
         return partial(SharedMemory, group, timeout_s=timeout_s)
     if provider == "CUDA":
         return partial(TorchSymmetricMemory, group, device=device)
-    nvshmem = importlib.import_module("dispatch.gpu.nvshmem")  # imports this module's protocol, and Triton
+    nvshmem = importlib.import_module(
+        "dispatch.gpu.nvshmem"
+    )  # needs Triton, and imports this module's protocol
     return partial(nvshmem.NvshmemMemory, group, device=device)

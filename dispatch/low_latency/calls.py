@@ -1,17 +1,17 @@
-"""What DeepEP's low-latency calls stand on: a call's shape, the results that are held, and the seam to what moves rows.
+"""Basis of DeepEP's low-latency calls: a call's shape, the held results, and the interface of exchanges.
 
-The shape is the numbers from which every size follows, so that nothing depends on the tokens. On a GPU a dispatch message to
-a rank is a header, then one entry per row (its token and its K local experts), then the rows: each token once per rank,
-however many of its experts live there (DeepEP sends it once per expert); a row is its values and, in FP8, its float32
-scales. A combine message is a header and one row of answers per (token, expert). On a CPU messages are `dispatch.cpu_kernels.message`'s.
+Every size follows from the numbers in the shape, so nothing depends on the tokens. On a GPU a dispatch message to a rank
+is a header, then one entry per row (its token and its K local experts), then the rows: each token once per rank,
+even if several of its experts are there (DeepEP sends it once per expert). A row is its values and, in FP8, its float32
+scales. A combine message is a header and one row of answers per (token, expert). CPUs use `dispatch.cpu_kernels.message`.
 
-Results and tables are allocated once per shape and handed out in turn. Two of each kind may be held; the third call
-overwrites the first's. That is what makes a call free of allocation, and it is DeepEP's rule too. Large results cost no
-memory until rows are written: pages come with first use.
+Results and tables are allocated once per shape and returned in turn. Two of each kind may be held; the third call
+overwrites the first one's. So calls allocate nothing; DeepEP has the same rule. Large results take no
+memory until rows are written: pages are allocated on first use.
 
-A call is posted (its messages leave) and finished (its results are written), at once or, for a receive hook, later.
-One call travels at a time; posting the next finishes the one before into that one's own results, which every rank does
-in the same order, so nobody waits for a message that is not on its way.
+A call is posted (its messages are sent) and finished (its results are written), at once or, with a receive hook, later.
+Only one call is in transit at a time: posting the next one finishes it into its own results. Every rank does this
+in the same order, so no rank waits for a message that has not been sent.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,29 +28,28 @@ from dispatch.errors import DispatchError
 HEADER_BYTES = 64
 ALIGNMENT = 64
 ROW_ALIGNMENT = 16
-HINTED_CHOICES = (
-    32  # the size hint is asked for before the number of choices is known: DeepEP's largest, in combine
-)
+# The size hint is needed before the number of choices is known: DeepEP's largest, in combine.
+HINTED_CHOICES = 32
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """Round up."""
+    """Round up to a multiple of the alignment."""
     return -(-num_bytes // alignment) * alignment
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyShape:
-    """One call's shape, equal on all ranks.
+    """Shape of a call, equal on all ranks.
 
     Attributes:
         world_size: R.
         experts_per_rank: L; expert e is local expert e % L of rank e // L.
-        max_tokens: M, the most that a rank may bring.
+        max_tokens: M, the largest number of tokens per rank.
         hidden: H.
         choices: K per token.
-        dtype: of the tokens, floating.
-        is_fp8: whether rows travel in FP8.
-        is_ue8m0: whether scales are handed out as exponents; they travel as float32 all the same.
+        dtype: Floating type of the tokens.
+        is_fp8: Whether rows travel in FP8.
+        is_ue8m0: Whether scales are returned as exponents; they travel as float32 in any case.
     """
 
     world_size: int
@@ -64,12 +63,12 @@ class LowLatencyShape:
 
     @property
     def rows_per_expert(self) -> int:
-        """Rows that each local expert has room for."""
+        """Room per local expert, in rows."""
         return self.world_size * self.max_tokens
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a travelling value."""
+        """Bytes of a value on the wire."""
         return 1 if self.is_fp8 else self.dtype.itemsize
 
     @property
@@ -79,29 +78,29 @@ class LowLatencyShape:
 
     @property
     def num_scales(self) -> int:
-        """float32 scales of a travelling row."""
+        """Number of float32 scales of a row on the wire."""
         return fp8.num_blocks(self.hidden) if self.is_fp8 else 0
 
     @property
     def scales_at(self) -> int:
-        """Where a row's scales begin."""
+        """Offset of a row's scales."""
         return aligned(self.value_bytes, ROW_ALIGNMENT)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a travelling row. Plain rows are the caller's own, so they have no padding."""
+        """Bytes of a row on the wire. Plain rows are the caller's own, so they have no padding."""
         if not self.is_fp8:
             return self.value_bytes
         return aligned(self.scales_at + 4 * self.num_scales, ROW_ALIGNMENT)
 
     @property
     def answers_per_rank(self) -> int:
-        """The most answers that one rank owes another: an expert answers a token once, even if chosen twice."""
+        """Most answers that one rank owes another: an expert answers a token once, even if chosen twice."""
         return self.max_tokens * min(self.choices, self.experts_per_rank)
 
     @property
     def dispatch_bytes(self) -> int:
-        """The largest dispatch message."""
+        """Size of the largest dispatch message."""
         entries = aligned(4 * self.max_tokens * (1 + self.choices))
         return HEADER_BYTES + entries + self.max_tokens * self.row_bytes
 
@@ -112,14 +111,14 @@ class LowLatencyShape:
 
     @property
     def combine_bytes(self) -> int:
-        """The largest combine message."""
+        """Size of the largest combine message."""
         return HEADER_BYTES + self.answers_per_rank * self.answer_bytes
 
 
 def size_hint(max_tokens: int, hidden: int, world_size: int, num_experts: int) -> int:
-    """Return the bytes of all windows of two calls at once, both ways, for bfloat16: a bound, a multiple of 128.
+    """Return a bound of the bytes of all windows of two calls, in both directions, for bfloat16; a multiple of 128.
 
-    Nothing is allocated from such a budget here; callers of DeepEP ask for it and hand it to `Buffer`.
+    Nothing is allocated from this budget. Callers of DeepEP request the size and pass it to `Buffer`.
     """
     shape = LowLatencyShape(
         world_size=world_size,
@@ -137,14 +136,14 @@ RESULTS_HELD = 2
 
 
 class HeldDispatch:
-    """One dispatch's results. An exchange adds what it needs to bring the answers home.
+    """One dispatch's results. Exchanges add the state that they need to bring the answers back.
 
     Attributes:
-        x_LNH: the rows, [L, R*M, H]; rows at and beyond an expert's count are undefined.
+        x_LNH: The rows, [L, R*M, H]; rows at and beyond an expert's count are undefined.
         scales: FP8 only, [L, R*M, blocks or words], column-major.
         count_L: int32. source_token_LN: int32. layout_range_LR: int64, (begin << 32) | count.
         sent_TK: int64 [M, K], the choices of this rank's tokens.
-        num_tokens: of this rank.
+        num_tokens: Number of this rank's tokens.
     """
 
     def __init__(self, shape: LowLatencyShape, device: torch.device) -> None:
@@ -168,21 +167,21 @@ Held = TypeVar("Held", bound=HeldDispatch)
 
 
 class Results(Generic[Held]):
-    """Hands out the results of every shape in turn, the oldest first.
+    """Returns the results of every shape in turn, the oldest first.
 
     Args:
-        make: makes room for a dispatch of a shape on a device.
-        device: where results lie.
+        make: Allocates memory for a dispatch of a shape on a device.
+        device: Device of the results.
     """
 
     def __init__(self, make: Callable[[LowLatencyShape, torch.device], Held], device: torch.device) -> None:
         self._make, self._device = make, device
         self._held: dict[LowLatencyShape, Iterator[Held]] = {}
         self._outputs: dict[tuple[int, int, torch.dtype], Iterator[Tensor]] = {}
-        self._known: dict[int, Held] = {}  # by the address of their source tokens: handles carry it
+        self._known: dict[int, Held] = {}  # by the address of their source tokens, which handles carry
 
     def next_held(self, shape: LowLatencyShape) -> Held:
-        """Return room for a dispatch."""
+        """Return memory for a dispatch."""
         turns = self._held.get(shape)
         if turns is None:
             made = [self._make(shape, self._device) for _ in range(RESULTS_HELD)]
@@ -191,11 +190,11 @@ class Results(Generic[Held]):
         return next(turns)
 
     def held_of(self, source_token_LN: Tensor) -> Held | None:
-        """Return the dispatch that this is of, if it is one of ours."""
+        """Return the dispatch with these source tokens, or None if they are not from here."""
         return self._known.get(source_token_LN.data_ptr())
 
     def next_output(self, shape: LowLatencyShape, dtype: torch.dtype, num_tokens: int) -> Tensor:
-        """Return room for a combine's result, for callers who bring no `out`: [num_tokens, H]."""
+        """Return memory [num_tokens, H] for a combine without `out`."""
         key = (shape.max_tokens, shape.hidden, dtype)
         turns = self._outputs.get(key)
         if turns is None:
@@ -205,10 +204,10 @@ class Results(Generic[Held]):
 
 
 class Posted:
-    """A call whose messages are on their way.
+    """A call that has sent its messages.
 
-    Calling it waits for the peers' and writes the results; again is harmless. What goes wrong while another call
-    finishes this one is raised here, when its owner asks.
+    Calling it waits for the peers' messages and writes the results; calling it again does nothing. If another call
+    finishes this one, an error of this call is kept and raised when its owner calls it.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -216,7 +215,7 @@ class Posted:
         self._error: DispatchError | None = None
 
     def settle(self) -> None:
-        """Finish, and keep the error."""
+        """Finish the call and keep its error."""
         finish, self._finish = self._finish, None
         if finish is None:
             return
@@ -226,37 +225,36 @@ class Posted:
             self._error = error
 
     def __call__(self) -> None:
-        """Finish, and raise what went wrong."""
+        """Finish the call and raise its error."""
         self.settle()
         if self._error is not None:
             raise self._error
 
 
 class OneTravels:
-    """One call travels at a time: what both kinds of exchange do about it."""
+    """Common part of both kinds of exchange: at most one call is in transit."""
 
     _travelling: Posted | None = None
 
     def settle(self) -> None:
-        """See `LowLatencyExchange`."""
         if self._travelling is not None:
             self._travelling.settle()
             self._travelling = None
 
     def _travel(self, finish: Callable[[], None]) -> Posted:
-        """Return a call whose messages have left, and which `finish` ends."""
+        """Return a call that has sent its messages and that `finish` completes."""
         self._travelling = Posted(finish)
         return self._travelling
 
 
 class LowLatencyExchange(Protocol):
-    """One rank's end. Posting, finishing, refusing and the barrier are collective, in the same order on all ranks;
-    arguments are checked by the caller.
+    """One rank's end. Posting, finishing, refusing and the barrier are collective, in the same order on all ranks.
+    The caller checks the arguments.
 
     Attributes:
-        rank, world_size: within the group.
-        device: where tokens and results lie.
-        dtypes: floating types that it can move; None for all.
+        rank, world_size: This rank and the number of ranks of the group.
+        device: Device of tokens and results.
+        dtypes: Supported floating types; None for all.
     """
 
     rank: int
@@ -265,26 +263,26 @@ class LowLatencyExchange(Protocol):
     dtypes: tuple[torch.dtype, ...] | None
 
     def settle(self) -> None:
-        """Finish the call that travels, if one does: for whoever uses the wire otherwise. Collective."""
+        """Finish the call in transit, if there is one. Call it before other use of the wire. Collective."""
         ...
 
     def refuse(self, text: str) -> None:
-        """Stand in for one call whose arguments are bad. Collective; the caller raises."""
+        """Refuse one call because its arguments are bad. Collective; the caller raises the error."""
         ...
 
     def held_of(self, source_token_LN: Tensor) -> HeldDispatch | None:
-        """Return the dispatch that handed this out. Local."""
+        """Return the dispatch with these source tokens. Local."""
         ...
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
         """Return the flat index of the first choice outside [-1, num_experts), or -1. Local.
 
-        -1 also where looking would wait for a device: such a choice is then no choice.
+        Also returns -1 if the check would wait for a device. Such a choice then counts as no choice.
         """
         ...
 
     def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
-        """Likewise for the first choice that is neither -1 nor what `held` dispatched."""
+        """Return the flat index of the first choice that is neither -1 nor the dispatched one, or -1. Local."""
         ...
 
     def post_dispatch(
@@ -303,13 +301,13 @@ class LowLatencyExchange(Protocol):
         Args:
             x_TH: [T <= M, H] of the shape's dtype, contiguous.
             topk_TK: int64 [T, K] in [-1, R*L), contiguous.
-            round_scale: see `fp8`.
-            may_wait: the result is asked for later: what x_TH holds by then does not matter.
-            stats_L: int32, to add the received counts to.
-            waited_R: int64, to add the nanoseconds to that were waited.
+            round_scale: See `fp8`.
+            may_wait: Whether the result is read later; x_TH may change before that.
+            stats_L: int32; the received counts are added.
+            waited_R: int64; the waits in nanoseconds are added.
 
         Returns:
-            Where the results will be, and what writes them.
+            The results, and the call that fills them.
         """
         ...
 
@@ -327,30 +325,30 @@ class LowLatencyExchange(Protocol):
         """Send this rank's answers.
 
         Args:
-            held: of the dispatch that is answered.
-            y_LNH: floating [L, N, H], contiguous; rows beyond the counts are not read.
-            topk_TK: int64 [T, K], what was dispatched, or -1 to leave an answer out; contiguous.
+            held: The dispatch that is answered.
+            y_LNH: Floating [L, N, H], contiguous; rows beyond the counts are not read.
+            topk_TK: int64 [T, K], contiguous: the dispatched choices, or -1 to leave an answer out.
             weights_TK: float32 [T, K], contiguous.
-            may_wait: as in `post_dispatch`, for y_LNH.
+            may_wait: As in `post_dispatch`, for y_LNH.
             out_TH: [T, H] in the dtype of y_LNH, contiguous.
 
         Returns:
-            Where the sums will be, and what writes them.
+            The sums, and the call that fills them.
         """
         ...
 
     def barrier(self) -> None:
-        """Meet every rank that is not masked; where lost ranks are masked, mask those that do not come."""
+        """Wait for every rank that is not masked. If lost ranks are masked, mask those that do not call this."""
         ...
 
     def set_mask(self, rank: int, is_masked: bool) -> None:
-        """Do without a rank, or with it again. Local, but for settling."""
+        """Mask or unmask a rank. Local, except that it settles the call in transit."""
         ...
 
     def write_mask(self, status_R: Tensor) -> None:
-        """Write 1 for every masked rank to int32 [R], 0 for others. Local."""
+        """Write the mask to int32 [R]: 1 for masked ranks, 0 for others. Local."""
         ...
 
     def close(self) -> None:
-        """Release what it has opened itself. Local; may be called twice."""
+        """Release the resources that it opened. Local; may be called twice."""
         ...

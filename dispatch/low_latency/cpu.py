@@ -1,10 +1,10 @@
-"""DeepEP's low-latency calls on the CPU: an `Exchange` for every result that is held, over one wire.
+"""DeepEP's low-latency calls on the CPU: an `Exchange` for every held result, over one wire.
 
-After the first call of a shape nothing is allocated and Python looks at no tensor's contents. Rows go from the messages
-straight to the experts' blocks (`cpu_kernels.deliver`), answers are read from there; nothing else differs from
-`Dispatcher`. A message holds only what is filled, as CPU wires find sizes out without a round trip more.
+After the first call of a shape nothing is allocated, and Python reads no tensor's contents. Rows are copied from the
+messages directly to the experts' blocks (`cpu_kernels.deliver`), and answers are read from there. Otherwise it equals
+`Dispatcher`. A message contains only the rows in use, because CPU wires transmit sizes without an extra round trip.
 
-Rejected: a message per (token, expert) as DeepEP sends; a token goes to a rank once, as in normal mode.
+Rejected: a message per (token, expert), as in DeepEP. Here a token goes to a rank once, as in normal mode.
 
 Legend: T tokens of this rank, K choices, H hidden, L experts per rank, N rows of an expert.
 """
@@ -21,15 +21,15 @@ from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, OneTravels
 from dispatch.row_formats import Fp8Rows, PlainRows, scales_at
 from dispatch.wires.wire import RankTable, Wire
 
-_DISPATCH, _COMBINE = 0x4C4C44, 0x4C4C43  # call numbers: wires count calls themselves
+_DISPATCH, _COMBINE = 0x4C4C44, 0x4C4C43  # call numbers; wires count calls themselves
 
 
 class CpuHeld(HeldDispatch):
-    """And what brings the answers home.
+    """Results of a dispatch, with the state to bring the answers back.
 
     Attributes:
-        exchange: of this result alone, so that it stays while others are received.
-        choices: int32, the dispatch's choices that the combine did not leave out.
+        exchange: Exchange of this result only, so that its state survives other calls.
+        choices: int32, the dispatch's choices without those that the combine left out.
     """
 
     def __init__(self, wire: Wire, shape: LowLatencyShape, device: torch.device) -> None:
@@ -43,10 +43,10 @@ class CpuHeld(HeldDispatch):
 
 
 class CpuExchange(OneTravels):
-    """See `LowLatencyExchange`.
+    """`LowLatencyExchange` over a CPU wire.
 
     Args:
-        wire: not owned. Opened with `mask_lost`, it masks ranks that are lost.
+        wire: Not owned. If it was opened with `mask_lost`, it masks lost ranks.
     """
 
     dtypes: tuple[torch.dtype, ...] | None = None
@@ -57,31 +57,26 @@ class CpuExchange(OneTravels):
         self._results = Results(partial(CpuHeld, wire), self.device)
 
     def refuse(self, text: str) -> None:
-        """See `LowLatencyExchange`."""
         self.settle()
         self.wire.refuse(text)
 
     def held_of(self, source_token_LN: Tensor) -> CpuHeld | None:
-        """See `LowLatencyExchange`."""
         return self._results.held_of(source_token_LN)
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
-        """See `LowLatencyExchange`."""
         return int(kernels.find_bad_slot(topk_TK.data_ptr(), topk_TK.numel(), num_experts))
 
     def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
-        """See `LowLatencyExchange`. Leaves the choices that count in the held, for the combine that follows."""
+        """Also stores the remaining choices in `held`, for the combine that follows."""
         assert isinstance(held, CpuHeld), "it comes from this exchange"
-        self.settle()  # a combine of this held may be on its way
+        self.settle()  # a combine of `held` may be in transit
         return held.exchange.choose_again(topk_TK, held.sent_TK, held.choices.data_ptr())
 
     def set_mask(self, rank: int, is_masked: bool) -> None:
-        """See `LowLatencyExchange`."""
         self.settle()
         self.wire.mask.values[rank] = int(is_masked)
 
     def write_mask(self, status_R: Tensor) -> None:
-        """See `LowLatencyExchange`."""
         status_R.copy_(torch.from_numpy(self.wire.mask.values))
 
     def post_dispatch(
@@ -95,7 +90,6 @@ class CpuExchange(OneTravels):
         stats_L: Tensor | None = None,
         waited_R: Tensor | None = None,
     ) -> tuple[CpuHeld, Posted]:
-        """See `LowLatencyExchange`."""
         self.settle()
         held = self._results.next_held(shape)
         held.num_tokens = x_TH.shape[0]
@@ -104,7 +98,7 @@ class CpuExchange(OneTravels):
         bad = held.exchange.send_rows(
             x_TH, topk_TK, call=_DISPATCH, capacity=shape.max_tokens, is_unique=True, keeps=may_wait
         )
-        assert bad < 0, "choices were looked at before"
+        assert bad < 0, "choices were checked before"
         held.sent_TK[: held.num_tokens].copy_(topk_TK)
         return held, self._travel(partial(self._receive_rows, held, stats_L, waited_R))
 
@@ -119,7 +113,6 @@ class CpuExchange(OneTravels):
         out_TH: Tensor | None = None,
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
-        """See `LowLatencyExchange`."""
         assert isinstance(held, CpuHeld), "it comes from this exchange"
         self.settle()
         held.exchange.send_answers(y_LNH, call=_COMBINE, keeps=may_wait)
@@ -128,14 +121,13 @@ class CpuExchange(OneTravels):
         return out_TH, self._travel(partial(self._sum_answers, held, weights_TK, out_TH, waited_R))
 
     def barrier(self) -> None:
-        """See `LowLatencyExchange`."""
         self.settle()
         sizes = RankTable(self.world_size)
         self.wire.open_windows(sizes)
         self.wire.exchange(sizes, sizes)
 
     def close(self) -> None:
-        """See `LowLatencyExchange`. The wire stays its owner's."""
+        """Do nothing: the owner closes the wire."""
 
     def _receive_rows(self, held: CpuHeld, stats_L: Tensor | None, waited_R: Tensor | None) -> None:
         shape, begun_ns = held.shape, time.perf_counter_ns()
@@ -157,7 +149,7 @@ class CpuExchange(OneTravels):
         held.exchange.sum_answers(weights_TK, out_TH, held.choices.data_ptr())
 
     def _add_wait(self, waited_R: Tensor | None, waited_ns: int) -> None:
-        """Add a time to the statistics of every peer that is not masked: all were waited for at once."""
+        """Add a time to the statistics of every peer that is not masked: the wire waits for all at once."""
         if waited_R is None:
             return
         times = waited_R.numpy()

@@ -1,1 +1,1 @@
-"""The wires: one file per wire, and `open.open_wire`, which picks."""
+"""The wires: one file per wire, and `open.open_wire`, which chooses one."""

@@ -1,8 +1,9 @@
-"""torch.distributed with gloo: works wherever ranks can connect.
+"""torch.distributed with gloo: works if ranks can connect to each other.
 
-One all-to-all per exchange; `gloo_parts` says how messages lie in it, and why neither side needs to know the other's
-sizes. What is longer than a part follows between the two, once all know that nobody refused. With `mask_lost` it is
-one send and receive per peer, because an all-to-all ends for all when one dies; see `gloo_sends`.
+One all-to-all per exchange. `gloo_parts` describes the layout of messages in it; neither side needs to know the other's
+sizes. If a message is longer than a part, the rest follows between the two ranks, after all know that no rank refused.
+With `mask_lost` there is one send and receive per peer, because an all-to-all fails on all ranks when one dies; see
+`gloo_sends`.
 """
 
 import torch
@@ -19,12 +20,12 @@ from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refu
 MAX_PART_BYTES = 16 << 20
 MIN_PART_BYTES = 1 << 20
 MIN_REGION_BYTES = 1024  # a refusal must fit
-INCOMING_BYTES = 256 << 20  # address space of all parts together stays within it, down to MIN_PART_BYTES each
+INCOMING_BYTES = 256 << 20  # bound of the address space of all parts, unless MIN_PART_BYTES each is more
 _NO_REFUSAL = -1
 
 
 class GlooWire(HostWire):
-    """See `Wire`. `group` is a gloo group that runs nothing else meanwhile."""
+    """`Wire` over gloo. `group` is a gloo group that runs no other collective at the same time."""
 
     name = "gloo"
 
@@ -53,23 +54,19 @@ class GlooWire(HostWire):
         )
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Wire`."""
         self._open_windows(send_bytes, _NO_REFUSAL)
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Wire`."""
         if rank == self.rank:
             return self._outgoing.memory[:0]
         first = int(self.send_addresses.values[rank]) - self._outgoing.address
         return self._outgoing.memory[first : first + int(self._sent.values[rank])]
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
         self._expected = recv_bytes
         self._begin()
 
     def finish_exchange(self) -> None:
-        """See `Wire`."""
         expected = 0 if self._expected is None else self._expected.address
         longest = self._finish(expected)
         if longest < 0:
@@ -78,7 +75,6 @@ class GlooWire(HostWire):
             self._exchange_rests()
 
     def received(self, rank: int) -> Tensor:
-        """See `Wire`."""
         address = int(self.recv_addresses.values[rank])
         if address == 0:
             return self._incoming.memory[:0]
@@ -87,7 +83,6 @@ class GlooWire(HostWire):
         return place.memory[first : first + int(self._found.values[rank])]
 
     def refuse(self, text: str) -> None:
-        """See `Wire`."""
         content = torch.tensor(list(encode_refusal(text)), dtype=torch.uint8)
         sizes = RankTable(self.world_size)
         sizes.values[:] = content.numel()
@@ -101,12 +96,11 @@ class GlooWire(HostWire):
             self._raise_for(longest)
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Wire`."""
         if self._sends is not None:
             self._sends.interruption = error
 
     def close(self) -> None:
-        """See `Wire`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
+        """Release the group. Its owner destroys it; it can end then because this wire keeps no reference to it."""
         sends, self._sends = self._sends, None
         if sends is not None:
             sends.close()
@@ -133,7 +127,7 @@ class GlooWire(HostWire):
         self._sends.start(self._outgoing.memory, self._split)
 
     def _finish(self, expected: int) -> int:
-        """Wait for the parts and find the messages in them; the result is that of `find_messages`."""
+        """Wait for the parts and find the messages in them. Returns the result of `find_messages`."""
         assert self._sends is not None, "begin_exchange comes first"
         self._sends.finish()
         return parts.find_messages(
@@ -142,12 +136,12 @@ class GlooWire(HostWire):
         )  # fmt: skip
 
     def _part_at(self, peer: int) -> int:
-        """Address of the message from `peer`, if it is not longer than a part."""
+        """Return the address of the message from `peer`, if it is not longer than a part."""
         index = peer - (peer > self.rank)
         return self._incoming.address + index * self._part_bytes + parts.PREFIX_BYTES
 
     def _exchange_rests(self) -> None:
-        """Exchange what did not fit a part."""
+        """Exchange the rests of messages that are longer than a part."""
         assert self._sends is not None, "begin_exchange comes first"
         part, at, sends, receives = self._part_bytes, 0, [], []
         for peer, length in enumerate(self._split):
@@ -161,18 +155,17 @@ class GlooWire(HostWire):
         self.recv_addresses.values[self.mask.values != 0] = 0
 
     def _make_room(self, peer: int, size: int) -> Tensor:
-        """Move the first part of a long message to memory of its own; return where its rest goes."""
+        """Move the first part of a long message to separate memory. Return the memory for its rest."""
         large, first = self._large[peer], self.received(peer)[: self._part_bytes - parts.PREFIX_BYTES]
         large.reserve(size + parts.ALIGNMENT)
         large.memory[: first.numel()] = first
         self.recv_addresses.values[peer] = large.address
-        rest_bytes = (
-            -(-size // parts.ALIGNMENT) * parts.ALIGNMENT - first.numel()
-        )  # it comes with its padding
+        # The rest includes the message's padding.
+        rest_bytes = -(-size // parts.ALIGNMENT) * parts.ALIGNMENT - first.numel()
         return large.memory[first.numel() : first.numel() + rest_bytes]
 
     def _raise_for(self, problem: int) -> None:
-        """Raise what a negative result of `find_messages` stands for."""
+        """Raise the error for a negative result of `find_messages`."""
         kind, peer = divmod(-1 - problem, self.world_size)
         if kind == parts.REFUSAL:
             raise PeerRefused(peer, decode_refusal(self.received(peer).numpy().tobytes()))
@@ -184,5 +177,5 @@ class GlooWire(HostWire):
 
 
 def fitting_part_bytes(world_size: int) -> int:
-    """Return the largest part with which all of a rank's stay within INCOMING_BYTES, within the limits."""
+    """Return the largest part size, within the limits, with which a rank's parts fit into INCOMING_BYTES."""
     return fitting_share(INCOMING_BYTES, world_size - 1, MIN_PART_BYTES, MAX_PART_BYTES)

@@ -1,10 +1,10 @@
-"""The compiled side of `gloo`: how the messages of an exchange lie in the two tensors of an all-to-all.
+"""The compiled part of `gloo`: layout of an exchange's messages in the two tensors of an all-to-all.
 
-Outgoing, the messages stand one behind the other, each behind a prefix that says its size, the exchange and the
-epoch, so that the kernel which fills a window fills what is sent. Incoming, every peer has a part of the same length,
-whatever it sends: gloo takes a message that is shorter than what was posted for it. So the receiver needs to know no
-size, and a rank that refuses none of its peers'. (A tensor of such parts is mostly address space: memory is taken
-where messages are written.) What is longer than a part follows between the two.
+Outgoing messages are placed one after the other. Each follows a prefix with its size, the exchange and the epoch, so a
+kernel that fills a window writes directly to the memory that is sent. Incoming, every peer has a part of the same length,
+for any message size: gloo accepts a message that is shorter than the posted receive. So the receiver does not need to
+know sizes, and a rank that refuses does not need its peers'. (A tensor of such parts is mostly address space: only
+written pages take memory.) If a message is longer than a part, its rest follows between the two ranks.
 
 All functions begin with R, rank, bytes of a part and the table of masked ranks. Every argument is an int64; tables
 are addresses of int64 [R].
@@ -14,8 +14,8 @@ from dispatch.native import compiled, inlined, words
 from dispatch.wires.wire import REFUSED
 
 ALIGNMENT = 64
-PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text; and room to keep the rest aligned
-DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problem of `find_messages`
+PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text, and padding for alignment
+DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problems that `find_messages` reports
 _SIZE, _NUMBER, _EPOCH, _TEXT_BYTES = 0, 1, 2, 3
 
 
@@ -30,10 +30,10 @@ def place_messages(
     send_bytes: int, outgoing: int, capacity: int, number: int, epoch: int, text_bytes: int,
     table: int, lengths: int,
 ) -> int:  # fmt: skip
-    """Set where to write each message and the length it takes, prefix included, and write the prefixes.
+    """Set the address of each message and its length, prefix included, and write the prefixes.
 
-    `text_bytes`: not below 0 if all messages are a refusal of that length.
-    Returns the bytes that all take; nothing is written where `capacity` is less.
+    `text_bytes`: length of the refusal if all messages are one, otherwise negative.
+    Returns the bytes of all messages. Writes nothing if `capacity` is less.
     """
     sizes, addresses, length = words(send_bytes, R), words(table, R), words(lengths, R)
     total = 0
@@ -60,11 +60,11 @@ def find_messages(
     R: int, rank: int, part_bytes: int, mask: int,
     incoming: int, number: int, epoch: int, expected: int, found: int, table: int,
 ) -> int:  # fmt: skip
-    """Set where each message lies and its size; `expected` 0: any size will do.
+    """Set the address and size of each message. `expected`: table of expected sizes, or 0 to accept any size.
 
-    Returns the longest message, prefix included, or -1 - (kind of problem * R + peer): a peer that is at another
-    exchange (then `found` is its number and `table` its epoch), refused (then `found` is its text's length), or sent
-    another size.
+    Returns the length of the longest message, prefix included, or -1 - (kind of problem * R + peer). The peer is at
+    another exchange (then `found` is its number and `table` its epoch), refused (then `found` is its text's length), or
+    sent another size.
     """
     sizes, addresses, masked = words(found, R), words(table, R), words(mask, R)
     longest, problem, at = 0, 0, incoming
@@ -92,7 +92,7 @@ def find_messages(
 
 @inlined
 def _is_lesser(problem: int, R: int) -> bool:
-    """Whether a refusal goes before the problem found so far."""
+    """Whether a refusal takes precedence over the problem found so far."""
     return problem == 0 or (-1 - problem) // R == DISAGREEMENT
 
 

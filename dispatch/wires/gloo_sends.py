@@ -1,10 +1,10 @@
-"""How the parts of an exchange travel over gloo: all together, or peer by peer where the lost are to be masked.
+"""Two ways to send the parts of an exchange over gloo: all together, or peer by peer if lost ranks are to be masked.
 
 Together is one all-to-all. Peer by peer would be faster on an idle machine (2 ranks, 4 KB: 0.23 ms against 0.31), but
-costs a whole scheduler tick (4 ms) where ranks share their cores with anything else. An all-to-all does not say who
-failed, so that is asked for afterwards, and none works once a rank has died. Between two that live, sends and
-receives go on working; so that is the way to mask a rank that died.
-A rank that hangs cannot be masked: after a time-out gloo closes all connections of the rank that waited.
+costs a whole scheduler tick (4 ms) if ranks share their cores with other work. The error of an all-to-all does not name
+the failed rank, so connections are probed afterwards. After a rank died, no all-to-all works, but sends and receives
+between two live ranks do, so peer by peer can mask a rank that died.
+A rank that hangs cannot be masked: after a timeout, gloo closes all connections of the rank that waited.
 """
 
 import logging
@@ -20,18 +20,18 @@ from dispatch.errors import DispatchError, DispatchTimeout, PeerLost
 from dispatch.wires.wire import RankTable
 
 _TAG_PART, _TAG_REST, _TAG_PROBE = 0x57E8, 0x57E9, 0x57EA
-_NEARLY = 0.9  # of a time-out
+_NEARLY = 0.9  # share of the timeout
 _DOING = "an exchange over gloo"
-_MAX_CUTS = 256  # lengths are multiples of 64 and repeat from step to step while steps are small
+_MAX_CUTS = 256  # lengths are multiples of 64, and repeat between small steps
 
 log = logging.getLogger(__name__)
 
 Rests = list[tuple[int, Tensor]]
-"""Peers with what is to be sent to them, or received from them, behind the part."""
+"""Peers, each with the bytes to send to it or receive from it after the part."""
 
 
 class _Sends:
-    """What both ways share. `incoming` holds a part of `part_bytes` for each peer, in order of rank."""
+    """Common part of both ways. `incoming` holds a part of `part_bytes` for each peer, in order of rank."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class _Sends:
         self._peers = [peer for peer in range(self._world_size) if peer != self._rank]
         self._incoming, self._part_bytes, self._mask = incoming, part_bytes, mask
         self._timeout_s = timeout_s
-        self.interruption: DispatchError | None = None  # set by another thread: raised when a wait ends badly
+        self.interruption: DispatchError | None = None  # set by another thread: raised if a wait fails
 
     def exchange_rests(self, sends: Rests, receives: Rests) -> None:
-        """Send and receive what is longer than a part. Raises or masks as `finish` does.
+        """Send and receive the rests of messages that are longer than a part. Raises or masks as `finish` does.
 
-        Above two ranks a time-out names nobody: who is late here may itself be kept waiting by a third.
+        With more than two ranks, a timeout names no rank: the late peer may itself be waiting for a third rank.
         """
         self._deadline, suspect = time.monotonic() + self._timeout_s, self._only_peer
         works = [self._start("recv", memory, peer, _TAG_REST) for peer, memory in receives]
@@ -62,9 +62,9 @@ class _Sends:
             self._finish(work, peer, suspect)
 
     def close(self) -> None:
-        """Be of no more use: let go of the group and of all that is under way, which keeps connections open.
+        """Release the group and all pending operations, which keep connections open. It cannot be used afterwards.
 
-        An error that was raised here holds this object for as long as anybody looks at it.
+        An error raised here keeps this object alive for as long as the error is referenced.
         """
         vars(self).clear()
 
@@ -73,7 +73,7 @@ class _Sends:
         return self._peers[0] if self._world_size == 2 else None
 
     def _start(self, verb: str, memory: Tensor, peer: int, tag: int) -> Any:
-        """Start to send or receive; None if the peer is masked, or lost by now."""
+        """Start to send or receive. Returns None if the peer is masked or already lost."""
         if self._mask.values[peer]:
             return None
         try:
@@ -83,7 +83,7 @@ class _Sends:
             return None
 
     def _finish(self, work: Any, peer: int, suspect: int | None) -> None:
-        """Wait for a message until the deadline; a time-out is laid to `suspect`."""
+        """Wait for a message until the deadline. A timeout is attributed to `suspect`."""
         if work is None or self._mask.values[peer]:
             return
         try:
@@ -94,7 +94,7 @@ class _Sends:
             self._lose(peer, error)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
-        """Raise, or mask the peer."""
+        """Raise PeerLost. (`PeerByPeer` masks the peer instead.)"""
         self._check_time(error)
         raise PeerLost(peer, _first_line(error)) from error
 
@@ -103,7 +103,7 @@ class _Sends:
             raise self.interruption
 
     def _check_time(self, error: RuntimeError) -> None:
-        """Raise what another thread gave up for. Take an error when the time-out is nearly over for that of another rank, which closed its connections."""
+        """Raise the interruption, if any. Near the deadline, raise a timeout: another rank's has closed connections."""
         self._check_interruption()
         if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
             raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error
@@ -128,11 +128,11 @@ class Together(_Sends):
         self._received = [0 if rank == self._rank else part_bytes for rank in range(self._world_size)]
 
     def start(self, outgoing: Tensor, split: list[int]) -> None:
-        """Start to exchange parts: messages of `split` [R] bytes, 0 for this rank, as they lie in `outgoing`."""
+        """Start to exchange parts. `outgoing` holds messages of `split` [R] bytes in rank order; 0 for this rank."""
         self._check_interruption()
         if 1 in self._mask.values.tolist():  # ndarray.any takes 25 us when its code is cold
             raise DispatchError(
-                "a rank is masked, and this wire was opened without mask_lost, by which gloo can do without it"
+                "a rank is masked; to continue without it, gloo needs a wire that was opened with mask_lost"
             )
         if max(split) > self._part_bytes:
             heads = [message[: self._part_bytes] for message in torch.split(outgoing[: sum(split)], split)]
@@ -149,7 +149,7 @@ class Together(_Sends):
         """Wait for every part.
 
         Raises:
-            PeerLost, DispatchTimeout: above two ranks, a time-out does not say whose.
+            PeerLost, DispatchTimeout: With more than two ranks, a timeout names no rank.
         """
         try:
             self._work.wait()
@@ -157,7 +157,7 @@ class Together(_Sends):
             self._fail(error)
 
     def _cut(self, outgoing: Tensor, num_bytes: int) -> Tensor:
-        """Return outgoing[:num_bytes]; to make it anew takes 20 us when torch's code is cold."""
+        """Return outgoing[:num_bytes], cached: making it takes 20 us when torch's code is not in the CPU's cache."""
         if outgoing is not self._cut_of or len(self._cuts) > _MAX_CUTS:
             self._cut_of, self._cuts = outgoing, {}
         cut = self._cuts.get(num_bytes)
@@ -174,8 +174,8 @@ class Together(_Sends):
         raise PeerLost(self._find_lost(), text) from error
 
     def _find_lost(self) -> int:
-        """Ask the connections: gloo refuses a receive from a peer whose connection is closed. Local."""
-        self._probes = []  # what the others accept stays pending, for as long as this object lives
+        """Find the lost peer: gloo refuses a receive from a peer if its connection is closed. Local."""
+        self._probes = []  # accepted receives stay pending for the life of this object
         for peer in self._peers:
             try:
                 probe = torch.empty(1, dtype=torch.uint8)
@@ -186,10 +186,10 @@ class Together(_Sends):
 
 
 class PeerByPeer(_Sends):
-    """A send and a receive per peer. A peer that is lost is masked; one that hangs is an error."""
+    """A send and a receive per peer. A lost peer is masked; a hung peer is an error."""
 
     def start(self, outgoing: Tensor, split: list[int]) -> None:
-        """See `Together.start`."""
+        """Start as `Together.start`."""
         self._check_interruption()
         self._deadline = time.monotonic() + self._timeout_s
         parts = zip(self._peers, torch.split(self._incoming, self._part_bytes), strict=True)
@@ -202,17 +202,17 @@ class PeerByPeer(_Sends):
             at += length
 
     def finish(self) -> None:
-        """Wait for every part of those that live.
+        """Wait for every part of peers that are alive.
 
         Raises:
-            DispatchTimeout: a peer hangs; all connections are closed then.
+            DispatchTimeout: A peer hangs; then all connections are closed.
         """
         for peer, work in self._works:
             self._finish(work, peer, suspect=peer)
 
     def _lose(self, peer: int, error: RuntimeError) -> None:
         self._check_time(error)
-        log.warning("rank %d goes on without rank %d: %s", self._rank, peer, _first_line(error))
+        log.warning("rank %d continues without rank %d: %s", self._rank, peer, _first_line(error))
         self._mask.values[peer] = 1
 
 

@@ -1,4 +1,4 @@
-"""One rank: nothing travels, so there is nothing to do. Its rows are read where they are."""
+"""`Wire` of a single rank: nothing is sent, and its rows are read in place."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from dispatch.wires.wire import RankTable
 
 
 class LocalWire:
-    """See `Wire`."""
+    """`Wire` of a single rank."""
 
     name = "local"
     rank = 0
@@ -22,30 +22,28 @@ class LocalWire:
         self._nothing = torch.empty(0, dtype=torch.uint8)
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Wire`."""
+        pass
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Wire`."""
         return self._nothing
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
+        pass
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
+        pass
 
     def finish_exchange(self) -> None:
-        """See `Wire`."""
+        pass
 
     def received(self, rank: int) -> Tensor:
-        """See `Wire`."""
         return self._nothing
 
     def refuse(self, text: str) -> None:
-        """See `Wire`. There is nobody to tell."""
+        pass
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Wire`. Nobody is waited for."""
+        pass
 
     def close(self) -> None:
-        """See `Wire`."""
+        pass

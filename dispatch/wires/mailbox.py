@@ -1,8 +1,8 @@
-"""A small fixed header from every rank to every rank: posted now, collected later, never waited for in between.
+"""A small fixed header from every rank to every rank, posted now and collected later, without a wait in between.
 
 The lock-step scheduler posts what it knows about step n+1 while step n runs. Rounds are numbered by the calls: post
-and collect alternate, on all ranks alike. Through shared memory a round costs microseconds, through gloo a few tenths
-of a millisecond in the background.
+and collect alternate in the same way on all ranks. Through shared memory a round takes microseconds, through gloo a few
+tenths of a millisecond in the background.
 """
 
 import time
@@ -21,7 +21,7 @@ from dispatch.wires.segment import SharedSegment
 from dispatch.wires.wire import RankTable
 
 MAX_WIDTH = signals.PAYLOAD_WORDS
-LOOK_EVERY_S = 0.1  # for an interruption, while gloo waits
+LOOK_EVERY_S = 0.1  # interval of checks for an interruption while gloo waits
 NAMES = ("auto", "local", "gloo", "shm", *ON_DEVICE)
 
 
@@ -31,10 +31,10 @@ class Mailbox(Protocol):
     width: int
 
     def post(self, values: Sequence[int]) -> None:
-        """Give this rank's values for the next round. Does not block. The round before must be collected.
+        """Post this rank's values for the next round. Does not block. The last round must have been collected.
 
         Raises:
-            PeerLost: a peer is known to be gone; the mailbox is then of no more use.
+            PeerLost: A peer is known to be gone; the mailbox can no longer be used.
         """
         ...
 
@@ -42,47 +42,45 @@ class Mailbox(Protocol):
         """Wait for the posted round and return its values by rank.
 
         Raises:
-            PeerLost, DispatchTimeout: a peer did not post; the mailbox is then of no more use.
+            PeerLost, DispatchTimeout: A peer did not post; the mailbox can no longer be used.
         """
         ...
 
     def interrupt(self, error: DispatchError) -> None:
-        """End with `error` what this rank waits for, now or next. Local; from any thread."""
+        """Make this rank's current or next wait raise `error`. Local; may be called from any thread."""
         ...
 
     def close(self) -> None:
-        """Release what it holds. May be called twice."""
+        """Release all resources. May be called twice."""
         ...
 
 
 class LocalMailbox:
-    """One rank: what it posts it collects."""
+    """Mailbox of a single rank, which collects its own posts."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self._posted: list[int] | None = None
 
     def post(self, values: Sequence[int]) -> None:
-        """See `Mailbox`."""
         _check_turn(self._posted is None, values, self.width)
         self._posted = list(values)
 
     def collect(self, timeout_s: float) -> list[list[int]]:
-        """See `Mailbox`."""
         posted, self._posted = self._posted, None
         if posted is None:
-            raise DispatchError("collect without a post")
+            raise DispatchError("collect called without a post")
         return [posted]
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Mailbox`. Nobody is waited for."""
+        """Do nothing: there is no peer to wait for."""
 
     def close(self) -> None:
-        """See `Mailbox`."""
+        """Do nothing: there is nothing to release."""
 
 
 class ShmMailbox:
-    """Through shared memory, for ranks of one host. Opening is collective over `group`."""
+    """Mailbox through shared memory, for ranks of one host. Opening is collective over `group`."""
 
     def __init__(self, group: dist.ProcessGroup, width: int, *, timeout_s: float) -> None:
         self.width = width
@@ -94,7 +92,6 @@ class ShmMailbox:
         self._incoming = np.zeros((self._segment.world_size, width), dtype=np.int64)
 
     def post(self, values: Sequence[int]) -> None:
-        """See `Mailbox`."""
         _check_turn(not self._is_posted, values, self.width)
         self._outgoing[:] = values
         self._round += 1
@@ -106,9 +103,8 @@ class ShmMailbox:
         self._segment.post(self._numbers)
 
     def collect(self, timeout_s: float) -> list[list[int]]:
-        """See `Mailbox`."""
         if not self._is_posted:
-            raise DispatchError("collect without a post")
+            raise DispatchError("collect called without a post")
         self._segment.wait(self._numbers, f"round {self._round} of the mailbox", timeout_s)
         signals.read_payloads(*self._segment.place, self._round, self._incoming.ctypes.data, self.width)
         self._is_posted = False
@@ -116,29 +112,25 @@ class ShmMailbox:
         return rounds
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Mailbox`."""
         self._segment.interruption = error
 
     def close(self) -> None:
-        """See `Mailbox`."""
         self._segment.close()
 
 
 class GlooMailbox:
-    """Through an asynchronous all-gather. `group` is a gloo group that runs no other collective meanwhile."""
+    """Mailbox through an asynchronous all-gather. `group` is a gloo group that runs no other collective meanwhile."""
 
     def __init__(self, group: dist.ProcessGroup, width: int) -> None:
         self.width = width
         self._group: dist.ProcessGroup | None = group
-        self._peer = (
-            1 if dist.get_rank(group) == 0 else 0
-        )  # gloo's collectives do not say who failed: a guess
+        # A guess: gloo's collectives do not report the failed rank.
+        self._peer = 1 if dist.get_rank(group) == 0 else 0
         self._incoming = [torch.zeros(width, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
         self._work: Any = None
         self._interruption: DispatchError | None = None
 
     def post(self, values: Sequence[int]) -> None:
-        """See `Mailbox`."""
         _check_turn(self._work is None, values, self.width)
         self._outgoing = torch.tensor(values, dtype=torch.int64)
         try:
@@ -147,9 +139,9 @@ class GlooMailbox:
             raise PeerLost(self._peer, _first_line(error)) from error
 
     def collect(self, timeout_s: float) -> list[list[int]]:
-        """See `Mailbox`. The rank that an error names is a guess with more than two ranks."""
+        """Collect a round. With more than two ranks, the rank in an error is a guess."""
         if self._work is None:
-            raise DispatchError("collect without a post")
+            raise DispatchError("collect called without a post")
         until_s = time.monotonic() + timeout_s
         while not self._has_come(until_s - time.monotonic(), timeout_s):
             if self._interruption is not None:
@@ -158,12 +150,12 @@ class GlooMailbox:
         return [values.tolist() for values in self._incoming]
 
     def _has_come(self, left_s: float, timeout_s: float) -> bool:
-        """Wait for the posted round, but no longer than until an interruption is to be looked for."""
+        """Wait for the posted round, at most until the next check for an interruption."""
         try:
             self._work.wait(timedelta(seconds=max(1e-3, min(left_s, LOOK_EVERY_S))))
         except RuntimeError as error:
             text = _first_line(error)
-            if not self._work.is_completed() and left_s > 0:  # this wait is over, and not the collective
+            if not self._work.is_completed() and left_s > 0:  # only this wait is over, not the collective
                 return False
             if "imed out" in text or "imeout" in text:
                 raise DispatchTimeout(self._peer, timeout_s, "a round of the mailbox") from error
@@ -171,22 +163,21 @@ class GlooMailbox:
         return True
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Mailbox`."""
         self._interruption = error
 
     def close(self) -> None:
-        """See `Mailbox`. The group stays its owner's to destroy, and ends then, as nothing here holds it."""
+        """Release the group. Its owner destroys it; it can end then because the mailbox keeps no reference to it."""
         self._group = self._work = None
 
 
 def open_mailbox(
     name: str, group: dist.ProcessGroup | None, *, width: int, timeout_s: float = 30.0
 ) -> Mailbox:
-    """Open a mailbox over all ranks of `group`. Collective. Names and fall-back are those of `open_wire`;
-    what connects devices leaves it to auto, as headers are the hosts'.
+    """Open a mailbox over all ranks of `group`. Collective. Names and fallback are those of `open_wire`. Names of
+    device backends mean auto, because headers are on the hosts.
 
     Args:
-        width: values per rank and round, 1 to MAX_WIDTH.
+        width: Number of values per rank and round, 1 to MAX_WIDTH.
     """
     if name not in NAMES:
         raise ValueError(f"mailbox is {name!r}; it must be one of {', '.join(NAMES)}")
@@ -210,6 +201,6 @@ def _first_line(error: RuntimeError) -> str:
 
 def _check_turn(may_post: bool, values: Sequence[int], width: int) -> None:
     if not may_post:
-        raise DispatchError("post before the round before was collected")
+        raise DispatchError("post called before the last round was collected")
     if len(values) != width:
         raise ValueError(f"values has {len(values)} entries; this mailbox was opened for {width}")

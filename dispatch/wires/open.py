@@ -1,7 +1,7 @@
-"""Pick the wire: what the user asked for, or the fastest that works between these ranks; and say why.
+"""Choose the wire: the requested one, or the fastest that works between these ranks, with the reason.
 
-The one place that decides. `availability` says what a name needs of the machine, without torch, so that a service can
-refuse it before anything is loaded.
+The only place that decides. `availability` lists each wire's requirements without torch, so that a service can refuse
+a wire before anything is loaded.
 """
 
 import logging
@@ -17,7 +17,7 @@ from dispatch.wires.local import LocalWire
 from dispatch.wires.shm import ShmWire
 from dispatch.wires.wire import Wire
 
-_ASKED = "it was asked for"
+_ASKED = "it was requested"
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +34,20 @@ def open_wire(
     """Open a wire over all ranks of `group`. Collective.
 
     Args:
-        name: one of BACKENDS. auto: local for one rank, shm when all ranks are on one host and can map the same
-            memory, gloo otherwise. nvshmem and deep_ep are no wires: nothing of theirs is exchanged in windows.
-        group: a gloo group, used to meet, and by gloo to exchange; for nccl one whose device has a backend. None
-            stands for one rank.
-        timeout_s: how long a peer may keep this rank waiting.
-        epoch: membership epoch; a wire serves one.
-        region_bytes: of shm and gloo, a multiple of 64, of gloo at least 1024: the largest message (with 64 bytes of
-            gloo's) that goes in one piece; None: what fits.
-        mask_lost: an exchange masks a peer that is lost, or late by `timeout_s`, and goes on (see `Wire.mask`).
-            gloo can mask a peer that died, one that hangs is an error there; nccl cannot mask.
+        name: One of BACKENDS. auto: local for one rank, shm if all ranks are on one host and can map the same
+            memory, gloo otherwise. nvshmem and deep_ep are not wires: they do not exchange messages in windows.
+        group: A gloo group, used to connect, and by gloo to exchange; for nccl, a group with a backend for the device.
+            None is one rank.
+        timeout_s: How long to wait for a peer.
+        epoch: Membership epoch; a wire serves one.
+        region_bytes: For shm and gloo, a multiple of 64, for gloo at least 1024: the largest message (with 64 bytes of
+            gloo's) that is sent in one piece (default: chosen by the number of ranks).
+        mask_lost: If a peer is lost or late by `timeout_s`, an exchange masks it and continues (see `Wire.mask`).
+            gloo can mask a peer that died, but a peer that hangs is an error; nccl cannot mask.
 
     Raises:
-        ValueError: unknown name, local with more than one rank, or bad region_bytes or timeout_s.
-        WireUnavailable: what was asked for by name cannot work here.
+        ValueError: Unknown name, local with more than one rank, or bad region_bytes or timeout_s.
+        WireUnavailable: The requested wire cannot work here.
     """
     _check(name, region_bytes, timeout_s)
     world_size = 1 if group is None else dist.get_world_size(group)
@@ -82,13 +82,13 @@ def _open_between(
     mask_lost: bool,
 ) -> Wire:
     if name in ON_DEVICE:
-        problem = why_unavailable(name) or "it exchanges no windows of bytes, so it is no wire"
+        problem = why_unavailable(name) or "it does not exchange windows of bytes, so it is not a wire"
         raise WireUnavailable(f"{name} cannot be used: {problem}; use auto, gloo or shm")
     reason = "all ranks are on one host and map the same memory" if name == "auto" else _ASKED
     if name != "gloo":
         try:
             return ShmWire(group, reason=reason, region_bytes=region_bytes, mask_lost=mask_lost, **settings)
-        except WireUnavailable as error:  # on all ranks alike, so all fall back alike
+        except WireUnavailable as error:  # raised on all ranks or none, so all fall back together
             if name == "shm":
                 raise
             reason = str(error)

@@ -1,11 +1,11 @@
-"""Memory that all ranks of one host map, with the signals to wait in it and the watch over who is alive.
+"""Memory that all ranks of one host map, with signals to wait for in it and a check of which ranks are alive.
 
-Rank 0 makes an anonymous file (memfd) and the others open it through /proc while they meet in the bootstrap group.
-It has no name, so not even kill -9 leaves anything behind, and it needs no room in /dev/shm, which containers keep
-small (64 MB by default). Rejected for that: a named file in /dev/shm that is unlinked once all have mapped it.
+Rank 0 makes an anonymous file (memfd). The others open it through /proc while they connect in the bootstrap group.
+It has no name, so not even kill -9 leaves anything behind, and it needs no room in /dev/shm, which is small in
+containers (64 MB by default). Rejected for this reason: a named file in /dev/shm, unlinked after all have mapped it.
 
-A peer is dead when its pid is gone, is a zombie, or has another start time. A rank that leaves, by an error or by
-closing, says so in its state, so that nobody waits for it until the time-out.
+A peer is dead if its pid is gone, is a zombie, or has another start time. A rank that leaves, by an error or by
+closing, publishes it in its state, so that peers do not wait until the timeout.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from dispatch.gathered import gather_values
 from dispatch.wires import signals
 from dispatch.wires.wire import RankTable
 
-_LIVENESS_NS = 50_000_000  # how long to wait before looking whether the peer lives
-_SPIN_NS = 50_000  # ranks of one step arrive within tens of microseconds; a futex wake costs about as much
-_CLOSED, _LOST, _TIMED_OUT = 1, 2, 3  # states, shifted left by 32; the low half is the rank it is about
+_LIVENESS_NS = 50_000_000  # time to wait before checking whether the peer is alive
+_SPIN_NS = 50_000  # ranks of one step arrive within tens of microseconds; a futex wake takes about as long
+_CLOSED, _LOST, _TIMED_OUT = 1, 2, 3  # states, shifted left by 32; the low half is the rank concerned
 
 log = logging.getLogger(__name__)
 
 
 class HostIdentity(NamedTuple):
-    """Two processes with equal hosts can share memory and see each other's pids."""
+    """Identity of a process. Two processes with equal hosts can share memory and see each other's pids."""
 
     host: tuple[str, str, str]  # boot id, host name, pid namespace
     pid: int
@@ -43,14 +43,14 @@ class HostIdentity(NamedTuple):
 
 
 def identify_process() -> HostIdentity:
-    """Describe this process to its peers."""
+    """Return the identity of this process, for its peers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host = (boot, socket.gethostname(), os.readlink("/proc/self/ns/pid"))
     return HostIdentity(host, os.getpid(), _start_ticks(os.getpid()) or 0)
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot; None if it is gone or a zombie."""
+    """Return a live process's start time in clock ticks since boot, or None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -59,7 +59,7 @@ def _start_ticks(pid: int) -> int | None:
 
 
 class _Loss(NamedTuple):
-    """Why a peer is not waited for any longer, as this rank raises it and as it tells the others."""
+    """Reason to stop waiting for a peer: the error to raise, and the state to publish to other ranks."""
 
     kind: int
     about: int
@@ -70,12 +70,12 @@ class SharedSegment:
     """A mapping of `signals` followed by `num_bytes`. Opening is collective over `group`.
 
     Args:
-        group: the bootstrap group; not kept.
-        num_bytes: what the owner needs behind the signals; equal on all ranks.
-        timeout_s: how long a peer may keep this rank waiting.
+        group: The bootstrap group; not kept.
+        num_bytes: Size of the owner's memory after the signals; equal on all ranks.
+        timeout_s: How long to wait for a peer.
 
     Raises:
-        WireUnavailable: not one host, or the memory cannot be had or mapped; on every rank alike.
+        WireUnavailable: The ranks are on several hosts, or the memory is missing or cannot be mapped; on every rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, *, timeout_s: float) -> None:
@@ -87,19 +87,19 @@ class SharedSegment:
         total = self._signals_bytes + num_bytes
         self._peers, self._memory = _map_together(group, total)
         content = np.frombuffer(self._memory, dtype=np.uint8)
-        self.memory = torch.from_numpy(content)  # all of it; of no bytes once closed
+        self.memory = torch.from_numpy(content)  # the whole mapping; empty after close
         self.base: int = content.ctypes.data  # address of the signals
-        self.place = (self.base, self.world_size, self.rank)  # how every function of `signals` begins
-        self.start = self.base + self._signals_bytes  # address of the owner's bytes
+        self.place = (self.base, self.world_size, self.rank)  # first arguments of every function of `signals`
+        self.start = self.base + self._signals_bytes  # address of the owner's memory
         cores = len(os.sched_getaffinity(0))
         self._spin_ns = _SPIN_NS if cores >= self.world_size else 0
         self._scratch = np.zeros(2, dtype=np.int64)
         self._scratch_address: int = self._scratch.ctypes.data
         self._has_left = self._has_closed = False
-        self.interruption: DispatchError | None = None  # set by another thread: ends what is waited for
+        self.interruption: DispatchError | None = None  # set by another thread; ends the wait
 
     def post(self, numbers: RankTable) -> None:
-        """Publish a message to every peer of the table, with its number. Local."""
+        """Publish a message with its number to every peer of the table. Local."""
         signals.post(*self.place, numbers.address)
 
     def wait(
@@ -112,11 +112,11 @@ class SharedSegment:
         """Wait for the messages of `numbers`.
 
         Args:
-            mask: where to set a 1 for a peer that is lost or late, instead of raising; its entry in `numbers`
-                becomes 0 then.
+            mask: If given, set to 1 for a lost or late peer instead of raising. The peer's entry in `numbers`
+                then becomes 0.
 
         Raises:
-            PeerLost, DispatchTimeout: and tells the other peers, so that they raise too.
+            PeerLost, DispatchTimeout: Also published to the other peers, so that they raise too.
         """
         late = self._wait_slice(numbers)
         if late < 0:
@@ -130,20 +130,20 @@ class SharedSegment:
             loss = self._find_loss(late, timeout_s)
             if loss is None and time.monotonic() >= deadline:
                 loss = _Loss(_TIMED_OUT, late, DispatchTimeout(late, timeout_s, doing))
-            if loss is None or self._has_come(numbers, late):  # the peer said what it had to, and then left
+            if loss is None or self._has_come(numbers, late):  # the peer posted its message before it left
                 late = self._wait_slice(numbers)
             elif mask is None:
                 self._leave(loss.kind, loss.about)
                 raise loss.error
             else:
-                log.warning("rank %d goes on without rank %d: %s", self.rank, late, loss.error)
+                log.warning("rank %d continues without rank %d: %s", self.rank, late, loss.error)
                 mask.values[late], numbers.values[late] = 1, 0
                 late = signals.missing(*self.place, numbers.address)
 
     def close(self) -> None:
-        """Unmap, and tell peers that may wait. Addresses taken from it are dead afterwards.
+        """Unmap the memory and wake waiting peers. Addresses in it are invalid afterwards.
 
-        Memory of which somebody still holds a tensor stays mapped until that is gone.
+        If a tensor in this memory still exists, the memory stays mapped until the tensor is deleted.
         """
         if self._has_closed:
             return
@@ -163,16 +163,16 @@ class SharedSegment:
         return signals.flag_of(*self.place, peer, number) >= number
 
     def _find_loss(self, late: int, timeout_s: float) -> "_Loss | None":
-        """Look whether a peer that is late has left or is dead."""
+        """Check whether a late peer has left or is dead."""
         state = signals.state_of(self.base, self.world_size, late)
         kind, about = state >> 32, state & 0xFFFFFFFF
         if kind in (_TIMED_OUT, _LOST) and about == self.rank:
-            return _Loss(_LOST, late, PeerLost(late, "it gave this rank up, which was too late"))
+            return _Loss(_LOST, late, PeerLost(late, "it stopped waiting for this rank, which was too late"))
         if kind == _TIMED_OUT:
-            doing = f"an exchange that rank {late} gave up"
+            doing = f"an exchange for which rank {late} stopped waiting"
             return _Loss(_TIMED_OUT, about, DispatchTimeout(about, timeout_s, doing))
         if kind == _LOST:
-            return _Loss(_LOST, about, PeerLost(about, f"rank {late} found that out"))
+            return _Loss(_LOST, about, PeerLost(about, f"rank {late} reported it"))
         if kind == _CLOSED:
             return _Loss(_LOST, late, PeerLost(late, "it has closed its wire"))
         peer = self._peers[late]
@@ -187,7 +187,7 @@ class SharedSegment:
 
 
 def _map_together(group: dist.ProcessGroup, total: int) -> tuple[list[HostIdentity], mmap.mmap]:
-    """Make the file on rank 0, map it everywhere, and return only if all could."""
+    """Make the file on rank 0 and map it on every rank. Returns only if all ranks succeeded."""
     problem, descriptor = _make_file(total) if dist.get_rank(group) == 0 else ("", -1)
     try:
         offers = gather_values((identify_process(), problem, descriptor), group)
@@ -210,15 +210,15 @@ def _map_together(group: dist.ProcessGroup, total: int) -> tuple[list[HostIdenti
 
 
 def available_bytes() -> int:
-    """Memory that the kernel says can be had without swapping (proc(5), MemAvailable)."""
+    """Return the memory that the kernel can provide without swapping (proc(5), MemAvailable), in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _make_file(total: int) -> tuple[str, int]:
-    """Reserve the memory now: a page that cannot be had later is a SIGBUS, not an error.
+    """Reserve the memory now: if a page were missing later, the process would get SIGBUS instead of an error.
 
-    The size is checked first. A memfd has no limit of its own, and reserving more than there is does not fail: it
+    The size is checked first. A memfd has no size limit, and reserving more than the available memory does not fail: it
     takes all memory and the kernel kills processes at random.
     """
     if not native.is_supported():

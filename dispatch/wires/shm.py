@@ -1,11 +1,11 @@
-"""Shared memory between the ranks of one host: senders write into the receiver's window, flags say when.
+"""Shared memory between the ranks of one host: senders write to the receiver's window, flags signal completion.
 
-Every ordered pair has two regions, used in turn by the parity of a running number. A message that fits its region is
-written there by the sender's kernel and read there by the receiver's: no copy in between. A larger one is staged in
-private memory on both sides and goes through the regions in chunks, one a round; see `regions` for the rounds.
+Every ordered pair has two regions, used alternately by the parity of a running number. If a message fits its region, the
+sender's kernel writes it there and the receiver's reads it there, without a copy. A larger one is staged in
+private memory on both sides and sent through the regions in chunks, one per round; see `shm_regions`.
 
-A wire of another epoch has another anonymous file: what a late peer of an old epoch writes lands in memory that
-nobody else maps any more.
+A wire of another epoch uses another anonymous file: writes of a late peer of an old epoch go to memory that no other
+rank maps any more.
 """
 
 import numpy as np
@@ -21,14 +21,14 @@ from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refu
 
 MAX_REGION_BYTES = 4 << 20
 MIN_REGION_BYTES = 64 << 10
-SEGMENT_BYTES = 64 << 20  # all regions together stay within it, down to MIN_REGION_BYTES each
+SEGMENT_BYTES = 64 << 20  # bound of all regions together, unless MIN_REGION_BYTES each is more
 
 
 class ShmWire(HostWire):
-    """See `Wire`. Opening is collective over `group`, which must be of one host.
+    """`Wire` through shared memory. Opening is collective over `group`, which must be on one host.
 
     Attributes:
-        place: how every function of `shm_regions` begins, for compiled code that posts by itself.
+        place: First arguments of every function of `shm_regions`, for compiled code that posts messages itself.
     """
 
     name = "shm"
@@ -62,7 +62,6 @@ class ShmWire(HostWire):
         self._is_open = True
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Wire`."""
         self._check_open()
         sizes, table, exchange = send_bytes.address, self.send_addresses.address, self._number + 1
         staged = regions.place_windows(*self.place, exchange, sizes, self._outgoing.address, table)
@@ -72,27 +71,24 @@ class ShmWire(HostWire):
         self._sent = send_bytes
 
     def send_window(self, rank: int) -> Tensor:
-        """See `Wire`."""
         size = 0 if rank == self.rank else int(self._sent.values[rank])
         return self._bytes_at(int(self.send_addresses.values[rank]), size, self._outgoing)
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
         self.note_begun(send_bytes, recv_bytes)
         regions.post_first_round(*self.place, self._number, send_bytes.address, self.send_addresses.address)
 
     @property
     def next_number(self) -> int:
-        """Of the exchange that comes next."""
+        """Number of the next exchange."""
         return self._number + 1
 
     def note_begun(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """Learn that compiled code has begun the next exchange, by `post_first_round`; arguments as `begin_exchange`'s."""
+        """Record that compiled code has begun the next exchange with `post_first_round`. Arguments as `begin_exchange`."""
         self._number += 1
         self._sent, self._expected = send_bytes, recv_bytes
 
     def finish_exchange(self) -> None:
-        """See `Wire`."""
         self._segment.wait(self._numbers, "an exchange", mask=self._mask_lost)
         expected = 0 if self._expected is None else self._expected.address
         rounds = regions.find_windows(
@@ -105,13 +101,11 @@ class ShmWire(HostWire):
             self._exchange_rounds(rounds)
 
     def received(self, rank: int) -> Tensor:
-        """See `Wire`."""
         address = int(self.recv_addresses.values[rank])
         size = 0 if rank == self.rank or address == 0 else int(self._found.values[rank])
         return self._bytes_at(address, size, self._incoming)
 
     def refuse(self, text: str) -> None:
-        """See `Wire`."""
         self._check_open()
         content = np.frombuffer(encode_refusal(text, self._region_bytes), dtype=np.uint8)
         self._number += 1
@@ -119,17 +113,15 @@ class ShmWire(HostWire):
         self._segment.wait(self._numbers, "a refused exchange", mask=self._mask_lost)
 
     def interrupt(self, error: DispatchError) -> None:
-        """See `Wire`."""
         self._segment.interruption = error
 
     def close(self) -> None:
-        """See `Wire`."""
         if self._is_open:
             self._is_open = False
             self._segment.close()
 
     def _exchange_rounds(self, rounds: int) -> None:
-        """Take the chunks of large messages out of their regions, round by round."""
+        """Copy the chunks of large messages out of their regions, round by round."""
         place, found, table = self.place, self._found.address, self.recv_addresses.address
         self._incoming.reserve(regions.stage_windows(*place, found, 0, table))
         regions.stage_windows(*place, found, self._incoming.address, table)
@@ -143,18 +135,18 @@ class ShmWire(HostWire):
         self.recv_addresses.values[self.mask.values != 0] = 0
 
     def _raise_for(self, problem: int) -> None:
-        """Raise what a negative result of `find_windows` stands for."""
+        """Raise the error for a negative result of `find_windows`."""
         kind, peer = divmod(-1 - problem, self.world_size)
         if kind == regions.REFUSAL:
             address, size = int(self.recv_addresses.values[peer]), int(self._found.values[peer])
             content = self._bytes_at(address, size, self._incoming).numpy().tobytes()
             raise PeerRefused(peer, decode_refusal(content))
         if kind == regions.OUT_OF_STEP:
-            raise RanksDisagree(f"rank {peer} is past exchange {self._number}, where rank {self.rank} is")
+            raise RanksDisagree(f"rank {peer} is past exchange {self._number}, but rank {self.rank} is not")
         self._refuse_size(peer)
 
     def _bytes_at(self, address: int, size: int, staging: AlignedBytes) -> Tensor:
-        """View bytes that lie in a region or in `staging`."""
+        """View bytes of a region or of `staging`."""
         memory, base = self._segment.memory, self._segment.base
         if not base <= address < base + memory.numel():
             memory, base = staging.memory, staging.address
@@ -166,5 +158,5 @@ class ShmWire(HostWire):
 
 
 def fitting_region_bytes(world_size: int) -> int:
-    """Return the largest region with which all of them stay within SEGMENT_BYTES, within the limits."""
+    """Return the largest region size, within the limits, with which all regions fit into SEGMENT_BYTES."""
     return fitting_share(SEGMENT_BYTES, 2 * world_size * (world_size - 1), MIN_REGION_BYTES, MAX_REGION_BYTES)

@@ -1,12 +1,12 @@
-"""The compiled side of `shm`: where each message lies in shared memory, and how a large one goes through in chunks.
+"""The compiled part of `shm`: address of each message in shared memory, and the chunks of large messages.
 
-How many rounds a pair takes the two agree on between themselves, from the sizes that the first round carries; pairs
-that are done take no part in the others' rounds. So a rank that some have lost and others have not yet never brings
-those out of step. Rejected: as many rounds for all as any pair needs, which all must then see alike.
+Two ranks agree between themselves on the number of rounds, from the sizes in the first round. A pair that is done takes
+no part in the rounds of others. So if some ranks have lost a rank and others have not yet, they stay in step.
+Rejected: one number of rounds for all pairs, the largest. All ranks would have to compute the same number.
 
-A round's number is exchange * STRIDE + chunk. STRIDE and the rounds of a pair are odd, so that a pair's parities
-alternate from chunk to chunk and from exchange to exchange. Two regions of a pair are enough: `signals` explains it
-for flags, and a rank posts a number only when it is done with all windows of the number before.
+A round's number is exchange * STRIDE + chunk. STRIDE and the number of rounds of a pair are odd, so a pair's parities
+alternate from chunk to chunk and from exchange to exchange. Two regions per pair are enough: `signals` explains it
+for flags, and a rank posts a number only after it is done with all windows of the number before.
 
 All functions begin with the place: signals, first region, R, rank, bytes of a region, the table of numbers that the
 round posts and waits for (written here), and the mask. Every argument is an int64; tables are addresses of int64 [R].
@@ -17,7 +17,7 @@ from dispatch.wires import signals
 from dispatch.wires.wire import REFUSED
 
 STRIDE = (1 << 20) + 1
-DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problem of `find_windows`
+DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problems that `find_windows` reports
 _ALIGNMENT = 64
 _SIZE, _TEXT_BYTES = 0, 1  # words of a flag's payload
 
@@ -38,7 +38,7 @@ def place_windows(
     base: int, start: int, R: int, rank: int, region_bytes: int, numbers: int, mask: int,
     exchange: int, send_bytes: int, staging: int, table: int,
 ) -> int:  # fmt: skip
-    """Set where to write each message: its region, or staging if it is larger or goes nowhere.
+    """Set the address of each message: its region, or staging if the message is larger or its receiver is masked.
 
     Returns the staging bytes needed.
     """
@@ -60,7 +60,7 @@ def post_first_round(
     base: int, start: int, R: int, rank: int, region_bytes: int, numbers: int, mask: int,
     exchange: int, send_bytes: int, table: int,
 ) -> None:  # fmt: skip
-    """Note sizes, copy the first chunk of each staged message to its region, and post to all that are not masked."""
+    """Write the sizes, copy the first chunk of each staged message to its region, and post to all unmasked peers."""
     sizes, addresses = words(send_bytes, R), words(table, R)
     round_, masked = words(numbers, R), words(mask, R)
     number = exchange * STRIDE
@@ -99,9 +99,9 @@ def find_windows(
     base: int, start: int, R: int, rank: int, region_bytes: int, numbers: int, mask: int,
     exchange: int, send_bytes: int, expected: int, found: int, rounds: int, table: int,
 ) -> int:  # fmt: skip
-    """Set where each message lies, its size and the rounds that its pair takes; `expected` 0: any size will do.
+    """Set each message's address and size, and its pair's number of rounds. `expected`: table of sizes, or 0 for any.
 
-    Returns the most rounds of any pair, or -1 - (kind of problem * R + peer); for a refusal `found` is its length.
+    Returns the most rounds of any pair, or -1 - (kind of problem * R + peer); for a refusal, `found` is its length.
     """
     sizes, addresses, round_ = words(found, R), words(table, R), words(numbers, R)
     pair_rounds, sent = words(rounds, R), words(send_bytes, R)
@@ -131,7 +131,7 @@ def stage_windows(
     base: int, start: int, R: int, rank: int, region_bytes: int, numbers: int, mask: int,
     found: int, staging: int, table: int,
 ) -> int:  # fmt: skip
-    """Point the large messages at private memory. Returns the bytes that takes; `staging` 0 only counts."""
+    """Set the addresses of large messages to private memory. Returns its bytes; with `staging` 0 only counts them."""
     sizes, addresses = words(found, R), words(table, R)
     staged = 0
     for source in range(R):

@@ -1,16 +1,16 @@
 """Flags between processes in shared memory: post a numbered message to peers, wait for theirs.
 
-Per (receiver, sender, parity of the number) there is one line with its flag and a few words of payload; the flag is
-the number, stored last. Numbers only grow, so nothing is ever cleared. Two parities are enough: a peer posts its
-second message after n only when it has this rank's first after n, which this rank posts when it is done with n.
+Per (receiver, sender, parity of the number) there is one line with the sender's flag and a few words of payload. The
+flag is the number, stored last. Numbers only grow, so nothing is ever cleared. Two parities are enough: a peer posts
+its second message after n only after it has received this rank's first after n, which this rank posts when done with n.
 
-Which number goes to and comes from which peer is an int64 table [R]; a peer with 0 takes no part: nothing is written
-to it and it is not waited for. This rank's own entry must be 0.
+An int64 table [R] holds the number to send to and receive from each peer. A peer with 0 takes no part: nothing is
+written to it and it is not waited for. This rank's own entry must be 0.
 
-A waiter spins for a bounded time, then sleeps on its doorbell (futex). A sender rings only where somebody sleeps;
-the two fences make sure that either the sender sees the sleeper or the sleeper sees the flag (Dekker).
+A waiter spins for a bounded time, then sleeps on its doorbell (futex). A sender rings only if the receiver sleeps.
+The two fences make sure that either the sender sees the sleeper or the sleeper sees the flag (Dekker).
 
-Layout, in words of LINE_BYTES: per rank a block of [state, doorbell, sleeping, flags of (parity, sender)...].
+Layout, in lines of LINE_BYTES: per rank a block of [state, doorbell, sleeping, flags of (parity, sender)...].
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ _SPINS_PER_CLOCK = 32
 
 @inlined
 def block_bytes(R: int) -> int:
-    """Bytes of one rank's block."""
+    """Return the size of one rank's block, in bytes."""
     return LINE_BYTES * (_FLAGS + 2 * R)
 
 
@@ -53,13 +53,13 @@ def _flag(base: int, R: int, receiver: int, sender: int, number: int) -> int:
 
 @compiled
 def payload(base: int, R: int, receiver: int, sender: int, number: int) -> int:
-    """Address of the payload that `sender` gives `receiver` with message `number`."""
+    """Return the address of the payload of message `number` from `sender` to `receiver`."""
     return _flag(base, R, receiver, sender, number) + 8
 
 
 @compiled
 def post(base: int, R: int, rank: int, numbers: int) -> None:
-    """Set this rank's flag at the peers of the table, after the payload and all else it wrote; wake who sleeps."""
+    """Set this rank's flag at the peers of the table, after the payload and all its other writes. Wake sleeping peers."""
     number = words(numbers, R)
     for peer in range(R):
         if number[peer] != 0:
@@ -72,14 +72,14 @@ def post(base: int, R: int, rank: int, numbers: int) -> None:
 
 @compiled
 def ring(base: int, R: int, peer: int) -> None:
-    """Wake a peer that sleeps, or keep it from falling asleep."""
+    """Wake a sleeping peer, or keep it from falling asleep."""
     fetch_add(_line(base, R, peer, _DOORBELL), 1)
     futex_wake(_line(base, R, peer, _DOORBELL))
 
 
 @compiled
 def set_state(base: int, R: int, rank: int, state: int) -> None:
-    """Tell every peer that this rank has left: 0 is alive, what else it means is the caller's."""
+    """Publish this rank's state and wake every peer. 0 is alive; the caller defines the other values."""
     store(_line(base, R, rank, _STATE), state)
     fence()
     for peer in range(R):
@@ -89,13 +89,13 @@ def set_state(base: int, R: int, rank: int, state: int) -> None:
 
 @compiled
 def state_of(base: int, R: int, rank: int) -> int:
-    """What a rank last set as its state."""
+    """Return the state that a rank last set."""
     return int(load(_line(base, R, rank, _STATE)))
 
 
 @compiled
 def missing(base: int, R: int, rank: int, numbers: int) -> int:
-    """Return the first peer of the table whose message has not come, or -1."""
+    """Return the first peer of the table with a missing message, or -1."""
     number = words(numbers, R)
     for peer in range(R):
         if number[peer] != 0 and load(_flag(base, R, rank, peer, number[peer])) < number[peer]:
@@ -105,16 +105,15 @@ def missing(base: int, R: int, rank: int, numbers: int) -> int:
 
 @compiled
 def flag_of(base: int, R: int, rank: int, sender: int, number: int) -> int:
-    """What stands where the flag of `number` from `sender` does: a later number if the sender is ahead."""
+    """Return the flag in the line of `number` from `sender`: a later number if the sender is ahead."""
     return int(load(_flag(base, R, rank, sender, number)))
 
 
 @compiled
 def wait_all(base: int, R: int, rank: int, numbers: int, spin_ns: int, slice_ns: int, scratch: int) -> int:
-    """Wait until the message of every peer of the table is there: spin for `spin_ns`, then sleep, at most `slice_ns`
-    in all.
+    """Wait for the message of every peer of the table: spin for `spin_ns`, then sleep, for at most `slice_ns` in all.
 
-    Returns -1, or a peer that is still missing when the slice is over or when that peer has left.
+    Returns -1, or a peer with a missing message if the slice is over or if that peer has left.
     `scratch`: address of two words.
     """
     number = words(numbers, R)
@@ -137,7 +136,7 @@ def wait_all(base: int, R: int, rank: int, numbers: int, spin_ns: int, slice_ns:
 
 @compiled
 def _sleep(base: int, R: int, rank: int, numbers: int, timeout_ns: int, scratch: int) -> None:
-    """Sleep until rung, unless nothing is missing by now."""
+    """Sleep until the doorbell rings. Return at once if no message is missing."""
     doorbell, sleeping = _line(base, R, rank, _DOORBELL), _line(base, R, rank, _SLEEPING)
     seen = load(doorbell)
     store(sleeping, 1)
@@ -150,7 +149,7 @@ def _sleep(base: int, R: int, rank: int, numbers: int, timeout_ns: int, scratch:
 
 @compiled
 def write_payload(base: int, R: int, rank: int, number: int, values: int, count: int) -> None:
-    """Give the same `count` words to every peer with message `number`; `post` publishes them."""
+    """Write the same `count` words for every peer as the payload of message `number`; `post` publishes them."""
     source = words(values, count)
     for peer in range(R):
         target: Any = words(payload(base, R, peer, rank, number), count)
@@ -160,7 +159,7 @@ def write_payload(base: int, R: int, rank: int, number: int, values: int, count:
 
 @compiled
 def read_payloads(base: int, R: int, rank: int, number: int, values: int, count: int) -> None:
-    """Copy every rank's words, this rank's too, to `values` [R, count]."""
+    """Copy every rank's words, including this rank's, to `values` [R, count]."""
     for peer in range(R):
         source = words(payload(base, R, rank, peer, number), count)
         target = words(values + 8 * count * peer, count)

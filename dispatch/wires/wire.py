@@ -1,16 +1,15 @@
-"""The seam between layout and wires: a wire exchanges one message of bytes per pair of ranks, and knows no
-arithmetic, tokens or experts.
+"""Interface of wires: a wire exchanges one message of bytes per pair of ranks. It does not know tokens or experts.
 
-Messages live in windows. The sender asks for a window per destination and writes straight into it; after the
-exchange the receiver reads each source's message where it lies. Shared memory so copies each byte once on each side,
-as peer-mapped device memory would, and a message's counts travel in front of its rows in the same exchange.
+Messages are in windows. The sender opens a window per destination and writes directly into it; after the
+exchange the receiver reads each source's message in place. So shared memory copies each byte once on each side,
+as peer-mapped device memory would, and a message's counts travel before its rows in the same exchange.
 Rejected: counts and then rows as two calls over tensors, which costs a second round trip and two more copies.
 
-A window is an address, because kernels fill it, and a tensor of bytes for code in plain torch. Tables are int64
-arrays with one entry per rank; this rank's own entry is not used (its rows never travel).
+A window is an address, for the kernels that fill it, and a tensor of bytes, for code in plain torch. Tables are int64
+arrays with one entry per rank; this rank's own entry is not used (its rows do not travel).
 
-A rank whose caller's arguments are bad still meets the others: it sends a refusal in place of its messages, in the
-same exchange, so that every rank gets a named error without a round trip more, and nobody waits.
+A rank with bad arguments still takes part: it sends a refusal in place of its messages, in the same exchange. So every
+rank gets a named error without an extra round trip, and no rank waits for its messages.
 """
 
 from typing import Any, NoReturn, Protocol
@@ -24,15 +23,15 @@ from dispatch.buffers import AlignedBytes
 from dispatch.errors import DispatchError, RanksDisagree
 
 ALIGNMENT = 64
-"""Of messages, in bytes."""
+"""Alignment of messages, in bytes."""
 REFUSED = -1
-"""Stands where a message's size is expected."""
+"""Sent in place of a message's size."""
 MAX_REFUSAL_BYTES = 896
-"""Longer texts are cut: a refusal must fit where any message fits."""
+"""Longer texts are cut: a refusal must fit in every window."""
 
 
 class RankTable:
-    """An int64 per rank, with its address: numpy takes a microsecond to say it, which is asked for in every call."""
+    """An int64 per rank, with its address, which every call needs: numpy takes a microsecond to return it."""
 
     __slots__ = ("address", "values")
 
@@ -42,21 +41,21 @@ class RankTable:
 
 
 class Wire(Protocol):
-    """One exchange at a time, in the same order on all ranks. Holds the only reference to a process group.
+    """Runs one exchange at a time, in the same order on all ranks. Holds the only reference to a process group.
 
     Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        epoch: membership epoch it belongs to; messages of another epoch cannot arrive.
+        rank: This rank.
+        world_size: Number of ranks.
+        epoch: Membership epoch of the wire; messages of another epoch cannot arrive.
         name: "local", "gloo", "shm" or "nccl".
-        reason: one sentence on why this wire was chosen.
-        device: where windows lie.
-        send_addresses: int64 [R], where to write the message for each rank; set by `open_windows`.
-        recv_addresses: int64 [R], where each rank's message lies; set by `exchange`.
-        mask: int64 [R], 1 for a rank that this rank does without (DeepEP's polarity): nothing is sent to it (its
-            window leads nowhere) and it is not waited for; its address is 0 and `received` is empty. The caller may
-            write it between exchanges. Every rank has its own; between two ranks that are alive it should be set on
-            both, or the other waits for its time-out. With `mask_lost` an exchange sets it where it would raise
+        reason: Why this wire was chosen, in one sentence.
+        device: Device of the windows.
+        send_addresses: int64 [R], address to write each rank's message to; set by `open_windows`.
+        recv_addresses: int64 [R], address of each rank's message; set by `exchange`.
+        mask: int64 [R], 1 for a rank that this rank ignores (as in DeepEP): nothing is sent to it (its
+            window is not sent) and it is not waited for; its address is 0 and `received` is empty. The caller may
+            write it between exchanges. Every rank has its own. Between two live ranks, set it on both: otherwise the
+            other one waits until its timeout. With `mask_lost`, an exchange sets it instead of raising
             PeerLost or DispatchTimeout.
     """
 
@@ -71,88 +70,88 @@ class Wire(Protocol):
     mask: RankTable
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """Local. Make room for messages of `send_bytes` [R] and set `send_addresses` (64-byte aligned).
+        """Make room for messages of `send_bytes` [R] and set `send_addresses` (64-byte aligned). Local.
 
-        Ends the life of the windows that the last exchange received.
+        The windows that the last exchange received become invalid.
         """
         ...
 
     def send_window(self, rank: int) -> Tensor:
-        """Local. Return the open window for `rank` as uint8 [send_bytes]; empty for this rank itself."""
+        """Return the open window for `rank` as uint8 [send_bytes]; empty for this rank itself. Local."""
         ...
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """Collective. Send every window, wait for every peer's message, set `recv_addresses`.
+        """Send every window, wait for every peer's message, set `recv_addresses`. Collective.
 
-        The same as `begin_exchange` and `finish_exchange` at once.
+        Runs `begin_exchange` and `finish_exchange`.
 
         Args:
-            send_bytes: as given to `open_windows`.
-            recv_bytes: int64 [R], the sizes to expect where the receiver knows them; None: they are found out.
+            send_bytes: As passed to `open_windows`.
+            recv_bytes: int64 [R], the expected sizes. None accepts any size.
 
         Raises:
-            PeerRefused: a peer's arguments were bad; nothing was delivered to anybody, the next exchange works.
-            PeerLost, DispatchTimeout: a peer did not send; this wire is then of no more use.
-            RanksDisagree: a peer sent another number of bytes, or is at another exchange.
+            PeerRefused: A peer's arguments were bad; nothing was delivered to any rank, and the next exchange works.
+            PeerLost, DispatchTimeout: A peer did not send; this wire can no longer be used.
+            RanksDisagree: A peer sent another number of bytes, or is at another exchange.
         """
         ...
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """Local. Start to send every window, without waiting for a peer.
+        """Start to send every window, without waiting for a peer. Local.
 
-        Neither windows nor tables may change, nor other windows be opened, until `finish_exchange`.
+        Until `finish_exchange`, windows and tables must not change and no other windows may be opened.
         """
         ...
 
     def finish_exchange(self) -> None:
-        """Collective. Wait for what `begin_exchange` started. Raises as `exchange` does."""
+        """Wait for the exchange that `begin_exchange` started. Collective. Raises as `exchange`."""
         ...
 
     def received(self, rank: int) -> Tensor:
-        """Local. Return the message from `rank` as uint8; empty for this rank itself and for a masked one.
+        """Return the message from `rank` as uint8; empty for this rank itself and for a masked one. Local.
 
-        It lies where `recv_addresses` says and lives until the next `open_windows`.
+        It is at the address in `recv_addresses` and lives until the next `open_windows`.
         """
         ...
 
     def refuse(self, text: str) -> None:
-        """Collective, in place of `open_windows` and one `exchange`: this rank's arguments are bad.
+        """Refuse a call because this rank's arguments are bad, in place of `open_windows` and one `exchange`. Collective.
 
-        Every other rank's exchange raises PeerRefused (of the lowest rank that refused) with this text. Returns when
-        all have met; the caller then raises its own error. A call that takes several exchanges refuses in the first.
+        Every other rank's exchange raises PeerRefused (for the lowest rank that refused) with this text. Returns when
+        all ranks have it; the caller then raises its own error. A call of several exchanges refuses in the first.
 
         Args:
-            text: what was wrong; cut after MAX_REFUSAL_BYTES.
+            text: What was wrong; cut after MAX_REFUSAL_BYTES.
 
         Raises:
-            PeerLost, DispatchTimeout, RanksDisagree: as `exchange`.
+            PeerLost, DispatchTimeout, RanksDisagree: As `exchange`.
         """
         ...
 
     def interrupt(self, error: DispatchError) -> None:
-        """Local; from any thread. End with `error` what this rank waits for, now or next; the wire is then of no more use.
+        """Make this rank's current or next wait raise `error`; the wire cannot be used afterwards. Local; any thread.
 
-        Shared memory ends within a tenth of a second. gloo ends when a peer's connection does, and then with this error.
+        Shared memory stops waiting within 0.1 s. gloo stops when a peer's connection closes, and then raises this error.
         """
         ...
 
     def close(self) -> None:
-        """Local. Release what it holds and let waiting peers know. May be called twice.
+        """Release all resources and wake waiting peers. Local; may be called twice.
 
-        A tensor that was handed out keeps its memory alive, but is not to be read any more.
+        A returned tensor keeps its memory alive, but must not be read any more.
         """
         ...
 
 
 class HostWire(Wire):
-    """What wires between processes have alike on a CPU."""
+    """Common part of wires between processes on CPUs."""
 
     device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroup, *, epoch: int, reason: str) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.epoch, self.reason = epoch, reason
-        self._number = 0  # of the last exchange begun
+        self._number = 0  # number of the last exchange begun
         self.send_addresses, self.recv_addresses = RankTable(self.world_size), RankTable(self.world_size)
         self.mask = RankTable(self.world_size)
         self._sent, self._found = RankTable(self.world_size), RankTable(self.world_size)
@@ -160,27 +159,26 @@ class HostWire(Wire):
         self._outgoing, self._incoming = AlignedBytes(), AlignedBytes()
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
-        """See `Wire`."""
         self.begin_exchange(send_bytes, recv_bytes)
         self.finish_exchange()
 
     def _refuse_size(self, peer: int) -> NoReturn:
-        assert self._expected is not None, "sizes were checked against none"
+        assert self._expected is not None, "there were expected sizes to compare with"
         found, expected = int(self._found.values[peer]), int(self._expected.values[peer])
-        raise RanksDisagree(f"rank {peer} sent {found} bytes where rank {self.rank} expects {expected}")
+        raise RanksDisagree(f"rank {peer} sent {found} bytes but rank {self.rank} expects {expected}")
 
 
 def fitting_share(total_bytes: int, num_parts: int, smallest: int, largest: int) -> int:
-    """Return the largest size with which so many parts stay within a total, within the limits."""
+    """Return the largest size, within the limits, with which `num_parts` parts fit into a total."""
     share = total_bytes // max(1, num_parts) // ALIGNMENT * ALIGNMENT
     return max(smallest, min(largest, share))
 
 
 def encode_refusal(text: str, max_bytes: int = MAX_REFUSAL_BYTES) -> bytes:
-    """Write a refusal as bytes, cut to what fits."""
+    """Encode a refusal as bytes, cut to the maximum size."""
     return text.encode()[: min(max_bytes, MAX_REFUSAL_BYTES)]
 
 
 def decode_refusal(content: bytes) -> str:
-    """Read what `encode_refusal` wrote; half a character at the cut is dropped."""
+    """Decode the result of `encode_refusal`. A character that was cut in half is dropped."""
     return content.decode(errors="ignore")

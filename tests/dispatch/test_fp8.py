@@ -145,7 +145,7 @@ def test_integers_are_refused() -> None:
 
 
 def test_exponents_alone_need_rounded_scales() -> None:
-    with pytest.raises(ValueError, match="ue8m0 is True and round_scale False"):
+    with pytest.raises(ValueError, match="ue8m0 is True but round_scale is False"):
         fp8.quantise_fp8(torch.zeros(2, 128), ue8m0=True)
 
 

@@ -131,7 +131,7 @@ def test_a_bad_combine_is_refused_on_every_rank_and_may_be_repeated(
         "weights_TK is torch.int64",
         "on meta",
         "out has strides",
-        "not of the last",
+        "not from the last",
     )
     for rank, (errors, is_right) in enumerate(pool_of(world_size).run(combine_badly, name, 1)):
         for error, message in zip(errors, messages, strict=True):

@@ -213,7 +213,7 @@ def test_ranks_that_disagree_all_hear_it_and_go_on(pool_of: PoolOf, name: str, w
         else:
             assert refused == f"{PeerRefused.__name__}: rank {odd} refused the call: x is bad"
     if name != "nccl":
-        assert raised[0][0].startswith("RanksDisagree: rank 0 is in 'send: float32 [4]; int32 []'; rank ")
+        assert raised[0][0].startswith("RanksDisagree: rank 0 called 'send: float32 [4]; int32 []'; rank ")
 
 
 def test_a_masked_rank_is_an_error(pool_of: PoolOf) -> None:

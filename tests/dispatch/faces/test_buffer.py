@@ -254,7 +254,7 @@ def test_what_callers_read_is_there(pool_of: PoolOf) -> None:
         assert seen[3] == (True, "EventOverlap")
         assert seen[4] == (256,) and seen[5] == (3, 4)
         assert "backend shm has no streams" in seen[6]
-        assert "num_rdma_bytes is 256, which is 64 of torch.float32" in seen[7]
+        assert "num_rdma_bytes is 256, which holds 64 elements of torch.float32" in seen[7]
         assert seen[8] is None and seen[9] == "combine: the buffer is destroyed"
 
 
@@ -277,7 +277,7 @@ def test_a_hook_runs_once_after_the_wait() -> None:
     calls: list[int] = []
     event = EventOverlap(EventHandle())
     event.register_hook_after_wait(lambda: calls.append(1))
-    with pytest.raises(ValueError, match="takes one at a time"):
+    with pytest.raises(ValueError, match="only one is allowed"):
         event.register_hook_after_wait(lambda: None)
     event.current_stream_wait()
     event.current_stream_wait()

@@ -82,7 +82,7 @@ def test_calls_reach_the_package(pool_of: PoolOf) -> None:
         assert seen["attributes"] == (rank, 2, "runtime", True)
         assert seen["made"] == ((256, 0, True, 12), {"explicitly_destroy": True})
         assert seen["answers"][:6] == [name for name, _, _ in seen["calls"]]
-        assert "DeepEP takes bfloat16" in seen["answers"][6]
+        assert "DeepEP supports bfloat16" in seen["answers"][6]
         assert seen["calls"][0] == ("dispatch", 1, {"num_worst_tokens": 0})
         assert seen["calls"][1] == ("combine", 2, {"config": None})
         assert seen["calls"][2] == ("low_latency_dispatch", 4, {"use_fp8": False})
@@ -105,7 +105,7 @@ def refuse_to_delegate(kind: str) -> str:
     ("kind", "message"),
     [
         ("missing", "importing deep_ep failed: ModuleNotFoundError"),
-        ("shim", "the deep_ep that is imported is WideEP's own shim"),
+        ("shim", "the imported deep_ep is WideEP's own shim"),
         ("limits", "num_nvl_bytes is 100; DeepEP needs a multiple of 128"),
     ],
 )

@@ -71,7 +71,7 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     ),
     "counts that do not fit": (
         lambda a, h: {"num_tokens_per_rank": a["num_tokens_per_rank"] + 1},
-        "num_tokens_per_rank is .* where is_token_in_rank has .*same get_dispatch_layout",
+        "num_tokens_per_rank is .* but is_token_in_rank has .*same get_dispatch_layout",
     ),
     "long counts": (
         lambda a, h: {"num_tokens_per_rank": a["num_tokens_per_rank"].long()},
@@ -89,9 +89,9 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     "choices of floats": (lambda a, h: {"topk_idx": a["topk_idx"].float()}, "topk_idx is torch.float32"),
     "choices without weights": (
         lambda a, h: {"topk_weights": None},
-        "topk_weights is None and topk_idx is not",
+        "topk_weights is None but topk_idx is not",
     ),
-    "weights without choices": (lambda a, h: {"topk_idx": None}, "topk_idx is None and topk_weights is not"),
+    "weights without choices": (lambda a, h: {"topk_idx": None}, "topk_idx is None but topk_weights is not"),
     "weights of another type": (
         lambda a, h: {"topk_weights": a["topk_weights"].bfloat16()},
         r"topk_weights is torch.bfloat16.*float32 \[3, 2\]",
@@ -114,7 +114,7 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     ),
     "a handle of other tokens": (
         lambda a, h: {"handle": h, "x": a["x"][:1], "topk_idx": None, "topk_weights": None},
-        "x has 1 tokens; the handle is of a dispatch of 3",
+        "x has 1 tokens; the handle's dispatch had 3",
     ),
     "a handle written to": (
         lambda a, h: {"handle": written_to(h), "topk_idx": None, "topk_weights": None},
@@ -129,7 +129,7 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
 COMBINE: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
     "rows missing": (
         lambda a, h: {"x": a["x"][:-1]},
-        "x has . rows; the handle is of a dispatch that returned .",
+        "x has . rows; the handle's dispatch returned .",
     ),
     "x of integers": (lambda a, h: {"x": a["x"].int()}, "x is torch.int32"),
     "weights of other rows": (
@@ -214,13 +214,13 @@ def test_too_few_worst_tokens_and_other_sizes_reach_every_rank(pool_of: PoolOf) 
     results = pool_of(2).run(overflow)
     for rank, (worst, sizes) in enumerate(results):
         assert worst.startswith("ValueError: num_worst_tokens is 2 on rank 0, which receives 6 tokens")
-        own = f"RanksDisagree: rank {rank} is in 'dispatch over 2 experts: float32 [{2 * H + rank}]"
+        own = f"RanksDisagree: rank {rank} called 'dispatch over 2 experts: float32 [{2 * H + rank}]"
         assert sizes.startswith(own) and f"; rank {1 - rank} made another call than rank {rank}'s" in sizes
         assert "its bytes per row is " in sizes
 
 
 STRICT: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
-    "float32": (lambda a, h: {"x": torch.ones(T, H)}, "DeepEP takes bfloat16, or float8"),
+    "float32": (lambda a, h: {"x": torch.ones(T, H)}, "DeepEP supports bfloat16, or float8"),
     "strides": (lambda a, h: {"x": torch.ones(H, T).bfloat16().T}, r"x has strides \[1, 3\]"),
     "odd rows": (lambda a, h: {"x": torch.ones(T, 7).bfloat16()}, "x has rows of 14 bytes.*multiple of 16"),
     "stream": (lambda a, h: {"allocate_on_comm_stream": True}, "allocate_on_comm_stream is True"),
@@ -249,7 +249,7 @@ def test_strict_refuses_what_deep_ep_cannot_do(pool_of: PoolOf) -> None:
         with pytest.raises(ValueError, match=message):
             raise ValueError(one_node[case])
         assert "(strict=True)" in one_node[case]
-    assert "DeepEP has it within a node only" in two_nodes["worst"]
+    assert "DeepEP supports it within a node only" in two_nodes["worst"]
     assert "num_tokens_per_rdma_rank is None" in two_nodes["nodes"]
 
 
@@ -278,7 +278,7 @@ def construct() -> list[str]:
 def test_what_makes_no_sense_is_refused_when_a_buffer_is_made(pool_of: PoolOf) -> None:
     wanted = [
         "group is None; it must be a torch.distributed process group",
-        "comm is builtins.object; ranks meet over torch.distributed here",
+        "comm is builtins.object; ranks connect over torch.distributed here",
         "node_size is 0",
         "num_nvl_bytes is 100; DeepEP needs a multiple of 128",
         "carrier pigeon",

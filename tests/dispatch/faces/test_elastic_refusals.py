@@ -41,9 +41,11 @@ BAD = {
     "x has 13 tokens; num_max_tokens_per_rank is 12": {"x": torch.ones(13, 8)},
     "topk_weights is torch.float64": {"topk_weights": torch.ones(2, 2, dtype=torch.float64)},
     "expert_alignment is 0": {"expert_alignment": 0},
-    "do_zero_padding is True and do_expand False": {"do_zero_padding": True},
+    "do_zero_padding is True but do_expand is False": {"do_zero_padding": True},
     "previous_event is str": {"previous_event": "now", "allocate_on_comm_stream": True},
-    "previous_event is given and allocate_on_comm_stream False": {"previous_event": ElasticBuffer.capture()},
+    "previous_event is given but allocate_on_comm_stream is False": {
+        "previous_event": ElasticBuffer.capture()
+    },
     "cumulative_local_expert_recv_stats is torch.int32 [3]": {
         "cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)
     },
@@ -104,7 +106,7 @@ def open_wrongly(options: dict[str, Any]) -> str:
     ("options", "message"),
     [
         ({"node_size": 3}, "node_size is 3 for 2 ranks; it must be one of [1, 2]"),
-        ({"num_cpu_bytes": 1 << 21}, "it is for engram storage"),
+        ({"num_cpu_bytes": 1 << 21}, "engram storage is not supported"),
         ({"num_bytes": 5, "strict": True}, "num_bytes is 5"),
     ],
 )
@@ -133,4 +135,4 @@ def strict_texts() -> list[str]:
 
 def test_strict_keeps_deepeps_limits(pool_of: PoolOf) -> None:
     float_text, odd_text = pool_of(1).run(strict_texts)[0]
-    assert "DeepEP takes bfloat16" in float_text and "DeepEP needs a multiple of 16" in odd_text
+    assert "DeepEP supports bfloat16" in float_text and "DeepEP needs a multiple of 16" in odd_text

@@ -66,5 +66,5 @@ def test_what_is_missing_of_deep_ep_is_named(interpreting_pair: RankPool) -> Non
         assert absent.startswith(
             f"{WireUnavailable.__name__}: backend is 'deep_ep', but importing deep_ep failed"
         )
-        assert absent.endswith("build it from github.com/deepseek-ai/DeepEP, or take backend='auto'")
+        assert absent.endswith("build it from github.com/deepseek-ai/DeepEP, or use backend='auto'")
         assert "deep_ep is installed as 2.5.0, which has no Buffer" in newer

@@ -132,13 +132,16 @@ def complain(change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("dtype", "x_TH is torch.float64 [5, 16] on cpu; the kernels of this device take torch.bfloat16, "),
+        (
+            "dtype",
+            "x_TH is torch.float64 [5, 16] on cpu; the kernels of this device support torch.bfloat16, ",
+        ),
         (
             "slots",
             "slots_TK is torch.int32 [5, 3] on cpu; it must be a 2-dimensional int64 tensor on the CPU",
         ),
-        ("tokens", "x_TH has 5 tokens; low-latency mode was agreed for at most 3"),
-        ("stale", "dispatched is not of the last dispatch"),
+        ("tokens", "x_TH has 5 tokens; low-latency mode allows at most 3"),
+        ("stale", "dispatched is not from the last dispatch"),
         ("answers", "y_PH is torch.float32 [14, 16] on cpu; it must be torch.float32 [15, 16] on the CPU"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool)
     """In time, or when the host hears otherwise that a peer is gone."""
     for rank, said in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
         assert said.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
-        assert said.endswith("DispatchError: it is closed")
+        assert said.endswith("DispatchError: these collectives are closed")
     for said in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
         assert said.startswith("PeerLost: rank 1 is lost: its heart stands still")
 

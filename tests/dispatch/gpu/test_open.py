@@ -24,14 +24,14 @@ def with_nvshmem(*facts: RankDevice) -> list[RankDevice]:
 @pytest.mark.parametrize(
     ("backend", "facts", "wire", "memory", "says"),
     [
-        ("auto", [ONE, TWO], "nccl", "CUDA", "all GPUs are of one host"),
-        ("nccl", [ONE, TWO], "nccl", "CUDA", "it was asked for, and all GPUs are of one host"),
+        ("auto", [ONE, TWO], "nccl", "CUDA", "all GPUs are on one host"),
+        ("nccl", [ONE, TWO], "nccl", "CUDA", "it was requested, and all GPUs are on one host"),
         ("auto", [ONE, ONE], "auto", "", "ranks [0, 1] share a GPU, which NCCL refuses"),
         ("auto", [ONE, TWO._replace(has_nccl=False)], "auto", "", "ranks [1] have no NCCL"),
         ("auto", with_nvshmem(ONE, FAR), "nccl", "NVSHMEM", "there are several hosts"),
         ("auto", [ONE, *with_nvshmem(FAR)], "nccl", "", "and ranks [0] have no NVSHMEM"),
         ("nccl", with_nvshmem(ONE, FAR), "nccl", "", "there are several hosts: NCCL serves every step"),
-        ("nvshmem", with_nvshmem(ONE, TWO), "nccl", "NVSHMEM", "it was asked for"),
+        ("nvshmem", with_nvshmem(ONE, TWO), "nccl", "NVSHMEM", "it was requested"),
         ("gloo", [ONE, TWO], "gloo", "", "rows go through the hosts' memory"),
         ("shm", [ONE, ONE], "shm", "", "rows go through the hosts' memory"),
         ("auto", [INTERPRETED] * 2, "auto", "shared", "kernels are interpreted"),

@@ -35,7 +35,7 @@ GOOD = {"x": X, "topk_idx": TOPK, "num_max_dispatch_tokens_per_rank": 4, "num_ex
         ({"topk_idx": torch.tensor([[0, 1], [-2, 0], [0, 1]])}, r"topk_idx\[1, 0\] is -2"),
         (
             {"num_max_dispatch_tokens_per_rank": 2},
-            "x has 3 tokens where num_max_dispatch_tokens_per_rank is 2",
+            "x has 3 tokens but num_max_dispatch_tokens_per_rank is 2",
         ),
         ({"num_experts": 0}, "num_experts is 0; it must be a positive multiple of the 1 ranks"),
         ({"use_fp8": False, "round_scale": True, "use_ue8m0": True}, "use_ue8m0 is True with use_fp8=False"),
@@ -75,13 +75,13 @@ def test_dispatch_refuses_bad_input_by_name(
         ({"handle": (1, 2)}, "handle is tuple; it must be what low_latency_dispatch returned"),
         (
             {"handle": (torch.zeros(1), torch.zeros(1), 4, 512, 2)},
-            "handle is of none of this buffer's dispatches",
+            "handle is not from any of this buffer's dispatches",
         ),
         (
             {"out": torch.zeros(3, 512)},
             r"out is torch.float32 \[3, 512\].*; it must be torch.bfloat16 \[3, 512\]",
         ),
-        ({"x": torch.zeros(2, 4, 512), "zero_copy": True}, "x is torch.float32 and zero_copy True"),
+        ({"x": torch.zeros(2, 4, 512), "zero_copy": True}, "x is torch.float32 but zero_copy is True"),
     ],
 )
 def test_combine_refuses_bad_input_by_name(
@@ -98,12 +98,12 @@ def test_combine_refuses_bad_input_by_name(
     ("change", "message"),
     [
         ({"x": torch.zeros(3, 512, dtype=BF16)}, r"hidden size 512; DeepEP has kernels for"),
-        ({"x": torch.zeros(3, 2048)}, "x is torch.float32; DeepEP takes bfloat16"),
+        ({"x": torch.zeros(3, 2048)}, "x is torch.float32; DeepEP supports bfloat16"),
         (
             {"topk_idx": torch.zeros(3, 12, dtype=torch.int64)},
-            "topk_idx has 12 choices; DeepEP takes at most 11",
+            "topk_idx has 12 choices; DeepEP supports at most 11",
         ),
-        ({"num_max_dispatch_tokens_per_rank": 512}, "is 512; DeepEP takes at most 511"),
+        ({"num_max_dispatch_tokens_per_rank": 512}, "is 512; DeepEP supports at most 511"),
         ({"num_max_dispatch_tokens_per_rank": 5}, "is 5 on 1 ranks; .* a multiple of 4"),
     ],
 )

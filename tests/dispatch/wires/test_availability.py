@@ -61,7 +61,7 @@ def test_what_works_anywhere_is_not_refused(name: str) -> None:
 
 def test_local_serves_one_rank() -> None:
     assert why_not_served_by("local", 1) is None
-    assert "local with 2 ranks; it serves one: use auto, gloo or shm" in str(why_not_served_by("local", 2))
+    assert "local with 2 ranks; it supports one: use auto, gloo or shm" in str(why_not_served_by("local", 2))
 
 
 @pytest.mark.parametrize("name", ["nvshmem", "deep_ep"])

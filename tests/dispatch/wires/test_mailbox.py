@@ -119,10 +119,10 @@ def test_one_rank_collects_what_it_posted() -> None:
 
 def test_post_and_collect_alternate() -> None:
     mailbox = LocalMailbox(1)
-    with pytest.raises(DispatchError, match="collect without a post"):
+    with pytest.raises(DispatchError, match="collect called without a post"):
         mailbox.collect(0.0)
     mailbox.post([1])
-    with pytest.raises(DispatchError, match="before the round before was collected"):
+    with pytest.raises(DispatchError, match="before the last round was collected"):
         mailbox.post([2])
 
 

@@ -45,7 +45,7 @@ def tokens_served(
     ("backend", "says", "family", "compiler"),
     [
         ("auto", "shm and shared memory, as kernels are interpreted", "mixtral", ""),
-        ("gloo", "gloo, as it was asked for", "mixtral", ""),
+        ("gloo", "gloo, as it was requested", "mixtral", ""),
         (
             "auto",
             "shm and shared memory, as kernels are interpreted",

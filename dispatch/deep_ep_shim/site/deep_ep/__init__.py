@@ -1,7 +1,7 @@
-"""WideEP in the place of DeepEP (version 2.1's names), for whoever put this directory on their path.
+"""WideEP in the place of DeepEP (names of version 2.1), for programs with this directory on their path.
 
-Importing it patches the process where there is no CUDA; `dispatch.deep_ep_shim.redirect` says what and why. All
-interfaces are WideEP's `dispatch`.
+Importing it on a machine without CUDA patches the process; see `dispatch.deep_ep_shim.redirect`. All interfaces are
+those of WideEP's `dispatch`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ if importlib.util.find_spec("dispatch") is None:
 from dispatch.deep_ep_shim.redirect import redirect_cuda
 
 is_wideep_shim = True
-"""Tells this package from the real one."""
+"""Distinguishes this package from the real one."""
 __version__ = "2.1.0+wideep"
 topk_idx_t = torch.int64
 
@@ -31,13 +31,13 @@ __all__ = [*_ours.__all__, "get_logical_domain_size", "get_physical_domain_size"
 
 
 def get_physical_domain_size(group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return nodes and ranks per node, for nodes of up to eight ranks."""
+    """Return the number of nodes and of ranks per node, for nodes of up to eight ranks."""
     num_ranks = dist.get_world_size(group)
     return max(1, num_ranks // _NODE_SIZE), min(num_ranks, _NODE_SIZE)
 
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """Return the domains that a hierarchical exchange would have; without it, one."""
+    """Return the size of a hierarchical exchange's domains. Without hybrid mode there is one domain."""
     return get_physical_domain_size(group) if allow_hybrid_mode else (1, dist.get_world_size(group))
 
 

@@ -172,7 +172,7 @@ REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
     ("header without end", start_with("model.safetensors", b"\x02\0\0\0\0\0\0\0{}"), (NO_SAFETENSORS,)),
     ("gpu backend", start("--all2all-backend=nvshmem"), (BACKEND, "; use auto, gloo or shm")),
     ("gpu backend, no model", lambda at: check(options_for(at / "none", "--all2all-backend=nvshmem")), (BACKEND,)),
-    ("local for two", start("--all2all-backend=local"), ("it serves one: use auto, gloo or shm",)),
+    ("local for two", start("--all2all-backend=local"), ("it supports one: use auto, gloo or shm",)),
     ("nodes not filled", start("--dispatch-node-size=4", num_ranks=6),
      ("--dispatch-node-size is 4, which does not divide 6 ranks; use one of [1, 2, 3, 6], or 0",)),
     ("no mtp layers", start('--speculative-config={"method": "mtp", "num_speculative_tokens": 2}'),

@@ -1,6 +1,6 @@
-"""What users of DeepEP import from `deep_ep.utils`.
+"""Names that users of DeepEP import from `deep_ep.utils`.
 
-What only DeepEP's own tests use (gate, refs, testing, ...) is written anew in WideEP's tests, and found where these are.
+Modules that only DeepEP's own tests use (gate, refs, testing, ...) are rewritten in WideEP's tests and loaded from there.
 """
 
 from pathlib import Path

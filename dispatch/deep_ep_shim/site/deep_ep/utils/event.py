@@ -1,4 +1,4 @@
-"""DeepEP's events under their old address."""
+"""DeepEP's events under their old module name."""
 
 from dispatch import EventHandle, EventOverlap
 
