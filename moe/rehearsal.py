@@ -433,9 +433,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     leave_idle_experts(model, called)
     config = model.config.get_text_config(decoder=True)
     if logits.shape != (1, 2, config.vocab_size):
-        raise UnsupportedModelError(
-            f"{model_type} returns logits of shape {list(logits.shape)} for two tokens"
-        )
+        raise UnsupportedModelError(f"{model_type} has logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
     layers = decoder_layers(model)
     if (drafting := drafting_of(model)) is not None:
