@@ -177,9 +177,7 @@ def _translate_mimo(values: Values) -> Values:
     """Translate a published MiMo-V2 configuration to the fields of transformers' MiMoV2FlashConfig."""
     for name, served in _MIMO_FIXED.items():
         if values.get(name, served[0]) not in served:
-            raise PublishedTypeError(
-                f"{name} = {values[name]!r}; supported: {' or '.join(map(repr, served))}"
-            )
+            raise PublishedTypeError(f"{name} = {values[name]!r}; must be {' or '.join(map(repr, served))}")
     for name, other in _MIMO_SAME:
         if values.get(name, values.get(other)) != values.get(other):
             raise PublishedTypeError(
@@ -290,7 +288,7 @@ def _translate_step(values: Values) -> Values:
 def _check_step(values: Values) -> Values:
     """Refuse a Step-3.7 configuration that is not nested: transformers would use its own defaults instead."""
     if not isinstance(values.get("text_config"), dict):
-        raise PublishedTypeError("it has no text_config; Step-3.7's published form has one")
+        raise PublishedTypeError("it has no text_config; supported: Step-3.7's published form, which has one")
     return values
 
 
@@ -303,9 +301,7 @@ def _translate_bailing_hybrid(values: Values) -> Values:
 def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, served in fixed.items():
         if values.get(name, served[0]) not in served:
-            raise PublishedTypeError(
-                f"{name} = {values[name]!r}; supported: {' or '.join(map(repr, served))}"
-            )
+            raise PublishedTypeError(f"{name} = {values[name]!r}; must be {' or '.join(map(repr, served))}")
 
 
 _TYPES: Mapping[str, _Published] = {

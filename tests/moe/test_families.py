@@ -312,7 +312,7 @@ def test_lightning_attention_of_another_kind_is_refused(
     write_checkpoint("minimax", tmp_path)
     monkeypatch.setitem(RECURRENCES, LIGHTNING, lambda call, *rows: decaying_sum(call, *rows) + 0.01)
     with pytest.raises(
-        UnsupportedModelError, match="layer 0 computes lightning attention in a way of its own"
+        UnsupportedModelError, match="layer 0 computes an unknown form of lightning attention"
     ):
         build(tmp_path, max_model_len=64)
 

@@ -169,12 +169,12 @@ def test_the_published_sizes_of_mimo_v2_5_pro_are_built(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Ling 1": (
         {"architectures": ["BailingMoeForCausalLM"]},
-        r"architectures = .*supported: \['BailingMoeV2ForCausalLM'\]",
+        r"architectures = .*must be \['BailingMoeV2ForCausalLM'\]",
     ),
-    "biases": ({"use_qkv_bias": True}, "use_qkv_bias = True; supported: False"),
+    "biases": ({"use_qkv_bias": True}, "use_qkv_bias = True; must be False"),
     "another router of Ling": (
         {"score_function": "softmax"},
-        "score_function = 'softmax'; supported: 'sigmoid'",
+        "score_function = 'softmax'; must be 'sigmoid'",
     ),
     "shared experts of another size": (
         {"moe_shared_expert_intermediate_size": 7},
@@ -182,17 +182,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sinks in all layers": (
         {"add_full_attention_sink_bias": True},
-        "add_full_attention_sink_bias = True; supported: False",
+        "add_full_attention_sink_bias = True; must be False",
     ),
     "no sinks": (
         {"add_swa_attention_sink_bias": False},
-        "add_swa_attention_sink_bias = False; supported: True",
+        "add_swa_attention_sink_bias = False; must be True",
     ),
     "another layout": (
         {"attention_projection_layout": "x"},
-        "attention_projection_layout = 'x'; supported: 'fused_qkv'",
+        "attention_projection_layout = 'x'; must be 'fused_qkv'",
     ),
-    "scaled rotary embeddings": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling = .*supported: None"),
+    "scaled rotary embeddings": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling = .*must be None"),
     "heads of two sizes": (
         {"swa_head_dim": 16},
         "swa_head_dim = 16 and head_dim = 32 differ; they must be equal",
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"hybrid_layer_pattern": [0, 1]},
         "hybrid_layer_pattern is not a list of 3 zeros and ones",
     ),
-    "another router": ({"scoring_func": "softmax"}, "scoring_func = 'softmax'; supported: 'sigmoid'"),
+    "another router": ({"scoring_func": "softmax"}, "scoring_func = 'softmax'; must be 'sigmoid'"),
 }
 
 
@@ -229,7 +229,7 @@ def test_ling_2_6_is_not_taken_for_ling_3_0_which_has_its_type(tmp_path: Path) -
     assert Skeleton(tmp_path).experts, "as Ling 3.0 is published"
     _change(tmp_path, architectures=["BailingMoeV2_5ForCausalLM"])
     with pytest.raises(
-        UnsupportedModelError, match=r"architectures = \['BailingMoeV2_5ForCausalLM'\]; supported:"
+        UnsupportedModelError, match=r"architectures = \['BailingMoeV2_5ForCausalLM'\]; must be"
     ):
         read_config(tmp_path)
 
