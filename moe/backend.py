@@ -160,19 +160,19 @@ class Backend:
         warms_up_together: True if `warm_up` runs steps, which are collective.
         register: Register the organs with `transformers`; may be called again.
         why_unserved: Name what the kernels lack for a model on meta, to follow "the model has". None if nothing.
-        keep_with: Return how weights other than experts are stored for a model that runs this step, which is refilled.
-            The loader converts them to the user's dtype.
-        open_experts: Return a reader, for a loader, the experts modules by name (their parameters stay on meta), slots
-            per layer, and experts that may move to this rank at once. Memory for these is reserved if that is not
-            possible later.
+        keep_with: Return the function that stores weights other than experts, for a model that runs this step (which is
+            refilled). The loader converts them to the user's dtype.
+        open_experts: Return a reader. Takes a loader, the experts modules by name (their parameters stay on meta), the
+            slots per layer, and the number of experts that may move to this rank at once. Memory for these is reserved
+            if that is not possible later.
         open_layer: Build one MoE layer from up, down, choice, module, dispatcher, step.
         make_counts: Make counters for all layers; takes the arguments of `LoadCounts`.
         make_step: Make the step that this device's model reads; takes the arguments of `Step`, `threads` of this
             process, and `num_ranks` that run their threads together.
-        make_cache: Reserve memory for these shapes: number of blocks, number of state slots, for a step.
+        make_cache: Reserve memory for the given shapes, number of blocks and number of state slots, for a step.
         token_bytes: Bytes of cache per token of one layer.
-        finish: Complete a loaded model, given its step and the shapes that its layers cache: move what is not on the
-            device yet, adopt faster forms of modules; local.
+        finish: Complete a loaded model, given its step and the shapes that its layers cache: move the rest to the
+            device and adopt faster forms of modules; local.
         enter_thread: Prepare the calling thread to compute on this device.
         warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
             called with the number of finished parts and their total.

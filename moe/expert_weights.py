@@ -6,11 +6,11 @@ and a trial on served rows, run on both ends, if the results differ. The trial h
 result does not depend on where an expert is (I2).
 
 An arriving expert is written into spare memory, never over one in use. Once it serves, the slot's old memory becomes
-spare. As many spares as a layer has slots allow any plan, a few layers at a time.
+spare. With as many spares as a layer has slots, any plan is possible, a few layers at a time.
 
-In an epoch with other members a rank's slots hold other experts: `change_slots`. An expert that the rank already holds
-moves to its new slot without a copy. Others are read into memory that no longer serves, then into
-spare memory.
+In an epoch with other members a rank's slots hold other experts; see `change_slots`. An expert that the rank already holds
+moves to its new slot without a copy. Others are read into memory that no longer serves and, when
+that is used up, into spare memory.
 
 Uses neither groups nor checkpoints.
 """
@@ -107,7 +107,7 @@ def digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def grown_sample(sample_TD: Tensor | None, served_TD: Tensor) -> Tensor | None:
-    """Return the rows to try experts with, after these were served: the first batch with the most rows, at most SAMPLE_ROWS."""
+    """Return the rows to try experts with: the first rows of the largest batch served so far, at most SAMPLE_ROWS."""
     return served_TD[:SAMPLE_ROWS].float().cpu().clone() if is_grown(sample_TD, len(served_TD)) else sample_TD
 
 

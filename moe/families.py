@@ -50,7 +50,7 @@ def read_config(directory: Path) -> Any:
     """Read the configuration of a model directory.
 
     Raises:
-        UnsupportedModelError: It is missing or damaged, or `transformers` does not recognize the model.
+        UnsupportedModelError: It is missing or damaged, or `transformers` does not recognise the model.
     """
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(f"{directory} is not a model directory: it has no config.json")
@@ -121,7 +121,7 @@ def _add_drafting(model: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) 
 
 
 def _settle_rotary(model: PreTrainedModel) -> None:
-    """Unwrap `dynamic` rotary embeddings, which look at the whole batch: they differ only past the served positions."""
+    """Unwrap `dynamic` rotary embeddings, which look at the whole batch. This only matters past the served positions."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", ())
         if any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,))):

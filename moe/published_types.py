@@ -2,7 +2,7 @@
 
 Such a configuration is read as one of the other type. Only four things differ: names of fields, the form in which tensors
 are stored, sizes that transformers derives, and parts that are left out. A value that the other type cannot express is
-refused by name, even if a default happens to fit.
+refused by name; no field is left to a default that happens to fit.
 
 - `kimi_k2` (Kimi-K2, Kimi-K2-Thinking) is DeepSeek-V3, as in vLLM (transformers_utils/config.py maps it to DeepseekV3Config).
 - `mimo_v2` (MiMo-V2.5, MiMo-V2.5-Pro) is MiMo-V2-Flash with towers for images and audio. Query, key and value are one
@@ -63,7 +63,7 @@ def read_published(path: Path) -> PreTrainedConfig | None:
 
 
 def architecture_of(model_type: str) -> str:
-    """Return the type of transformers that reads a published type; most types are their own."""
+    """Return the transformers type that reads a model type; usually the same type."""
     return _TYPES[model_type].architecture if model_type in _TYPES else model_type
 
 

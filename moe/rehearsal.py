@@ -116,7 +116,7 @@ class Notes:
         return key, value
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """Return 0; for a layer, a length per sequence, as `PagedCache` does."""
+        """Return 0; for a layer, the offset of positions from row numbers, 0 for every row (see `PagedCache`)."""
         return 0 if layer_idx is None else torch.zeros(ROW_MULTIPLE, dtype=torch.int64, device="meta")
 
     def get_query_offset(self, layer_idx: int | None = 0) -> int:
@@ -142,7 +142,7 @@ class Notes:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
     ) -> Tensor:
-        """Record a layer's next input of a convolution; return it."""
+        """Record the input of a layer's next convolution; return it."""
         self._note_state(layer_idx, state_idx)
         self._to_convolve[layer_idx] = conv_states
         return conv_states

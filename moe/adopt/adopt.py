@@ -1,6 +1,6 @@
 """Adopt faster forms of a model's modules if a trial shows the same results; for every device (D11).
 
-Layers are recognized by a trial, not by name. A candidate is built from a module's own tensors, runs next to it on
+Layers are recognised by a trial, not by name. A candidate is built from a module's own tensors, runs next to it on
 seeded rows, and replaces it only if the results agree. Modules without such a candidate keep `transformers`' code.
 To add a form (a recurrent mixer, a sparse index), write a function from a module to its candidates and pass it to `adopt`.
 Rejected: a list of classes, which would be late for each new family, and wrong once a class changes.
@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
     arguments: Callable[[], tuple[Tensor, ...]]  # called for each form, which may write into them
     tolerance: float  # absolute and relative; 0: bit-identical
     install: Callable[[], None]
-    # Candidates of one kind agree or disagree together, so only the first is tried. None: no such kind.
+    # Candidates of one kind agree or disagree together, so only the first is tried. None: each is tried.
     kind: Hashable = None
 
 

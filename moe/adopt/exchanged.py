@@ -19,7 +19,7 @@ from moe.families import UnsupportedModelError
 
 _TRIED_TOKENS = 24  # for lightning attention
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-_POOLS = 5  # complete pools; the last one is partial
+_POOLS = 5  # complete pools, followed by a partial one
 _CHOSEN = 2
 # Least share of equal choices: nearly equal scores may change their order by rounding.
 _LIKE = {torch.float32: 0.98, torch.bfloat16: 0.9}

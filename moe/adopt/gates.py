@@ -16,7 +16,7 @@ from moe.adopt.adopt import Candidate, SampleRows, first_agreeing
 
 _ROWS, _COLUMNS = 16, 32
 _TOLERANCE = 1e-6
-_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss; the kernel has them as constants
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss; also constants of the kernel
 
 
 class Gate(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.adopt.adopt import Candidate, SampleRows
 
 _ROWS = 4
-# Difference of one rounding to the type, for equal sums in another order.
+# Largest effect of one rounding to the type, if equal sums are added in another order.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 

@@ -189,8 +189,8 @@ def _rules(twin: Any, own: Routed) -> Iterator[Routing]:
 
 
 def _limits(twin: Any, num_experts: int, *, is_sigmoid: bool) -> list[dict[str, Any]]:
-    """Return possible limits of the choice to some groups. If a router has groups and one of these limits fits,
-    it uses them: a few rows seldom show a limit that excludes little."""
+    """Return possible limits of the choice to some groups. A router with groups is assumed to use them if one
+    of these limits fits, because a few rows seldom show a limit that excludes little."""
     groups = int(getattr(twin, "num_group", None) or getattr(twin, "n_group", None) or 1)
     chosen = int(getattr(twin, "topk_group", None) or groups)
     if not 1 <= chosen < groups or num_experts % groups:

@@ -1,8 +1,8 @@
 """Run decoder layers as programs if these give the results of their modules; tried before the first step.
 
 The model runs once on a few tokens, and each layer's input and output are recorded. A layer's program replaces the modules
-if its output agrees. A cheap function of all inputs replaces the experts, so the trial is local and
-does not depend on the number of ranks: neither may the result (I2). With one rank, programs that include the
+if its output agrees. In the trial, a cheap function of all inputs replaces the experts. So it is local and does not
+depend on the number of ranks, as the result must not (I2). With one rank, programs that include the
 experts are tried too, bit for bit against those without.
 """
 

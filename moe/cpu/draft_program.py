@@ -1,7 +1,7 @@
 """A multi-token-prediction layer as one program, from a token's id and a hidden state to a draft's logits (D13).
 
 Like `moe.cpu.net_program` for a decoder, it adds both ends to the layer's decoder layers. Before them: the embedding and
-two norms, which write next to each other the input of the projection. After them: a norm and the output projection. The
+two norms, which write the halves of the projection's input. After them: a norm and the output projection. The
 program must give the bits of the modules; `moe.cpu.adopt_layers` tries this before use.
 
 Legend: T rows, R rows that need logits, D hidden dim, E rotary dims, V vocabulary.

@@ -32,7 +32,7 @@ class ExpertsClock:
         self._ns, self._scratch = np.zeros(1, np.int64), np.zeros(2, np.int64)
 
     def around(self, rows: Rows) -> Rows:
-        """Return these rows with rows before and after that take the time."""
+        """Return these rows between two rows that measure their time."""
         total, scratch = self._ns.ctypes.data, self._scratch.ctypes.data
         return [clock_row(total, -1, scratch), *rows, clock_row(total, 1, scratch)]
 

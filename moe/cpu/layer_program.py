@@ -64,7 +64,7 @@ class _Programs(NamedTuple):
     shared: Rows  # the shared expert, or the feed-forward of a dense layer
     after: Program  # from the experts' output
     chosen: Chosen  # input of the experts; without choices in a dense layer
-    sums: int  # address of the residual for the output
+    sums: int  # address of the residual that the output is added to
     shared_out: int  # address of the shared expert's output; 0 if there is none
 
 
@@ -84,7 +84,7 @@ class _Asked(NamedTuple):
     spread: SpreadExperts | None
     after: Program | None
     written_for: tuple[Any, ...]
-    kept: Tensor | None  # keeps memory alive that rows read
+    kept: Tensor | None  # memory that rows read, kept alive
 
 
 class LayerProgram:
@@ -485,5 +485,5 @@ def why_not_whole(layer: PackedExpertLayer, hidden: int) -> str | None:
     if layer.has_norm:
         return "a norm after each expert"
     if layer.down.width != hidden or layer.up.in_dim != hidden:
-        return f"rows of another width than {hidden}"
+        return f"rows with a width other than {hidden}"
     return None

@@ -93,7 +93,7 @@ class Angles:
         return self._table.shape[2]
 
     def make(self, num_positions: int) -> None:
-        """Provide angles of this many positions, [2, P, E]. P doubles: full vectors give a row the bits of any batch."""
+        """Provide angles of this many positions, [2, P, E]. P doubles: with full vectors, a row has the bits of any batch."""
         made = self._table.shape[1]
         if made >= num_positions:
             return
@@ -103,7 +103,7 @@ class Angles:
         self._table = torch.stack([each[0] for each in self._rotary(x, torch.arange(made)[None])])
 
     def row(self, step: Step, cosines: Tensor, sines: Tensor) -> list[int]:
-        """Return a program row that copies a step's angles to [R, E] each, from the addresses of `told`."""
+        """Return a program row that copies a step's angles to [R, E] each, from the addresses that `told` returns."""
         return ANGLES.row(
             step.position_T.data_ptr(), 0, 0, self.dims * 4, cosines.data_ptr(), sines.data_ptr(),
             step.facts.data_ptr() + 8,

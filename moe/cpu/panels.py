@@ -129,7 +129,7 @@ def pack_codes(weight: QuantisedWeight) -> Tensor:
 
 
 def _four_by_four(panels: Tensor) -> Tensor:
-    """Put each four inputs of a column next to each other: [..., K, 16], stored as [K / 4, 16, 4]."""
+    """Put every four inputs of a column next to each other: [..., K, 16], stored as [K / 4, 16, 4]."""
     *lead, k, lanes = panels.shape
     return panels.reshape(*lead, k // 4, 4, lanes).transpose(-1, -2).reshape(panels.shape)
 

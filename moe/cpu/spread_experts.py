@@ -90,7 +90,7 @@ class Chosen(NamedTuple):
 
 
 class SpreadExperts:
-    """A layer's experts in programs, with the parts that Python runs. Methods are local unless they say collective.
+    """A layer's experts in programs, with the parts that Python runs. Methods are local unless marked collective.
 
     Attributes:
         sending, answering, summing: Its rows. An exchange with other ranks follows the first and the second.

@@ -35,7 +35,7 @@ class _Segment(NamedTuple):
     attention: dict[int, np.ndarray]  # indexes of attention rows, by query tokens per tile
     opens: SpreadExperts | None  # exchange that its last rows begin
     then: Callable[[], Tensor | None] | None  # runs after it; None at the end of the step
-    answers: int  # row that takes the address of the answers from before; -1: none
+    answers: int  # row that takes the address of the previous segment's answers; -1: none
 
 
 class _Written(NamedTuple):

@@ -3,6 +3,7 @@
 The router has 32 directions of the MLP's input, found by spherical k-means on calibration tokens. A token goes to the
 experts with the nearest directions. Random directions would route too, but similar tokens would share nothing,
 so an expert could not specialise.
+
 The neurons with the most energy on the calibration tokens go to the shared expert, unchanged. Every routed expert
 takes from the rest those that its own tokens use, minus what the experts chosen with it already hold, so that the
 K experts of a token complement each other. A scale per (expert, neuron), folded into the down projection, makes
@@ -134,10 +135,10 @@ def assign_neurons(pairs_EER: Tensor, recipe: Recipe) -> Tensor:
 
 
 def fit_scales(pairs_EER: Tensor, held_ER: Tensor, experts_per_token: int) -> Tensor:
-    """Return fp32 [E, R]: factors of an expert for its neurons, in [0, K].
+    """Return fp32 [E, R]: the factor by which an expert scales a neuron, in [0, K].
 
     Solves, per neuron, a least-squares problem over the experts that hold it: the average over a token's K experts,
-    with 0 for those without the neuron, shall be the dense neuron.
+    with 0 for those without the neuron, should equal the dense neuron.
     """
     held_RE = held_ER.T.float()
     gram_REE = pairs_EER.permute(2, 0, 1) / experts_per_token**2

@@ -123,9 +123,9 @@ def _why_unserved(
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
-        problem = problem or f"{what}, which --enable-torch-compile lacks: leave it out"
+        problem = problem or f"{what}, which --enable-torch-compile does not support: remove it"
     if on.compiler and drafting_of(net) is not None:
-        what = "layers for multi-token prediction, which --enable-torch-compile lacks: leave it out"
+        what = "layers for multi-token prediction, which --enable-torch-compile does not support: remove it"
         problem = problem or what
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile can compile (--enable-torch-compile)"

@@ -1,4 +1,4 @@
-"""Weights with a kernel of ours on a GPU: quantised ones, and all weights in invariant mode.
+"""Weights that one of our kernels multiplies on a GPU: quantised ones, and all weights in invariant mode.
 
 See `moe.kernel_weight`. The product is the experts' grouped one, with one group. Quantised weights stay in the
 checkpoint's form (`moe.gpu.formats`). Plain weights use this class if the engine must be invariant: cuBLAS changes

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """The grouped product as a Triton kernel, launched and documented by `moe.gpu.grouped`.
 
-A weight's tile is the left factor and the transposed rows are the right one. So weights fill the 64 lines of Hopper's
+A weight's tile is the left factor and the transposed rows are the right one. So weights fill the 64 rows (M) of Hopper's
 wgmma even in a decode step, the number of rows can be small, and a quantised weight enters the product from registers.
 
 Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
@@ -13,7 +13,7 @@ import triton.language as tl
 from moe.gpu.formats import load_scales, load_tile
 
 # Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
-# `up * gate * sigmoid(something of gate)`.
+# `up * gate * sigmoid(f(gate))`.
 GATES = {"none": 0, "silu": 1, "swiglu_oai": 2, "gelu": 3, "gelu_tanh": 4}
 _OAI_LIMIT, _OAI_ALPHA = tl.constexpr(7.0), tl.constexpr(1.702)  # gpt-oss
 _TANH_OUTER, _TANH_INNER = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)  # 2 * sqrt(2 / pi)

@@ -74,6 +74,6 @@ def check_steps(shape: str, tile: GroupedTile, fallback: GroupedTile) -> Grouped
     if tile.inner != fallback.inner or tile.columns % LEAST_COLUMNS:
         raise ValueError(
             f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; it needs inner "
-            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS}, or rows get other bits than in other steps"
+            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS}, so that a row has the same bits in all steps"
         )
     return tile

@@ -113,7 +113,7 @@ class Checkpoint:
         return self._counted(self._shards[name].get_slice(name)[row : row + 1])
 
     def release_memory(self) -> None:
-        """Return the memory that reads have mapped to the system. Later accesses read the same files again.
+        """Give the memory that reads have mapped back to the system. Later accesses read the same files again.
 
         Tensors that were read keep their values, unless they were written to since.
         """

@@ -2,7 +2,7 @@
 
 Each tool has its own rule for such a list:
 
-- transformers (fp8, mxfp8, mxfp4): a regular expression that matches from a module's start, or the end of a name.
+- transformers (fp8, mxfp8, mxfp4): a regular expression of whole name parts from a module's start, or the end of its name.
 - compressed-tensors: a name, or a regular expression after "re:".
 - ModelOpt and Quark: a name with wildcards, or a regular expression after "re:".
 - AutoAWQ: any part of a name.
@@ -29,7 +29,7 @@ _REGEX = "re:"
 
 
 class Rule(Enum):
-    """A tool's meaning of an entry in its list."""
+    """How a tool interprets the entries of its list."""
 
     TRANSFORMERS = "regular expression of whole names, or the end of a name"
     WILDCARDS = "name with wildcards, or regular expression after re:"

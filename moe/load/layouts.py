@@ -1,7 +1,7 @@
 """Tensors of a quantised weight in a checkpoint: their names, the layout of codes, and conversion to rows of bytes.
 
 A tensor's name gives its part of a weight: codes, scales or zeros; factor or divisor (second scales); order (the
-block of every input); shape. Codes that have the weight's own name (`W` of FP8, next to `W_scale_inv`) are no part by name.
+block of every input); shape. Codes that have the weight's own name (`W` of FP8, next to `W_scale_inv`) have no such name.
 
 Every layout yields [..., N, K] bytes, or [..., N, K / 2] of two codes, the even input in the lower half, and zeros [N, B].
 compressed-tensors, AWQ and GPTQ pack eight codes of four bits into an int32, the first in the lowest bits. AWQ packs

@@ -213,7 +213,7 @@ class LoadPlan:
     def _converters_of_parts(self, converter: WeightConverter) -> list[WeightConverter]:
         """Return one converter per module if a list holds the experts of several modules in sequence; otherwise itself.
 
-        ERNIE-4.5-VL has experts for text and for images in one list. A trial shows whether a conversion splits the list so.
+        ERNIE-4.5-VL has experts for text and for images in one list. A trial shows whether a conversion splits it this way.
         """
         if id(converter) not in self._parts_of_lists:
             parts = [_with_target(converter, target) for target in converter.target_patterns]

@@ -20,7 +20,7 @@ from typing import Any
 
 from moe.load.exclusions import Exclusions, Rule
 
-ROWS = 16  # outputs that share an FP8 scale on CPU; a block's number of rows must be a multiple
+ROWS = 16  # outputs that share an FP8 scale on CPU; a block's rows must be a multiple of this
 MICRO_BLOCK, NVFP4_BLOCK = 32, 16
 MODELOPT_FILE = "hf_quant_config.json"
 SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
@@ -29,7 +29,7 @@ KNOWN = {
     "bitsandbytes": "bitsandbytes: its codes index a table of values (NF4, FP4) with quantised scales, or outliers are separate",
     "torchao": "torchao: its tensors use custom classes",
     "blockwise_int8": "int8 in blocks: no kernel supports int8 scales that rows share",
-    "nvfp4": "NVFP4 of an unknown tool: ModelOpt's and compressed-tensors' can be read",
+    "nvfp4": "NVFP4 of an unknown tool: ModelOpt's and compressed-tensors' are supported",
     "hqq": "HQQ: its zeros are floating-point numbers, which no kernel supports",
 }  # fmt: skip
 
@@ -190,9 +190,7 @@ def _rotates_rows(transforms: Any) -> str | None:
             return f"transform_config: {name} = {scheme!r}"
         for each in listed:
             if each.get("location") not in _STORED_TRANSFORMS:
-                return (
-                    f"transform_config: {name} transforms rows at {each.get('location')!r} (rotated weights)"
-                )
+                return f"transform_config: {name} transforms activations at {each.get('location')!r} (rotated weights)"
     return None
 
 

@@ -100,7 +100,7 @@ class StoredTensors:
         return whole if row is None else whole // self.shape(name)[0]
 
     def settle(self, name: str, wanted: tuple[int, ...], *, is_transposed: bool) -> None:
-        """Choose the layout of a fused experts' quantised weight by the shape that its module expects.
+        """Choose the layout of a quantised weight of fused experts by the shape that their module expects.
 
         If types and shapes allow both, the module's layout is chosen. Afterwards `shape` returns the module's shape.
         """

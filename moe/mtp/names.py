@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PREFIX = "drafting."  # of this code's names: a model has `moe.mtp.layers.Drafting` as this attribute
+PREFIX = "drafting."  # of names in this code: a model's attribute with its `moe.mtp.layers.Drafting`
 # Names of the parts that join a token's embedding with a hidden state, if they are within a layer.
 _WITHIN = {
     "enorm": "enorm",

@@ -408,7 +408,7 @@ def rotated(*locations: str) -> dict[str, Any]:
 
 
 def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
-    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms rows at "input" and "output" only."""
+    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms activations at "input" and "output" only."""
     config = {
         **grouped(num_bits=4, type="int", group_size=32),
         "transform_config": rotated("weight_output", "weight_input"),
@@ -455,15 +455,15 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         ({**grouped(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         (
             {**grouped(num_bits=4), "transform_config": rotated("input")},
-            "transform_config: R1 transforms rows at 'input'",
+            "transform_config: R1 transforms activations at 'input'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": rotated("weight_output", "output")},
-            "R1 transforms rows at 'output'",
+            "R1 transforms activations at 'output'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": rotated("weight_input", "q_attn")},
-            "R1 transforms rows at 'q_attn'",
+            "R1 transforms activations at 'q_attn'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}},
