@@ -1,8 +1,8 @@
-"""What a rank's device changes in how its model is built and run: organs, weights, slots, cache, step.
+"""What a rank's device changes in building and running its model: organs, weights, slots, cache, step.
 
-`moe.model`, the runner and the engine's assembly are written once; whatever differs between a CPU and a GPU is a field
-of a `Backend`, which is chosen by name when the engine is put together (`moe.cpu.backend`, `moe.gpu.backend`). Nothing
-here knows a device.
+`moe.model`, the runner and the engine's assembly are written once. Everything that differs between a CPU and a GPU is
+a field of a `Backend`, chosen by name when the engine is assembled (`moe.cpu.backend`, `moe.gpu.backend`). Nothing
+here depends on a device.
 Rejected: a second model class for GPUs, which would have to be kept equal to the first.
 
 Legend: T rows, K choices, D hidden dim, S slots of this rank, L layers, N, K a weight's sides.
@@ -27,11 +27,11 @@ from moe.slot_choice import SlotChoice
 
 
 class Slots(Protocol):
-    """One named weight of some slots of a layer, with what belongs to it (bias, scales)."""
+    """One named weight of some slots of a layer, with its bias and scales."""
 
     @property
     def in_dim(self) -> int:
-        """Features that a row comes with."""
+        """Input features of a row."""
         ...
 
     @property
@@ -45,31 +45,31 @@ class Slots(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that belongs to the first slot, by name: "" is the weight, "scales" and "bias" its scales and bias; views."""
+        """Return the first slot's tensors by name: "" is the weight, "scales" and "bias" its scales and bias; views."""
         ...
 
     def at(self, slot: int) -> "Slots":
-        """One slot by itself; its memory is the slot's."""
+        """Return one slot alone; it shares the slot's memory."""
         ...
 
     def spare(self) -> "Slots":
-        """Memory for one more expert, which no slot serves."""
+        """Reserve memory for one more expert, outside all slots."""
         ...
 
     def exchange(self, slot: int, new: Any) -> "Slots":
-        """Let a slot serve `new`, of the same kind, without copying its weight; returns what it served."""
+        """Let a slot serve `new`, of the same kind, without copying its weight. Return what it served before."""
         ...
 
     def rearrange(self, parts: Sequence[Any]) -> None:
-        """Serve single slots of the same kind, in this order, in place of all so far; on a CPU more or fewer.
+        """Replace all slots with single slots of the same kind, in this order. On a CPU the number may change.
 
         Raises:
-            NoSpareSlotError: the device cannot have another number of slots.
+            NoSpareSlotError: The device cannot change the number of slots.
         """
         ...
 
     def release(self) -> None:
-        """Give the first slot's memory back; nothing may serve it any more."""
+        """Free the first slot's memory. Nothing may serve it afterwards."""
         ...
 
 
@@ -80,58 +80,57 @@ class ExpertReader(Protocol):
         """Read one weight of all of this rank's slots in one layer.
 
         Args:
-            name: of the experts module. leaf: of its parameter.
-            local_S: expert of each slot, -1 where empty.
+            name: Name of the experts module. leaf: Name of its parameter.
+            local_S: Expert of each slot, -1 if empty.
         """
         ...
 
     def read(self, name: str, leaf: str, expert: int, into: Any) -> None:
-        """Read one weight of one expert into the first slot of memory that serves nothing."""
+        """Read one weight of one expert into the first slot of memory that is not in use."""
         ...
 
 
 class ExpertLayer(Protocol):
-    """This rank's part of one MoE layer: what the experts organ calls, and what moves experts."""
+    """This rank's part of one MoE layer, used by the experts organ and by moves of experts."""
 
-    up: Any  # Slots of one kind: gate_up_proj, or up_proj where the family has no gate
+    up: Any  # Slots of one kind: gate_up_proj, or up_proj if the family has no gate
     down: Any
-    choice: SlotChoice  # of the placement that serves
+    choice: SlotChoice  # of the current placement
     num_experts: int
-    dispatcher: TokenDispatcher  # of the epoch
+    dispatcher: TokenDispatcher  # of the current epoch
     counts: LayerCounts | None
-    sample_TD: (
-        Tensor | None
-    )  # some rows that were served, which try out experts that arrive; float32 on the host
+    # Served rows with which arriving experts are tried; float32 on the host.
+    sample_TD: Tensor | None
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Serve one layer; collective. Rows past the step's tokens are padding and come back finite."""
+        """Compute one layer; collective. Padding rows (past the step's tokens) return finite values."""
         ...
 
     def try_out(self, module: Any, up: Any, down: Any, x_TD: Tensor) -> Tensor:
-        """Run rows through an expert that need not serve, beside steps: [T, D], new."""
+        """Run rows through an expert that need not be in use, while steps may run: [T, D], new."""
         ...
 
 
 def serve_experts(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Answer an experts module's forward with its layer."""
+    """Run an experts module's forward on its layer."""
     layer: ExpertLayer = module.expert_layer
     return layer.run(module, hidden_TD, ids_TK, weights_TK)
 
 
 class LoadedModel(Protocol):
-    """What a warm-up uses of a model."""
+    """The parts of a model that a warm-up uses."""
 
     layers: list[ExpertLayer]
     load_counts: LoadCounts
 
     @property
     def net(self) -> PreTrainedModel:
-        """The modules."""
+        """Return the modules."""
         ...
 
     @property
     def step(self) -> Step:
-        """What a forward runs."""
+        """Step that forwards run."""
         ...
 
     def forward(self, token_T: Tensor, cache: PagedCache, logits_R: Tensor) -> Tensor:
@@ -140,13 +139,13 @@ class LoadedModel(Protocol):
 
     @property
     def num_mtp_layers(self) -> int:
-        """Layers that draft."""
+        """Number of layers that draft."""
         ...
 
     def draft(
         self, depth: int, token_T: Tensor, cache: PagedCache, rows_R: Tensor, hidden_T: Tensor
     ) -> Tensor:
-        """Run one of them; see `moe.model.Model.draft`."""
+        """Run one of these layers; see `moe.model.Model.draft`."""
         ...
 
 
@@ -155,28 +154,28 @@ class Backend:
     """One device.
 
     Attributes:
-        device: where the model's inputs and weights are.
-        model_dtype: what the modules compute in.
-        attention, experts: names under which the organs are registered.
-        warms_up_together: `warm_up` runs steps, which are collective.
-        register: makes the organs known to `transformers`; may be called again.
-        why_unserved: what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
-        keep_with: how weights that are no experts' are kept, for a model that runs a step, which is refilled; the loader
-            brings them to the form that the user wished.
-        open_experts: for a loader, the experts modules by name (their parameters on meta, left alone), slots per
-            layer, and experts that may be on their way to this rank at once: memory for them is reserved where
-            it cannot be later.
-        open_layer: puts one MoE layer together: up, down, choice, module, dispatcher, step.
-        make_counts: counters for all layers; called as `LoadCounts` is.
-        make_step: the step that this device's model reads; called as `Step` is, and with `threads` of this process,
-            and `num_ranks` that run theirs together.
-        make_cache: reserves memory for some shapes: so many blocks and state slots, for a step.
-        token_bytes: of cache that one layer takes per token.
-        finish: takes a model whose weights are there, the step that it runs and what its layers cache: moves what is not
-            on the device, adopts faster forms of modules; local.
-        enter_thread: lets the calling thread compute on this device, which it does not by itself.
-        warm_up: compiles the kernels that the model uses, before the first step; takes model, cache, and what is told
-            how many parts of that are done, of how many.
+        device: Device of the model's inputs and weights.
+        model_dtype: Type that the modules compute in.
+        attention, experts: Names under which the organs are registered.
+        warms_up_together: True if `warm_up` runs steps, which are collective.
+        register: Register the organs with `transformers`; may be called again.
+        why_unserved: Name what the kernels lack for a model on meta, to follow "the model has". None if nothing.
+        keep_with: Return the function that stores weights other than experts, for a model that runs this step (which is
+            refilled). The loader converts them to the user's dtype.
+        open_experts: Return a reader. Takes a loader, the experts modules by name (their parameters stay on meta), the
+            slots per layer, and the number of experts that may move to this rank at once. Memory for these is reserved
+            if that is not possible later.
+        open_layer: Build one MoE layer from up, down, choice, module, dispatcher, step.
+        make_counts: Make counters for all layers; takes the arguments of `LoadCounts`.
+        make_step: Make the step that this device's model reads; takes the arguments of `Step`, `threads` of this
+            process, and `num_ranks` that run their threads together.
+        make_cache: Reserve memory for the given shapes, number of blocks and number of state slots, for a step.
+        token_bytes: Bytes of cache per token of one layer.
+        finish: Complete a loaded model, given its step and the shapes that its layers cache: move the rest to the
+            device and adopt faster forms of modules; local.
+        enter_thread: Prepare the calling thread to compute on this device.
+        warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
+            called with the number of finished parts and their total.
     """
 
     device: torch.device

@@ -1,18 +1,18 @@
-"""One expert's weights as named tensors: to read out of a slot, to send, to check, to put into a slot.
+"""One expert's weights as named tensors: read from a slot, send, check, and write into a slot.
 
-Whatever belongs to an expert is in the names, scales and biases too, so that what moves is all or nothing: a package that
-lacks a tensor, or has another shape, is refused by its manifest; one whose bytes changed, by its digest; and an expert
-that would not answer as its source does, by rows that were served and that both ends run through it. Of the last nothing
-is left to tolerance: no row's result depends on where an expert is (I2).
+The names cover everything that belongs to an expert, including scales and biases, so an expert moves completely or not at
+all. Three checks reject a package: its manifest if a tensor is missing or has another shape, its digest if bytes changed,
+and a trial on served rows, run on both ends, if the results differ. The trial has no tolerance, because a row's
+result does not depend on where an expert is (I2).
 
-An arriving expert is written into spare memory, never over one that serves; when it serves, the slot's old memory is
-spare in turn. As many spares as a layer has slots let any plan be carried out, a few layers at a time.
+An arriving expert is written into spare memory, never over one in use. Once it serves, the slot's old memory becomes
+spare. With as many spares as a layer has slots, any plan is possible, a few layers at a time.
 
-In an epoch with other members a rank's slots hold other experts: `change_slots`. An expert that the rank holds already
-comes to its new slot without a byte being copied, whatever slot it is in; others are read into memory that serves nothing
-any more, then into spare memory.
+In an epoch with other members a rank's slots hold other experts; see `change_slots`. An expert that the rank already holds
+moves to its new slot without a copy. Others are read into memory that no longer serves and, when
+that is used up, into spare memory.
 
-Knows no groups and no checkpoint.
+Uses neither groups nor checkpoints.
 """
 
 import hashlib
@@ -28,17 +28,17 @@ from moe.backend import ExpertLayer
 
 SAMPLE_ROWS = 8
 _Kind = tuple[tuple[str, ...], ...]
-Held = list[list[int]]  # by layer, the expert of each of this rank's slots; EMPTY where there is none
+Held = list[list[int]]  # by layer, the expert of each of this rank's slots; EMPTY if there is none
 
 
 class ExpertWeights(NamedTuple):
-    """One slot of a layer, or memory for one."""
+    """Weights of one slot of a layer, or memory for one."""
 
-    up: Any  # `backend.Slots` of one slot each, of the layer's kind
+    up: Any  # `backend.Slots` with one slot, of the layer's kind
     down: Any
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the expert, by name; views."""
+        """Return all tensors of the expert by name; views."""
         sides = (("up", self.up.tensors()), ("down", self.down.tensors()))
         return {
             f"{side}_{name}" if name else side: tensor
@@ -48,7 +48,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of the tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
 
@@ -56,7 +56,7 @@ Read = Callable[[int, ExpertWeights], None]  # reads an expert of the layer into
 
 
 def read_slot(layer: ExpertLayer, slot: int) -> ExpertWeights:
-    """A slot's weights; its memory is the slot's."""
+    """Return a slot's weights; they share the slot's memory."""
     return ExpertWeights(layer.up.at(slot), layer.down.at(slot))
 
 
@@ -66,40 +66,40 @@ def spare_slot(layer: ExpertLayer) -> ExpertWeights:
 
 
 def exchange_slot(layer: ExpertLayer, slot: int, new: ExpertWeights) -> ExpertWeights:
-    """Let a slot serve `new`; returns the memory that it served from. Nothing of it may be read afterwards."""
+    """Let a slot serve `new`. Return the memory that it served from; its values must not be read any more."""
     return ExpertWeights(layer.up.exchange(slot, new.up), layer.down.exchange(slot, new.down))
 
 
 def manifest(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """What a package says it is: type and shape by name."""
+    """Return the type and shape of each tensor by name, to describe a package."""
     return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in tensors.items()}
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: [n] uint8, a view."""
+    """Return a contiguous tensor's bytes: [n] uint8, a view."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class Digest:
-    """A check sum of an expert's bytes, taken as they pass.
+    """Checksum of an expert's bytes, computed as they pass.
 
-    SHA-256, for which processors have instructions: 0.7 ms a MiB on a Zen 3 core beside a step, blake2b 1.7.
+    SHA-256, which processors support in hardware: 0.7 ms per MiB on a Zen 3 core during a step; blake2b takes 1.7.
     """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
     def add(self, data: Tensor) -> None:
-        """Add [n] uint8, from any device."""
+        """Add [n] uint8 from any device."""
         self._hash.update(data.cpu().numpy().data)
 
     def value(self) -> bytes:
-        """Thirty-two bytes."""
+        """Return the checksum, 32 bytes."""
         return self._hash.digest()
 
 
 def digest(tensors: Mapping[str, Tensor]) -> bytes:
-    """The check sum of a whole package, in the order of its names."""
+    """Return the checksum of a whole package, in the order of its names."""
     taken = Digest()
     for tensor in tensors.values():
         taken.add(flat_bytes(tensor))
@@ -107,17 +107,17 @@ def digest(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def grown_sample(sample_TD: Tensor | None, served_TD: Tensor) -> Tensor | None:
-    """Return the rows to try experts with, once these are served: up to SAMPLE_ROWS, the first that come together."""
+    """Return the rows to try experts with: the first rows of the largest batch served so far, at most SAMPLE_ROWS."""
     return served_TD[:SAMPLE_ROWS].float().cpu().clone() if is_grown(sample_TD, len(served_TD)) else sample_TD
 
 
 def is_grown(sample_TD: Tensor | None, num_rows: int) -> bool:
-    """Whether so many rows more than are kept would be."""
+    """Return whether a batch of `num_rows` would give more sample rows than there are."""
     return min(num_rows, SAMPLE_ROWS) > (0 if sample_TD is None else len(sample_TD))
 
 
 def sample(layer: ExpertLayer) -> Tensor:
-    """Rows to try an expert with: [n, D] float32, real ones once any were served."""
+    """Return rows to try an expert with: [n, D] float32, served ones if there are any, otherwise random."""
     if layer.sample_TD is not None:
         return layer.sample_TD
     generator = torch.Generator().manual_seed(0)
@@ -126,32 +126,32 @@ def sample(layer: ExpertLayer) -> Tensor:
 
 @torch.inference_mode()
 def try_out(layer: ExpertLayer, module: Any, weights: ExpertWeights, x_TD: Tensor) -> Tensor:
-    """Run rows through an expert that need not serve: [T, D], new. On one thread, beside steps."""
+    """Run rows through an expert that need not be in use: [T, D], new. On one thread, while steps may run."""
     return layer.try_out(module, weights.up, weights.down, x_TD)
 
 
 class SpareSlots:
-    """A rank's spare slots, shared by all layers whose experts look alike. Memory is reserved when first needed."""
+    """A rank's spare slots, shared by all layers with experts of the same kind. Memory is reserved on first use."""
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[ExpertWeights]] = defaultdict(list)
 
     def reserve(self, layer: ExpertLayer, count: int) -> None:
-        """Have at least so many free that fit a layer."""
+        """Make sure that at least `count` free slots fit a layer."""
         free = self._free[_kind_of(layer)]
         free += [spare_slot(layer) for _ in range(count - len(free))]
 
     def take(self, layer: ExpertLayer) -> ExpertWeights:
-        """Get one that fits a layer."""
+        """Take a slot that fits a layer."""
         free = self._free[_kind_of(layer)]
         return free.pop() if free else spare_slot(layer)
 
     def give(self, weights: ExpertWeights) -> None:
-        """Return one."""
+        """Return a slot."""
         self._free[_kind(weights)].append(weights)
 
     def give_back(self, weights: ExpertWeights, most: int) -> None:
-        """Return one that is no longer needed: it is kept if fewer than `most` wait, or its memory is given back."""
+        """Return a slot that is no longer needed: keep it if fewer than `most` are free, otherwise free its memory."""
         if self.num_free < most:
             self.give(weights)
         else:
@@ -160,7 +160,7 @@ class SpareSlots:
 
     @property
     def num_free(self) -> int:
-        """Spare slots that wait."""
+        """Number of free slots."""
         return sum(len(free) for free in self._free.values())
 
 
@@ -169,28 +169,28 @@ def _kind_of(layer: ExpertLayer) -> _Kind:
 
 
 def _kind(weights: ExpertWeights) -> _Kind:
-    """What must be equal for one memory to do for another."""
+    """Return what two memories must have in common to replace each other."""
     return tuple((name, *map(str, shape)) for name, shape in manifest(weights.tensors()).items())
 
 
 def num_to_read(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Count the experts of one layer that are wanted and not held."""
+    """Count the experts of one layer that are wanted but not held."""
     return len(set(wanted) - set(held) - {EMPTY})
 
 
 def change_slots(
     layer: ExpertLayer, held: list[int], wanted: Sequence[int], read: Read, spare: SpareSlots, most_spare: int
 ) -> None:
-    """Let a layer's slots hold `wanted`, whose number may be another one on a CPU; while no step runs.
+    """Let a layer's slots hold `wanted`. On a CPU the number of slots may change. Only while no step runs.
 
     Args:
-        held: what they hold; made to be `wanted`. If a read fails it says what is true: all layers stay whole.
-        read: called once for each expert that is not held.
-        spare: taken from and given to.
-        most_spare: that may wait there afterwards; more is given back to the system.
+        held: Experts that the slots hold; becomes `wanted`. If a read fails it stays correct: all layers stay whole.
+        read: Called once for each expert that is not held.
+        spare: Slots are taken from and returned to it.
+        most_spare: Most slots that may stay free there afterwards; the memory of others is freed.
 
     Raises:
-        whatever `read` raises; NoSpareSlotError: the device has no room for more slots.
+        Errors of `read`; NoSpareSlotError: The device has no memory for more slots.
     """
     if held == list(wanted):
         return
@@ -214,7 +214,7 @@ def change_slots(
 
 
 def _sources(held: Sequence[int], wanted: Sequence[int]) -> list[int | None]:
-    """For each wanted slot the one that holds its expert now; None where none does."""
+    """Return for each wanted slot the slot that holds its expert now, or None."""
     slot_of = {expert: slot for slot, expert in enumerate(held) if expert != EMPTY}
     return [slot_of.get(expert) if expert != EMPTY else None for expert in wanted]
 
@@ -227,10 +227,10 @@ def _memory_for(
     held: list[int],
     spare: SpareSlots,
 ) -> ExpertWeights:
-    """Find memory for a slot that takes over none: its own if that is free, another's, or spare one."""
+    """Find memory for a slot without a source: its own if free, another free slot's, or spare memory."""
     if not free:
         return spare.take(layer)
     taken = slot if slot in free else free[-1]
     free.remove(taken)
-    held[taken] = EMPTY  # true from the first byte that is read into it
+    held[taken] = EMPTY  # correct from the first byte that is read into it
     return memory[taken]

@@ -1,8 +1,7 @@
-"""What a model must be for us to serve it, read off its configuration and modules, not its name.
+"""Check from a model's configuration and modules, not from its name, whether it can be served.
 
-There is no list of supported families: a model fits when its experts go through `transformers`' experts
-interface and every layer's attention goes through its attention interface with keys and values per token (which
-`moe.rehearsal` finds out).
+There is no list of supported families. A model is accepted if its experts use `transformers`' experts interface, and
+every attention layer uses its attention interface with keys and values per token (`moe.rehearsal` checks the latter).
 """
 
 import inspect
@@ -31,12 +30,12 @@ from moe.mtp.names import MtpBlock, MtpNames, layers_of_config, why_no_mtp
 from moe.published_types import PublishedTypeError, read_published, row_parts, settle
 from moe.text_part import is_wrapped, keep_text
 
-# What the code of transformers' configurations and models raises for values that make no model: lists that are too short,
-# numbers that are null, zero or text, a padding token outside the vocabulary, a package that is not installed.
+# Errors that transformers' configurations and models raise for invalid values: lists that are too short; numbers that are
+# null, zero or text; a padding token outside the vocabulary; a missing package.
 FOREIGN_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-# One entry for each decoder layer.
+# Fields with one entry for each decoder layer.
 _PER_LAYER = (
     "layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "kv_sharing_modes", "no_rope_layers",
     "layer_rope_theta",
@@ -44,14 +43,14 @@ _PER_LAYER = (
 
 
 class UnsupportedModelError(ValueError):
-    """A model that cannot be served; the message says why."""
+    """A model that cannot be served; the message gives the reason."""
 
 
 def read_config(directory: Path) -> Any:
-    """Read a model directory's configuration.
+    """Read the configuration of a model directory.
 
     Raises:
-        UnsupportedModelError: there is none, it is damaged, or `transformers` does not know the model.
+        UnsupportedModelError: It is missing or damaged, or `transformers` does not recognise the model.
     """
     if not (directory / "config.json").is_file():
         raise UnsupportedModelError(f"{directory} is not a model directory: it has no config.json")
@@ -59,7 +58,7 @@ def read_config(directory: Path) -> Any:
         config = read_published(directory / "config.json")
         if config is None:
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        config.get_text_config(decoder=True)  # where Gemma 4 looks at its values
+        config.get_text_config(decoder=True)  # Gemma 4 checks its values here
     except PublishedTypeError as error:
         raise UnsupportedModelError(f"{directory / 'config.json'} cannot be served: {error}") from error
     except (OSError, StrictDataclassError, *FOREIGN_ERRORS) as error:
@@ -74,21 +73,20 @@ def read_config(directory: Path) -> Any:
 def build_on_meta(
     config: Any, dtype: torch.dtype = torch.float32, mtp_layers: Sequence[Sequence[MtpBlock]] = ()
 ) -> PreTrainedModel:
-    """Build a model's modules without their weights, to compute in `dtype`.
+    """Build a model's modules without their weights. They will compute in `dtype`.
 
     Args:
-        mtp_layers: the decoder layers of each of its multi-token-prediction layers; empty: it is to have none.
+        mtp_layers: Decoder layers of each multi-token-prediction layer. Empty builds the model without them.
 
     Raises:
-        UnsupportedModelError: `transformers` has no causal language model for it, or its values do not fit.
+        UnsupportedModelError: `transformers` has no causal language model for it, or its values are invalid.
     """
     wrapped = is_wrapped(config)
     kinds = (AutoModelForMultimodalLM, AutoModelForCausalLM)[:: 1 if wrapped else -1]
     kind = next((each for each in kinds if type(config) in each._model_mapping), None)
     if kind is None:
         raise UnsupportedModelError(
-            f"{config.model_type} is not a model that transformers can run as a causal language model; give a "
-            f"decoder-only text model"
+            f"transformers cannot run {config.model_type} as a causal language model; use a decoder-only text model"
         )
     try:
         with torch.device("meta"):
@@ -100,8 +98,8 @@ def build_on_meta(
         ) from error
     if not is_text:
         raise UnsupportedModelError(
-            f"{config.model_type}: {type(model).__name__} does not hold its text decoder apart from what sees images, as other "
-            f"models do; give a checkpoint of the text model alone"
+            f"{config.model_type}: {type(model).__name__} does not separate its text decoder from the image parts, as other "
+            f"models do; use a checkpoint of the text model alone"
         )
     settle(model)
     if mtp_layers:
@@ -123,7 +121,7 @@ def _add_drafting(model: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) 
 
 
 def _settle_rotary(model: PreTrainedModel) -> None:
-    """Let `dynamic` rotary embeddings not look at the batch: they only change past the positions that are served."""
+    """Unwrap `dynamic` rotary embeddings, which look at the whole batch. This only matters past the served positions."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", ())
         if any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,))):
@@ -132,7 +130,7 @@ def _settle_rotary(model: PreTrainedModel) -> None:
 
 
 def _widen(model: PreTrainedModel) -> None:
-    """Declare float32 what a family keeps so whatever it computes in: biases that correct a router, say."""
+    """Declare float32 those tensors that a family keeps in float32 in every dtype, such as a router's correction bias."""
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     pattern = re.compile("|".join(rf"(^|\.){name}($|\.)" for name in kept))
     for module_name, module in model.named_modules() if kept else ():
@@ -143,11 +141,11 @@ def _widen(model: PreTrainedModel) -> None:
 
 
 def find_mtp_layers(directory: Path, config: Any) -> tuple[tuple[MtpBlock, ...], ...]:
-    """Find the multi-token-prediction layers of a model directory: the decoder layers of each.
+    """Return the decoder layers of each multi-token-prediction layer of a model directory.
 
     Raises:
-        UnsupportedModelError: it has none.
-        CheckpointError: its files cannot be read.
+        UnsupportedModelError: The model has no such layers.
+        CheckpointError: Its files cannot be read.
     """
     text = config.get_text_config(decoder=True)
     first = int(text.num_hidden_layers)
@@ -165,7 +163,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _said(error: Exception) -> str:
-    """A sentence that transformers wrote, or the kind of an error that it did not foresee."""
+    """Return the message of an error that transformers raised on purpose; prefix other errors with their type."""
     if isinstance(error, StrictDataclassError):  # the reason is in the second line
         return " ".join(str(error).split())
     is_sentence = isinstance(error, OSError | ValueError)
@@ -173,11 +171,11 @@ def _said(error: Exception) -> str:
 
 
 def check_config(config: Any) -> None:
-    """Refuse what the configuration already rules out.
+    """Refuse a model that its configuration already rules out.
 
     Raises:
-        UnsupportedModelError: an encoder-decoder, a list without an entry for each layer, or a rotary embedding that depends
-            on the whole batch.
+        UnsupportedModelError: It is an encoder-decoder, a list lacks layers, or a rotary embedding depends on the whole
+            batch.
     """
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
@@ -186,13 +184,13 @@ def check_config(config: Any) -> None:
         raise UnsupportedModelError(f"{name}: {problem}")
     if KIND in rotary_types(config) and limit_of(config) is None:
         raise UnsupportedModelError(
-            f"{name} has rotary embeddings of type {KIND} in some kinds of layers, which change with the longest sequence "
-            f"of a batch: served are those that all layers share"
+            f"{name} has rotary embeddings of type {KIND} in only some kinds of layers, so they change with the longest "
+            f"sequence of a batch; only those that all layers share can be served"
         )
 
 
 def _why_too_short(text: Any) -> str | None:
-    """Name a list of the configuration that ends before the last layer; longer ones may speak of MTP layers too."""
+    """Name a list of the configuration that ends before the last layer. Longer lists are valid: they may cover MTP layers."""
     num_layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(num_layers, int):
         return None
@@ -200,17 +198,17 @@ def _why_too_short(text: Any) -> str | None:
         listed = getattr(text, name, None)
         if isinstance(listed, list | tuple) and 0 < len(listed) < num_layers:
             return (
-                f"{name} in config.json lists {len(listed)} of {num_layers} layers (num_hidden_layers); it takes an entry for "
-                "each: correct it, or get config.json again"
+                f"{name} in config.json lists {len(listed)} of {num_layers} layers (num_hidden_layers); it needs an entry for "
+                "each layer: correct config.json, or download it again"
             )
     return None
 
 
 def quantisation_of(directory: Path, config: Any) -> Quantisation | None:
-    """Read how a checkpoint is quantised.
+    """Read the quantisation of a checkpoint.
 
     Raises:
-        UnsupportedModelError: in a way that is not served.
+        UnsupportedModelError: The quantisation is not supported.
     """
     parts = (config, config.get_text_config(decoder=True))
     configured = next(
@@ -224,24 +222,24 @@ def quantisation_of(directory: Path, config: Any) -> Quantisation | None:
 
 
 def rotary_types(config: Any) -> set[str]:
-    """Return the kinds of rotary embedding of a configuration, whose parameters may be per layer type."""
+    """Return the kinds of rotary embedding in a configuration; it may have parameters per layer type."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {part["rope_type"] for part in parts if "rope_type" in part}
 
 
 def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
-    """Find the experts modules, by name, in layer order.
+    """Return the experts modules by name, in layer order.
 
     Raises:
-        UnsupportedModelError: there are none (not a MoE, or experts outside the interface), or they hold what the
-            experts organ does not serve.
+        UnsupportedModelError: The model has none (it is not a MoE, or its experts do not use the interface), or they hold
+            parameters that the experts organ does not support.
     """
     found = {name: module for name, module in model.named_modules() if hasattr(module, "is_concatenated")}
     if not found:
         raise UnsupportedModelError(
-            f"{model.config.model_type} has no experts that transformers lets us serve: it is not a "
-            f"Mixture-of-Experts model, or its experts do not use the experts interface"
+            f"{model.config.model_type} has no experts that can be served: it is not a Mixture-of-Experts "
+            f"model, or its experts do not use the experts interface of transformers"
         )
     for name, module in found.items():
         _check_experts(name, module)
@@ -249,7 +247,7 @@ def experts_modules(model: PreTrainedModel) -> dict[str, Any]:
     if len(counts) > 1:
         raise UnsupportedModelError(
             f"{model.config.model_type} has layers of {' and '.join(map(str, counts))} experts; all layers must "
-            f"have as many"
+            f"have the same number"
         )
     return found
 
@@ -263,10 +261,10 @@ def _check_experts(name: str, module: Any) -> None:
     wanted = {*leaves(module)}
     if module.has_bias:
         wanted |= {f"{leaf}_bias" for leaf in wanted}
-    if getattr(module, "has_post_expert_norm", False):  # one for all experts, which stays its module
+    if getattr(module, "has_post_expert_norm", False):  # one norm for all experts, which stays in its module
         wanted |= {name for name, _ in module.named_parameters() if name.startswith("post_expert_norm.")}
     held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     if held != wanted:
         raise UnsupportedModelError(
-            f"{name} holds {', '.join(sorted(held))}; the experts organ serves {', '.join(sorted(wanted))}"
+            f"{name} holds {', '.join(sorted(held))}; the experts organ supports {', '.join(sorted(wanted))}"
         )

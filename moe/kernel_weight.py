@@ -1,10 +1,10 @@
-"""A weight that modules use like any other, held in a form that a kernel of ours multiplies with.
+"""A weight that modules use like any other, stored in the form that one of our kernels multiplies with.
 
-`transformers`' modules call `torch.nn.functional.linear(x, self.weight)` and `embedding(ids, self.weight)`; a
-`KernelWeight` answers both through `__torch_function__`, so that nn.Linear, routers and tied embeddings run on our
-kernels without a line of model code replaced. Whatever else is asked of it, it answers as a plain tensor, correct but
-slow. What it holds and multiplies with is its class's: `moe.cpu.packed_weight`, `moe.gpu.device_weight`.
-Rejected: to exchange modules' classes (routers are not nn.Linear and differ by family).
+`transformers`' modules call `torch.nn.functional.linear(x, self.weight)` and `embedding(ids, self.weight)`. A
+`KernelWeight` handles both through `__torch_function__`, so nn.Linear, routers and tied embeddings run on our
+kernels without changes to model code. All other operations work as on a plain tensor, correctly but
+slowly. Subclasses define storage and product: `moe.cpu.packed_weight`, `moe.gpu.device_weight`.
+Rejected: replacing modules' classes (routers are not nn.Linear and differ by family).
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear
 from torch.utils._pytree import tree_map
 
 CASTS = frozenset({Tensor.to, Tensor.type})
-# Getters that tell about a tensor without its values; all others (T, mT, data) want them.
+# Getters that need no values of the tensor; all others (T, mT, data) do.
 ABOUT = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -27,22 +27,22 @@ ABOUT = frozenset(
 
 
 class KernelWeight(Tensor):
-    """[N, K], presented as a tensor of a floating type on a device."""
+    """A weight [N, K] that appears as a tensor of a floating-point type on a device."""
 
     def plain(self) -> Tensor:
-        """The weight as a plain tensor of its type: [N, K]."""
+        """Return the weight as a plain tensor of its type: [N, K]."""
         raise NotImplementedError
 
     def cast(self, dtype: torch.dtype) -> Tensor:
-        """The weight in a type, as plain tensors cast; itself where it has that type."""
+        """Return the weight in a type, as casts of plain tensors do; itself if it has that type."""
         return self if self.dtype is dtype else self.plain().to(dtype)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return `linear(x, self, bias)`; None: the kernel does not take such rows."""
+        """Return `linear(x, self, bias)`, or None if the kernel does not support such rows."""
         raise NotImplementedError
 
     def embedded(self, ids: Tensor) -> Tensor | None:
-        """Return the rows of some ids; None: only the plain weight has them."""
+        """Return the rows of some ids, or None if only the plain weight can provide them."""
         raise NotImplementedError
 
     @classmethod
@@ -53,7 +53,7 @@ class KernelWeight(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer linear and embedding with the kernel, casts to its own type with itself, the rest as a plain tensor."""
+        """Run linear and embedding on the kernel, return itself for casts to its type, and use a plain tensor otherwise."""
         kwargs = kwargs or {}
         if function is linear:
             return _linear(*args, **kwargs)
@@ -70,12 +70,12 @@ class KernelWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> Any:
-        """Refuse: nothing below the Python API may touch a weight that has no plain storage."""
-        raise AssertionError(f"{function} reached a kernel's weight; __torch_function__ should have answered")
+        """Refuse: code below the Python API must not use a weight without plain storage."""
+        raise AssertionError(f"{function} reached a kernel's weight; __torch_function__ did not handle it")
 
 
 def _cast_to(function: Any, args: tuple[Any, ...]) -> torch.dtype | None:
-    """The type that a call casts a weight to, if it does nothing else."""
+    """Return the type that a call casts a weight to, or None if it is not a plain cast."""
     if function is Tensor.float:
         return torch.float32
     is_cast = function in CASTS and len(args) == 2 and isinstance(args[1], torch.dtype)
@@ -90,7 +90,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     out = weight.multiplied(input, bias) if isinstance(weight, KernelWeight) else None
     if out is not None:
         return out
-    return linear(_plain(input), _plain(weight), _plain(bias))  # answers, or refuses, as torch does
+    return linear(_plain(input), _plain(weight), _plain(bias))  # result or error as in torch
 
 
 def _embedding(ids: Tensor, weight: Tensor, *options: Any, **more_options: Any) -> Tensor:

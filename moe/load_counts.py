@@ -1,10 +1,10 @@
-"""What the experts were asked to do, counted as it happens: tokens per expert and per rank, by phase and layer.
+"""Load of the experts, counted during each step: tokens per expert and per rank, by phase and layer.
 
-One rank counts the choices of its own tokens; whoever wants the whole adds the ranks up. A count is one pass over
-the layer's ids (a microsecond), into one table that is allocated once, so that a snapshot is one copy. Counters only
-grow: a reader takes differences, and a report that is lost costs nothing.
+One rank counts the choices of its own tokens; readers add up the ranks. A count is one pass over
+the layer's ids (a microsecond) into one table, allocated once, so a snapshot is one copy. Counters only
+grow: readers use differences, so a lost report does no harm.
 
-Idea: SGLang's `stat` recorder; rejected from it: one row per forward pass, whose memory grows with time, and an
+Idea: SGLang's `stat` recorder. Rejected from it: one row per forward pass (memory grows with time), and an
 all-reduce per pass.
 
 Legend: L layers, E experts, R ranks, T tokens, K choices.
@@ -23,7 +23,7 @@ NUM_PHASES = 2
 def count(
     ids: int, slots: int, num_pairs: int, num_decode_pairs: int, E: int, R: int, slots_per_rank: int, row: int
 ) -> None:
-    """Add one layer's pairs, of which the first are decodes; `row` is the address of [2, E + R] int64."""
+    """Add one layer's pairs; the first ones are decodes. `row` is the address of [2, E + R] int64."""
     experts, homes, table = words(ids, num_pairs), words(slots, num_pairs), words(row, 2 * (E + R))
     for pair in range(num_pairs):
         at = E + R if pair < num_decode_pairs else 0
@@ -33,20 +33,20 @@ def count(
 
 
 class LayerCounts:
-    """One layer's part of `LoadCounts`, and the time that its experts took."""
+    """One layer's part of `LoadCounts`, and the time spent in its experts."""
 
     def __init__(self, table: np.ndarray, num_experts: int, slots_per_rank: int) -> None:
         self._table, self._num_experts, self._slots_per_rank = table, num_experts, slots_per_rank
         self._num_ranks = table.shape[1] - num_experts
-        self.address: int = table.ctypes.data  # of the table, for compiled code that counts by itself
+        self.address: int = table.ctypes.data  # of the table, for compiled code that counts itself
         self.experts_ns = 0
 
     def add(self, ids_TK: Tensor, slots_TK: Tensor, num_decodes: int) -> None:
         """Count one step's choices.
 
         Args:
-            ids_TK: int64 logical experts of real rows, no padding; the first `num_decodes` rows are decodes.
-            slots_TK: int64 physical slots that were chosen for them; -1 is not counted.
+            ids_TK: int64 logical experts of real rows, without padding; the first `num_decodes` rows are decodes.
+            slots_TK: int64 physical slots chosen for them; -1 is not counted.
         """
         ids_TK, slots_TK = ids_TK.contiguous(), slots_TK.contiguous()
         num_choices = ids_TK.shape[1]
@@ -76,9 +76,9 @@ class LoadCounts:
 
     @property
     def experts_s(self) -> float:
-        """Seconds that this rank's experts computed so far, all layers together."""
+        """Seconds that this rank's experts have computed, all layers together."""
         return sum(layer.experts_ns for layer in self.layers) * 1e-9
 
     def clear(self) -> None:
-        """Forget what was counted before the first step."""
+        """Reset all counters, before the first step."""
         self.table[:] = 0

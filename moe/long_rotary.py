@@ -1,9 +1,9 @@
-"""Rotary embeddings that change once a sequence grows past a length (`longrope`): chosen for each by its own.
+"""Rotary embeddings that change once a sequence grows past a length (`longrope`), chosen separately for each sequence.
 
-`transformers` looks at the longest position of the batch, and takes other frequencies (and factors) for all of it. Here
-a module's own code runs for rows of short sequences, and again, made to see a far position, for those of long ones;
-each row takes its own. Keys and values of a sequence that grows past the length are computed anew
-(`scheduler.policy.scheduler`), so that every token sees what it would see in one forward of the whole text.
+`transformers` looks at the longest position of the batch and uses its frequencies (and factors) for the whole batch. Here
+a module's own code runs twice: for rows of short sequences, and with an added far position for rows of long ones.
+Each row takes its own result. Keys and values of a sequence that grows past the length are recomputed
+(`scheduler.policy.scheduler`), so that every token sees the same as in one forward of the whole text.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KIND = "longrope"
 
 
 def limit_of(config: Any) -> int | None:
-    """Tokens up to which a model's sequences are short; None: it makes no difference."""
+    """Return the most tokens of a short sequence, or None if the model makes no such difference."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if parameters.get("rope_type") != KIND:
         return None
@@ -27,14 +27,14 @@ def limit_of(config: Any) -> int | None:
 
 
 def exchange(net: nn.Module, limit: int, step: Step) -> None:
-    """Let rotary modules choose by the step's sequences; their buffers are there."""
+    """Let rotary modules choose by the step's sequences. Their buffers must be loaded."""
     step.tells_long = True
     for module in _modules(net):
         module.forward = _by_sequence(module.forward, limit, step)
 
 
 def rehearse(net: nn.Module) -> None:
-    """Let rotary modules run on meta: they look at positions, which there are none of."""
+    """Let rotary modules run on meta, without the values of positions."""
     for module in _modules(net):
         dim = 2 * len(ROPE_INIT_FUNCTIONS[KIND](module.config, device="cpu")[0])
 
@@ -61,7 +61,7 @@ def _by_sequence(own: Callable[..., tuple[Tensor, Tensor]], limit: int, step: St
         is_long = step.long_rows(position_ids.shape[1])
         if is_long is None:
             return short
-        far = position_ids.new_full((1, ROW_MULTIPLE), limit)  # full vectors more, for the sake of equal bits
+        far = position_ids.new_full((1, ROW_MULTIPLE), limit)  # whole vectors, so that bits stay equal
         rows = position_ids.shape[1]
         long = (each[:, :rows] for each in own(x, torch.cat((position_ids, far), 1)))
         cosines, sines = (

@@ -1,9 +1,9 @@
-"""Build a model to serve: `transformers`' own modules with our three organs, and this rank's share of weights.
+"""Build the model that a rank serves: `transformers`' own modules with our three organs, and this rank's share of weights.
 
-Built on the meta device, checked against the checkpoint's headers, then materialised. A model's forward takes a
-packed batch [1, T] described by a `Step`; see `Model.forward`.
+A model is built on the meta device, checked against the checkpoint's headers, then loaded. Its forward takes a
+packed batch [1, T], which a `Step` describes; see `Model.forward`.
 
-Legend: T tokens (padded rows), V vocabulary, R rows whose logits are wanted.
+Legend: T tokens (padded rows), V vocabulary, R rows that need logits.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,19 +48,19 @@ from moe.text_part import body_of, project, use_attention
 
 
 class Skeleton:
-    """A model on the meta device: what it needs and holds is known, nothing is read or allocated yet."""
+    """A model on the meta device. Its structure and its needs are known; nothing is read or allocated yet."""
 
     def __init__(self, directory: Path, backend: Backend = CPU, *, has_mtp: bool = False) -> None:
         """Read the configuration and build the modules.
 
         Args:
-            directory: the model's.
-            backend: of the device that the model will run on.
-            has_mtp: with the checkpoint's multi-token-prediction layers, for `Model.draft`: `cache_shapes` and `experts`
-                have theirs after the decoder's. Else they are left unread.
+            directory: Model directory.
+            backend: Backend of the device that the model will run on.
+            has_mtp: Include the checkpoint's multi-token-prediction layers, for `Model.draft`. `cache_shapes` and `experts`
+                then list them after the decoder's layers. Otherwise they are not read.
 
         Raises:
-            UnsupportedModelError: the model cannot be served, and why.
+            UnsupportedModelError: The model cannot be served; the message gives the reason.
         """
         backend.register()
         self.directory, self.backend = directory, backend
@@ -68,7 +68,7 @@ class Skeleton:
         self.quantisation = quantisation_of(directory, config)
         mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
-        experts_modules(self.model)  # are there any?
+        experts_modules(self.model)  # refuses a model without experts before the rehearsal
         self.cache_shapes = rehearse(self.model)
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
@@ -81,13 +81,13 @@ class Skeleton:
 
     @property
     def num_mtp_layers(self) -> int:
-        """Multi-token-prediction layers that it was built with."""
+        """Number of multi-token-prediction layers in the model."""
         drafting = drafting_of(self.model)
         return 0 if drafting is None else drafting.num_layers
 
 
 class Model:
-    """One rank's model: run a packed batch, get logits."""
+    """One rank's model: runs a packed batch and returns logits."""
 
     def __init__(
         self,
@@ -106,23 +106,23 @@ class Model:
         """Load this rank's weights.
 
         Args:
-            skeleton: consumed.
-            dispatcher: of the group whose ranks the placement speaks of.
-            placement: the slots of all ranks.
-            rank: this one.
-            step: the backend's; refilled by the caller before every forward.
-            dtype: auto, float32 or bfloat16; what weights are kept in, if not quantised, on a CPU, which computes in
+            skeleton: Model to load; it must not be used for another `Model`.
+            dispatcher: Dispatcher of the group that the placement is for.
+            placement: Slots of all ranks.
+            rank: This rank.
+            step: A step of the backend; the caller refills it before every forward.
+            dtype: auto, float32 or bfloat16: type in which a CPU stores weights that are not quantised. It computes in
                 float32.
-            quantization: int8 or int4: what experts and linear layers are quantised to as they are read.
-            num_spare: experts that may move to this rank at once; see `Backend.open_experts`.
-            checkpoint: what has the weights; None: the skeleton's directory.
-            report: called while weights are read, with (stage, bytes done, bytes in all).
+            quantization: int8 or int4: quantise experts and linear layers to this while they are read.
+            num_spare: Number of experts that may move to this rank at once; see `Backend.open_experts`.
+            checkpoint: Source of the weights. None means the skeleton's directory.
+            report: Called while weights are read, with (stage, bytes done, total bytes).
 
         Raises:
-            CheckpointError: listing what does not fit.
+            CheckpointError: The checkpoint does not fit; the message lists what differs.
         """
         self.skeleton, self.placement, self._rank = skeleton, placement, rank
-        self.step = step  # that a forward runs: the caller fills it
+        self.step = step  # read by every forward; filled by the caller
         self.checkpoint = checkpoint or Checkpoint(skeleton.directory)
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)
@@ -151,34 +151,34 @@ class Model:
         self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
         self._drafting = drafting_of(self.net)
-        # Rows that drafts start from: the decoder's, and the last draft's. One memory, which captured steps write as well.
+        # Rows that drafts start from: the decoder's and the last draft's. Captured steps write the same memory.
         self._hidden_TD = self._drafted_TD = self._make_hidden()
         self._uses_cache = not mixers.lightning_modules(self.net)
 
     def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
-        """Let this rank's slots hold other experts, reading those that it has not; local, while no step runs.
+        """Change the experts that this rank's slots hold, and read the missing ones. Local, while no step runs.
 
         Args:
-            wanted: what they are to hold; of another length than `held` on a CPU only.
-            held: what they hold; kept true, whatever happens.
-            spare, most_spare: see `change_slots`.
+            wanted: Experts that the slots are to hold. The number of slots may change on a CPU only.
+            held: Experts that the slots hold now. Stays correct if a read fails.
+            spare, most_spare: See `change_slots`.
 
         Raises:
-            CheckpointError, OSError, SafetensorError: an expert could not be read.
-            NoSpareSlotError, RuntimeError: there is no room for it.
+            CheckpointError, OSError, SafetensorError: An expert could not be read.
+            NoSpareSlotError, RuntimeError: There is no memory for an expert.
         """
-        # Not in inference mode, to whose tensors the thread that moves experts could not write.
+        # Not in inference mode: the thread that moves experts could not write to such tensors.
         with torch.no_grad():
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
                 change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
 
     def serve(self, placement: Placement, rank: int, dispatcher: TokenDispatcher) -> None:
-        """Go on among other ranks, with slots that hold this rank's part already; local, while no step runs.
+        """Switch to another group of ranks; the slots already hold this rank's experts. Local, while no step runs.
 
         Args:
-            rank: this one's place among them.
-            dispatcher: of the group whose ranks the placement speaks of.
+            rank: This rank's number in the group.
+            dispatcher: Dispatcher of the group that the placement is for.
         """
         self.placement, self._rank = placement, rank
         self.load_counts = self._make_counts()
@@ -207,7 +207,7 @@ class Model:
     def _load_layers(
         self, local_LS: np.ndarray, dispatcher: TokenDispatcher, sizes: Mapping[str, int], report: Report
     ) -> list[ExpertLayer]:
-        """Read this rank's experts, layer by layer; `sizes` are those of its parameters in the files."""
+        """Read this rank's experts layer by layer. `sizes` are the bytes of its parameters in the files."""
         modules, choices = self.skeleton.experts, slot_choices(self.placement, self._rank)
         layers = []
         done, total = 0, sum(sizes.values())
@@ -230,16 +230,16 @@ class Model:
         """Run the step that `step` and `cache.step` describe; collective over the dispatcher's group.
 
         Args:
-            token_T: [num_padded] int64 token ids; rows past the step's tokens are any valid id.
-            cache: written at the step's places.
-            logits_R: [R] int64 rows whose logits are wanted.
-            keeps_hidden: let `logits_of` be asked for more rows, until the next forward.
+            token_T: [num_padded] int64 token ids; padding rows hold any valid id.
+            cache: Cache to write at the step's positions.
+            logits_R: [R] int64 rows that need logits.
+            keeps_hidden: Keep hidden states until the next forward, so that `logits_of` can return more rows.
 
         Returns:
             [R, V] float32 logits, new.
         """
         cache.step = self.step
-        # What is kept is the decoder's, which a program of the whole model does not call.
+        # Hidden states are kept by a hook on the decoder, which a program of the whole model does not call.
         run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
         with self._body.keeping(keeps_hidden or self._drafting is not None):
             output: Any = run(
@@ -252,7 +252,7 @@ class Model:
             )
         logits: Tensor = output.logits[0].float()
         if self._drafting is not None:
-            # A program of the whole model says where it left them.
+            # A program of the whole model returns its hidden states in the output.
             found_TD = getattr(output, "hidden_TD", None)
             found_TD = self._body.hidden_TD if found_TD is None else found_TD
             self._hidden_TD[: len(found_TD)] = found_TD
@@ -262,20 +262,20 @@ class Model:
     def draft(
         self, depth: int, token_T: Tensor, cache: PagedCache, rows_R: Tensor, hidden_T: Tensor
     ) -> Tensor:
-        """Run a multi-token-prediction layer for what `step` describes; collective over the dispatcher's group.
+        """Run a multi-token-prediction layer on the rows of `step`; collective over the dispatcher's group.
 
-        A row at position q is given the token at q + 1 and predicts the one at q + 2. Its keys and values are cached at its
-        place, in the layer's own pages: rows of all positions before must have been through the layer. Where a model has
-        several layers, a deeper draft runs the next one on the same positions, with tokens one place on. Where it has one, this
-        runs again on the next position, with the newest draft; what it caches there is to be written again.
+        A row at position q takes the token at q + 1 and predicts the one at q + 2. Its keys and values are cached at its
+        position, in the layer's own pages: the layer must have seen all earlier positions. If a model has several layers,
+        a deeper draft runs the next layer on the same positions, with tokens one position later. If it has one, that layer
+        runs again on the next position with the newest draft, and its cache entry there must be written again later.
 
         Args:
-            depth: 0 after a forward; 1 and more after a draft. Deeper ones than there are layers use these again.
-            token_T: [num_padded] int64 token behind each row; rows past the step's tokens are any valid id.
-            cache: written at the step's places.
-            rows_R: [R] int64 rows whose logits are wanted.
-            hidden_T: [num_padded] int64 row of the call before (the last forward for depth 0, else the last draft) whose
-                hidden state each row goes on from.
+            depth: 0 after a forward, 1 or more after a draft. Depths beyond the last layer use the layers again.
+            token_T: [num_padded] int64 token after each row; padding rows hold any valid id.
+            cache: Cache to write at the step's positions.
+            rows_R: [R] int64 rows that need logits.
+            hidden_T: [num_padded] int64 row of the previous call (depth 0: the last forward; otherwise the last draft)
+                with the hidden state that each row continues from.
 
         Returns:
             [R, V] float32 logits, new.
@@ -291,46 +291,46 @@ class Model:
 
     @torch.inference_mode()
     def logits_of(self, rows_R: Tensor) -> Tensor:
-        """Compute more rows' logits of the last forward, which kept its hidden states; local.
+        """Compute logits of more rows of the last forward, which must have kept its hidden states; local.
 
         Returns:
-            [R, V] float32, the bits that `forward` gives for these rows.
+            [R, V] float32, bit-identical to those of `forward` for these rows.
         """
         return self._body.logits(rows_R)
 
     @property
     def net(self) -> PreTrainedModel:
-        """The modules."""
+        """Return the modules."""
         return self.skeleton.model
 
     @property
     def num_mtp_layers(self) -> int:
-        """Layers that draft."""
+        """Number of layers that draft."""
         return self.skeleton.num_mtp_layers
 
     @property
     def device(self) -> torch.device:
-        """Where its inputs are."""
+        """Device of the model's inputs."""
         return self._backend.device
 
     @property
     def modules(self) -> list[Any]:
-        """The experts modules of `layers`, in the same order."""
+        """Return the experts modules of `layers`, in the same order."""
         return list(self.skeleton.experts.values())
 
     @property
     def lm_head(self) -> Tensor:
-        """The output projection, [V, D]."""
+        """Return the output projection, [V, D]."""
         weight: Tensor = self.net.get_output_embeddings().weight
         return weight
 
     def slot_bytes(self, layer: int) -> int:
-        """Bytes that one more slot of a layer would take."""
+        """Return the bytes of one more slot of a layer."""
         return read_slot(self.layers[layer], 0).num_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the experts that this rank holds, as they are kept; `reserved_expert_bytes` has the rest too."""
+        """Bytes of the experts on this rank, without padding and empty slots (see `reserved_expert_bytes`)."""
         held = (self.placement.local(self._rank) != EMPTY).sum(axis=1).tolist()
         return sum(
             count * (layer.up.slot_bytes + layer.down.slot_bytes)
@@ -339,14 +339,14 @@ class Model:
 
     @property
     def reserved_expert_bytes(self) -> int:
-        """Bytes that this rank's slots take, empty ones and the kernels' padding included."""
+        """Bytes of this rank's slots, including empty ones and the kernels' padding."""
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
 
 
 class _KeptBody:
-    """A model's hidden states, kept after a forward, so that logits of many rows can be computed a few at a time.
+    """Hidden states of the last forward, kept so that logits of many rows can be computed a few rows at a time.
 
-    Rejected: asking the one forward for all rows: logits of 8,192 rows over 150,000 tokens are 5 GB.
+    Rejected: one forward that returns all rows. Logits of 8,192 rows with a vocabulary of 150,000 are 5 GB.
     """
 
     def __init__(self, net: PreTrainedModel) -> None:
@@ -357,7 +357,7 @@ class _KeptBody:
 
     @contextmanager
     def keeping(self, wanted: bool) -> Iterator[None]:
-        """Forget what was kept; keep what a forward gives meanwhile, if that is wanted."""
+        """Drop what was kept; keep the output of forwards in this context if `wanted`."""
         self._is_wanted, self._output = wanted, None
         try:
             yield
@@ -366,17 +366,17 @@ class _KeptBody:
 
     @property
     def hidden_TD(self) -> Tensor:
-        """What the decoder gave, its norm included."""
+        """Return the decoder's output, after its final norm."""
         rows: Tensor = self._kept[0][0]
         return rows
 
     def logits(self, rows_R: Tensor) -> Tensor:
-        """Compute rows' logits: [R, V]."""
+        """Compute the logits of rows: [R, V]."""
         return project(self._net, self._decoder, self._kept, rows_R)
 
     @property
     def _kept(self) -> Any:
-        assert self._output is not None, "the last forward was not asked to keep its hidden states"
+        assert self._output is not None, "the last forward did not keep its hidden states"
         return self._output
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -385,7 +385,7 @@ class _KeptBody:
 
 
 def _restore_buffers(model: PreTrainedModel) -> None:
-    """Recompute the buffers that no checkpoint has (rotary frequencies), which the meta device dropped; on the CPU."""
+    """Recompute on the CPU the buffers that are in no checkpoint (rotary frequencies) and lost on the meta device."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():

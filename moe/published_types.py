@@ -1,22 +1,22 @@
-"""Model types that published config.json files have and transformers does not, though it has their architecture.
+"""Model types in published config.json files that transformers lacks, although it has their architecture.
 
-Such a configuration is read as that of the other type. What differs is in four places only: fields of other names, tensors
-that are stored another way, sizes that transformers derives, and parts that are left out. A value that the other type cannot
-express is refused with its name; nothing is left to a default that happens to fit.
+Such a configuration is read as one of the other type. Only four things differ: names of fields, the form in which tensors
+are stored, sizes that transformers derives, and parts that are left out. A value that the other type cannot express is
+refused by name; no field is left to a default that happens to fit.
 
-- `kimi_k2` (Kimi-K2, Kimi-K2-Thinking) is DeepSeek-V3, as vLLM has it (transformers_utils/config.py maps it to DeepseekV3Config).
-- `mimo_v2` (MiMo-V2.5, MiMo-V2.5-Pro) is MiMo-V2-Flash with towers for images and sounds. Query, key and value are one tensor,
-  `num_key_value_heads` groups of [query, key, value] rows behind each other, each group quantised on its own (vLLM's
-  models/mimo_v2.py, `_shard_fp8_qkv_proj`). The Pro has as many key and value heads in sliding layers as in others, where
-  transformers has twice as many. `mimo_v2_flash` in its published form is read the same way: transformers takes layer
-  patterns, rotary bases and epsilon of that form for granted.
-- `bailing_hybrid` is Ling 3.0 in transformers (Kimi delta attention); Ling 2.6 and Ring 2.6 (BailingMoeV2_5ForCausalLM, lightning
-  attention) publish the same type and are refused.
-- `bailing_moe` (Ling 2.0, Ring-1T: BailingMoeV2ForCausalLM) is GLM-4.5 under other names, with one tensor for query, key and
+- `kimi_k2` (Kimi-K2, Kimi-K2-Thinking) is DeepSeek-V3, as in vLLM (transformers_utils/config.py maps it to DeepseekV3Config).
+- `mimo_v2` (MiMo-V2.5, MiMo-V2.5-Pro) is MiMo-V2-Flash with towers for images and audio. Query, key and value are one
+  tensor of `num_key_value_heads` consecutive groups of [query, key, value] rows, each group quantised separately (vLLM's
+  models/mimo_v2.py, `_shard_fp8_qkv_proj`). In the Pro, sliding layers have the same number of key and value heads as
+  others; transformers doubles it. `mimo_v2_flash` in its published form is read the same way: transformers assumes
+  the layer patterns, rotary bases and epsilon of that form.
+- `bailing_hybrid` is Ling 3.0 in transformers (Kimi delta attention). Ling 2.6 and Ring 2.6 (BailingMoeV2_5ForCausalLM,
+  lightning attention) are published with the same type and are refused.
+- `bailing_moe` (Ling 2.0, Ring-1T: BailingMoeV2ForCausalLM) is GLM-4.5 with other names and one tensor for query, key and
   value (modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0).
-- `step3p5` (Step-3.5) is the decoder of Step-3.7: its config.json is what that one's has as text_config, and transformers has
-  no class for it alone.
-- `intern_s2_preview` (Intern-S2-Preview) is Qwen3.5 MoE with a tower for time series, as vLLM and SGLang have it.
+- `step3p5` (Step-3.5) is the decoder of Step-3.7: its config.json is the text_config of Step-3.7. transformers has no class
+  for the decoder alone.
+- `intern_s2_preview` (Intern-S2-Preview) is Qwen3.5 MoE with a tower for time series, as in vLLM and SGLang.
 """
 
 import json
@@ -34,21 +34,21 @@ Values = dict[str, Any]
 
 
 class PublishedTypeError(ValueError):
-    """A configuration that its architecture's class cannot express; the message says what."""
+    """A configuration that its architecture's class cannot express; the message gives the reason."""
 
 
 class _Published(NamedTuple):
-    """How a type is read."""
+    """How a type is read: transformers' type, and the function that translates the fields."""
 
-    architecture: str  # transformers' type
+    architecture: str
     translate: Callable[[Values], Values]
 
 
 def read_published(path: Path) -> PreTrainedConfig | None:
-    """Read a config.json of a type that is another one's architecture; None if it is of no such type.
+    """Read a config.json with a published type of this module. Return None if it has another type.
 
     Raises:
-        PublishedTypeError: the architecture's class cannot express it.
+        PublishedTypeError: The architecture's class cannot express the configuration.
     """
     try:
         values = json.loads(path.read_bytes())
@@ -63,7 +63,7 @@ def read_published(path: Path) -> PreTrainedConfig | None:
 
 
 def architecture_of(model_type: str) -> str:
-    """Return the type whose class a published type is read with: often itself."""
+    """Return the transformers type that reads a model type; usually the same type."""
     return _TYPES[model_type].architecture if model_type in _TYPES else model_type
 
 
@@ -75,12 +75,12 @@ def published_types() -> list[str]:
 def _find(values: Values) -> _Published | None:
     model_type = values.get("model_type")
     if model_type == "mimo_v2_flash" and "hybrid_layer_pattern" not in values:
-        return None  # as transformers writes it
+        return None  # the form that transformers writes
     return _TYPES.get(str(model_type))
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Give a model, on the meta device, the sizes and the names of tensors that its published form has."""
+    """Adapt the sizes and tensor names of a model on the meta device to its published form."""
     form: Mapping[str, Any] = getattr(model.config, _FORM, None) or {}
     if "sliding_kv_heads" in form:
         for layer in model.base_model.layers:
@@ -100,13 +100,13 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def row_parts(config: Any) -> tuple[str, int] | None:
-    """Return the weights, by the end of their name, that were quantised in parts of their rows, and in how many."""
+    """Return the name suffix of weights that were quantised in parts of their rows, and the number of parts."""
     form = getattr(config, _FORM, None) or {}
     return (form["fused"], int(form["groups"])) if form.get("groups", 1) > 1 else None
 
 
 def _set_heads(attention: Any, num_kv_heads: int) -> None:
-    """Let an attention have so many key and value heads, whatever its class derived."""
+    """Set an attention's number of key and value heads, which its class derives differently."""
     query: nn.Linear = attention.q_proj
     if attention.k_proj.out_features == num_kv_heads * attention.head_dim:
         return
@@ -124,7 +124,7 @@ def _set_heads(attention: Any, num_kv_heads: int) -> None:
 
 
 class _SplitGroups(ConversionOps):  # type: ignore[misc]  # transformers has no type for it
-    """Cut a fused projection into query, key and value: its rows are groups of [query, key, value]."""
+    """Split a fused projection, with rows in groups of [query, key, value], into query, key and value."""
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
@@ -152,16 +152,16 @@ class _SplitGroups(ConversionOps):  # type: ignore[misc]  # transformers has no 
 
     @property
     def reverse_op(self) -> ConversionOps:
-        raise NotImplementedError("checkpoints are not written in this form")
+        raise NotImplementedError("checkpoints cannot be written in this form")
 
 
-_FORM = "published_form"  # of a configuration: what `settle` and `row_parts` need
-_MIMO_SAME = (  # of sliding layers and of all others: transformers has one field
+_FORM = "published_form"  # configuration attribute that `settle` and `row_parts` read
+_MIMO_SAME = (  # fields of sliding layers and of all others; transformers has one for both
     ("swa_num_attention_heads", "num_attention_heads"),
     ("swa_head_dim", "head_dim"),
     ("swa_v_head_dim", "v_head_dim"),
 )
-_MIMO_FIXED: dict[str, tuple[Any, ...]] = {  # what transformers' class computes
+_MIMO_FIXED: dict[str, tuple[Any, ...]] = {  # values that transformers' class implements
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
     "n_shared_experts": (None, 0),
@@ -174,21 +174,21 @@ _MIMO_FIXED: dict[str, tuple[Any, ...]] = {  # what transformers' class computes
 
 
 def _translate_mimo(values: Values) -> Values:
-    """Return a published MiMo-V2 configuration with the fields of transformers' MiMoV2FlashConfig."""
+    """Translate a published MiMo-V2 configuration to the fields of transformers' MiMoV2FlashConfig."""
     for name, served in _MIMO_FIXED.items():
         if values.get(name, served[0]) not in served:
-            raise PublishedTypeError(f"{name} = {values[name]!r}; served is {' or '.join(map(repr, served))}")
+            raise PublishedTypeError(f"{name} = {values[name]!r}; must be {' or '.join(map(repr, served))}")
     for name, other in _MIMO_SAME:
         if values.get(name, values.get(other)) != values.get(other):
             raise PublishedTypeError(
-                f"{name} = {values[name]!r} and {other} = {values.get(other)!r}; served are equal ones"
+                f"{name} = {values[name]!r} and {other} = {values.get(other)!r} differ; they must be equal"
             )
     pattern, sparse = values.get("hybrid_layer_pattern"), values.get("moe_layer_freq")
     num_layers = values.get("num_hidden_layers")
     for name, each in (("hybrid_layer_pattern", pattern), ("moe_layer_freq", sparse)):
         if not isinstance(each, list) or len(each) != num_layers or not set(each) <= {0, 1}:
             raise PublishedTypeError(f"{name} is not a list of {num_layers} zeros and ones")
-    assert isinstance(pattern, list) and isinstance(sparse, list), "seen above"
+    assert isinstance(pattern, list) and isinstance(sparse, list), "checked above"
     rotary = {"rope_type": "default", "partial_rotary_factor": values.get("partial_rotary_factor", 1.0)}
     bases = {
         "full_attention": values["rope_theta"],
@@ -206,7 +206,7 @@ def _translate_mimo(values: Values) -> Values:
         "rope_parameters": {kind: {**rotary, "rope_theta": base} for kind, base in bases.items()},
         "rms_norm_eps": values.get("layernorm_epsilon", 1e-5),
         "attention_value_scale": values.get("attention_value_scale"),
-        # transformers adds the token itself to this.
+        # transformers adds the current token to this.
         "sliding_window_size": values.get("sliding_window_size", values.get("sliding_window")),
         _FORM: {
             "sliding_kv_heads": values.get("swa_num_key_value_heads", 2 * kv_heads),
@@ -216,7 +216,7 @@ def _translate_mimo(values: Values) -> Values:
     }
 
 
-_BAILING_FIXED: dict[str, tuple[Any, ...]] = {  # what transformers' class computes
+_BAILING_FIXED: dict[str, tuple[Any, ...]] = {  # values that transformers' class implements
     "architectures": (["BailingMoeV2ForCausalLM"],),
     "score_function": ("sigmoid",),
     "moe_router_enable_expert_bias": (True,),
@@ -228,13 +228,13 @@ _BAILING_FIXED: dict[str, tuple[Any, ...]] = {  # what transformers' class compu
 
 
 def _translate_bailing(values: Values) -> Values:
-    """Return a published Ling 2.0 configuration with the fields of transformers' Glm4MoeConfig."""
+    """Translate a published Ling 2.0 configuration to the fields of transformers' Glm4MoeConfig."""
     _check_fixed(values, _BAILING_FIXED)
     shared = int(values["num_shared_experts"])
     size = values.get("moe_shared_expert_intermediate_size")
     if size not in (None, shared * values["moe_intermediate_size"]):
         raise PublishedTypeError(
-            f"moe_shared_expert_intermediate_size = {size}; served is num_shared_experts times moe_intermediate_size"
+            f"moe_shared_expert_intermediate_size = {size}; it must be num_shared_experts times moe_intermediate_size"
         )
     gone = {"num_experts", "num_shared_experts", "architectures"}
     return {name: value for name, value in values.items() if name not in gone} | {
@@ -263,11 +263,11 @@ def _translate_bailing(values: Values) -> Values:
 
 
 def _translate_intern_s2(values: Values) -> Values:
-    """Return Intern-S2-Preview's configuration as one of Qwen3.5 MoE."""
+    """Translate Intern-S2-Preview's configuration to one of Qwen3.5 MoE."""
     text, vision = values.get("text_config"), values.get("vision_config")
     if not isinstance(text, dict) or not isinstance(vision, dict) or not text.get("num_experts"):
         raise PublishedTypeError(
-            "it has no text_config with num_experts, or no vision_config; served is Qwen3.5 MoE's form"
+            "it needs a text_config with num_experts and a vision_config, as Qwen3.5 MoE has them"
         )
     types = {"text_config": (text, "qwen3_5_moe_text"), "vision_config": (vision, "qwen3_5_moe_vision")}
     inner = {name: {**part, "model_type": kind} for name, (part, kind) in types.items()}
@@ -280,20 +280,20 @@ def _translate_intern_s2(values: Values) -> Values:
 
 
 def _translate_step(values: Values) -> Values:
-    """Return Step-3.5's configuration as Step-3.7's, whose towers are left out."""
+    """Translate Step-3.5's configuration to Step-3.7's, without the towers."""
     outer = ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype")
     return {"text_config": values, **{name: values[name] for name in outer if name in values}}
 
 
 def _check_step(values: Values) -> Values:
-    """Refuse a configuration of Step-3.7 that is not nested: transformers would take its own defaults for all of it."""
+    """Refuse a Step-3.7 configuration that is not nested: transformers would use its own defaults instead."""
     if not isinstance(values.get("text_config"), dict):
-        raise PublishedTypeError("it has no text_config; served is Step-3.7's published form, which has one")
+        raise PublishedTypeError("it has no text_config; supported: Step-3.7's published form, which has one")
     return values
 
 
 def _translate_bailing_hybrid(values: Values) -> Values:
-    """Refuse Ling 2.6, which has Ling 3.0's type and another linear attention than transformers' class."""
+    """Refuse Ling 2.6. It has Ling 3.0's type, but not the linear attention of transformers' class."""
     _check_fixed(values, {"architectures": (["BailingMoeV3ForCausalLM"], ["BailingHybridForCausalLM"], None)})
     return values
 
@@ -301,7 +301,7 @@ def _translate_bailing_hybrid(values: Values) -> Values:
 def _check_fixed(values: Values, fixed: Mapping[str, tuple[Any, ...]]) -> None:
     for name, served in fixed.items():
         if values.get(name, served[0]) not in served:
-            raise PublishedTypeError(f"{name} = {values[name]!r}; served is {' or '.join(map(repr, served))}")
+            raise PublishedTypeError(f"{name} = {values[name]!r}; must be {' or '.join(map(repr, served))}")
 
 
 _TYPES: Mapping[str, _Published] = {

@@ -1,10 +1,10 @@
-"""Run a model once on the meta device, to learn what its layers ask of our organs before a byte of it is read.
+"""Run a model once on the meta device to learn what its layers need of our organs, before any weight is read.
 
-A family may ask for more than the organs do: a bias on the attention scores, chosen blocks, a recurrent state in
-the cache that it computes itself, a mask of its own. Served anyway it would answer wrongly, without an error. So the skeleton's forward
-runs on a handful of rows with organs that only take notes: what every layer caches, what its mask lets a row
-see, which keywords it passes. The mask is the authority on windows (phimoe slides its mask and passes no
-`sliding_window`); it is read off `transformers`' mask functions by asking them about chosen pairs of tokens.
+A family may need more than the organs provide: a bias on the attention scores, selected blocks, a recurrent state in
+the cache that it computes itself, or its own mask. Such a model would return wrong answers without an error. So the
+skeleton's forward runs on a few rows with organs that only record: what every layer caches, which tokens its mask shows
+to a row, which keywords it passes. Windows are read from the mask, not from fields (phimoe has a sliding mask and
+passes no `sliding_window`): `transformers`' mask functions are evaluated on selected pairs of tokens.
 Rejected: a list of supported families (late for each new one), and trusting configuration fields.
 """
 
@@ -38,7 +38,7 @@ from moe.scaled_experts import use_experts
 from moe.text_part import decoder_layers, leave_idle_experts, use_attention
 
 NAME = "wideep_rehearsal"
-# Attention keywords that the organ serves, and those that change no result at inference.
+# Attention keywords that the organ supports, and those without effect on results at inference.
 SERVED = frozenset({"indices", "sliding_window", "s_aux"})
 WITHOUT_EFFECT = frozenset(
     {
@@ -56,14 +56,14 @@ WITHOUT_EFFECT = frozenset(
 
 
 class MissingStateError(UnsupportedModelError, AttributeError):
-    """A layer wants more of its cache than there is; an AttributeError too, for the sake of `hasattr`."""
+    """A layer needs more of its cache than there is. Also an AttributeError, so that `hasattr` works."""
 
 
 @dataclass(frozen=True)
 class Sight(AnyMask):
-    """What a mask lets a row see: the last `window` tokens, itself included; 0 is all; None is something else.
+    """Tokens that a mask shows to a row: the last `window`, itself included. 0 means all, None another pattern.
 
-    With a `chunk`, of these only tokens of its own chunk of so many, counted from the first; 0: there are none.
+    With a `chunk`, only tokens of the row's own chunk of that many tokens, counted from the first. 0: no chunks.
     """
 
     window: int | None
@@ -76,39 +76,39 @@ class Attended(NamedTuple):
     is_latent: bool
     window: int
     chunk: int
-    source: int | None  # the layer whose keys and values it reads; None: its own
+    source: int | None  # layer whose keys and values it reads; None for its own
 
 
 class Notes:
-    """Stands where the cache will, and keeps what the layers do with it and with attention."""
+    """Takes the cache's place and records how the layers use the cache and attention."""
 
     is_compileable = False
     is_sliding = (False,)
 
     def __init__(self, model_type: str) -> None:
-        """`model_type` is for messages."""
+        """`model_type` is used in messages."""
         self.model_type = model_type
         self.cached: dict[int, tuple[torch.Size, torch.Size]] = {}  # key and value shapes given to `update`
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # these keys and values
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # those keys and values
         self.attended: dict[int, Attended] = {}
-        self.tails: dict[int, tuple[int, int]] = {}  # what convolutions keep: see `StateShape`
-        self.recurrent: dict[int, Tensor] = {}  # what recurrences keep, of one sequence, on meta
+        self.tails: dict[int, tuple[int, int]] = {}  # rows that convolutions keep: see `StateShape`
+        self.recurrent: dict[int, Tensor] = {}  # state of one sequence, on meta
         self.indexed: dict[int, int] = {}  # dims of index keys
-        self._chosen: list[Tensor] = []  # what indexes gave
-        self._asked: set[int] = set()  # layers that asked for a state
+        self._chosen: list[Tensor] = []  # outputs of indexes
+        self._asked: set[int] = set()  # layers that use a state
         self._to_convolve: dict[int, Tensor] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what only caches with a state of another kind have."""
+        """Refuse attributes that only caches with other kinds of state have."""
         raise MissingStateError(
-            f"{self.model_type} asks its cache for {name!r}: it keeps more than keys and values per token and the "
+            f"{self.model_type} needs {name!r} in its cache: it keeps more than keys and values per token and the "
             f"states of convolutions and recurrences per sequence, which the paged KV cache cannot hold"
         )
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_options: Any, **_more: Any
     ) -> tuple[Tensor, Tensor]:
-        """Note what a layer caches; returns its inputs."""
+        """Record what a layer caches; return its inputs."""
         if layer in self.cached:
             raise UnsupportedModelError(f"{self.model_type}: layer {layer} caches keys and values twice")
         self.cached[layer] = (key.shape, value.shape)
@@ -116,33 +116,33 @@ class Notes:
         return key, value
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """See `PagedCache`."""
+        """Return 0; for a layer, the offset of positions from row numbers, 0 for every row (see `PagedCache`)."""
         return 0 if layer_idx is None else torch.zeros(ROW_MULTIPLE, dtype=torch.int64, device="meta")
 
     def get_query_offset(self, layer_idx: int | None = 0) -> int:
-        """Nothing is cached yet."""
+        """Return 0: the cache is empty."""
         return 0
 
     def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
-        """Keys that a mask covers, and where they start."""
+        """Return the number of keys that a mask covers, and the first."""
         return ROW_MULTIPLE, 0
 
     def has_previous_state(self, _layer_idx: int | None = None, **_options: Any) -> bool:
-        """Likewise."""
+        """Return False: the cache is empty."""
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Note that a layer keeps a state; nothing is kept yet."""
+        """Record that a layer keeps a convolution state; it has none yet."""
         self._note_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Likewise."""
+        """Record that a layer keeps a recurrent state; it has none yet."""
         self._note_state(layer_idx, state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
     ) -> Tensor:
-        """Note what a layer is about to convolve; returns it."""
+        """Record the input of a layer's next convolution; return it."""
         self._note_state(layer_idx, state_idx)
         self._to_convolve[layer_idx] = conv_states
         return conv_states
@@ -150,10 +150,10 @@ class Notes:
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_options: Any
     ) -> Tensor:
-        """See that a layer keeps what our recurrence made; returns it.
+        """Check that the state a layer keeps is the one our recurrence returned; return it.
 
         Raises:
-            UnsupportedModelError: it is something else.
+            UnsupportedModelError: It is another tensor.
         """
         self._note_state(layer_idx, state_idx)
         if recurrent_states is not self.recurrent.get(layer_idx):
@@ -161,20 +161,20 @@ class Notes:
         return recurrent_states
 
     def convolve(self, layer: int, inputs: Tensor, taps: int) -> None:
-        """Note one layer's convolution, and that it is of what the cache was told."""
+        """Record one layer's convolution. Its input must be the tensor that was passed to the cache."""
         if inputs is not self._to_convolve.pop(layer, None):
             self._refuse_state(layer, "convolves")
         self.tails[layer] = (taps - 1, inputs.shape[1])
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
-        """Note a layer's index keys, [1, T, D], and what a page has beside them per token; returns them."""
+        """Record a layer's index keys, [1, T, D], and `more` dims that a page has per token; return the keys."""
         if layer in self.indexed or key.dim() != 3:
-            raise UnsupportedModelError(f"{self.model_type}: layer {layer} has an index of another kind")
+            raise UnsupportedModelError(f"{self.model_type}: layer {layer} has an unsupported kind of index")
         self.indexed[layer] = key.shape[2] + more
         return key
 
     def choose(self, query_TID: Tensor, count: int) -> Tensor:
-        """Note that an index chose tokens: [1, T, count]."""
+        """Record that an index chose tokens: [1, T, count]."""
         chosen = query_TID.new_empty(1, len(query_TID), count, dtype=torch.int32)
         self._chosen.append(chosen)
         return chosen
@@ -182,14 +182,14 @@ class Notes:
     def _note_state(self, layer: int, state_idx: int) -> None:
         if state_idx:
             raise UnsupportedModelError(
-                f"{self.model_type}: layer {layer} keeps several states of a kind, one is served"
+                f"{self.model_type}: layer {layer} keeps several states of one kind; only one is supported"
             )
         self._asked.add(layer)
 
     def _refuse_state(self, layer: int, does: str) -> None:
         raise UnsupportedModelError(
-            f"{self.model_type}: layer {layer} keeps a state that it {does} with code of its own, for which there is no "
-            f"kernel that keeps sequences apart"
+            f"{self.model_type}: layer {layer} keeps a state that it {does} with its own code; no kernel of ours keeps "
+            f"the sequences of such a state apart"
         )
 
     def attend(
@@ -201,72 +201,72 @@ class Notes:
         mask: Sight | None,
         options: dict[str, Any],
     ) -> None:
-        """Note one layer's attention.
+        """Record one layer's attention.
 
         Raises:
-            UnsupportedModelError: it asks for something that the attention organ does not do.
+            UnsupportedModelError: The layer needs something that the attention organ does not support.
         """
         layer, where = int(module.layer_idx), f"{self.model_type}: the attention of layer {module.layer_idx}"
         asked = {name for name, option in options.items() if option is not None}
         unknown = sorted(asked - SERVED - WITHOUT_EFFECT)
         if unknown or options.get("is_causal") is False:
             raise UnsupportedModelError(
-                f"{where} wants {', '.join(unknown) or 'is_causal=False'}, which the attention kernels do not have"
+                f"{where} needs {', '.join(unknown) or 'is_causal=False'}, which the attention kernels do not support"
             )
         if not isinstance(mask, Sight):
             raise UnsupportedModelError(
-                f"{where} builds its mask itself; only masks that transformers makes are known to be causal"
+                f"{where} builds its own mask; only masks made by transformers are known to be causal"
             )
         if mask.window is None:
             raise UnsupportedModelError(
-                f"{where} has a mask that is neither causal nor a sliding window nor in chunks"
+                f"{where} has a mask that is neither causal, nor a sliding window, nor in chunks"
             )
         chosen, is_latent = options.get("indices"), hasattr(module, "expand_kv")
         if chosen is not None and not (is_latent and any(chosen is each for each in self._chosen)):
             raise UnsupportedModelError(
-                f"{where} picks tokens by another index than one over the latents of its own sequence"
+                f"{where} picks tokens by an index that is not over the latents of its own sequence"
             )
         if chosen is not None and mask.window:
             raise UnsupportedModelError(
-                f"{where} has an index and a sliding window, which do not go together"
+                f"{where} has both an index and a sliding window, which the attention kernels do not support"
             )
         if mask.chunk and is_latent:
             raise UnsupportedModelError(
-                f"{where} attends to latents in chunks, which the attention kernels do not have"
+                f"{where} attends to latents in chunks, which the attention kernels do not support"
             )
         if chosen is None and layer in self.indexed:
-            raise UnsupportedModelError(f"{where} has an index and does not say what it chose")
+            raise UnsupportedModelError(f"{where} has an index but does not pass the tokens that it chose")
         sinks = options.get("s_aux")
         if sinks is not None and is_latent and chosen is None:
             raise UnsupportedModelError(
-                f"{where} has sinks beside latents, which the attention kernels do not have"
+                f"{where} has sinks and latents, which the attention kernels do not support together"
             )
         if sinks is not None and sinks.shape != query.shape[1:2]:
             raise UnsupportedModelError(f"{where} has sinks of shape {list(sinks.shape)}, not one per head")
         if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
             raise UnsupportedModelError(
-                f"{where} has queries {list(query.shape)} and keys {list(key.shape)}, which do not go together"
+                f"{where} has queries {list(query.shape)} and keys {list(key.shape)}, which do not match"
             )
         source = None if layer in self.cached else self._source(key, value)
         if layer in self.attended or (source is None and layer not in self.cached):
             raise UnsupportedModelError(f"{where} reads keys and values that no layer caches, or runs twice")
         if source is not None and is_latent:
-            raise UnsupportedModelError(f"{where} reads another layer's latents, which is not served")
+            raise UnsupportedModelError(f"{where} reads another layer's latents, which is not supported")
         self.attended[layer] = Attended(is_latent, mask.window, mask.chunk, source)
 
     def _source(self, key: Tensor, value: Tensor) -> int | None:
-        """The layer that has cached these very rows."""
+        """Return the layer that cached these very tensors."""
         found = (layer for layer, rows in self._rows.items() if rows[0] is key and rows[1] is value)
         return next(found, None)
 
     def shapes(self, num_layers: int, row_by_row: Container[int] = ()) -> list[LayerShape]:
-        """Return what each layer keeps, in layer order.
+        """Return what each layer caches, in layer order.
 
         Args:
-            row_by_row: layers that may keep nothing.
+            row_by_row: Layers that may cache nothing.
 
         Raises:
-            UnsupportedModelError: another layer keeps neither keys and values per token nor a state.
+            UnsupportedModelError: Another layer keeps neither keys and values per token nor a state.
         """
         for layer in sorted(
             self._asked - self.tails.keys() - self.recurrent.keys() | self._to_convolve.keys()
@@ -297,7 +297,7 @@ class Notes:
                 tail=self.tails.get(layer, (0, 0)), recurrent=(0,) if made is None else tuple(made.shape)
             )
         if layer not in self.attended:
-            return LayerShape(state=state)  # without a state too: some layers are experts only
+            return LayerShape(state=state)  # perhaps without a state: some layers have only experts
         attended = self.attended[layer]
         if attended.source is not None:
             return LayerShape(
@@ -324,11 +324,11 @@ class Notes:
 
 
 def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
-    """Ask a mask function of `transformers` what it shows.
+    """Return which tokens a mask function of `transformers` shows.
 
     Args:
         mask_function: `(batch, head, query position, key position) -> visible`, on tensors.
-        local_size: the window or the chunks it may have, in tokens; 0 for none.
+        local_size: Window or chunk size that it may have, in tokens; 0 for none.
     """
     rows = sorted({0, 1, 63, local_size, local_size + 1, 2 * local_size + 3, 5000})
     edges = (0, 1, 2, local_size // 2, local_size - 1, local_size, local_size + 1, 4000)
@@ -348,7 +348,7 @@ def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
 
 
 class _NoPadding(TorchFunctionMode):
-    """Reads what a mask function knows of each sequence of a batch on meta, the tokens that pad it, as 0."""
+    """Read values per sequence that a mask function looks up on meta (the number of padding tokens) as 0."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -383,12 +383,12 @@ def _attend(
 
 @torch.no_grad()
 def rehearse(model: PreTrainedModel) -> list[LayerShape]:
-    """Run a model on meta, to learn what each layer caches and sees; leaves the rehearsal's organs set.
+    """Run a model on meta and return what each layer caches. Leaves the rehearsal's organs set.
 
-    Experts that no token of a text reaches are taken from the model.
+    Removes from the model experts that no text token reaches.
 
     Raises:
-        UnsupportedModelError: the model wants something that the organs do not do; the message says what.
+        UnsupportedModelError: The model needs something that the organs do not support; the message names it.
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _make_mask)
@@ -433,7 +433,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
     leave_idle_experts(model, called)
     config = model.config.get_text_config(decoder=True)
     if logits.shape != (1, 2, config.vocab_size):
-        raise UnsupportedModelError(f"{model_type} gives logits of shape {list(logits.shape)} for two tokens")
+        raise UnsupportedModelError(f"{model_type} has logits of shape {list(logits.shape)} for two tokens")
     long_rotary.restore(model)
     layers = decoder_layers(model)
     if (drafting := drafting_of(model)) is not None:
@@ -444,7 +444,7 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
 
 
 def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> None:
-    """Run every multi-token-prediction layer once, where the model has any."""
+    """Run every multi-token-prediction layer once, if the model has any."""
     drafting = drafting_of(model)
     if drafting is None:
         return
@@ -455,7 +455,7 @@ def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> Non
 
 
 def _is_row_by_row(layer: torch.nn.Module) -> bool:
-    """Whether a layer has experts or a gated MLP only: nothing in it could take a cache, or sees a row's neighbours."""
+    """Return whether a layer is only experts or a gated MLP: no part can take a cache or see neighbouring rows."""
     parts = [module for module in layer.modules() if module is not layer]
     return not any(
         isinstance(module, torch.nn.Conv1d)

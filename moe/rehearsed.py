@@ -1,7 +1,7 @@
-"""What stands where recurrences and indexes will be, while a model is rehearsed on meta: it notes, and computes nothing.
+"""Functions that take the place of recurrences and indexes while a model is rehearsed on meta; they only record.
 
-Each is called as the function that it stands for (`attention.recurrences.mixers`, `attention.sparse.index`), tells the rehearsal's
-notes, which the model was given for a cache, and returns tensors of the right shapes.
+Each has the signature of the function that it replaces (`attention.recurrences.mixers`, `attention.sparse.index`), writes
+to the rehearsal's notes, which the model was given as its cache, and returns tensors of the right shapes.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from attention.recurrences import mixers
 from attention.sparse.pools import Pooling
 from moe.families import UnsupportedModelError
 
-# Of recurrences: how the replaced functions cut and return, which ours decide themselves.
+# Options of recurrences for chunking and return values; our kernels choose these themselves.
 WITHOUT_EFFECT_ON_STATES = frozenset(
     {
         "chunk_size",
@@ -116,7 +116,7 @@ RECURRENCES: dict[str, mixers.Recurrence] = {
 def choose(
     notes: Any, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, count: int
 ) -> Tensor:
-    """See `sparse_index.Choose`; `notes` are the rehearsal's."""
+    """Stand in for `sparse_index.Choose`; `notes` are the rehearsal's."""
     chosen: Tensor = notes.choose(query_TID, count)
     return chosen
 
@@ -124,7 +124,7 @@ def choose(
 def choose_pools(
     notes: Any, _layer: int, query_TID: Tensor, _weight_TI: Tensor, _scale: float, pooling: Pooling
 ) -> Tensor:
-    """See `pooled_index.ChoosePools`; `notes` are the rehearsal's."""
+    """Stand in for `pooled_index.ChoosePools`; `notes` are the rehearsal's."""
     chosen: Tensor = notes.choose(query_TID, pooling.num_tokens)
     return chosen
 
@@ -134,6 +134,6 @@ def _refuse_options(call: mixers.MixerCall, options: dict[str, Any]) -> None:
     unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
     if unknown:
         raise UnsupportedModelError(
-            f"{call.pages.model_type}: the recurrence of layer {call.layer} wants {', '.join(unknown)}, which the kernels "
-            f"do not have"
+            f"{call.pages.model_type}: the recurrence of layer {call.layer} needs {', '.join(unknown)}, which the kernels "
+            f"do not support"
         )

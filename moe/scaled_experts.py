@@ -1,13 +1,13 @@
-"""Experts outside of `transformers`' experts interface, put behind it where trying shows that they compute the same.
+"""Experts outside `transformers`' experts interface. They are put behind it if a trial shows the same results.
 
-Some experts only lack the interface (Step-3.5 and 3.7, 2026): `gate_up_proj` and `down_proj`, a gate, weighted outputs. Others
-have inputs that are scaled by their routing weights, not outputs (Llama 4, 2025).
+Some experts only lack the interface (Step-3.5 and 3.7, 2026): `gate_up_proj` and `down_proj`, a gate, weighted outputs.
+Others scale their inputs by the routing weights instead of their outputs (Llama 4, 2025).
 
-Their blocks multiply every row by its score for every expert, 0 where it was not chosen, run all experts on all rows, and add:
-nothing is dispatched, and `transformers` has no interface to put experts behind. Exchanged, a block scales each row once for
-each of its choices and asks the experts interface, with a weight of 1. Experts without biases make 0 of 0, so the sum is the
-same; that it is what a block computes is tried, with a small twin of it, before it is exchanged.
-Rejected: weights that travel to the experts with the rows, for the sake of one family, whose published models choose one expert.
+Llama 4's blocks multiply every row by its score for every expert (0 if not chosen), run all experts on all rows, and add.
+Nothing is dispatched, and `transformers` has no interface for it. An exchanged block scales each row once per choice and
+calls the experts interface with a weight of 1. Experts without biases map 0 to 0, so the sum is the same. Before a block
+is exchanged, a trial with a small twin of it verifies this.
+Rejected: sending weights to the experts with the rows, for one family; its published models choose one expert.
 
 Legend: T rows, D hidden dim, E experts, K choices, I intermediate dim.
 """
@@ -21,23 +21,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 5}  # of the twin
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_local_experts": 5}  # sizes of the twin
 _TRIED_ROWS = 7
 _TOLERANCE = 1e-5
-_PLAIN = "batched_mm"  # what stands for the experts organ in the trial
-# What a block may raise that takes other sizes, or returns something else.
+_PLAIN = "batched_mm"  # takes the place of the experts organ in the trial
+# Errors of a block that takes other sizes or returns something else.
 _FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 def use_experts(model: PreTrainedModel, name: str) -> None:
-    """Let a model's experts be computed by a function that is registered."""
+    """Let a model's experts be computed by the function registered as `name`."""
     model.set_experts_implementation(name)
     for block in blocks(model):
         block.experts.implementation = name
 
 
 def blocks(model: nn.Module) -> list[Any]:
-    """The blocks that were exchanged."""
+    """Return the exchanged blocks."""
     return [
         module
         for module in model.modules()
@@ -47,7 +47,7 @@ def blocks(model: nn.Module) -> list[Any]:
 
 
 def exchange(model: PreTrainedModel) -> None:
-    """Put experts that stand outside the experts interface behind it, where trying shows how they compute."""
+    """Put experts outside the experts interface behind it, if a trial shows the same results."""
     for experts in [each for block in model.modules() if (each := _plain_experts(block)) is not None]:
         if _is_plain(experts):
             _put_behind(experts, _PlainExperts)
@@ -61,7 +61,7 @@ def exchange(model: PreTrainedModel) -> None:
 
 
 def _plain_experts(block: nn.Module) -> Any:
-    """Return a block's experts that have what the interface asks of weights, but not the interface; else None."""
+    """Return a block's experts if they have the weights of the interface but lack the interface, otherwise None."""
     experts = getattr(block, "experts", None)
     if (
         not isinstance(experts, nn.Module)
@@ -75,7 +75,7 @@ def _plain_experts(block: nn.Module) -> Any:
 
 @torch.no_grad()
 def _is_plain(experts: Any) -> bool:
-    """Whether a small twin gives, behind the interface, what it gives by itself; on the CPU."""
+    """Return whether a small twin gives the same results behind the interface as alone; on the CPU."""
     num_experts, dim, inner = 5, 16, 8
     generator = torch.Generator().manual_seed(0)
     twin = copy.copy(experts)
@@ -115,7 +115,7 @@ def _may_scale(module: Any) -> bool:
 
 @torch.no_grad()
 def _scales(kind: Any, config: Any) -> bool:
-    """Whether a small twin gives, exchanged, what it gives by itself; on the CPU."""
+    """Return whether a small twin gives the same results exchanged as before; on the CPU."""
     small = copy.deepcopy(config)
     for name, size in _SMALL.items():
         setattr(small, name, size)
@@ -156,21 +156,21 @@ def _exchange(block: Any) -> None:
 
 
 class _PlainExperts(nn.Module):
-    """What the experts interface asks of a module, for weights [E, 2 * I, D] of gates and then ups, and [E, D, I]."""
+    """The experts interface for weights [E, 2 * I, D] (all gates, then all ups) and [E, D, I]."""
 
     has_gate = is_concatenated = True
     is_transposed = has_bias = has_post_expert_norm = _is_expert_parallel = False
     implementation: str
 
     def forward(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """See `transformers`' experts modules."""
+        """Run the registered function, as `transformers`' experts modules do."""
         run = ALL_EXPERTS_FUNCTIONS[self.implementation]
         out_TD: Tensor = run(self, hidden_TD, ids_TK, weights_TK)
         return out_TD
 
 
 class _ScaledExperts(_PlainExperts):
-    """Likewise for weights [E, D, 2 * I] and [E, I, D], and experts without a gate of their own."""
+    """The same for weights [E, D, 2 * I] and [E, I, D], and experts without their own gate function."""
 
     is_transposed = True
     act_fn: Any

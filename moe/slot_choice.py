@@ -1,6 +1,6 @@
-"""Which physical slot each choice of a token goes to, for the tokens of one rank: one of the expert's copies.
+"""Choose the physical slot, one of the expert's copies, for each choice of the tokens of one rank.
 
-What `expert_placement.choose` decides, in tensors. A choice belongs to one placement and is replaced as a whole when
+Wraps `expert_placement.choose` for tensors. A choice belongs to one placement and is replaced as a whole when
 all ranks switch to another one.
 
 Legend: T tokens, K choices per token.
@@ -17,7 +17,7 @@ from expert_placement.placement import Placement
 
 
 class SlotChoice(NamedTuple):
-    """A placement's choice among slots, at one layer."""
+    """A placement's choice of slots at one layer."""
 
     replicas: ReplicaChoice
     layer: int
@@ -28,10 +28,10 @@ class SlotChoice(NamedTuple):
 
 
 def slot_choices(placement: Placement, rank: int, before: ReplicaChoice | None = None) -> list[SlotChoice]:
-    """Return every layer's choice for the tokens of `rank`; compiles what they need on first use.
+    """Return every layer's choice for the tokens of `rank`. Compiles the code on first use.
 
     Args:
-        before: the rank's choice under another placement; what layers have in common is taken from it.
+        before: The rank's choice under another placement. Parts that layers have in common are reused.
     """
     replicas = ReplicaChoice(placement, rank, before)
     replicas.choose(0, np.zeros((1, 1), np.int64))

@@ -1,7 +1,7 @@
-"""Which model types of the installed `transformers` are served, by the very checks that a start makes.
+"""Which model types of the installed `transformers` can be served, by the same checks as at start.
 
-A type's own default configuration is written down and built as a model directory would be. Where defaults leave out
-what makes a model of the type (how many experts, which layers attend), it is such as checkpoints set.
+A type's default configuration is saved and built like a model directory. If the defaults lack something that makes a
+model of the type (number of experts, layers that attend), it is set as in published checkpoints.
 """
 
 import tempfile
@@ -21,19 +21,19 @@ from moe.text_part import is_wrapped
 
 
 class SupportStatus(StrEnum):
-    """What a type's checkpoints are."""
+    """Result of the checks for a type."""
 
     SERVED = "served"
-    TEXT_PART = "text part"  # served as its text decoder
+    TEXT_PART = "text part"  # its text decoder is served
     REFUSED = "refused"
 
 
 class Verdict(NamedTuple):
-    """What a start would say."""
+    """Result of the checks at start for one type."""
 
     model_type: str
     status: SupportStatus
-    why: str  # of a refusal: one sentence; "" otherwise
+    why: str  # reason for a refusal, one sentence; "" otherwise
 
 
 _GEMMA4 = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
@@ -43,7 +43,7 @@ _QWEN4 = {
     "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
     "indexer_compress_ratio": 16,
 }  # fmt: skip
-# By type, of its text configuration.
+# By type, fields to set in its text configuration.
 _SET: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "deepseek_ocr2": {"num_experts_per_tok": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 31},
@@ -66,24 +66,24 @@ _SET: dict[str, dict[str, Any]] = {
 
 
 def moe_types() -> list[str]:
-    """Names of all types whose configuration knows of experts, transformers' own and those read as one of them."""
+    """Return all types with experts in their configuration: transformers' own, and those of `published_types`."""
     return [name for name in sorted({*CONFIG_MAPPING_NAMES, *published_types()}) if _config(name) is not None]
 
 
 def survey(model_types: list[str]) -> Iterator[Verdict]:
-    """Put types to the checks, one after the other; a type takes a second.
+    """Check types one after the other; each takes about a second.
 
     Args:
-        model_types: of `moe_types`.
+        model_types: Names from `moe_types`.
     """
     for model_type in model_types:
         config = _config(model_type)
-        assert config is not None, f"{model_type} knows of no experts"
+        assert config is not None, f"{model_type} has no experts in its configuration"
         yield _verdict(model_type, config)
 
 
 def _config(model_type: str) -> PreTrainedConfig | None:
-    """A type's configuration; None where it has no experts, or where there is no making it."""
+    """Return a type's configuration, or None if it has no experts or cannot be made."""
     try:
         config = AutoConfig.for_model(architecture_of(model_type))
         text = config.get_text_config(decoder=True)
@@ -104,7 +104,7 @@ def _verdict(model_type: str, config: PreTrainedConfig) -> Verdict:
             Skeleton(Path(directory))
         except StrictDataclassError as error:
             return Verdict(
-                model_type, SupportStatus.REFUSED, f"transformers does not take such a configuration: {error}"
+                model_type, SupportStatus.REFUSED, f"transformers rejects this configuration: {error}"
             )
         except UnsupportedModelError as error:
             return Verdict(model_type, SupportStatus.REFUSED, str(error))

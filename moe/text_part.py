@@ -1,9 +1,9 @@
-"""The text decoder of a model that also sees or hears: all that is kept of it, and all that is read of its checkpoint.
+"""The text decoder of a multimodal model. Only the decoder is kept, and only its weights are read.
 
-`transformers`' conditional-generation classes hold a decoder beside towers for images and sounds, and join what these give
-with the embedded tokens before the decoder runs. Without images there is nothing to join: the class's own forward
-(output projection, scalings, caps) is kept, and what it calls to join runs the decoder alone, on plain positions.
-Rejected: building the decoder's own class, which a quarter of the types have none of, and whose names are not the checkpoint's.
+`transformers`' conditional-generation classes hold a decoder and towers for images and audio, and merge the towers'
+output into the embedded tokens before the decoder runs. Without images there is nothing to merge: the class's own forward
+(output projection, scalings, caps) is kept, and the part that merges runs only the decoder, on plain positions.
+Rejected: building the decoder's own class. A quarter of the types have none, and its names are not the checkpoint's.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -18,12 +18,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from attention.transformers_names import CACHE
 
-# What a decoder is given of all that the class's forward passes on.
+# Arguments that a decoder takes, of all that the class's forward passes on.
 _PASSED = ("input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep", "pages")
 
 
 def is_wrapped(config: Any) -> bool:
-    """Whether a configuration is of a text decoder with other parts beside it."""
+    """Return whether a configuration is of a multimodal model that contains a text decoder."""
     return (
         config.get_text_config(decoder=True) is not config
         and type(config) in AutoModelForMultimodalLM._model_mapping
@@ -31,16 +31,16 @@ def is_wrapped(config: Any) -> bool:
 
 
 def keep_text(model: PreTrainedModel) -> bool:
-    """Leave a model nothing but its decoder and what its own forward does behind that; its names stay.
+    """Remove everything but a model's decoder and its own forward after the decoder; tensor names stay the same.
 
     Returns:
-        Whether the model is built so that this can be done; else it is as it was.
+        Whether the model's structure allows this. If not, the model is unchanged.
     """
-    # Llama 4's class joins in its own forward, which without images is the decoder's on the embedded tokens.
+    # Llama 4's class merges in its own forward, which without images runs the decoder on the embedded tokens.
     joining, decoder = getattr(model, model.base_model_prefix, model), model.get_decoder()
     if not isinstance(joining, nn.Module) or decoder not in list(joining.children()):
         return False
-    if model.get_output_embeddings() is None:  # a decoder with a projection of its own (Nemotron-H Omni)
+    if model.get_output_embeddings() is None:  # the decoder has its own projection (Nemotron-H Omni)
         model.get_output_embeddings = decoder.get_output_embeddings
     whole, head = set(model.state_dict()), model.get_output_embeddings()
     model.conversions = get_model_conversion_mapping(model)
@@ -48,7 +48,7 @@ def keep_text(model: PreTrainedModel) -> bool:
         if part is not decoder and part is not head:
             delattr(joining, name)
     if joining is model:
-        # In transformers 5.24 the class reads outputs for images off this output, which has none, and fails on every text.
+        # In transformers 5.24 the class reads image outputs from this output. They are absent, so every text would fail.
         decoder.forward = _with_output(decoder)
     else:
         joining.forward = _running(decoder)
@@ -57,20 +57,20 @@ def keep_text(model: PreTrainedModel) -> bool:
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """Find what gives the hidden states that a model's output projection takes."""
+    """Return the module with the hidden states that a model's output projection takes."""
     if hasattr(model, model.base_model_prefix):
         body: nn.Module = getattr(model, model.base_model_prefix)
         return body
-    head = model.get_output_embeddings()  # Llama 4 calls what is beside it by another name
+    head = model.get_output_embeddings()  # Llama 4 has another name for the module next to it
     beside = next(list(module.children()) for module in model.modules() if head in list(module.children()))
     found: nn.Module = next(part for part in beside if part is not head)
     return found
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Find the layers of a model's decoder, in order; empty if it has no list of this name.
+    """Return the layers of a model's decoder in order, or an empty list if it has no list of this name.
 
-    Llama 4's decoder is a causal language model, which holds them one level deeper than others do.
+    Llama 4's decoder is a causal language model, so its layers are one level deeper than usual.
     """
     lists = (
         module
@@ -81,14 +81,14 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def project(model: PreTrainedModel, body: nn.Module, decoded: Any, rows_R: Tensor) -> Tensor:
-    """Compute rows' logits of what a model's body gave: [R, V] float32.
+    """Compute logits of rows from the output of a model's body: [R, V] float32.
 
-    What a family does behind its decoder (the output projection, a scaling, a cap) is its own code, in the forward of
-    the whole model. So that code is run, with a body that for the moment returns what is given. Rejected: calling
-    the output projection ourselves, which would miss a family's scaling.
+    What follows a decoder (output projection, a scaling, a cap) is the family's own code, in the forward of the whole
+    model. So that forward runs, with a body that temporarily returns the given output. Rejected: calling the output
+    projection directly, which would skip a family's scaling.
     """
     with _answering(body, decoded):
-        # Some families look whether hidden states are of all rows that were asked for.
+        # Some families check that there are hidden states for all rows of the input.
         nothing = torch.zeros(1, decoded[0].shape[1], dtype=torch.int64, device=rows_R.device)
         output: Any = model(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
     logits: Tensor = output.logits[0].float()
@@ -97,7 +97,7 @@ def project(model: PreTrainedModel, body: nn.Module, decoded: Any, rows_R: Tenso
 
 @contextmanager
 def _answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let a module return the same output whatever it is asked."""
+    """Make a module return `output` for every input."""
     own = vars(module).get("forward")
     module.forward = lambda *_inputs, **_options: output
     try:
@@ -109,17 +109,17 @@ def _answering(module: nn.Module, output: Any) -> Iterator[None]:
 
 
 def leave_idle_experts(model: PreTrainedModel, called: Container[nn.Module]) -> None:
-    """Take from a model the parts with experts for something else than text (ERNIE-4.5-VL's for images).
+    """Remove parts of a model with experts that no text reaches (ERNIE-4.5-VL's image experts).
 
     Args:
-        called: the modules that ran when the model was given a text.
+        called: Modules that ran when the model was given a text.
     """
     whole, idle = set(model.state_dict()), set()
     for name, module in model.named_modules():
         if hasattr(module, "is_concatenated") and module not in called:
             path = name.split(".")
             parents = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
-            # Lists of layers are never called; what is in them is.
+            # Lists of layers are never called themselves; their layers are.
             idle.add(next(each for each in parents if not _is_reached(model.get_submodule(each), called)))
     for name in idle:
         holder, _, leaf = name.rpartition(".")
@@ -133,25 +133,25 @@ def _is_reached(module: nn.Module, called: Container[nn.Module]) -> bool:
 
 
 def left_out(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the parameters that `keep_text` and `leave_idle_experts` took from a model."""
+    """Return the names of the parameters that `keep_text` and `leave_idle_experts` removed from a model."""
     names: frozenset[str] = getattr(model, "left_out", frozenset())
     return names
 
 
 def conversions(model: PreTrainedModel) -> list[Any]:
-    """Return how the names of a checkpoint become a model's, those of what `keep_text` took from it too."""
+    """Return the conversions from a checkpoint's names to a model's, including parts that `keep_text` removed."""
     whole: list[Any] | None = getattr(model, "conversions", None)
     return get_model_conversion_mapping(model) if whole is None else whole
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model attend through a function that is registered; parts that are left out need none."""
+    """Let a model attend through the function registered as `name`."""
     attending: Any = model.get_decoder() if is_wrapped(model.config) else model
     attending.set_attn_implementation(name)
 
 
 class Output:
-    """What a decoder gave, and None for all that the parts that are gone would have given."""
+    """A decoder's output, with None for every field that a removed part would have filled."""
 
     def __init__(self, output: Any) -> None:
         self._output = output

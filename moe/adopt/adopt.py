@@ -1,9 +1,9 @@
-"""Adopt faster forms of a model's modules, where trying shows that they compute the same; for every device (D11).
+"""Adopt faster forms of a model's modules if a trial shows the same results; for every device (D11).
 
-What a layer is, is found by trying, not by its name: a candidate is built from a module's own tensors, run beside it on
-seeded rows, and takes the module's place only where the results agree. What is not recognised keeps `transformers`' code.
-To add a form (a recurrent mixer, a sparse index), write a function from a module to its candidates and give it to `adopt`.
-Rejected: a list of classes, which would be late for each new family, and wrong once one changes.
+Layers are recognised by a trial, not by name. A candidate is built from a module's own tensors, runs next to it on
+seeded rows, and replaces it only if the results agree. Modules without such a candidate keep `transformers`' code.
+To add a form (a recurrent mixer, a sparse index), write a function from a module to its candidates and pass it to `adopt`.
+Rejected: a list of classes, which would be late for each new family, and wrong once a class changes.
 """
 
 from collections import Counter
@@ -14,46 +14,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-# What a module may raise that wants other shapes, or more arguments.
+# Errors of modules that take other shapes or more arguments.
 FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class SampleRows(NamedTuple):
-    """What modules are given: their type, and where they are."""
+    """Type and device of the rows that modules take."""
 
     dtype: torch.dtype
     device: torch.device
 
     def draw(self, *shape: int, seed: int = 0, spread: float = 1.0) -> Tensor:
-        """Draw seeded rows; the same on every device."""
+        """Draw seeded rows, with the same values on every device."""
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return (drawn * spread).to(self.device, self.dtype)
 
 
 class Candidate(NamedTuple):
-    """A faster form of what a module runs, to be tried."""
+    """A faster form of a module's code, to be tried."""
 
-    own: Callable[..., Any]  # what it runs now
+    own: Callable[..., Any]  # the module's code
     ours: Callable[..., Any]
-    arguments: Callable[[], tuple[Tensor, ...]]  # called for each: a form may write into them
-    tolerance: float  # absolute and relative; 0: to the bit
+    arguments: Callable[[], tuple[Tensor, ...]]  # called for each form, which may write into them
+    tolerance: float  # absolute and relative; 0: bit-identical
     install: Callable[[], None]
-    kind: Hashable = (
-        None  # candidates of one kind agree or not together: the first is tried. None: a kind of its own
-    )
+    # Candidates of one kind agree or disagree together, so only the first is tried. None: each is tried.
+    kind: Hashable = None
 
 
-Propose = Callable[
-    [nn.Module, SampleRows], Iterator[Candidate]
-]  # the likeliest first; nothing for a module of another kind
+# Yields the likeliest candidate first; none for a module of another kind.
+Propose = Callable[[nn.Module, SampleRows], Iterator[Candidate]]
 
 
 def adopt(modules: Iterable[nn.Module], proposals: Iterable[Propose], rows: SampleRows) -> Counter[str]:
-    """Let modules run the first candidate that agrees with them; returns how many do, by the name of the proposal.
+    """Let each module run the first candidate that agrees with it. Return counts by the name of the proposal.
 
     Args:
-        modules: their weights are where they serve.
-        rows: as the modules are given them.
+        modules: Modules with their weights on the device.
+        rows: Type and device of the rows that they take.
     """
     adopted: Counter[str] = Counter()
     verdicts: dict[Hashable, bool] = {}
@@ -71,7 +69,7 @@ def adopt(modules: Iterable[nn.Module], proposals: Iterable[Propose], rows: Samp
 def first_agreeing(
     candidates: Iterable[Candidate], verdicts: dict[Hashable, bool] | None = None
 ) -> Candidate | None:
-    """Return the first candidate that gives what the module gives; `verdicts` by kind are kept for the next ones."""
+    """Return the first candidate that agrees with its module. Results by kind are stored in `verdicts` for later calls."""
     verdicts = {} if verdicts is None else verdicts
     for candidate in candidates:
         agrees = verdicts.get(candidate.kind) if candidate.kind is not None else None

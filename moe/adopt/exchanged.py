@@ -1,4 +1,4 @@
-"""Modules that are exchanged as a whole, not form by form: tried beside their own code, as all that is adopted.
+"""Trials of modules that are exchanged as a whole: they must give the results of their own code, as in `moe.adopt.adopt`.
 
 Lightning attention (`attention.recurrences.mixers`), and indexes over pools of tokens (`attention.sparse.pools`).
 """
@@ -17,20 +17,20 @@ from kvcache.step import Span, Step
 from moe.adopt.adopt import SampleRows
 from moe.families import UnsupportedModelError
 
-_TRIED_TOKENS = 24  # of lightning attention
+_TRIED_TOKENS = 24  # for lightning attention
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-_POOLS = 5  # that there are, and a part of one
+_POOLS = 5  # complete pools, followed by a partial one
 _CHOSEN = 2
-# Of what rows choose, at least so much is alike: nearly equal scores may be rounded past each other.
+# Least share of equal choices: nearly equal scores may change their order by rounding.
 _LIKE = {torch.float32: 0.98, torch.bfloat16: 0.9}
 
 
 @torch.no_grad()
 def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
-    """See that the modules give what `transformers`' own code gives.
+    """Check that the modules give the results of `transformers`' own code.
 
     Raises:
-        UnsupportedModelError: they do not.
+        UnsupportedModelError: They do not.
     """
     for module in lightning_modules(net):
         step.fill([Span(0, min(_TRIED_TOKENS, step.max_tokens), range(2))])
@@ -44,7 +44,7 @@ def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
         tolerance = _TOLERANCE[rows.dtype]
         if not torch.allclose(found, wanted, rtol=tolerance, atol=tolerance):
             raise UnsupportedModelError(
-                f"{net.config.model_type}: layer {layer} computes lightning attention in a way of its own"
+                f"{net.config.model_type}: layer {layer} computes an unknown form of lightning attention"
             )
 
 
@@ -52,13 +52,13 @@ def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
 def try_pools(
     net: Any, modules: list[Any], step: Step, rows: SampleRows, make_cache: Callable[..., PagedCache]
 ) -> None:
-    """See that modules choose what `transformers`' own code chooses.
+    """Check that modules choose the same tokens as `transformers`' own code.
 
     Args:
-        make_cache: see `moe.backend.Backend`.
+        make_cache: See `moe.backend.Backend`.
 
     Raises:
-        UnsupportedModelError: they do not.
+        UnsupportedModelError: They do not.
     """
     for module in modules:
         layer, size, topk = int(module.layer_idx), int(module.index_kpool), module.index_topk
@@ -79,11 +79,11 @@ def try_pools(
             module.index_topk = topk
         if _share_alike(found, wanted) < _LIKE[rows.dtype]:
             raise UnsupportedModelError(
-                f"{net.config.model_type}: layer {layer} chooses pools of tokens in a way of its own"
+                f"{net.config.model_type}: layer {layer} chooses pools of tokens by an unknown rule"
             )
 
 
 def _share_alike(found: Tensor, wanted: Tensor) -> float:
-    """Of the tokens that rows want, how many they find."""
+    """Return the share of wanted tokens that were found."""
     is_found = (wanted[:, :, None] == found[:, None]).any(2) & (wanted >= 0)
     return float(is_found.sum() / (wanted >= 0).sum())

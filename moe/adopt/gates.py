@@ -1,8 +1,8 @@
-"""Which of our kernels' gates a family's experts use, found by trying: the kernels fuse it if they know it.
+"""Find by a trial which gate a family's experts use. The kernels fuse the gates that they have.
 
-An experts module's own `_apply_gate` is asked about a few rows and compared with every gate that the kernels have, with
-gate and up one after the other, or in turn (gpt-oss). A gate that none of them equals stays the module's: correct, one
-launch more.
+An experts module's own `_apply_gate` runs on a few rows and is compared with every gate of the kernels, with gate and
+up in sequence or interleaved (gpt-oss). If no gate matches, the module's own code runs: correct, with one
+more launch.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from moe.adopt.adopt import Candidate, SampleRows, first_agreeing
 
 _ROWS, _COLUMNS = 16, 32
 _TOLERANCE = 1e-6
-_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss; the kernel has them as constants
+_OAI_LIMIT, _OAI_ALPHA = 7.0, 1.702  # gpt-oss; also constants of the kernel
 
 
 class Gate(NamedTuple):
-    """How the first of an expert's two products ends."""
+    """Gate after the first of an expert's two products."""
 
-    name: str  # of KNOWN; "none": the module applies its own to the kernel's result
-    is_interleaved: bool = False  # gate and up alternate in the checkpoint; kernels want one after the other
+    name: str  # of KNOWN; "none": the module applies its own gate to the kernel's result
+    is_interleaved: bool = False  # gate and up alternate in the checkpoint; kernels take them in sequence
 
 
 def silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def gelu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gelu_tanh(gate: Tensor, up: Tensor) -> Tensor:
-    """Return the same with tanh's approximation."""
+    """Return gelu(gate) * up with the tanh approximation."""
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
@@ -51,7 +51,7 @@ KNOWN = {"silu": silu, "swiglu_oai": swiglu_oai, "gelu": gelu, "gelu_tanh": gelu
 
 
 def gate_of(module: Any) -> Gate:
-    """Find the gate of an experts module; its weights are not looked at."""
+    """Return the gate of an experts module. Its weights are not used."""
     found: list[Gate] = []
     first = first_agreeing(_gates(module, found)) if module.has_gate else None
     if first is None:
@@ -61,13 +61,13 @@ def gate_of(module: Any) -> Gate:
 
 
 def _gates(module: Any, found: list[Gate]) -> Iterator[Candidate]:
-    """Propose all gates; an adopted one is put in `found`."""
+    """Propose all gates; an adopted one is appended to `found`."""
     rows = SampleRows(torch.float32, torch.device("cpu"))
     for gate in (Gate(name, is_interleaved) for is_interleaved in (False, True) for name in KNOWN):
         yield Candidate(
             own=module._apply_gate,
             ours=partial(_apply_known, gate),
-            arguments=lambda: (rows.draw(_ROWS, 2 * _COLUMNS, spread=6.0),),  # beyond the limit too
+            arguments=lambda: (rows.draw(_ROWS, 2 * _COLUMNS, spread=6.0),),  # some beyond the limit
             tolerance=_TOLERANCE,
             install=partial(found.append, gate),
         )
@@ -80,7 +80,7 @@ def _apply_known(gate: Gate, both: Tensor) -> Tensor:
 
 
 def arranged(rows_NX: Tensor, gate: Gate) -> Tensor:
-    """Put the rows of a weight or bias in the kernel's order: the gate's first, then up's."""
+    """Put the rows of a weight or bias in the kernel's order: gate, then up."""
     if gate.name == "none" or not gate.is_interleaved:
         return rows_NX
     return torch.cat((rows_NX[::2], rows_NX[1::2]))

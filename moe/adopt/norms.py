@@ -1,7 +1,7 @@
 """The one-pass kernel for RMSNorm modules.
 
-A module is taken for an RMSNorm when it has one weight vector, an epsilon and that word in its class's name; then some
-rows decide, also whether one is added to the weight. Families whose norm does something else (norms in groups) keep their own.
+A module counts as an RMSNorm if it has one weight vector, an epsilon and "RMSNorm" in its class name. A trial on some rows
+then decides, also whether 1 is added to the weight. Families with other norms (in groups) keep their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,19 +14,19 @@ from torch import Tensor
 from moe.adopt.adopt import Candidate, SampleRows
 
 _ROWS = 4
-# What one rounding to the type may make of equal sums in another order.
+# Largest effect of one rounding to the type, if equal sums are added in another order.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 class Norms:
-    """Proposes a device's kernel."""
+    """Proposes a device's kernel for RMSNorm modules."""
 
     def __init__(self, launch: Callable[[Tensor, Tensor, float], Tensor]) -> None:
-        """`launch` runs the kernel: rows [T, D], weight [D] and epsilon to the normed rows."""
+        """`launch` runs the kernel: takes rows [T, D], weight [D] and epsilon, returns normed rows."""
         self._launch = launch
 
     def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
-        """See `adopt.Propose`."""
+        """Propose the kernel with the module's weight, and with 1 added to it."""
         eps = epsilon(module)
         if eps is None:
             return
@@ -43,7 +43,7 @@ class Norms:
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight that an adopted norm multiplies with."""
+    """Return the weight that an adopted norm multiplies with."""
     weight: Tensor = module.multiplied
     return weight
 
@@ -60,11 +60,11 @@ def _forward(
 
 def _install(module: Any, forward: Callable[[Tensor], Tensor], weight: Tensor) -> None:
     module.forward = forward
-    object.__setattr__(module, "multiplied", weight.detach())  # no parameter of the module's
+    object.__setattr__(module, "multiplied", weight.detach())  # not as a parameter of the module
 
 
 def epsilon(module: Any) -> float | None:
-    """The epsilon of what looks like an RMSNorm."""
+    """Return the epsilon of a module that looks like an RMSNorm, otherwise None."""
     parameters = dict(module.named_parameters(recurse=False))
     if "RMSNorm" not in type(module).__name__ or set(parameters) != {"weight"}:
         return None

@@ -1,10 +1,10 @@
 """The one-launch kernel for routers that choose experts.
 
-A module is taken for a router when "Router" is in its class's name, it has a weight [experts, hidden] and returns
-(logits, weights, experts). Its rule is found out from a twin with random weights in float32, of which no two scores are
-equal: how weights follow from logits, and which limit to groups of experts gives the same choice. Then the module itself
-says whether it multiplies in float32. Families that do something else, need more than rows (MiniMax-M2's bias is an
-argument) or have modules within (ERNIE-4.5's bias is one's), keep their own.
+A module counts as a router if "Router" is in its class name, it has a weight [experts, hidden] and returns
+(logits, weights, experts). Its rule is found with a twin that has random float32 weights, so that no two scores are
+equal: how weights follow from logits, and which limit to groups of experts gives the same choice. A trial of the module
+itself shows whether it multiplies in float32. Families with another rule, with more inputs than rows (MiniMax-M2's bias
+is an argument) or with inner modules (ERNIE-4.5's bias is in one) keep their own.
 
 Legend: T rows, D hidden dim, E experts, K choices.
 """
@@ -21,17 +21,16 @@ from torch.nn.functional import linear
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, SampleRows, first_agreeing
 from moe.routing import Routing
 
-_ROWS = {"cuda": 1024, "cpu": 16}  # to try; the interpreter takes its time for each
-_TOLERANCE = 1e-5  # of weights below some 3; the sums of exponentials have another order
-_WITH_BIAS = "correction_bias"  # in the name of what is added to scores where experts are chosen
+_ROWS = {"cuda": 1024, "cpu": 16}  # to try; few on the CPU, because Triton's interpreter is slow
+_TOLERANCE = 1e-5  # for weights up to about 3; sums of exponentials have another order
+_WITH_BIAS = "correction_bias"  # in the name of the tensor that is added to scores to choose experts
 
-Launch = Callable[
-    ..., tuple[Tensor, Tensor]
-]  # (logits [T, E], rule, bias_E=None or float32 [E]) -> ids, weights: a device's `routing.route`
+# Takes (logits [T, E], rule, bias_E=None or float32 [E]), returns ids and weights: a device's `routing.route`.
+Launch = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Routed(NamedTuple):
-    """What routers return."""
+    """Return value of routers."""
 
     logits_TE: Tensor
     weights_TK: Tensor
@@ -40,29 +39,29 @@ class Routed(NamedTuple):
 
 class _Tried(NamedTuple):
     routed: Routed
-    dims: int  # of the rows that it was given: 3 if it takes [1, T, D]
+    dims: int  # of the input rows: 3 if it takes [1, T, D]
 
 
 class RouterForm(NamedTuple):
-    """How routers of one kind are answered."""
+    """How the kernel replaces routers of one kind."""
 
     rule: Routing
-    dims: int  # of the rows that are routed: 3 where [1, T, D] are too
+    dims: int  # most dimensions of input rows: 3 if [1, T, D] is accepted
     weights_dtype: torch.dtype
     widens: bool  # the product is in float32
 
 
 class Routers:
-    """Proposes the kernel for the routers of one model; their classes get the attribute `form`."""
+    """Proposes the kernel for the routers of one model. Adopted classes get the attribute `form`."""
 
     def __init__(self, launch: Launch, try_out: Launch | None = None) -> None:
-        """`launch` runs the kernel; so does `try_out` where it cannot be launched like that yet."""
+        """`launch` runs the kernel. `try_out` replaces it in trials if it cannot be launched that way yet."""
         self._launch, self._try_out = launch, try_out or launch
         self._rules: dict[Hashable, Routing | None] = {}
         self._classes: dict[Hashable, type[nn.Module]] = {}
 
     def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
-        """See `adopt.Propose`: candidates multiply in the model's type, or in float32."""
+        """Propose the kernel after a product in the model's type, and after one in float32."""
         weight = getattr(module, "weight", None)
         is_plain = "Router" in type(module).__name__ and not any(module.children())
         if not is_plain or weight is None or len(weight.shape) != 2:
@@ -91,8 +90,8 @@ class Routers:
 
 
 def _one_launch(own: type[nn.Module], form: RouterForm, launch: Launch) -> type[nn.Module]:
-    """Make a router's class with the kernel in it. A class and not a `forward` for each module, so that what
-    torch.compile makes of one layer serves all."""
+    """Make a router's class that runs the kernel. It is a class, not a `forward` per module, so that
+    torch.compile's code for one layer serves all."""
 
     def forward(self: Any, hidden_states: Tensor) -> Any:
         if hidden_states.dim() > form.dims:
@@ -105,7 +104,7 @@ def _one_launch(own: type[nn.Module], form: RouterForm, launch: Launch) -> type[
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
-    """What a router's rule may follow from: its class, and the numbers that it was made with."""
+    """Return what a router's rule may depend on: its class, and the numbers in its attributes."""
     numbers = sorted(
         (name, value)
         for name, value in vars(module).items()
@@ -116,7 +115,7 @@ def _kind(module: Any) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def _find_rule(module: Any, device: torch.device, launch: Launch) -> Routing | None:
-    """Find the rule that a router's twin follows; None: the kernel does not do what it does."""
+    """Return the rule that a router's twin follows, or None if the kernel does not have it."""
     twin = _twin(module, device)
     tried = _try(twin, _draw(module, SampleRows(torch.float32, device)))
     if tried is None:
@@ -140,13 +139,13 @@ def _find_rule(module: Any, device: torch.device, launch: Launch) -> Routing | N
 
 
 def _routed_by(launch: Launch, rule: Routing, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-    """What the kernel makes of logits."""
+    """Run the kernel on logits and return dense weights."""
     ids_TK, weights_TK = launch(logits_TE.float(), rule, bias_E=bias_E)
     return _dense(Routed(logits_TE, weights_TK, ids_TK))
 
 
 def _twin(module: Any, device: torch.device) -> Any:
-    """The same router with random tensors, so that each of them shows in what it returns."""
+    """Copy a router with random tensors, so that each of them affects the result."""
     generator = torch.Generator().manual_seed(1)
     twin = copy.copy(module)
 
@@ -167,7 +166,7 @@ def _twin(module: Any, device: torch.device) -> Any:
 
 
 def _rules(twin: Any, own: Routed) -> Iterator[Routing]:
-    """Rules whose weights are the router's, for the experts that it chose; the likeliest limit to groups first."""
+    """Yield rules that give the router's weights for the experts it chose, with the likeliest limit to groups first."""
     scale = float(getattr(twin, "routed_scaling_factor", 1.0))
     logits_TE = own.logits_TE.float()
     for is_sigmoid in (False, True):
@@ -190,18 +189,18 @@ def _rules(twin: Any, own: Routed) -> Iterator[Routing]:
 
 
 def _limits(twin: Any, num_experts: int, *, is_sigmoid: bool) -> list[dict[str, Any]]:
-    """Limits of the choice to some groups. A router that has groups uses them, if any of these limits is its own:
-    rows seldom show a limit that leaves out little."""
+    """Return possible limits of the choice to some groups. A router with groups is assumed to use them if one
+    of these limits fits, because a few rows seldom show a limit that excludes little."""
     groups = int(getattr(twin, "num_group", None) or getattr(twin, "n_group", None) or 1)
     chosen = int(getattr(twin, "topk_group", None) or groups)
     if not 1 <= chosen < groups or num_experts % groups:
         return [{}]
-    by_best = (False, True) if is_sigmoid else (True, False)  # DeepSeek-V3's and V2's
+    by_best = (False, True) if is_sigmoid else (True, False)  # DeepSeek-V3 and V2
     return [*({"groups": groups, "groups_chosen": chosen, "best_of_group": best} for best in by_best), {}]
 
 
 def _try(module: Any, x_TD: Tensor) -> _Tried | None:
-    """What a router makes of rows; None if it wants something else, or returns something else."""
+    """Run a router on rows. Return None if it takes other inputs or returns something else."""
     for x in (x_TD[None], x_TD):
         try:
             returned = module.forward(x)
@@ -223,7 +222,7 @@ def _is_by_row(routed: Routed, num_rows: int, num_experts: int) -> bool:
 
 
 def _logits(module: Any, hidden_states: Tensor, *, widens: bool) -> Tensor:
-    """The router's product, in the model's type or in float32: [T, E]."""
+    """Return the router's logits, multiplied in the model's type or in float32: [T, E]."""
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     bias_E = module._parameters.get("bias")
     if not widens:
@@ -232,7 +231,7 @@ def _logits(module: Any, hidden_states: Tensor, *, widens: bool) -> Tensor:
 
 
 def correction(module: Any) -> Tensor | None:
-    """What a router adds to scores where experts are chosen: [E] float32."""
+    """Return the bias that a router adds to scores to choose experts: [E] float32, or None."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if _WITH_BIAS in name:
             found: Tensor = tensor.float()
@@ -245,6 +244,6 @@ def _draw(module: Any, rows: SampleRows) -> Tensor:
 
 
 def _dense(routed: Routed) -> Tensor:
-    """Weights by expert: [T, E], 0 where it is not chosen."""
+    """Return weights by expert: [T, E], 0 for experts that were not chosen."""
     empty_TE = torch.zeros(tuple(routed.logits_TE.shape), device=routed.logits_TE.device)
     return empty_TE.scatter(1, routed.ids_TK, routed.weights_TK.float())

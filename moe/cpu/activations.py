@@ -1,4 +1,4 @@
-"""Memory for what programs compute, allocated once: a model's layers run one after the other and share it."""
+"""Memory for intermediate results of programs, allocated once. A model's layers run in sequence and share it."""
 
 import torch
 from torch import Tensor
@@ -6,29 +6,29 @@ from torch import Tensor
 from moe.cpu.panels import Format
 from moe.cpu.products import quantise_row
 
-Rows = list[list[int]]  # of a program
+Rows = list[list[int]]  # rows of a program
 
 
 class Activations:
-    """Rooms by name, which grow.
+    """Named buffers ("rooms") that grow on demand.
 
     Attributes:
-        rows: R, at most in a step.
-        tokens_per_rank: for which there is room where rows come from other ranks, a power of two.
+        rows: Most rows R of a step.
+        tokens_per_rank: Most tokens from each rank that the buffers can hold, a power of two.
     """
 
     def __init__(self, rows: int) -> None:
         self.rows, self.tokens_per_rank = rows, 1
         self._rooms: dict[str, Tensor] = {}
-        self._outgrown: list[Tensor] = []  # programs that were written before know their addresses
+        self._outgrown: list[Tensor] = []  # older programs still use their addresses
 
     def make_room(self, tokens_per_rank: int) -> None:
-        """Let there be room for so many tokens of every rank, in programs that are written from now on."""
+        """Reserve room for this many tokens of every rank in programs that are written from now on."""
         while self.tokens_per_rank < tokens_per_rank:
             self.tokens_per_rank *= 2
 
     def room(self, name: str, columns: int, dtype: torch.dtype = torch.float32, rows: int = 0) -> Tensor:
-        """Memory under a name: [R, columns], or [rows, columns]."""
+        """Return the memory under a name: [R, columns], or [rows, columns]."""
         rows = rows or self.rows
         room = self._rooms.get(name)
         if room is None or room.numel() < rows * columns:
@@ -38,7 +38,7 @@ class Activations:
         return room[: rows * columns].view(rows, columns)
 
     def taken(self, kind: Format, x: Tensor, rows_at: int) -> tuple[Rows, int]:
-        """Rows as a weight takes them: what makes them, and where they are; `rows_at`: where their number is."""
+        """Return program rows that put x in a weight's form, and the result's address; `rows_at`: address of the row count."""
         if not kind.takes_integers:
             return [], x.data_ptr()
         made = self.room("quantised", kind.row_bytes, torch.uint8, rows=len(x)).data_ptr()

@@ -1,9 +1,9 @@
-"""Which decoder layers run as programs: those that give what their modules give, tried before the first step.
+"""Run decoder layers as programs if these give the results of their modules; tried before the first step.
 
-The model runs once on a few tokens of its own, each layer's input and output are noted, and a layer's program takes its
-place where it answers alike. Experts are replaced by a cheap function of all that they are given, so that the trial is
-local, and the same however many ranks there are: what is adopted must not depend on it (I2). With one rank, programs with
-the experts in them are tried as well, against those without, to the bit.
+The model runs once on a few tokens, and each layer's input and output are recorded. A layer's program replaces the modules
+if its output agrees. In the trial, a cheap function of all inputs replaces the experts. So it is local and does not
+depend on the number of ranks, as the result must not (I2). With one rank, programs that include the
+experts are tried too, bit for bit against those without.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,35 +32,35 @@ from moe.cpu.step_program import DecoderProgram, StepProgram
 from moe.mtp.layers import Drafted, Origin, drafting_of
 from moe.text_part import body_of
 
-_TOLERANCE = 1e-4  # of hidden values; sums are made in another order
+_TOLERANCE = 1e-4  # for hidden values; sums have another order
 _PROMPT_TOKENS, _DECODE_POSITION = 19, 20
 
 
 class _Call(NamedTuple):
-    """One layer's call in the model's own run."""
+    """Call of a layer in the model's own run."""
 
     x: Tensor
     options: dict[str, Any]
     returned: Any
-    num_rows: int  # those before padding
+    num_rows: int  # without padding
 
 
 class _AnyExperts:
-    """Stands where a layer of experts is: an answer in which rows, choices and weights all show; local."""
+    """Replaces a layer of experts; its result depends on rows, choices and weights; local."""
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """See `moe.backend.ExpertLayer`."""
+        """Scale each row by a sum over its choices and weights."""
         share_T1 = (weights_TK * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
         return hidden_TD * share_T1
 
 
 def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
-    """Let decoder layers run as programs; returns how many do. Local; the step is refilled.
+    """Let decoder layers run as programs. Return how many do. Local; refills the step.
 
     Args:
-        net: a model whose weights are there and whose routers were adopted.
-        step: what its steps will be filled into.
-        shapes: of what its layers cache.
+        net: Model with loaded weights and adopted routers.
+        step: Step that the model's steps will be filled into.
+        shapes: Shapes of what its layers cache.
     """
     mixed = [
         module for module in net.modules() if hasattr(module, "self_attn") or hasattr(module, "linear_attn")
@@ -109,7 +109,7 @@ def _cache(step: Step, shapes: Sequence[LayerShape]) -> PagedCache:
 def _run_once(
     net: Any, modules: Sequence[nn.Module], step: Step, cache: PagedCache
 ) -> dict[nn.Module, _Call]:
-    """Run a prompt and, where there is room, a decode; returns how modules were called and what they answered."""
+    """Run a prompt and, if there is room, a decode. Return the calls of the modules with their results."""
     calls: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], returned: Any) -> None:
@@ -128,7 +128,7 @@ def _run_once(
 
 
 def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
-    """Fill the step with a prompt and, where there is room, a decode, and run it: [1, T, V] logits."""
+    """Fill the step with a prompt and, if there is room, a decode, and run it: [1, T, V] logits."""
     most_sequences, most_blocks = step.block_table_SM.shape
     most_tokens = most_blocks * BLOCK_TOKENS
     prompt = min(_PROMPT_TOKENS, most_tokens, step.max_tokens)
@@ -150,7 +150,7 @@ def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
 
 
 def _run_drafts(net: Any, step: Step, cache: PagedCache) -> list[Drafted]:
-    """Run every multi-token-prediction layer, if there are any, for the rows that have just run; returns copies."""
+    """Run all multi-token-prediction layers on the rows that have just run. Return copies of the results."""
     drafting = drafting_of(net)
     if drafting is None:
         return []
@@ -170,7 +170,7 @@ def _run_drafts(net: Any, step: Step, cache: PagedCache) -> list[Drafted]:
 def _adopt_drafts(
     net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
 ) -> None:
-    """Let multi-token-prediction layers run as programs, where logits and hidden values stay the same to the bit."""
+    """Let multi-token-prediction layers run as programs if logits and hidden values are bit-identical."""
     drafting, hidden = drafting_of(net), net.get_input_embeddings().weight.shape[1]
     if drafting is None or not are_fit(net):
         return
@@ -190,7 +190,7 @@ def _adopt_drafts(
 def _adopt_decoder(
     net: Any, programs: dict[nn.Module, LayerProgram], step: Step, activations: Activations, pages: PagedCache
 ) -> None:
-    """Let a decoder whose layers all run as programs run as one, and the model, where its logits stay the same to the bit."""
+    """Run a decoder with only programs as one program, and also the whole model, if logits are bit-identical."""
     decoder: Any = body_of(net)
     layers = list(getattr(decoder, "layers", ()))
     eps = epsilon(decoder.norm) if hasattr(getattr(decoder, "norm", None), "multiplied") else None
@@ -223,7 +223,7 @@ def _is_adopted(module: nn.Module, program: LayerProgram, call: _Call, pages: Pa
 
     def own(_x: Tensor) -> Tensor:
         if not isinstance(call.returned, Tensor):
-            raise TypeError  # a layer that returns more than rows
+            raise TypeError  # the layer returns more than rows
         return call.returned[:, :rows]
 
     def ours(x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _is_adopted(module: nn.Module, program: LayerProgram, call: _Call, pages: Pa
 
 
 def _try_whole(program: LayerProgram, call: _Call, pages: PagedCache) -> None:
-    """Let a lone rank's experts be part of a layer's program, where that changes no bit."""
+    """Include a lone rank's experts in a layer's program if the result is bit-identical."""
     experts = program.parts.experts
     layer = None if experts is None else experts.expert_layer
     if not isinstance(layer, PackedExpertLayer) or layer.dispatcher.world_size > 1:
@@ -254,7 +254,7 @@ def _try_whole(program: LayerProgram, call: _Call, pages: PagedCache) -> None:
     options = _on(pages, call.options)
     before = layer.counts, layer.dispatcher
     alone = Dispatcher(LocalWire(), slots_per_rank=layer.up.num_slots)
-    layer.counts, layer.dispatcher = None, alone  # a rank that joins later has none that works yet
+    layer.counts, layer.dispatcher = None, alone  # on a rank that joins later, its own does not work yet
     apart = program.forward(call.x, **options)
     program.may_be_whole = True
     program.may_be_whole = torch.equal(program.forward(call.x, **options), apart)
@@ -263,5 +263,5 @@ def _try_whole(program: LayerProgram, call: _Call, pages: PagedCache) -> None:
 
 
 def _on(pages: PagedCache, options: dict[str, Any]) -> dict[str, Any]:
-    """A call's options, with other pages in the places of its own."""
+    """Return a call's options with its pages replaced."""
     return {name: pages if isinstance(option, PagedCache) else option for name, option in options.items()}

@@ -1,4 +1,4 @@
-"""How a model is built for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
+"""Build a model for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -51,7 +51,7 @@ from moe.text_part import use_attention
 
 
 class PackedExperts:
-    """Packs each expert as it is read; `moe.backend.ExpertReader`. Memory for experts that move is reserved when they come."""
+    """`moe.backend.ExpertReader` that packs each expert when it is read. Reserves no memory for moves in advance."""
 
     def __init__(
         self, loader: Loader, modules: Mapping[str, Any], _slots_per_layer: int, _num_spare: int
@@ -59,7 +59,7 @@ class PackedExperts:
         self._loader, self._modules = loader, modules
 
     def load(self, name: str, leaf: str, local_S: np.ndarray) -> PackedSlots:
-        """See `ExpertReader`. Where all slots are empty one expert tells the type that others will come in."""
+        """Read one weight. If all slots are empty, one expert is read to find the type of later ones."""
         read = self._loader.read_experts
         module, target = self._modules[name], f"{name}.{leaf}"
         slots: PackedSlots | None = None
@@ -73,7 +73,7 @@ class PackedExperts:
         return slots
 
     def read(self, name: str, leaf: str, expert: int, into: PackedSlots) -> None:
-        """See `ExpertReader`."""
+        """Read one expert's weight, as `ExpertReader`."""
         only, target = np.array([expert]), f"{name}.{leaf}"
         for slot, weight, bias in self._loader.read_experts(self._modules[name], target, only):
             into.put(slot, self._loader.stored(target, weight), bias)
@@ -85,7 +85,7 @@ def _register() -> None:
 
 
 def _keep_with(step: Step, loader: Loader) -> Keep:
-    """Matrices become `PackedWeight`s, other parameters float32; what is absorbed stays as it is until `_finish`."""
+    """Keep matrices as `PackedWeight`, other parameters as float32. Absorbed weights stay plain until `_finish`."""
 
     def keep(name: str, tensor: Weight, _declared: Tensor) -> Tensor | nn.Parameter:
         if name.endswith(latents.ABSORBED):
@@ -119,7 +119,7 @@ def _make_step(*, threads: int, num_ranks: int = 1, **sizes: int) -> Step:
 
 
 def _make_cache(shapes: list[LayerShape], num_blocks: int, num_states: int, step: Step) -> PagedCache:
-    """Reserve pages and state slots, which take memory as they are written."""
+    """Reserve pages and state slots. They occupy memory once they are written."""
     cache = PagedCache(shapes, num_blocks, num_states)
     cache.step = step
     return cache
@@ -132,7 +132,7 @@ def _why_unserved(
 
 
 def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
-    """Pack the halves of every `kv_b_proj`, which are all that is used of it; adopt the kernels' forms of modules."""
+    """Pack both halves of every `kv_b_proj`, which replace it, and adopt the kernels' forms of modules."""
     for module in latents.latent_modules(net):
         weight = module.kv_b_proj.weight.detach()
         unrotated, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)
@@ -158,8 +158,8 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
 def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[int, int], None]) -> None:
     """Compile every kernel that this model uses, before the first step; local.
 
-    So no rank waits in a collective for another's compiler. Compiled kernels are cached on disk; the first start on a
-    machine takes some seconds, later ones milliseconds.
+    Otherwise a rank would wait in a collective for another rank's compiler. Compiled kernels are cached on disk: the first
+    start on a machine takes some seconds, later ones milliseconds.
     """
     kernels = (
         LINEAR,

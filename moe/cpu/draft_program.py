@@ -1,10 +1,10 @@
-"""A multi-token-prediction layer as one program: from a token's id and a hidden state to a draft's logits (D13).
+"""A multi-token-prediction layer as one program, from a token's id and a hidden state to a draft's logits (D13).
 
-As `moe.cpu.net_program` puts a decoder between its ends, this puts the layer's decoder layers between theirs: the embedding
-and the two norms, which write side by side what the projection takes, and the norm and the output projection behind. That
-it gives the bits that the modules give is tried before it is used (`moe.cpu.adopt_layers`).
+Like `moe.cpu.net_program` for a decoder, it adds both ends to the layer's decoder layers. Before them: the embedding and
+two norms, which write the halves of the projection's input. After them: a norm and the output projection. The
+program must give the bits of the modules; `moe.cpu.adopt_layers` tries this before use.
 
-Legend: T rows, R rows whose logits are wanted, D hidden dim, E rotary dims, V vocabulary.
+Legend: T rows, R rows that need logits, D hidden dim, E rotary dims, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -26,17 +26,17 @@ from moe.cpu.step_program import Ends, StepProgram
 from moe.mtp.layers import Drafted, Origin
 from moe.text_part import body_of
 
-_ROOM = "drafted"  # where the last norm writes, and where a deeper draft reads from before
-_EMBEDS, _GATHERS = 0, 2  # rows
+_ROOM = "drafted"  # buffer of the last norm, and input of a deeper draft
+_EMBEDS, _GATHERS = 0, 2  # indexes of program rows
 
 
 class DraftProgram:
-    """Runs a layer in its modules' place; `moe.mtp.layers.Program`."""
+    """Runs a layer instead of its modules; a `moe.mtp.layers.DraftRunner`."""
 
     def __init__(
         self, net: Any, head: Any, layers: Sequence[LayerProgram], step: Step, activations: Activations
     ) -> None:
-        """Take an MTP layer's head that `is_fit`, and all of its decoder layers, of a model whose ends are."""
+        """Take an MTP layer's head and all its decoder layers. Head and model must pass `is_fit` and `are_fit`."""
         self._step = step
         decoder: Any = body_of(net)
         self._angles, room = Angles(decoder.rotary_emb), activations.room
@@ -52,7 +52,7 @@ class DraftProgram:
         self._program = StepProgram(layers, _norm(head.norm), step, activations, ends, final=_ROOM)
 
     def draft(self, token_T: Tensor, origin: Origin, pages: Any, logits_R: Tensor) -> Drafted | None:
-        """See `Drafting.draft`."""
+        """Draft as `Drafting.draft`. Return None in steps that need samples of experts' rows."""
         program, (hidden_TD, row_T) = self._program, origin
         if program.wants_samples:
             return None
@@ -68,7 +68,7 @@ class DraftProgram:
         return Drafted(self._projection.of(logits_RV), program.normed_TD[: self._step.num_padded])
 
     def _joining(self, embedding: PackedWeight, head: Any, activations: Activations) -> Rows:
-        """From ids and hidden states to what the first decoder layer takes."""
+        """Return rows from ids and hidden states to the input of the first decoder layer."""
         room, D, facts = activations.room, embedding.in_dim, self._step.facts.data_ptr() + 8
         embedded, given, joined = room("embedded", D), room("given", D), room("joined", 2 * D)
         halves = joined.data_ptr(), joined.data_ptr() + D * 4
@@ -90,7 +90,7 @@ class DraftProgram:
 
 
 def is_fit(head: Any, hidden: int) -> bool:
-    """Whether an MTP layer's head is such that a program may try it."""
+    """Return whether a program can be tried for an MTP layer's head."""
     norms = (head.enorm, head.hnorm, head.norm)
     weight = head.eh_proj.weight
     return (
@@ -103,12 +103,12 @@ def is_fit(head: Any, hidden: int) -> bool:
 
 def _norm(module: Any) -> Norm:
     eps = epsilon(module)
-    assert eps is not None, "a norm that is not fit"
+    assert eps is not None, "the norm has no epsilon"
     return Norm(weight_of(module), eps)
 
 
 def _norm_row(module: Any, x: Tensor, out: int, rows_at: int) -> list[int]:
-    """A norm's row, into one half of rows that are twice as wide."""
+    """Return a norm's row that writes into one half of rows of twice the width."""
     norm, dim = _norm(module), x.shape[1]
     return norm_rows(
         x.data_ptr(), norm.weight.data_ptr(), norm.eps, dim, out, rows_at, out_stride=2 * dim * 4

@@ -1,4 +1,4 @@
-"""Rows of programs for the experts of a rank: what came to them, sorted by slot, up and down.
+"""Program rows for a rank's experts: received rows, sorted by slot, then up and down products.
 
 Legend: N rows, P pairs (row, choice), S slots, D hidden dim, I intermediate dim.
 """
@@ -16,28 +16,28 @@ from moe.cpu.products import gather_row
 
 
 class RoutedRows(NamedTuple):
-    """What experts are asked, by address but for the rows."""
+    """Input of the experts, as addresses except for x_ND."""
 
-    x_ND: Tensor  # float32, as many as may come
-    num_rows: int  # where their number is
-    row_of: int  # of [P] int64: the row of each pair, sorted by slot
-    offsets: int  # of [S + 1] int64: the pairs of slot s are [offsets[s], offsets[s + 1])
-    num_pairs: int  # as many as may come
+    x_ND: Tensor  # float32, the most rows that may arrive
+    num_rows: int  # address of their number
+    row_of: int  # address of [P] int64: the row of each pair, sorted by slot
+    offsets: int  # address of [S + 1] int64: the pairs of slot s are [offsets[s], offsets[s + 1])
+    num_pairs: int  # most pairs that may arrive
 
 
 class ExpertsClock:
-    """How long a layer's experts took in programs, until it is noted."""
+    """Measures the time of a layer's experts in programs."""
 
     def __init__(self) -> None:
         self._ns, self._scratch = np.zeros(1, np.int64), np.zeros(2, np.int64)
 
     def around(self, rows: Rows) -> Rows:
-        """These rows, and what takes their time."""
+        """Return these rows between two rows that measure their time."""
         total, scratch = self._ns.ctypes.data, self._scratch.ctypes.data
         return [clock_row(total, -1, scratch), *rows, clock_row(total, 1, scratch)]
 
     def note(self, layer: PackedExpertLayer) -> None:
-        """Count it among the layer's."""
+        """Add the measured time to the layer's counts, and reset it."""
         if self._ns[0]:
             if layer.counts is not None:
                 layer.counts.experts_ns += int(self._ns[0])
@@ -47,12 +47,12 @@ class ExpertsClock:
 def expert_rows(
     layer: PackedExpertLayer, asked: RoutedRows, activations: Activations, clock: ExpertsClock
 ) -> tuple[Rows, Tensor]:
-    """Rows that let every slot's expert answer its pairs, and where the answers will be: [P, D] float32."""
+    """Return rows that run every slot's expert on its pairs, and the memory of the results: [P, D] float32."""
     up, down, pairs = layer.up, layer.down, asked.num_pairs
     gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
     raised_PI = activations.room("raised", down.in_dim, rows=pairs)
     answers_PD = activations.room("answers", down.width, rows=pairs)
-    num_pairs = asked.offsets + 8 * up.num_slots  # where their number is
+    num_pairs = asked.offsets + 8 * up.num_slots  # address of their number
     quantised, given = activations.taken(up.format, asked.x_ND, asked.num_rows)
     lowered, taken = activations.taken(down.format, raised_PI, num_pairs)
     rows = [

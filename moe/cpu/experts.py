@@ -1,8 +1,8 @@
-"""The experts organ: what `transformers`' experts modules call instead of looping over their own weights.
+"""The experts organ, which `transformers`' experts modules call instead of looping over their own weights.
 
-One call per MoE layer and step: logical experts to physical slots, dispatch, grouped GEMM over this rank's
-slots, combine. Gate functions are the modules' own (`_apply_gate`); what gives silu(gate) * up runs a fused kernel
-(`moe.adopt.gates`). The module is given its layer when the model is built; nothing is looked up globally.
+One call per MoE layer and step: map logical experts to physical slots, dispatch, grouped GEMM over this rank's
+slots, combine. Gate functions are the modules' own (`_apply_gate`); a fused kernel computes silu(gate) * up
+(`moe.adopt.gates`). A module gets its layer when the model is built; there is no global lookup.
 
 Legend: T tokens, N received rows, D (H in dispatch) hidden dim, K choices per token, P pairs (row, choice) on this rank, I intermediate dim.
 """
@@ -34,7 +34,7 @@ NAME = "wideep_experts"
 
 @dataclass
 class PackedExpertLayer:
-    """This rank's slots of one MoE layer, and the choice among everybody's; `moe.backend.ExpertLayer`."""
+    """This rank's slots of one MoE layer, and the choice among all slots; a `moe.backend.ExpertLayer`."""
 
     up: PackedSlots
     down: PackedSlots
@@ -42,16 +42,16 @@ class PackedExpertLayer:
     num_experts: int
     dispatcher: TokenDispatcher
     step: Step
-    has_silu: bool  # its gate is the kernel's
-    counts: LayerCounts | None = None  # of the choices of this rank's tokens; None: not counted
+    has_silu: bool  # the kernel computes its gate
+    counts: LayerCounts | None = None  # choices of this rank's tokens; None disables counting
     sample_TD: Tensor | None = None
-    has_norm: bool = False  # what each expert answers is normed by its module
+    has_norm: bool = False  # the module norms each expert's output
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Serve one layer; collective. Rows past the step's tokens are padding and come back as zero.
+        """Compute one layer; collective. Padding rows (past the step's tokens) return zeros.
 
         Args:
-            module: the experts module, for its gate function.
+            module: Experts module, for its gate function.
             hidden_TD: [T, D] float32.
             ids_TK: [T, K] int64 logical experts. weights_TK: [T, K], routing weights.
 
@@ -80,17 +80,17 @@ class PackedExpertLayer:
         """Apply every slot's expert to its own rows; local.
 
         Args:
-            module: the experts module, for a gate that the kernels do not have.
-            x_NH: [N, H] float32, contiguous. row_P: int64, the row of each pair, pairs ordered by slot.
+            module: Experts module, for gates that the kernels do not have.
+            x_NH: [N, H] float32, contiguous. row_P: int64 row of each pair; pairs are ordered by slot.
             slot_offsets: [S + 1] int64; the pairs of slot s are [offsets[s], offsets[s + 1]).
-            team: threads to use; None: the caller's.
+            team: Threads to use; None for the calling thread.
 
         Returns:
             [P, D] float32, new.
         """
         up, down, pairs = self.up, self.down, len(row_P)
         offsets, gathered = slot_offsets.data_ptr(), _Rows(up.format, pairs)
-        num_pairs = offsets + 8 * up.num_slots  # where their number is
+        num_pairs = offsets + 8 * up.num_slots  # address of their number
         given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
         before = [
             *given.quantised(num_given.ctypes.data),
@@ -117,7 +117,7 @@ class PackedExpertLayer:
         return _on_full_vectors(module.post_expert_norm, answers_PD) if self.has_norm else answers_PD
 
     def try_out(self, module: Any, up: PackedSlots, down: PackedSlots, x_TD: Tensor) -> Tensor:
-        """Run rows through an expert that need not serve, on one thread, beside steps: [T, D] float32, new."""
+        """Run rows through an expert that need not be in use, on one thread, while steps may run: [T, D] float32, new."""
         alone = replace(self, up=up, down=down)
         return alone.compute(
             module, x_TD.contiguous(), torch.arange(len(x_TD)), torch.tensor([0, len(x_TD)]), None
@@ -125,7 +125,7 @@ class PackedExpertLayer:
 
 
 class _Rows:
-    """Rows as a weight takes them: the given ones, or memory for what they are quantised to, or for others such as these."""
+    """Rows in the form a weight takes: x itself, or memory for quantised rows or for gathered ones."""
 
     def __init__(self, kind: Format, num_rows: int, x_TK: Tensor | None = None) -> None:
         self._kind, self._x_TK = kind, x_TK
@@ -134,14 +134,14 @@ class _Rows:
 
     @property
     def address(self) -> int:
-        """Where they are."""
+        """Address of the rows."""
         if self._own is not None:
             return int(self._own.ctypes.data)
         assert self._x_TK is not None
         return self._x_TK.data_ptr()
 
     def quantised(self, rows_at: int) -> list[list[int]]:
-        """The row of a program that quantises, if there is to be one; `rows_at`: where their number is."""
+        """Return the program row that quantises, if one is needed. `rows_at` is the address of the number of rows."""
         kind, x_TK = self._kind, self._x_TK
         if x_TK is None or not kind.takes_integers:
             return []
@@ -149,12 +149,12 @@ class _Rows:
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:
-    """Apply an elementwise function with rows padded, so that no row falls in a scalar tail (see `Step.fill`)."""
+    """Apply an elementwise function to rows padded to full vectors, to avoid a scalar tail (see `Step.fill`)."""
     missing = -len(x_PN) % ROW_MULTIPLE
     padded = torch.cat((x_PN, x_PN.new_zeros(missing, x_PN.shape[1]))) if missing else x_PN
     return function(padded)[: len(x_PN)].contiguous()
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under `NAME`; may be called again."""
+    """Register the organ with `transformers` under `NAME`; may be called again."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)

@@ -1,8 +1,8 @@
-"""What a program needs of a decoder layer's modules: weights in panels, norms, the rule of a router.
+"""What a program needs of a decoder layer's modules: weights in panels, norms, a router's rule.
 
-A layer has these parts if its modules have the names and shapes that most of `transformers`' have; whether it computes
-with them what a program does is tried afterwards (`moe.cpu.adopt_layers`). Shapes are checked here, all of them, because
-programs know addresses only.
+A layer has these parts if its modules have the usual names and shapes of `transformers`. A later trial shows whether it
+computes with them what a program computes (`moe.cpu.adopt_layers`). All shapes are checked here, because programs
+only have addresses.
 
 Legend: H query heads, D head dim of queries and keys, G KV heads, V value dim, E experts, I intermediate dim.
 """
@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Queries, keys and values of heads, and the projection of what they attend to."""
+    """Multi-head attention: queries, keys and values of heads, and the output projection."""
 
     layer: int
     heads: int
@@ -49,17 +49,16 @@ class Attention(NamedTuple):
     qkv_bias: Tensor | None
     output: Matrix
     output_bias: Tensor | None
-    query_norm: Norm | None  # of each head
+    query_norm: Norm | None  # per head
     key_norm: Norm | None
     sinks_H: Tensor | None
     scale: float
-    has_gate: (
-        bool  # [query | gate] of each head in place of queries: what it attends to is times sigmoid(gate)
-    )
+    # Queries are [query | gate] of each head; the attention's output is multiplied by sigmoid(gate).
+    has_gate: bool
 
 
 class DeltaNet(NamedTuple):
-    """A gated delta net: queries, keys, values, what gates them, and how fast states fade and how far they follow."""
+    """A gated delta net: queries, keys, values and gates, and rates of decay (fading) and update (following) of states."""
 
     layer: int
     key_heads: int
@@ -67,10 +66,10 @@ class DeltaNet(NamedTuple):
     key_dim: int
     value_dim: int
     first: Matrix  # [q + k + v + gate, hidden]
-    order: np.ndarray | None  # how its rows become [q | k | v | gate], see `order_row`; None: they are
-    rates: Sequence[Matrix]  # of fading and following, or one of both
-    rates_at: tuple[np.ndarray, np.ndarray]  # where heads' values are in them
-    factors_H: Tensor  # of fading
+    order: np.ndarray | None  # reorders its rows to [q | k | v | gate], see `order_row`; None: no change
+    rates: Sequence[Matrix]  # of fading and following, or one for both
+    rates_at: tuple[np.ndarray, np.ndarray]  # indexes of heads' values in them
+    factors_H: Tensor  # for fading
     biases_H: Tensor
     taps_KC: Tensor  # of the convolution
     norm: Norm
@@ -79,15 +78,14 @@ class DeltaNet(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Queries, one latent and one rotary key for all heads, and the projection of what they attend to."""
+    """Multi-head latent attention: queries, one latent and one rotary key for all heads, and the output projection."""
 
     layer: int
     heads: int
-    first: (
-        Matrix  # [Q + L + E, hidden]: what queries come from, or they themselves; then latent and rotary key
-    )
+    # [Q + L + E, hidden]: queries or the values that `query` turns into them; then latent and rotary key.
+    first: Matrix
     query_dim: int  # Q
-    query_norm: Norm | None  # of what queries come from; None: they are there
+    query_norm: Norm | None  # before `query`; None if `first` gives the queries
     query: Matrix | None  # [H * (U + E), Q]
     latent_norm: Norm
     absorbed: AbsorbedWeight
@@ -99,16 +97,16 @@ class Latents(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """down(silu(gate(x)) * up(x)), times sigmoid(share(x)) where there is such a weight."""
+    """down(silu(gate(x)) * up(x)), times sigmoid(share(x)) if there is such a weight."""
 
-    gate_up: Matrix  # [2 * I, hidden], as one slot's experts
+    gate_up: Matrix  # [2 * I, hidden], like the experts of one slot
     down: Matrix
-    addresses: np.ndarray  # [2, 1] int64: where `gate_up`'s panels and scales are
+    addresses: np.ndarray  # [2, 1] int64: addresses of `gate_up`'s panels and scales
     share: Matrix | None  # [1, hidden]
 
 
 class Chooser(NamedTuple):
-    """What chooses experts: a router's product and rule."""
+    """A router: its product and its rule for choosing experts."""
 
     weight: Matrix  # [E, hidden]
     bias: Tensor | None  # of the product
@@ -124,8 +122,8 @@ class LayerParts(NamedTuple):
     attention: Attention | Latents | DeltaNet
     post_norm: Norm
     router: Chooser | None  # None: the layer is dense
-    experts: Any  # the module beside the router
-    mlp: Mlp | None  # all that a dense layer has, or what all tokens share beside the experts
+    experts: Any  # module next to the router
+    mlp: Mlp | None  # the feed-forward of a dense layer, or the shared expert
 
 
 class _UnfitError(Exception):
@@ -133,10 +131,10 @@ class _UnfitError(Exception):
 
 
 def parts_of(module: Any, shapes: Sequence[LayerShape]) -> LayerParts | None:
-    """Find a layer's parts; None: it has others. Weights that are multiplied with the same rows are put together.
+    """Return a layer's parts, or None if it has others. Joins weights that are multiplied with the same rows.
 
     Args:
-        shapes: of what layers cache.
+        shapes: Shapes of what layers cache.
     """
     try:
         input_norm, post_norm = (
@@ -197,7 +195,7 @@ def _delta_net(module: Any, shapes: Sequence[LayerShape], hidden: int) -> DeltaN
     rates_at = (heads_at, heads_at)
     rates: Sequence[PackedWeight]
     sides: Sequence[PackedWeight]
-    if hasattr(module, "in_proj_qkvz"):  # head by head: [q | k | its v | their gates], and [follow | fade]
+    if hasattr(module, "in_proj_qkvz"):  # by key head: [q | k | its v | their gates], and [follow | fade]
         first, both = _packed(module.in_proj_qkvz.weight), _packed(module.in_proj_ba.weight)
         rates, width = (both,), 2 * K + 2 * group * V
         of_heads = [(0, K, 0, K), (K, K, keys, K), (2 * K, group * V, 2 * keys, group * V)]
@@ -363,7 +361,7 @@ def _matrix(weight: PackedWeight) -> Matrix:
 
 
 def _together(weights: Sequence[PackedWeight]) -> Matrix:
-    """Put weights on the same inputs together; they stay, as views of the memory of all."""
+    """Join weights with the same inputs. The originals become views of the joint memory."""
     first = weights[0]
     _require(all(each.out_dim % LANES == 0 for each in weights))
     _require(len({(each.panels.dtype, each.quantised, each.panels.shape[1:]) for each in weights}) == 1)

@@ -1,8 +1,8 @@
-"""Decoder layers as programs (D13): what lies between two exchanges with other ranks is one call without the interpreter.
+"""Decoder layers as programs (D13): everything between two exchanges with other ranks is one call without the interpreter.
 
-A layer's parts become a list of kernels over activations that are allocated once; with one rank its experts are in the
-list too, else it is cut where tokens travel. The kernels are those that modules run with one by one, and a row's bits
-are the same; so are those of the two forms. `moe.cpu.step_program` puts all layers together.
+A layer's parts become a list of kernels over activations that are allocated once. With one rank, the list includes the
+experts; otherwise it is cut where tokens are sent. The modules run the same kernels one by one, so a row's bits
+are the same, with or without the experts in the program. `moe.cpu.step_program` joins all layers.
 
 Legend: T rows, R rows at most, D hidden dim, H query heads, G KV heads, K choices, I intermediate dim, S slots.
 """
@@ -39,64 +39,64 @@ from moe.expert_weights import grown_sample, is_grown
 
 
 class Places(NamedTuple):
-    """Which of a layer's rows are told, step by step, where something is."""
+    """Indexes of a layer's rows into which every step writes addresses."""
 
-    heads: int  # -1: none of them is told of angles
-    attention: int  # of one that is told of the step's tiles; latents' and recurrences are not
-    second_norm: int  # the first is row 0
+    heads: int  # takes angles; -1 if no row does
+    attention: int  # takes the step's tiles, if its kernel has them; latents and recurrences do not
+    second_norm: int  # takes the residual; the first norm is row 0
 
 
 class _Attended(NamedTuple):
-    """Rows of a program from the normed ones to what they attend to."""
+    """Rows of a program from normed rows to the output of attention."""
 
     values: Tensor  # [R, H * V]
     rows: Rows
-    at: int  # the one that is told of angles, -1 where there are none; attention follows
+    at: int  # row that takes angles, -1 if none does; attention follows it
 
 
 class _Programs(NamedTuple):
-    """What was written for some pages."""
+    """Programs for certain pages."""
 
     pages: PagedCache
     rotary_dim: int
     before: Program  # up to the experts
     places: Places
-    shared: Rows  # for what all tokens share beside the experts, or the dense layer
-    after: Program  # from the experts' answers on
-    chosen: Chosen  # what experts are given; of no choices where there are none
-    sums: int  # where what answers are added to is
-    shared_out: int  # and what is shared; 0: nothing
+    shared: Rows  # the shared expert, or the feed-forward of a dense layer
+    after: Program  # from the experts' output
+    chosen: Chosen  # input of the experts; without choices in a dense layer
+    sums: int  # address of the residual that the output is added to
+    shared_out: int  # address of the shared expert's output; 0 if there is none
 
 
 class LayerRows(NamedTuple):
-    """A layer's rows of a step's program; the same objects until something else is to be run."""
+    """A layer's rows in a step's program. The objects stay the same until something else must run."""
 
     places: Places
-    before: Program  # up to where the experts are met, or all of it
-    spread: SpreadExperts | None  # who meets them; None: `LayerProgram.ask_experts`, if there are any
-    after: Program | None  # from the experts' answers on, or what all of a dense layer's feed-forward is
+    before: Program  # rows up to the exchange of experts, or all rows
+    spread: SpreadExperts | None  # runs the exchange; None: `LayerProgram.ask_experts`, if it has experts
+    after: Program | None  # rows from the experts' output, or a dense layer's whole feed-forward
 
 
 class _Asked(NamedTuple):
-    """Rows with the experts in them, or cut where others are met, and what they were written for."""
+    """Rows that include the experts, or are cut at the exchange, and the objects they were written for."""
 
     program: Program
     spread: SpreadExperts | None
     after: Program | None
     written_for: tuple[Any, ...]
-    kept: Tensor | None  # what rows read
+    kept: Tensor | None  # memory that rows read, kept alive
 
 
 class LayerProgram:
-    """Runs one layer in its module's place.
+    """Runs one layer instead of its module.
 
     Attributes:
-        may_be_whole: the experts of a lone rank may be part of the program; whoever tried it says so.
-        tile_tokens: of its attention, see `Step.tiles`; 0: it need not be told.
+        may_be_whole: True if a trial has shown that a lone rank's experts can be part of the program.
+        tile_tokens: Tokens per tile of its attention, see `Step.tiles`; 0 if it takes no tiles.
     """
 
     def __init__(self, module: nn.Module, parts: LayerParts, step: Step, activations: Activations) -> None:
-        """`module` is the layer, which answers what the program does not take; it owns the program."""
+        """`module` is the layer. It owns the program and runs calls that the program does not support."""
         self.parts, self.may_be_whole = parts, False
         attention, self.tile_tokens = parts.attention, 0
         if isinstance(attention, Attention):
@@ -110,7 +110,7 @@ class LayerProgram:
     def forward(
         self, hidden_states: Tensor, *more: Any, position_embeddings: Any = None, pages: Any = None, **options: Any
     ) -> Any:  # fmt: skip
-        """See the module's: [1, T, D] to [1, T, D], new; rows of padding are zero. Collective where it is not whole."""
+        """Run the layer: [1, T, D] to [1, T, D], new, padding rows zero. Collective unless the program is whole."""
         if more or pages is None or not self.takes(hidden_states, position_embeddings):
             module: Any = self._module()
             return type(module).forward(
@@ -131,16 +131,16 @@ class LayerProgram:
             return out
         self._run(first)
         if self.parts.experts is not None:
-            answers = self.ask_experts()  # kept until it has been read
+            answers = self.ask_experts()  # alive until it has been read
             after[-1, ANSWERS] = answers.data_ptr()
         after[-1, OUT] = out.data_ptr()
         self._run(after)
         return out
 
     def rows(self, pages: PagedCache, rotary_dim: int, *, may_spread: bool = False) -> LayerRows:
-        """The layer's rows for these pages and angles of so many dims.
+        """Return the layer's rows for these pages and this number of rotary dims.
 
-        `may_spread`: they may be such that other ranks are met between them by a `SpreadExperts`.
+        `may_spread` allows rows with an exchange by `SpreadExperts` between them.
         """
         programs, experts = self._programs_for(pages, rotary_dim), self.parts.experts
         if self.may_be_whole and _is_alone(experts.expert_layer):
@@ -153,14 +153,14 @@ class LayerProgram:
 
     @property
     def is_spread(self) -> bool:
-        """Whether other ranks may be met between programs, by their rows."""
+        """Whether programs can exchange the experts' rows with other ranks."""
         if self.parts.experts is None:
             return False
         layer = self.parts.experts.expert_layer
         return exchange_of(layer) is not None and why_not_whole(layer, self.parts.hidden) is None
 
     def ask_experts(self) -> Tensor:
-        """Let the layer's experts answer what the rows before them left: [T, D], new. Collective."""
+        """Run the layer's experts on the output of the rows before them: [T, D], new. Collective."""
         programs, experts, padded = self._programs, self.parts.experts, self._step.num_padded
         assert programs is not None
         given = (each[:padded] for each in programs.chosen)
@@ -168,7 +168,7 @@ class LayerProgram:
         return answers
 
     def takes(self, x: Tensor, angles: Any) -> bool:
-        """Whether the program runs for such rows and cosines and sines of their angles."""
+        """Return whether the program supports these rows and these cosines and sines of their angles."""
         rows = self._step.num_padded
         return (
             x.shape == (1, rows, self.parts.hidden)
@@ -189,7 +189,7 @@ class LayerProgram:
             self._step.team.run(program)
 
     def note(self) -> None:
-        """Keep what `PackedExpertLayer.run` keeps of a step, once the rows of a whole layer have run."""
+        """After the rows of a whole layer, record what `PackedExpertLayer.run` records of a step."""
         self.note_times()
         if self.wants_sample(self._step.num_tokens):
             assert self._programs is not None
@@ -198,12 +198,12 @@ class LayerProgram:
             expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
 
     def note_times(self) -> None:
-        """Keep how long experts took that are part of the rows."""
+        """Record the time of experts that are part of the rows."""
         if self.parts.experts is not None:
             self._clock.note(self.parts.experts.expert_layer)
 
     def wants_sample(self, num_rows: int) -> bool:
-        """Whether so many rows would be kept of what a whole layer's experts are given, before the next layer runs."""
+        """Return whether the input of a whole layer's experts must be sampled, before the next layer overwrites it."""
         return is_grown(self.parts.experts.expert_layer.sample_TD, num_rows)
 
     def _programs_for(self, pages: PagedCache, rotary_dim: int) -> _Programs:
@@ -377,7 +377,7 @@ class LayerProgram:
 
     @property
     def _facts(self) -> int:
-        """Where T, T padded and the number of decodes are; before T there is a 0."""
+        """Address of T, padded T and the number of decodes. The word before T is 0."""
         return self._step.facts.data_ptr() + 8
 
     def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Rows:
@@ -405,7 +405,7 @@ class LayerProgram:
         return rows_of_all
 
     def _asked_in(self, programs: _Programs, layer: PackedExpertLayer) -> _Asked:
-        """Rows with the experts in them, or cut where others are met."""
+        """Return rows that include the experts, or are cut at the exchange."""
         written_for = (
             programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts, layer.dispatcher,
             self._activations.tokens_per_rank,
@@ -431,7 +431,7 @@ class LayerProgram:
             self._facts,
             shared=programs.shared_out,
         )
-        # What all tokens share is computed while the others' rows come.
+        # The shared expert runs while other ranks' rows arrive.
         before = np.concatenate((programs.before, program_of([*spread.sending, *programs.shared])))
         return _Asked(before, spread, program_of([*spread.summing, add]), written_for, None)
 
@@ -465,25 +465,25 @@ class LayerProgram:
 
 
 def give_rows(before: Program, places: Places, x: Tensor, cosines: Tensor, sines: Tensor) -> None:
-    """Let a layer's rows start from these: [1, T, D], and the cosines and sines of their angles [1, T, E]."""
+    """Write a layer's inputs into its rows: x [1, T, D], and the cosines and sines of angles [1, T, E]."""
     before[0, NORMED] = before[places.second_norm, NORMED] = x.data_ptr()
     if places.heads >= 0:
         before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
 
 
 def _is_alone(layer: PackedExpertLayer) -> bool:
-    """Whether rows would go nowhere, and as they are."""
+    """Return whether rows stay on this rank, unchanged."""
     return layer.dispatcher.world_size == 1 and layer.dispatcher.row_format == PlainRows.name
 
 
 def why_not_whole(layer: PackedExpertLayer, hidden: int) -> str | None:
-    """Say why a lone rank's experts cannot be part of a program; None: they can."""
+    """Return why a lone rank's experts cannot be part of a program, or None if they can."""
     if not layer.has_silu:
         return "a gate that the kernels do not have"
     if layer.up.has_bias or layer.down.has_bias:
         return "biases"
     if layer.has_norm:
-        return "a norm behind each expert"
+        return "a norm after each expert"
     if layer.down.width != hidden or layer.up.in_dim != hidden:
-        return f"other rows than {hidden}"
+        return f"rows with a width other than {hidden}"
     return None

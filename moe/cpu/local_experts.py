@@ -1,7 +1,7 @@
-"""Kernels for experts that are all on this rank: from chosen ids to pairs sorted by slot, and from answers to sums.
+"""Kernels for experts that are all on this rank: sort chosen ids into pairs by slot, and sum the experts' outputs.
 
-What `dispatch` does between ranks, with the same order and the same arithmetic: a token's answers are multiplied and added
-in the order of its choices (see `dispatch.cpu_kernels.answers`), so that a row's bits do not depend on the number of ranks.
+They do what `dispatch` does between ranks, with the same order and arithmetic: a token's outputs are multiplied and added
+in the order of its choices (see `dispatch.cpu_kernels.answers`), so a row's bits do not depend on the number of ranks.
 
 Legend: T rows, K choices, P = T x K pairs, S slots, E experts, D hidden dim.
 """
@@ -107,14 +107,14 @@ def sort_row(
     ids: int, choices: int, slot_of: int, num_experts: int, num_slots: int, offsets: int, row_of: int, pair_of: int,
     facts: int, table: int,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: sort the pairs by slot, then token, then choice, and count them.
+    """Return a program row that sorts the pairs by slot, then token, then choice, and counts them.
 
     Args:
-        ids: address of [T, K] int64. choices: K. slot_of: address of [E] int64, every expert's slot.
-        offsets: address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
-        row_of, pair_of: addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
-        facts: address of T, T padded and the number of decodes, which are the first rows; read when the program runs.
-        table: address of [2, E + 1] int64, see `moe.load_counts`; 0: nothing is counted.
+        ids: Address of [T, K] int64. choices: K. slot_of: Address of [E] int64, every expert's slot.
+        offsets: Address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
+        row_of, pair_of: Addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
+        facts: Address of T, padded T and the number of decodes (the first rows); read when the program runs.
+        table: Address of [2, E + 1] int64, see `moe.load_counts`; 0 disables counting.
     """
     return SORT_PAIRS.row(
         ids, choices, slot_of, num_experts, num_slots, offsets, row_of, pair_of, facts, table
@@ -125,35 +125,35 @@ def add_row(
     answers: int, residual: int, dim: int, facts: int, *, out: int = 0, shared: int = 0, choices: int = 0,
     pair_of: int = 0, weights: int = 0,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: `out = residual + (answers + shared)`, rows of padding zero.
+    """Return a program row for `out = residual + (answers + shared)`; padding rows become zero.
 
     Args:
-        answers: address of [T, D] float32; with `choices` of [P, D], a row of which are summed with its `weights`.
-        residual, out, shared: addresses of [T, D] float32; `shared` 0: nothing.
-        dim: D. facts: see `sort_row`.
-        choices: K; 0: answers are sums already. pair_of, weights: addresses of [T, K], int64 and float32.
+        answers: Address of [T, D] float32. With `choices`, of [P, D]: a token's rows are summed with its `weights`.
+        residual, out, shared: Addresses of [T, D] float32; `shared` may be 0.
+        dim: D. facts: See `sort_row`.
+        choices: K; 0 if answers are sums already. pair_of, weights: Addresses of [T, K], int64 and float32.
     """
     return ADD.row(answers, pair_of, weights, choices, shared, residual, out, dim, facts)
 
 
-ANSWERS, OUT = 1, 7  # places in `add_row`'s row, counted from the kernel's address
+ANSWERS, OUT = 1, 7  # indexes of words in `add_row`'s row; word 0 is the kernel's address
 
 
 def clock_row(total_ns: int, sign: int, scratch: int) -> list[int]:
-    """One row of a program: add the time, times `sign`, to a word; what lies between two is how long it took.
+    """Return a program row that adds the time, times `sign`, to a word. Two such rows measure what runs between them.
 
     Args:
-        total_ns: address of an int64. scratch: address of two.
+        total_ns: Address of an int64. scratch: Address of two.
     """
     return CLOCK.row(total_ns, sign, scratch)
 
 
 def share_row(x: int, dim: int, shares: int, stride: int, facts: int) -> list[int]:
-    """One row of a program: `x *= sigmoid(share)`, a row of [T, D] float32 at a time.
+    """Return a program row for `x *= sigmoid(share)`, for each row of [T, D] float32.
 
     Args:
-        x: address. dim: D.
-        shares: address of each row's number, float32. stride: bytes from one to the next.
-        facts: see `sort_row`.
+        x: Address. dim: D.
+        shares: Address of each row's float32 value. stride: Bytes between two values.
+        facts: See `sort_row`.
     """
     return SHARE.row(x, dim, shares, stride, facts)

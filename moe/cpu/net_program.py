@@ -1,10 +1,10 @@
 """A causal language model as one program: from token ids to logits (D13).
 
-Where the decoder is one (`moe.cpu.step_program`), the embedding, the rotary angles and the output projection are put at its
-ends. Angles are read from a table, which the model's own code writes as positions come. That the model does nothing else is
-tried, to the bit, before it is used (`moe.cpu.adopt_layers`): what scales or caps logits keeps its own code.
+If the decoder is one program (`moe.cpu.step_program`), the embedding, the rotary angles and the output projection are added
+to it. Angles are read from a table, which the model's own code fills as positions grow. A bit-for-bit trial before use
+checks that the model does nothing else (`moe.cpu.adopt_layers`): models that scale or cap logits keep their own code.
 
-Legend: T rows, R rows whose logits are wanted, D hidden dim, E rotary dims, P positions, V vocabulary.
+Legend: T rows, R rows that need logits, D hidden dim, E rotary dims, P positions, V vocabulary.
 """
 
 import weakref
@@ -31,11 +31,11 @@ from moe.text_part import body_of
 
 _TILE_VALUES = 1 << 12
 _FEWEST_POSITIONS = 1024
-_BY_POSITION_ALONE = {"default", "linear", "llama3", "yarn", "proportional"}  # kinds of rotary angles
+_BY_POSITION_ALONE = {"default", "linear", "llama3", "yarn", "proportional"}  # rotary types
 
 
 def _embed(at, tile):  # type: ignore[no-untyped-def]
-    # A token's weights are a column of its panel.
+    # A token's weights are one column of a panel.
     w = words(at, WORDS)
     panels, value_bytes, dim, out, rows, vocabulary = w[1], w[2], w[3], w[4], words(w[5], 2)[1], w[6]
     at_once = max(1, _TILE_VALUES // dim)
@@ -73,14 +73,14 @@ def _angles(at, tile):  # type: ignore[no-untyped-def]
 
 
 EMBED, ANGLES = Kernel(_embed, TILES_VERSION), Kernel(_angles, TILES_VERSION)
-# Words of rows that steps tell, the kernel's address being 0.
+# Words that steps write into rows; word 0 is the kernel's address.
 IDS, ROWS_FROM, ROW_OF = 1, 1, 3
 _COSINES, _SINES, _LOGITS = 2, 3, 11
-_ANSWERED = {"position_ids", CACHE, "use_cache"}  # options that are the step's, or always so
+_ANSWERED = {"position_ids", CACHE, "use_cache"}  # options that the step determines, or constant ones
 
 
 class Angles:
-    """Cosines and sines of rotary angles by position, written by the model's own code as positions come."""
+    """Cosines and sines of rotary angles by position, computed by the model's own code as positions grow."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
@@ -89,11 +89,11 @@ class Angles:
 
     @property
     def dims(self) -> int:
-        """E."""
+        """Number of rotary dims E."""
         return self._table.shape[2]
 
     def make(self, num_positions: int) -> None:
-        """Have the angles of so many positions, [2, P, E], P doubling: full vectors, so that a row's bits are those of any batch."""
+        """Provide angles of this many positions, [2, P, E]. P doubles: with full vectors, a row has the bits of any batch."""
         made = self._table.shape[1]
         if made >= num_positions:
             return
@@ -103,14 +103,14 @@ class Angles:
         self._table = torch.stack([each[0] for each in self._rotary(x, torch.arange(made)[None])])
 
     def row(self, step: Step, cosines: Tensor, sines: Tensor) -> list[int]:
-        """One row of a program: a step's angles, to [R, E] each; `told` says where they are from."""
+        """Return a program row that copies a step's angles to [R, E] each, from the addresses that `told` returns."""
         return ANGLES.row(
             step.position_T.data_ptr(), 0, 0, self.dims * 4, cosines.data_ptr(), sines.data_ptr(),
             step.facts.data_ptr() + 8,
         )  # fmt: skip
 
     def told(self, at: int, step: Step) -> list[Told]:
-        """Have the angles of a step's positions, and say where they are to the row of its program that copies them."""
+        """Provide the angles of a step's positions. Return the words that give their addresses to row `at`."""
         if step.num_sequences:
             self.make(int(step.context_S[: step.num_sequences].max()))
         cosines, sines = self._table
@@ -118,14 +118,14 @@ class Angles:
 
 
 class Projection:
-    """The output projection of some rows, at the end of a program.
+    """The output projection of selected rows, at the end of a program.
 
     Attributes:
-        rows: of the program, its last.
+        rows: The program's last rows.
     """
 
     def __init__(self, head: PackedWeight, normed: Tensor, activations: Activations) -> None:
-        """`normed`: what it projects, [R, D]."""
+        """`normed` is the input, [R, D]."""
         self._head, self._num_logits = head, np.zeros(1, np.int64)
         asked, count = activations.room("asked", head.in_dim), self._num_logits.ctypes.data
         quantised, given = activations.taken(head.format, asked, count)
@@ -140,19 +140,19 @@ class Projection:
         ]  # fmt: skip
 
     def told(self, row_of: Tensor) -> tuple[Tensor, list[Told]]:
-        """Memory for these rows' logits, and what the program must be told to write them there."""
+        """Return memory for these rows' logits, and the words that make the program write them there."""
         self._num_logits[0] = len(row_of)
         logits_RV = torch.empty(len(row_of), self._head.format.panels * LANES)
         return logits_RV, [(-len(self.rows), ROW_OF, row_of.data_ptr()), (-1, _LOGITS, logits_RV.data_ptr())]
 
     def of(self, logits_RV: Tensor) -> Tensor:
-        """Cut the padding off."""
+        """Remove the padding of the vocabulary."""
         num_tokens = self._head.out_dim
         return logits_RV if logits_RV.shape[1] == num_tokens else logits_RV[:, :num_tokens].contiguous()
 
 
 def embed_row(embedding: PackedWeight, out: Tensor, step: Step) -> list[int]:
-    """One row of a program: the weights of a step's tokens, to [R, D]; it is to be told where ids are (`IDS`)."""
+    """Return a program row that copies the weights of a step's tokens to [R, D]. A step writes the ids' address (`IDS`)."""
     return EMBED.row(
         0, embedding.panels.data_ptr(), embedding.panels.element_size(), embedding.in_dim, out.data_ptr(),
         step.facts.data_ptr() + 8, embedding.out_dim,
@@ -160,12 +160,12 @@ def embed_row(embedding: PackedWeight, out: Tensor, step: Step) -> list[int]:
 
 
 class NetProgram:
-    """Runs a model in its module's place."""
+    """Runs a model instead of its module."""
 
     def __init__(
         self, net: Any, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations
     ) -> None:  # fmt: skip
-        """Take all layers of a model whose ends `are_fit`; `net` answers what the program does not take."""
+        """Take all layers of a model that `are_fit` accepts. `net` runs calls that the program does not support."""
         self._net, self._step = weakref.ref(net), step
         decoder: Any = body_of(net)
         self._angles, embedding = Angles(decoder.rotary_emb), decoder.embed_tokens.weight
@@ -180,7 +180,7 @@ class NetProgram:
     def forward(
         self, *more: Any, input_ids: Any = None, logits_to_keep: Any = None, pages: Any = None, **options: Any
     ) -> Any:  # fmt: skip
-        """See the module's; returns what has `logits`, [1, R, V], new, and `hidden_TD`, which stays until the next call.
+        """Run the model. Return an object with `logits`, [1, R, V], new, and `hidden_TD`, valid until the next call.
 
         Collective.
         """
@@ -200,10 +200,10 @@ class NetProgram:
 
 
 def are_fit(net: Any) -> bool:
-    """Whether a model's ends are such that a program may try them."""
+    """Return whether a program can be tried for a model's embedding, rotary angles and output projection."""
     decoder, head = body_of(net), net.get_output_embeddings()
     embedding, rotary = getattr(decoder, "embed_tokens", None), getattr(decoder, "rotary_emb", None)
-    kind = getattr(rotary, "rope_type", None)  # some have one for each kind of layer
+    kind = getattr(rotary, "rope_type", None)  # a dict in models with one per kind of layer
     if head is None or embedding is None or not isinstance(kind, str) or kind not in _BY_POSITION_ALONE:
         return False
     weights = (head.weight, embedding.weight)

@@ -1,6 +1,6 @@
 """A weight of a linear layer, an embedding or a router, stored in panels for the CPU kernels.
 
-See `moe.kernel_weight`.
+The CPU's `moe.kernel_weight`.
 
 Legend: T tokens (rows), K input features, N output features.
 """
@@ -26,11 +26,11 @@ from moe.load.quantised_weight import QuantisedWeight
 
 
 class PackedWeight(KernelWeight):
-    """[N, K], presented as float32, held as panels of float32 or bfloat16, or of codes beside their scales."""
+    """[N, K], presented as float32, stored as panels of float32 or bfloat16, or of codes with scales."""
 
     panels: Tensor  # [ceil(N / 16), K, 16]
-    scales: Tensor | None  # [ceil(N / 16), bytes] uint8, of codes
-    quantised: PackedCoding | None  # what codes and scales are
+    scales: Tensor | None  # [ceil(N / 16), bytes] uint8, for codes
+    quantised: PackedCoding | None  # format of codes and scales
     format: Format
     out_dim: int  # N
     in_dim: int  # K
@@ -38,7 +38,7 @@ class PackedWeight(KernelWeight):
 
     @staticmethod
     def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
-        """Pack a [N, K] weight; `step` is the model's, which says how many rows of a batch are real."""
+        """Pack a [N, K] weight. `step` is the model's step, with the number of real rows in a batch."""
         self = Tensor._make_wrapper_subclass(
             cls,
             torch.Size(weight_NK.shape),
@@ -58,25 +58,25 @@ class PackedWeight(KernelWeight):
         return self
 
     def plain(self) -> Tensor:
-        """The weight unpacked: [N, K] float32, a copy."""
+        """Return the weight unpacked: [N, K] float32, a copy."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.scales is not None and self.quantised is not None:
                 return unpack_quantised(self.panels, self.scales, self.out_dim, self.quantised).dequantised()
             return unpack(self.panels, self.shape[0]).float()
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """See `KernelWeight`; rows of padding come back as zero.
+        """Multiply x with the weight; padding rows return zeros. Returns None for unsupported rows.
 
-        Called some ten times per layer: what this weight says of itself are plain attributes here, because its tensor
-        properties answer through __torch_function__.
+        Called about ten times per layer. It reads plain attributes of this weight, because tensor properties
+        would go through __torch_function__.
         """
         if x.dtype is not torch.float32 or x.shape[-1:] != (self.in_dim,):
             return None
         n, step, panels = self.out_dim, self.step, self.panels
         x_TK = x.reshape(-1, self.in_dim)
         rows = x_TK.shape[0]
-        # Padding is not computed. The packed batch comes as [T, K] or [1, T, K]; what has more dimensions is
-        # something else that may happen to have as many rows.
+        # Padding is not computed. The packed batch is [T, K] or [1, T, K]; an input with more dimensions is something
+        # else that may happen to have the same number of rows.
         real = step.num_tokens if rows == step.num_padded and x.dim() <= 3 else rows
         width = panels.shape[0] * LANES
         out_TN = torch.empty(rows, width) if real == rows else torch.zeros(rows, width)
@@ -92,7 +92,7 @@ class PackedWeight(KernelWeight):
         return out_TN.view(*x.shape[:-1], n)
 
     def embedded(self, ids: Tensor) -> Tensor | None:
-        """See `KernelWeight`. No format that is served quantises embeddings."""
+        """Return the rows of some ids, or None if the weight is quantised (no supported format quantises embeddings)."""
         if self.scales is not None:
             return None
         flat = ids.reshape(-1)

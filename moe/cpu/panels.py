@@ -1,10 +1,10 @@
-"""Weights in panels, as the CPU's kernels read them, and which tile multiplies with which.
+"""Weights in panels, as the CPU's kernels read them, and the tile for each format.
 
-A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]`; the tiles that read them are in
+A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]`. The tiles that read them are in
 `attention.cpu_tiles` and `attention.cpu_quantised_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in
-registers: half the bytes per decoded token and, since activations are float32, the very bits that float32 weights would
-give. A checkpoint's quantised weights stay codes beside their scales; a tile gives the bits of the dequantised weight.
-int8 and int4 to which plain weights are quantised on load multiply integers: their tiles read quantised rows.
+registers: half the bytes per decoded token and, since activations are float32, the same bits as float32
+weights. A checkpoint's quantised weights stay codes with scales; a tile gives the bits of the dequantised weight.
+Plain weights that are quantised on load to int8 or int4 are multiplied as integers: their tiles read quantised rows.
 
 Legend: K input features, N output features, B blocks of K.
 """
@@ -32,17 +32,17 @@ _SCALE_TYPES = {name: dtype for dtype, name in _SCALE_NAMES.items()}
 
 
 class PackedCoding(NamedTuple):
-    """How a quantised weight lies in panels, apart from its numbers."""
+    """Layout of a quantised weight in panels, without its size."""
 
     kind: Kind
     coding: Coding
-    block: int  # inputs under one scale
+    block: int  # inputs that share a scale
     quantises_rows: bool
 
     @classmethod
     def of(cls, weight: QuantisedWeight) -> "PackedCoding":
-        """Read it off a weight."""
-        # Float32 scales of less than a row are those of blocks of many rows, which 16 rows share.
+        """Return the layout of a weight."""
+        # Float32 scales of blocks cover many rows, so the 16 rows of a panel share them.
         shared = (
             weight.scales.dtype == torch.float32 and weight.kind == "e4m3" and weight.block != weight.in_dim
         )
@@ -54,20 +54,20 @@ class PackedCoding(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How kernels read a weight's panels."""
+    """Sizes and kernels to read a weight's panels."""
 
-    times_panel: int  # the address of its tile
-    times_two: int  # of that for two panels; 0: there is none
+    times_panel: int  # address of its tile
+    times_two: int  # address of the tile for two panels; 0 if there is none
     panel_bytes: int  # from one panel to the next
-    scale_bytes: int  # from one panel's scales to the next one's
+    scale_bytes: int  # from one panel's scales to those of the next
     k: int  # input features
-    block: int  # inputs under one scale; 0: there are none
+    block: int  # inputs that share a scale; 0 if there are no scales
     panels: int
     takes_integers: bool  # its tile reads quantised rows (`moe.cpu.products.quantise_row`)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of inputs as its tile reads it."""
+        """Bytes of one row of inputs in the form that its tile reads."""
         return self.k // BLOCK * QUANTISED_BLOCK_BYTES if self.takes_integers else self.k * 4
 
 
@@ -98,7 +98,7 @@ def pack(weight_NK: Tensor) -> Tensor:
         weight_NK: [..., N, K], float32 or bfloat16, any strides.
 
     Returns:
-        [..., ceil(N / 16), K, 16] of the same dtype, contiguous; the columns past N are zero.
+        [..., ceil(N / 16), K, 16] of the same dtype, contiguous; columns after N are zero.
     """
     *lead, n, k = weight_NK.shape
     panels = -(-n // LANES)
@@ -118,7 +118,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 def pack_codes(weight: QuantisedWeight) -> Tensor:
     """Lay out codes in panels: [..., panels, K, 16] of their dtype, or two to a byte [..., panels, K / 2, 16] uint8.
 
-    Those of weights that quantise rows are in the order of `attention.cpu_integer_tiles`.
+    Weights that quantise activations use the order of `attention.cpu_integer_tiles`.
     """
     if not weight.quantises_rows:
         return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
@@ -129,7 +129,7 @@ def pack_codes(weight: QuantisedWeight) -> Tensor:
 
 
 def _four_by_four(panels: Tensor) -> Tensor:
-    """Let four inputs of a column follow each other: [..., K, 16], in which they are [K / 4, 16, 4]."""
+    """Put every four inputs of a column next to each other: [..., K, 16], stored as [K / 4, 16, 4]."""
     *lead, k, lanes = panels.shape
     return panels.reshape(*lead, k // 4, 4, lanes).transpose(-1, -2).reshape(panels.shape)
 
@@ -141,15 +141,15 @@ def _four_apart(panels: Tensor) -> Tensor:
 
 
 def _halves_of_eight(codes: Tensor) -> Tensor:
-    """[..., K] to [2, ..., K / 2]: the first four of every eight, and the others."""
+    """Split [..., K] into [2, ..., K / 2]: the first four of every eight, and the others."""
     return codes.reshape(*codes.shape[:-1], -1, 2, 4).movedim(-2, 0).flatten(-2)
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
-    """Lay out scales, second scales and zeros: [..., panels, bytes] uint8, as `attention.cpu_codes` says.
+    """Lay out scales, second scales and zeros as in `attention.cpu_codes`: [..., panels, bytes] uint8.
 
     Raises:
-        QuantisedWeightError: FP8 scales of blocks that change within 16 rows.
+        QuantisedWeightError: FP8 scales of blocks differ within 16 rows.
     """
     if PackedCoding.of(weight).coding.is_shared:
         return weight.block_scales(LANES).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""The products of a step on a CPU, as kernels that a team of threads runs: linear layers, and experts by slot.
+"""Products of a step on a CPU, as kernels for a team of threads: linear layers, and experts by slot.
 
-A product's bits depend on the row alone: the tiles that multiply see to it, whatever is computed beside a row and whoever
-takes which part of the columns. Kernels know addresses and sizes (`dispatch.team`); `moe.cpu.packed_weight` puts `linear`
-under `torch.nn.functional.linear`, `moe.cpu.slots` and `moe.cpu.experts` the rest under experts modules.
+A product's bits depend on the row alone. The tiles ensure this for any batch and any split of the columns among threads.
+Kernels only have addresses and sizes (`dispatch.team`). `moe.cpu.packed_weight` calls `linear` for
+`torch.nn.functional.linear`; `moe.cpu.slots` and `moe.cpu.experts` call the rest for experts modules.
 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots, I intermediate dim.
 """
@@ -24,24 +24,24 @@ from dispatch.native import copy, floats, words
 from dispatch.team import WORDS, Kernel, Team, program_of, run
 from moe.cpu.panels import Format
 
-TILE_NS = 10_000  # of one thread: long beside taking a tile, short beside a step
+TILE_NS = 10_000  # target time on one thread: long compared to taking a tile, short compared to a step
 ROW_BLOCK = 96  # rows per tile: with K = 1024 they are 384 KiB of activations, which stay in L2
-BYTES_PER_NS, PRODUCTS_PER_NS = 8, 35  # what one thread reads and multiplies, about
-_PANEL_BYTES = LANES * 4  # of a row's 16 columns in `out`
+BYTES_PER_NS, PRODUCTS_PER_NS = 8, 35  # approximate rates of reading and multiplying on one thread
+_PANEL_BYTES = LANES * 4  # of 16 columns of one row in `out`
 
 
 @njit(nogil=True, inline="always")
 def panels_per_tile(rows, k, panel_bytes):  # type: ignore[no-untyped-def]
-    """How many panels make a tile."""
+    """Return the number of panels per tile."""
     ns = max(panel_bytes // BYTES_PER_NS, rows * k * LANES // PRODUCTS_PER_NS) + 1
-    return max(2, TILE_NS // ns)  # two are multiplied at once
+    return max(2, TILE_NS // ns)  # at least two, which are multiplied together
 
 
 @njit(nogil=True, inline="always")
 def _times_panels(  # type: ignore[no-untyped-def]
     times, times_two, x, x_stride, codes, panel_bytes, scales, scale_bytes, k, block, out, out_stride, rows, first, last
 ):  # fmt: skip
-    # Rows times panels [first, last) of one weight.
+    # Multiply rows with panels [first, last) of one weight.
     panel = first
     while panel < last:
         to, weights = out + panel * _PANEL_BYTES, codes + panel * panel_bytes
@@ -113,7 +113,7 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
         words(w[10], num_slots + 1),
     )
     made = panels // 2 if is_gated != 0 else panels
-    # A tile is a part of one slot's panels: of which slot, and which part?
+    # A tile is a part of one slot's panels. Find the slot and the part.
     slot, tiles, at_once = 0, 0, 1
     while slot < num_slots:
         rows = offsets[slot + 1] - offsets[slot]
@@ -170,7 +170,7 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-_GATHERED_BYTES = 1 << 16  # of a tile of GATHER
+_GATHERED_BYTES = 1 << 16  # per tile of GATHER
 
 
 def _gather(at, tile):  # type: ignore[no-untyped-def]
@@ -185,7 +185,7 @@ def _gather(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-_QUANTISED_BLOCKS = 256  # of a tile of QUANTISE
+_QUANTISED_BLOCKS = 256  # per tile of QUANTISE
 
 
 def _quantise(at, tile):  # type: ignore[no-untyped-def]
@@ -210,15 +210,15 @@ LINEAR, GROUPED, GATHER, QUANTISE = (
 def linear_row(
     x: int, x_stride: int, codes: int, scales: int, kind: Format, out: int, out_stride: int, rows_at: int, bias: int = 0
 ) -> list[int]:  # fmt: skip
-    """One row of a program: `out = x @ weight.T + bias`.
+    """Return a program row for `out = x @ weight.T + bias`.
 
     Args:
-        x: address of [T, K], rows as `kind` takes them. x_stride: bytes from a row to the next.
-        codes, scales: addresses of a weight's panels and scales.
-        kind: of the weight.
-        out: address of [T, panels * 16] float32. out_stride: in bytes.
-        rows_at: address of T, read when the program runs.
-        bias: address of [panels * 16] float32; 0: none.
+        x: Address of [T, K], rows in the form that `kind` takes. x_stride: Bytes between two rows.
+        codes, scales: Addresses of a weight's panels and scales.
+        kind: Format of the weight.
+        out: Address of [T, panels * 16] float32. out_stride: Bytes between two rows.
+        rows_at: Address of T, read when the program runs.
+        bias: Address of [panels * 16] float32, or 0.
     """
     return LINEAR.row(
         x, x_stride, codes, scales, kind.panel_bytes, kind.scale_bytes, kind.k, kind.block, kind.panels,
@@ -230,15 +230,15 @@ def grouped_row(
     x: int, kind: Format, code_address_S: int, scale_address_S: int, offsets: int, num_slots: int, out: int,
     *, is_gated: bool = False,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: every slot's weight times its own rows.
+    """Return a program row that multiplies every slot's weight with its own rows.
 
     Args:
-        x: address of [P, K], rows sorted by slot, as `kind` takes them.
-        kind: of all slots' weights.
-        code_address_S, scale_address_S: addresses of [S] int64, where each slot's panels and scales are.
-        offsets: address of [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
-        out: address of [P, panels * 16] float32, or where `is_gated` of [P, panels * 8].
-        is_gated: the first half of the columns is a gate, the second what it lets through: silu(gate) * up.
+        x: Address of [P, K], rows sorted by slot, in the form that `kind` takes.
+        kind: Format of all slots' weights.
+        code_address_S, scale_address_S: Addresses of [S] int64 arrays of addresses, of each slot's panels and scales.
+        offsets: Address of [S + 1] int64; rows [offsets[s], offsets[s + 1]) belong to slot s.
+        out: Address of [P, panels * 16] float32, or of [P, panels * 8] if `is_gated`.
+        is_gated: The first half of the columns is a gate for the second half: silu(gate) * up.
     """
     columns = kind.panels * LANES // (2 if is_gated else 1)
     return GROUPED.row(
@@ -248,24 +248,24 @@ def grouped_row(
 
 
 def gather_row(x: int, row_bytes: int, row_P: int, count_at: int, out: int) -> list[int]:
-    """One row of a program: `out[p] = x[row[p]]`, as many as the word at `count_at` says when it runs."""
+    """Return a program row for `out[p] = x[row[p]]`. The number of rows is read from `count_at` when it runs."""
     return GATHER.row(x, row_bytes, row_P, count_at, out)
 
 
 def quantise_row(x: int, x_stride: int, k: int, out: int, rows_at: int) -> list[int]:
-    """One row of a program: quantise rows for weights that take integers.
+    """Return a program row that quantises activations for weights that take integers.
 
     Args:
-        x: address of [T, K] float32. x_stride: bytes from a row to the next.
+        x: Address of [T, K] float32. x_stride: Bytes between two rows.
         k: K, a multiple of 32.
-        out: address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
-        rows_at: address of T, read when the program runs.
+        out: Address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
+        rows_at: Address of T, read when the program runs.
     """
     return QUANTISE.row(x, x_stride, k // BLOCK, out, rows_at)
 
 
 def product_ns(rows: int, kind: Format, groups: int = 1) -> int:
-    """What one thread takes, about, for rows that go to at most so many weights of a kind."""
+    """Estimate the time of one thread for rows that go to at most `groups` weights of a kind."""
     touched = kind.panels * kind.panel_bytes * min(rows, groups)
     return max(touched // BYTES_PER_NS, rows * kind.panels * LANES * kind.k // PRODUCTS_PER_NS)
 
@@ -276,10 +276,10 @@ def linear(
     """Write `x @ weight.T` into `out`.
 
     Args:
-        x_TK: [T, K] float32; rows may be strided, columns not.
-        codes, scales, kind: a weight, see `moe.cpu.panels`.
+        x_TK: [T, K] float32; rows may be strided, columns may not.
+        codes, scales, kind: A weight, see `moe.cpu.panels`.
         out_TN: [T, panels * 16] float32 contiguous, T or more rows.
-        team: threads to use; None: the caller's.
+        team: Threads to use; None for the calling thread.
     """
     rows = np.array((x_TK.shape[0],))
     assert x_TK.shape[1] == kind.k and x_TK.stride(1) == 1 and out_TN.stride(0) == kind.panels * LANES

@@ -1,6 +1,6 @@
-"""Top-k routing on CPU, as a kernel: scores, the choice of experts (in the best groups only, where a family limits it), weights.
+"""Top-k routing on CPU, as a kernel: scores, choice of experts (in a family with groups, only in the best), weights.
 
-Equal scores go to the lower expert, and what is NaN is chosen last: the choice is the row's alone. See `moe.routing`.
+Of equal scores the lower expert wins, and NaN is chosen last: the choice depends on the row alone. See `moe.routing`.
 
 Legend: T rows, E experts, K choices.
 """
@@ -24,7 +24,7 @@ _NEVER = np.float32(-np.inf)
 
 @njit(nogil=True, inline="always")
 def _keep_best_groups(choice, E, groups, chosen, by_best, group_score):  # type: ignore[no-untyped-def]
-    # Leave only the experts of the best groups, by each group's best score or the sum of its two best.
+    # Keep only experts of the best groups, by each group's best score or the sum of its two best.
     size = E // groups
     for group in range(groups):
         first, second = _NEVER, _NEVER
@@ -117,12 +117,12 @@ ROUTE = Kernel(_route, TILES_VERSION)
 def route_row(
     logits: int, stride: int, num_experts: int, rule: Routing, bias: int, ids: int, weights: int, rows_at: int
 ) -> list[int]:
-    """One row of a program: choose experts.
+    """Return a program row that chooses experts.
 
     Args:
-        logits: address of [T, E or more] float32. stride: bytes from a row to the next.
-        num_experts: E. bias: address of [E] float32, added to the scores where experts are chosen; 0: none.
-        ids, weights: addresses of [T, K], int64 and float32. rows_at: address of T, read when the program runs.
+        logits: Address of [T, E or more] float32. stride: Bytes between two rows.
+        num_experts: E. bias: Address of [E] float32, added to scores to choose experts, or 0.
+        ids, weights: Addresses of [T, K], int64 and float32. rows_at: Address of T, read when the program runs.
     """
     return ROUTE.row(
         logits, stride, num_experts, rule.choices, bias, rows_at, rule.is_sigmoid, rule.softmax_after, rule.normalise,
@@ -135,10 +135,10 @@ def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> 
 
     Args:
         logits_TE: float32, contiguous.
-        bias_E: float32, added to the scores where experts are chosen, not to weights.
+        bias_E: float32, added to scores to choose experts, not to weights.
 
     Returns:
-        ids int64 [T, K], the best first, and weights float32 [T, K].
+        ids int64 [T, K], best first, and weights float32 [T, K].
     """
     T, E = logits_TE.shape
     ids = torch.empty(T, rule.choices, dtype=torch.int64)

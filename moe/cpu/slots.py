@@ -1,7 +1,7 @@
-"""Experts in a CPU's memory: every slot's tensors are memory of their own, which kernels find by address.
+"""Experts in a CPU's memory. Every slot's tensors are allocated separately; kernels find them by address.
 
-An expert that has moved is switched to by writing its address, and a slot that is given up gives its memory back to the
-system. Weights are in the kernels' panels (`moe.cpu.panels`), quantised ones as codes beside their scales.
+A moved expert is put into service by writing its address, and the memory of a removed slot returns to the
+system. Weights are in the kernels' panels (`moe.cpu.panels`), quantised ones as codes with scales.
 
 Legend: S slots of a layer on this rank, N out features, P pairs (row, choice).
 """
@@ -17,17 +17,17 @@ from moe.cpu.panels import Format, PackedCoding, format_of, pack, pack_codes, pa
 from moe.cpu.products import grouped_row
 from moe.load.quantised_weight import QuantisedWeight
 
-Parts = dict[str, Tensor]  # one slot's: "" the panels, "scales" those of codes, "bias" [out_dim] float32
+Parts = dict[str, Tensor]  # tensors of one slot: "" the panels, "scales" of codes, "bias" [out_dim] float32
 
 
 class PackedSlots:
     """One named weight of all slots of a layer; `moe.backend.Slots`.
 
     Attributes:
-        out_dim: features that a row leaves with.
-        quantised: what codes and scales are; None where weights are not quantised.
-        address_S, scale_address_S: int64, where each slot's panels and scales are now.
-        format: how kernels read each slot's.
+        out_dim: Output features of a row.
+        quantised: Format of codes and scales; None if weights are not quantised.
+        address_S, scale_address_S: int64 addresses of each slot's current panels and scales.
+        format: Sizes and kernels to read each slot's panels.
     """
 
     def __init__(self, out_dim: int, parts_S: Sequence[Parts], quantised: PackedCoding | None = None) -> None:
@@ -37,7 +37,7 @@ class PackedSlots:
 
     @classmethod
     def like(cls, weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None, slots: int) -> "PackedSlots":
-        """Reserve zeroed slots for weights and biases such as these."""
+        """Reserve zeroed slots for weights and biases of this kind."""
         like = packed(weight_NK, bias_N)
         parts_S = [{name: torch.zeros_like(part) for name, part in like.items()} for _ in range(slots)]
         quantised = PackedCoding.of(weight_NK) if isinstance(weight_NK, QuantisedWeight) else None
@@ -57,7 +57,7 @@ class PackedSlots:
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         return len(self._parts_S)
 
     def put(self, slot: int, weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None = None) -> None:
@@ -69,7 +69,7 @@ class PackedSlots:
             self._bias_SN[slot] = parts["bias"]
 
     def at(self, slot: int) -> "PackedSlots":
-        """One slot by itself; its memory is the slot's."""
+        """Return one slot alone; it shares the slot's memory."""
         return PackedSlots(self.out_dim, [self._parts_S[slot]], self.quantised)
 
     def spare(self) -> "PackedSlots":
@@ -78,7 +78,7 @@ class PackedSlots:
         return PackedSlots(self.out_dim, [parts], self.quantised)
 
     def exchange(self, slot: int, new: "PackedSlots") -> "PackedSlots":
-        """Put another memory in a slot's place, without copying weights; returns the old one."""
+        """Replace a slot's memory without copying weights. Return the old one."""
         old, parts = self.at(slot), new._parts_S[0]
         self._parts_S[slot] = parts
         self.address_S[slot] = new.address_S[0]
@@ -89,28 +89,28 @@ class PackedSlots:
         return old
 
     def rearrange(self, parts: Sequence["PackedSlots"]) -> None:
-        """Serve single slots in this order in place of all so far, more or fewer, without copying weights."""
+        """Replace all slots with single slots in this order, more or fewer, without copying weights."""
         self._serve([part._parts_S[0] for part in parts])
 
     def release(self) -> None:
-        """Nothing is to do: memory goes back when nobody knows it any more."""
+        """Do nothing: memory is freed with its last reference."""
 
     def tensors(self) -> Parts:
-        """What belongs to the first slot, by name: "" is the weight; views."""
+        """Return the first slot's tensors by name: "" is the weight; views."""
         return dict(self._parts_S[0])
 
     @property
     def width(self) -> int:
-        """Columns that a product has: `out_dim` and what pads the last panel."""
+        """Columns of a product: `out_dim` and the padding of the last panel."""
         return self.format.panels * LANES
 
     @property
     def has_bias(self) -> bool:
-        """Whether `finished` adds one."""
+        """Whether `finished` adds a bias."""
         return self._bias_SN is not None
 
     def product_row(self, x: int, offsets: int, out: int, *, is_gated: bool = False) -> list[int]:
-        """One row of a program: rows sorted by slot times their slots' weights; see `moe.cpu.products.grouped_row`."""
+        """Return a program row that multiplies sorted rows with their slots' weights; see `moe.cpu.products.grouped_row`."""
         return grouped_row(
             x, self.format, self.address_S.ctypes.data, self.scale_address_S.ctypes.data, offsets, self.num_slots, out,
             is_gated=is_gated,
@@ -127,19 +127,19 @@ class PackedSlots:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert's weight, scales and bias, the padding of panels left out."""
+        """Bytes of one expert's weight, scales and bias, without the padding of panels."""
         parts = self._parts_S[0]
         weight = self.out_dim * parts[""].shape[1] * parts[""].element_size()
         return weight + sum(_bytes(part) for name, part in parts.items() if name)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved: all slots, empty ones and the padding of panels included."""
+        """Bytes reserved for all slots, including empty ones and the padding of panels."""
         return self.num_slots * sum(map(_bytes, self._parts_S[0].values()))
 
 
 def packed(weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None) -> Parts:
-    """Lay one expert's weight and bias out as a slot holds them."""
+    """Lay out one expert's weight and bias like a slot."""
     if isinstance(weight_NK, QuantisedWeight):
         parts = {"": pack_codes(weight_NK), "scales": pack_scales(weight_NK)}
     else:
@@ -148,7 +148,7 @@ def packed(weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None) -> Parts:
 
 
 def _gathered(biases: list[Tensor]) -> Tensor | None:
-    """All slots' biases, a few KB, so that `apply` gathers nothing; a view of a single one, which may be written later."""
+    """Join all slots' biases (a few KB) in advance. For one slot return a view, which may be written later."""
     if len(biases) == 1:
         return biases[0][None]
     return torch.stack(biases) if biases else None

@@ -1,7 +1,7 @@
-"""Experts that are spread over ranks, in programs: a layer's is cut where others are waited for, and only there.
+"""Experts that are spread over ranks, in programs. A layer's program is cut only where it waits for other ranks.
 
-The kernel chooses slots and counts, as `expert_placement.choose` and `moe.load_counts` do; dispatch and combine are the
-passes of `dispatch.passes`. See `moe.cpu.local_experts` for a lone rank's.
+The kernel chooses slots and counts, like `expert_placement.choose` and `moe.load_counts`. Dispatch and combine are the
+passes of `dispatch.passes`. `moe.cpu.local_experts` does the same for a lone rank.
 
 Legend: T rows, K choices, P = T x K pairs, S slots of a rank, E experts, R ranks, C copies of all experts, D hidden dim.
 """
@@ -64,15 +64,15 @@ def choose_row(
     ids: int, num_choices: int, choice: ReplicaChoice, layer: int, counts: LayerCounts | None, shape: tuple[int, int],
     facts: int, slots: int,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: choose a copy for every choice, and count.
+    """Return a program row that chooses a copy for every choice, and counts.
 
     Args:
-        ids: address of [T, K] int64. num_choices: K.
-        choice: whose tables stay as long as the row is used. layer: of them.
-        counts: where to; None: nowhere.
+        ids: Address of [T, K] int64. num_choices: K.
+        choice: Its tables must stay alive while the row is used. layer: Index of the table.
+        counts: Counters; None disables counting.
         shape: R and S.
-        facts: see `moe.cpu.local_experts.sort_row`.
-        slots: address of [T, K] int64, written.
+        facts: See `moe.cpu.local_experts.sort_row`.
+        slots: Address of [T, K] int64, written.
     """
     table, phase_E = choice.table(layer), choice.phase_E
     return CHOOSE.row(
@@ -82,7 +82,7 @@ def choose_row(
 
 
 class Chosen(NamedTuple):
-    """What a layer's rows before the experts leave, of as many rows as a step may have."""
+    """Output of a layer's rows before the experts, with as many rows as a step can have."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -90,18 +90,18 @@ class Chosen(NamedTuple):
 
 
 class SpreadExperts:
-    """A layer's experts in programs, and what is left to Python. All but what says so is local.
+    """A layer's experts in programs, with the parts that Python runs. Methods are local unless marked collective.
 
     Attributes:
-        sending, answering, summing: its rows. After the first and the second other ranks are met.
-        sums_TD: what the last one writes.
+        sending, answering, summing: Its rows. An exchange with other ranks follows the first and the second.
+        sums_TD: Output of the last.
     """
 
     def __init__(
         self, module: Any, layer: PackedExpertLayer, chosen: Chosen, step: Step, activations: Activations,
         clock: ExpertsClock,
     ) -> None:  # fmt: skip
-        """Write the rows of a layer whose dispatcher is `in_programs`, for `activations.tokens_per_rank`."""
+        """Write the rows of a layer with a dispatcher `in_programs`, for `activations.tokens_per_rank`."""
         exchange = exchange_of(layer)
         assert exchange is not None
         self._module, self._layer, self._chosen, self._step = module, layer, chosen, step
@@ -130,17 +130,17 @@ class SpreadExperts:
         self.summing: Rows = [add]
 
     def open(self) -> None:
-        """Before the program that sends rows."""
+        """Prepare the program that sends rows."""
         step, (_, D), K = self._step, self._chosen.x_TD.shape, self._chosen.ids_TK.shape[1]
         self._exchange.open_rows(step.num_tokens, K, D, step.agreed_tokens, self._room)
 
     def meet_with_rows(self) -> None:
-        """After it: wait for the others' rows. Collective; raises as `Dispatcher.dispatch`."""
+        """Wait for other ranks' rows, after the program that sends. Collective; raises as `Dispatcher.dispatch`."""
         step, rows = self._step, self._step.num_tokens
         self._exchange.finish_rows(self._chosen.x_TD[:rows], self._slots_TK[:rows], step.agreed_tokens)
 
     def meet_with_answers(self) -> None:
-        """After the program that answers: wait for the others' answers. Collective; raises as `Dispatcher.combine`."""
+        """Wait for other ranks' answers, after the program that answers. Collective; raises as `Dispatcher.combine`."""
         exchange = self._exchange
         if not exchange.finish_answers(self._answers_PD):
             x_ND, _ = exchange.take_rows()
@@ -148,17 +148,16 @@ class SpreadExperts:
                 self._module, x_ND, exchange.row_of_pair, exchange.slot_offsets, self._step.team
             )
             exchange.answer(answers)
-            self._activations.make_room(
-                -(-len(x_ND) // self._layer.dispatcher.world_size)
-            )  # from the next step on
+            # Takes effect in the next step.
+            self._activations.make_room(-(-len(x_ND) // self._layer.dispatcher.world_size))
 
     def finish(self) -> None:
-        """After the last program that summed answers; raises as `Dispatcher.combine`."""
+        """Check the exchange, after the last program that summed answers; raises as `Dispatcher.combine`."""
         self._exchange.check()
 
 
 def exchange_of(layer: ExpertLayer) -> ProgrammedExchange | None:
-    """What a layer's tokens travel through in programs; None: they cannot."""
+    """Return the exchange that programs can use for a layer's tokens, or None."""
     if not isinstance(layer, PackedExpertLayer) or not isinstance(layer.dispatcher, Dispatcher):
         return None
     return layer.dispatcher.in_programs

@@ -1,9 +1,9 @@
-"""A decoder as one program: Python runs only where others are waited for (D13).
+"""A decoder as one program. Python runs only to wait for other ranks (D13).
 
-Where every layer of a decoder runs as a program (`moe.cpu.layer_program`) their rows are put together, over one memory of
-hidden values that they change in place: for a lone rank into a single program, for several into one from each wait for
-the others to the next. That this is all that the decoder does is tried, to the bit, before it is used
-(`moe.cpu.adopt_layers`). `moe.cpu.net_program` puts the embedding and the output projection at its ends.
+If every layer of a decoder runs as a program (`moe.cpu.layer_program`), their rows are joined, over one memory of
+hidden values that they change in place: into a single program for a lone rank, otherwise into one from each wait for
+other ranks to the next. A bit-for-bit trial before use checks that the decoder does nothing else
+(`moe.cpu.adopt_layers`). `moe.cpu.net_program` adds the embedding and the output projection.
 
 Legend: T rows, D hidden dim, E rotary dims.
 """
@@ -29,17 +29,17 @@ from moe.cpu.spread_experts import SpreadExperts
 
 
 class _Segment(NamedTuple):
-    """What runs without Python."""
+    """Rows that run without Python."""
 
     program: Program
-    attention: dict[int, np.ndarray]  # its rows of attention, by the query tokens of a tile
-    opens: SpreadExperts | None  # what its last rows are for
-    then: Callable[[], Tensor | None] | None  # what comes after it; None: the step has ended
-    answers: int  # the row that is told where the answers are that came before; -1: none
+    attention: dict[int, np.ndarray]  # indexes of attention rows, by query tokens per tile
+    opens: SpreadExperts | None  # exchange that its last rows begin
+    then: Callable[[], Tensor | None] | None  # runs after it; None at the end of the step
+    answers: int  # row that takes the address of the previous segment's answers; -1: none
 
 
 class _Written(NamedTuple):
-    """What the segments were put together from."""
+    """Segments and the rows that they were built from."""
 
     layers: list[LayerRows]
     segments: list[_Segment]
@@ -47,14 +47,14 @@ class _Written(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What runs before the first layer, on the hidden values and angles, and after the last one's norm."""
+    """Rows before the first layer, on hidden values and angles, and after the last one's norm."""
 
     before: Rows
     after: Rows
 
 
-# A word to write before a program runs: in which row of the step, counted from the first, or backwards from the last; which
-# word, the kernel's address being 0; what.
+# A word to write before a program runs: its row in the step, counted from the first or (negative) from the last; its
+# index in the row, 0 being the kernel's address; its value.
 Told = tuple[int, int, int]
 
 
@@ -62,14 +62,14 @@ class StepProgram:
     """All layers of a decoder, and the norm after them.
 
     Attributes:
-        hidden_TD, normed_TD: what the first layer starts from, and what the norm leaves; of as many rows as a step may have.
+        hidden_TD, normed_TD: Input of the first layer and output of the norm, with the most rows that a step can have.
     """
 
     def __init__(
         self, layers: Sequence[LayerProgram], norm: Norm, step: Step, activations: Activations, ends: Ends | None = None,
         *, final: str = "final",
     ) -> None:  # fmt: skip
-        """`final` names the room that the norm writes."""
+        """`final` is the name of the norm's output buffer."""
         self._layers, self._norm, self._step, self._activations = list(layers), norm, step, activations
         self._ends = Ends([], []) if ends is None else ends
         D = norm.weight.numel()
@@ -77,20 +77,20 @@ class StepProgram:
         self._written: _Written | None = None
 
     def angles(self, rotary_dim: int) -> tuple[Tensor, Tensor]:
-        """Where the cosines and sines of a step's angles are to be: [R, E]."""
+        """Return the memory for cosines and sines of a step's angles: [R, E]."""
         room = self._activations.room
         return room("cosines", rotary_dim), room("sines", rotary_dim)
 
     @property
     def wants_samples(self) -> bool:
-        """Whether a layer wants to keep of what its experts are given: programs with experts in them leave nothing of it."""
+        """Whether a layer needs a sample of its experts' input, which programs that include experts overwrite."""
         return any(map(self._wants_sample, self._layers))
 
     def run(self, pages: PagedCache, rotary_dim: int, told: Sequence[Told] = ()) -> None:
         """Run a step. Collective.
 
         Args:
-            told: words to write before.
+            told: Words to write first.
         """
         written = self._written_for(pages, rotary_dim)
         for row, word, value in told:
@@ -98,7 +98,7 @@ class StepProgram:
         self._run(written)
 
     def _wants_sample(self, layer: LayerProgram) -> bool:
-        # Rows with experts in them leave nothing of what those were given.
+        # Rows that include experts do not keep the experts' input.
         return (layer.may_be_whole or layer.is_spread) and layer.wants_sample(self._step.num_tokens)
 
     def _run(self, written: _Written) -> None:
@@ -116,7 +116,7 @@ class StepProgram:
                 run_alone(segment.program)
             else:
                 step.team.run(segment.program)
-            answers = None if segment.then is None else segment.then()  # kept until they have been read
+            answers = None if segment.then is None else segment.then()  # alive until they have been read
         if written.spread is not None:
             written.spread.finish()
         for layer in self._layers:
@@ -177,19 +177,19 @@ class StepProgram:
 
 
 class DecoderProgram:
-    """Runs a decoder in its module's place: the embedding and the rotary angles are the decoder's own code."""
+    """Runs a decoder instead of its module. Embedding and rotary angles are the decoder's own code."""
 
     def __init__(self, decoder: nn.Module, program: StepProgram) -> None:
-        """`decoder` answers what the program does not take."""
+        """`decoder` runs calls that the program does not support."""
         self._decoder, self._program = weakref.ref(decoder), program
-        self._output: Any = None  # the type of what the decoder returns
+        self._output: Any = None  # type of the decoder's output
 
     def returns(self, output: Any) -> None:
-        """Learn from what the decoder itself returned."""
+        """Record the type of the decoder's own output."""
         self._output = type(output)
 
     def forward(self, *more: Any, pages: Any = None, **options: Any) -> Any:
-        """See the module's; returns its output with [1, T, D] that stay until the next call. Collective."""
+        """Run the decoder. Return its output with [1, T, D], valid until the next call. Collective."""
         decoder: Any = self._decoder()
         program = self._program
         if more or pages is None or program.wants_samples:

@@ -1,7 +1,7 @@
 """The demo model: a small, fluent Mixture-of-Experts, made once on the user's machine.
 
-Importing this package costs milliseconds: torch and transformers are imported by the child process that makes the
-model, never by the caller.
+Importing this package takes milliseconds: only the child process that makes the model imports torch and
+transformers, never the caller.
 """
 
 from moe.demo_model.cache import demo_model_path, ensure_demo_model

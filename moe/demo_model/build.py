@@ -1,7 +1,7 @@
 """The child process that converts the weights: `python -m moe.demo_model.build --gguf G --licence L --out DIR`.
 
-Reports on its standard output, one line per report: the share of the work done, a tab, the stage. A parent that
-died closes the pipe, and the next report ends this process.
+Writes reports to its standard output, one per line: the finished share of the work, a tab, the stage. If the parent
+dies, the pipe closes, and the next report ends this process.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe, convert_mlp
 from moe.demo_model.gguf_weights import DenseModel, dense_llama, read_dense_model
 from moe.demo_model.source import Report
 
-# Where each stage starts, as a share of the measured time.
+# Start of each stage, as a share of the measured time.
 READING, CHATTING, CALIBRATING, CONVERTING, WRITING = 0.0, 0.15, 0.45, 0.70, 0.95
 
 
@@ -57,7 +57,7 @@ def convert_layers(dense: DenseModel, recipe: Recipe, report: Report) -> list[Mo
 
 
 def layer_mlp(weights: dict[str, Tensor], layer: int) -> DenseMlp:
-    """Return a layer's MLP out of transformers' names."""
+    """Return a layer's MLP from weights with transformers' names."""
     gate, up, down = (
         weights[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
     )
@@ -81,7 +81,7 @@ def main() -> None:
     for flag in ("--gguf", "--licence", "--out"):
         parser.add_argument(flag, type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more threads change the order of sums, and a sum may decide a token's cluster
+    torch.set_num_threads(1)  # more threads change the order of sums, which may decide a token's cluster
     torch.use_deterministic_algorithms(True)
     build_model(args.gguf, args.licence, args.out, _print_report)
 
@@ -92,7 +92,7 @@ def _print_report(stage: str, fraction: float) -> None:
 
 
 def _part(report: Report, stage: str, start: float, end: float) -> Callable[[float], None]:
-    """Return a report of one stage's share, which runs from `start` to `end` of the whole; it is called once here."""
+    """Return a report function for a stage that runs from `start` to `end` of the whole. Reports its start at once."""
     report(stage, start)
     return lambda share: report(stage, start + share * (end - start))
 

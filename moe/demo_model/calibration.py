@@ -1,12 +1,12 @@
-"""Calibration: text that every Python installation has, and what the dense model's MLPs get to see of it.
+"""Calibration: text that every Python installation has, and the dense model's MLP inputs for it.
 
-Three sorts of text, 4,096 tokens in all: prose (the language reference in `pydoc_data.topics`), code (sources of
-the standard library), and chat (the dense model's own greedy answers to our prompts). Half of it is chat, which is
-what the model is for: with a quarter, perplexity over dense was +9.1 % instead of +6.9 % on chat, +1.5 % instead of
+Three kinds of text, 4,096 tokens in total: prose (the language reference in `pydoc_data.topics`), code (sources of
+the standard library), and chat (the dense model's own greedy answers to our prompts). Half of it is chat, the
+model's purpose: with a quarter, perplexity over dense was +9.1 % instead of +6.9 % on chat, +1.5 % instead of
 +2.1 % on code. More tokens did not help: with 11,264 it was 1.4 % higher.
 
-The text depends on the Python version, so the models made under 3.11 and 3.12 may differ a little. One Python on
-one machine gives the same bytes.
+The text depends on the Python version, so models made under 3.11 and 3.12 may differ slightly. The same Python on
+the same machine gives the same bytes.
 """
 
 from collections.abc import Callable
@@ -71,15 +71,15 @@ def build_calibration(
     render: Callable[[str], str],
     report: Callable[[float], None],
 ) -> Calibration:
-    """Collect the calibration tokens; the chat is generated here.
+    """Collect the calibration tokens. Generates the chats.
 
     Args:
-        model: the dense model.
-        render: puts a user's prompt into the chat template, ready for the answer.
-        report: called with the share of this step that is done.
+        model: Dense model.
+        render: Puts a user's prompt into the chat template, ready for the answer.
+        report: Called with the finished share of this step.
 
     Raises:
-        DemoModelError: the standard library has no sources.
+        DemoModelError: The standard library has no sources.
     """
     prose = "\n\n".join(prose_paragraphs(topics.topics))
     code = "\n".join(code_excerpt(standard_source(name)) for name in CODE_MODULES)
@@ -97,20 +97,20 @@ def build_calibration(
 
 
 def sequences(ids: list[int], count: int) -> Tensor:
-    """Cut the first `count` sequences off `ids`: int64 [count, 512]."""
+    """Return the first `count` sequences of `ids`: int64 [count, 512]."""
     needed = count * SEQUENCE_TOKENS
-    assert len(ids) >= needed, f"calibration needs {needed} tokens of each sort, got {len(ids)}"
+    assert len(ids) >= needed, f"calibration needs {needed} tokens of each kind of text, got {len(ids)}"
     return torch.tensor(ids[:needed]).view(count, SEQUENCE_TOKENS)
 
 
 def prose_paragraphs(documents: dict[str, str], stride: int = 4, least_chars: int = 200) -> list[str]:
-    """Pick every `stride`-th long, unindented paragraph, so that all topics are met and code blocks are not."""
+    """Return every `stride`-th long, unindented paragraph, to cover all topics without code blocks."""
     paragraphs = chain.from_iterable(documents[name].split("\n\n") for name in sorted(documents))
     return [text for text in paragraphs if len(text) >= least_chars and text[0].isupper()][::stride]
 
 
 def code_excerpt(source: str, num_lines: int = 40) -> str:
-    """Return lines from the middle of a source file, past its header and licence."""
+    """Return lines from the middle of a source file, after its header and licence."""
     lines = source.splitlines()
     start = max(0, len(lines) // 2 - num_lines // 2)
     return "\n".join(lines[start : start + num_lines])
@@ -120,7 +120,7 @@ def standard_source(module: str) -> str:
     """Return the source text of a standard-library module.
 
     Raises:
-        DemoModelError: this Python has no sources.
+        DemoModelError: This Python has no sources.
     """
     spec = find_spec(module)
     if (
@@ -130,8 +130,8 @@ def standard_source(module: str) -> str:
         or not Path(spec.origin).exists()
     ):
         raise DemoModelError(
-            f"the demo model calibrates on the standard library's sources, and this Python has none for {module!r} "
-            f"(found {spec and spec.origin}); use a Python that has its Lib/*.py files"
+            f"the demo model calibrates on the standard library's sources, but this Python has none for {module!r} "
+            f"(found {spec and spec.origin}); use a Python installation with Lib/*.py files"
         )
     return Path(spec.origin).read_text(encoding="utf-8")
 
@@ -173,7 +173,7 @@ def greedy_chats(
 def record_mlp_inputs(
     model: LlamaForCausalLM, ids_BL: Tensor, report: Callable[[float], None]
 ) -> list[Tensor]:
-    """Run the model and return what each layer's MLP was given: fp32 [B * L, hidden] per layer."""
+    """Run the model and return each layer's MLP input: fp32 [B * L, hidden] per layer."""
     seen: list[list[Tensor]] = [[] for _ in model.model.layers]
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(args[0].flatten(0, 1)))

@@ -1,9 +1,9 @@
-"""Writes the converted model as a stock `Glm4MoeForCausalLM` checkpoint that plain transformers loads, and its tokenizer.
+"""Write the converted model as a standard `Glm4MoeForCausalLM` checkpoint for plain transformers, with its tokenizer.
 
 GLM-4.5's class expresses the conversion exactly: sigmoid router in fp32, renormalised top-k, a shared expert, and
 a dense first layer. Weights are bf16, the router fp32; bf16 costs no perplexity (12.156 against 12.153).
-The tokenizer is a Hugging Face fast one, whose pre-tokenizer llama.cpp calls `smollm`: every digit by itself, then GPT-2's
-byte-level split.
+The tokenizer is a Hugging Face fast one. Its pre-tokenizer, `smollm` in llama.cpp, splits off every digit, then uses
+GPT-2's byte-level split.
 """
 
 import json
@@ -20,7 +20,7 @@ from moe.demo_model.cache import GENERATION_CONFIG, SAMPLING
 from moe.demo_model.conversion import DenseMlp, MoeMlp, Recipe
 from moe.demo_model.gguf_weights import GgufVocabulary
 
-KEPT = (  # of the dense model's configuration
+KEPT = (  # fields of the dense model's configuration
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -48,12 +48,12 @@ def write_checkpoint(
     """Write config.json, generation_config.json, model.safetensors and README.md into `out`.
 
     Args:
-        dense_weights: the dense model's, transformers' names.
-        layers: the converted MLPs of layers 1, 2, ...; layer 0 stays dense.
+        dense_weights: Weights of the dense model, with transformers' names.
+        layers: Converted MLPs of layers 1, 2, ...; layer 0 stays dense.
     """
     weights_path = out / "model.safetensors"
     save_file(moe_weights(dense_weights, layers), weights_path, metadata={"format": "pt"})
-    weights_path.chmod(0o644)  # safetensors writes for the owner only
+    weights_path.chmod(0o644)  # safetensors makes it readable by the owner only
     _write_json(out / "config.json", moe_config(config, recipe))
     tokens = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(out / GENERATION_CONFIG, {**tokens, **SAMPLING})
@@ -61,7 +61,7 @@ def write_checkpoint(
 
 
 def moe_weights(dense_weights: dict[str, Tensor], layers: list[MoeMlp]) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors under the names that Glm4Moe has on disk, bf16 but for the router."""
+    """Return the checkpoint's tensors with Glm4Moe's names on disk, bf16 except the router."""
     weights = {
         name: weight.to(torch.bfloat16)
         for name, weight in dense_weights.items()
@@ -81,7 +81,7 @@ def moe_config(config: LlamaConfig, recipe: Recipe) -> dict[str, Any]:
     """Return config.json's content."""
     num_shared, remainder = divmod(recipe.shared_neurons, recipe.expert_neurons)
     assert remainder == 0, f"{recipe}: Glm4Moe counts the shared expert in multiples of a routed one"
-    rope = {**config.rope_parameters, "partial_rotary_factor": 1.0}  # the class would rotate half of a head
+    rope = {**config.rope_parameters, "partial_rotary_factor": 1.0}  # the class's default is half of a head
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
@@ -119,7 +119,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
-    """Return the tokenizer; it adds no special tokens by itself."""
+    """Return the tokenizer. It does not add special tokens."""
     token_ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = [(left, right) for left, right in (merge.split(" ") for merge in vocabulary.merges)]
     tokenizer = Tokenizer(models.BPE(vocab=token_ids, merges=merges))
@@ -134,7 +134,7 @@ def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
 
 
 def write_tokenizer(vocabulary: GgufVocabulary, max_length: int, out: Path) -> None:
-    """Write both files into `out`; `max_length` is the model's context in tokens."""
+    """Write both files of the tokenizer into `out`; `max_length` is the model's context in tokens."""
     build_tokenizer(vocabulary).save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

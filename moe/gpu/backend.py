@@ -1,6 +1,6 @@
-"""How a model is built for a GPU: weights as the checkpoint lays them out, in the model's type, kernels in Triton.
+"""Build a model for a GPU: weights in the checkpoint's layout and the model's type, kernels in Triton.
 
-With tensors on the CPU and Triton's interpreter the same path runs without a GPU, which is how it is tested.
+With tensors on the CPU and Triton's interpreter, the same path runs without a GPU, as in the tests.
 """
 
 from collections.abc import Callable
@@ -53,13 +53,13 @@ from moe.text_part import use_attention
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDevice:
-    """A GPU, or the interpreter, and how it was asked to compute.
+    """A GPU or the interpreter, and its settings.
 
     Attributes:
-        device: of weights, cache and steps.
-        dtype: what modules compute in, and what weights are kept in.
-        is_invariant: no row's bits depend on how many rows are beside it, at a price in speed.
-        compiler: a backend of torch.compile for what lies between the organs; "": it is not compiled.
+        device: Device of weights, cache and steps.
+        dtype: Type in which modules compute and weights are stored.
+        is_invariant: A row's bits do not depend on the number of other rows. This is slower.
+        compiler: Backend of torch.compile for the code between the organs; "" disables it.
     """
 
     device: torch.device
@@ -72,15 +72,15 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compile
     """Return the backend of `cuda`, `cuda:1` or `interpreter`.
 
     Args:
-        dtype: auto, bfloat16 or float32; auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
+        dtype: auto, bfloat16 or float32. auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
             bfloat16 wrongly.
-        is_invariant, compiler: see `GpuDevice`.
+        is_invariant, compiler: See `GpuDevice`.
     """
     if device == "interpreter":
         place, default = torch.device("cpu"), torch.float32
     else:
         place, default = torch.device(device if ":" in device else f"{device}:0"), torch.bfloat16
-        torch.cuda.set_device(place)  # where kernels are launched
+        torch.cuda.set_device(place)  # the device for kernel launches
     chosen = {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     return backend_on(GpuDevice(device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler))
 
@@ -123,17 +123,17 @@ def _why_unserved(
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
-        problem = problem or f"{what}, which --enable-torch-compile is not for: leave it out"
+        problem = problem or f"{what}, which --enable-torch-compile does not support: remove it"
     if on.compiler and drafting_of(net) is not None:
-        what = "layers for multi-token prediction, which --enable-torch-compile is not for: leave it out"
+        what = "layers for multi-token prediction, which --enable-torch-compile does not support: remove it"
         problem = problem or what
     if on.compiler and not compiling.decoder_layers(net):
-        problem = problem or "no decoder layers that torch.compile could be told of (--enable-torch-compile)"
+        problem = problem or "no decoder layers that torch.compile can compile (--enable-torch-compile)"
     return problem
 
 
 def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:
-    """Every weight goes to the device, of the type that the model declared, or quantised."""
+    """Move every weight to the device, in the type that the model declared, or quantised."""
     group = OneGroup(on.device, is_invariant=on.is_invariant)
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
@@ -188,7 +188,7 @@ def _make_cache(
 
 
 def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[LayerShape]) -> None:
-    """Move buffers to the device; adopt the kernels' forms of modules; do not expand latents twice."""
+    """Move buffers to the device, adopt the kernels' forms of modules, and avoid expanding latents twice."""
     net.to(on.device)
     latents.expand_nothing(net)
     rows = SampleRows(on.dtype, on.device)
@@ -211,7 +211,7 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
 
 
 def _enter_thread(on: GpuDevice) -> None:
-    """The stream is the device's default one, as on every thread."""
+    """Set the device. The stream is its default one, as on every thread."""
     if on.device.type == "cuda":
         torch.cuda.set_device(on.device)
 
@@ -222,11 +222,11 @@ def warm_up(
     cache: PagedCache,
     report: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Run a prompt and a decode of one token on the first block, which is free, and on a GPU the largest step of prompts,
-    whose experts take other tiles: that compiles what steps use, and reserves their memory.
+    """Run steps that compile the kernels of later steps, and reserve their memory.
 
-    torch.compile makes code for any number of rows when it sees a second one. Collective where there are several
-    ranks, as every step is. What was counted and kept of these rows is forgotten: they are nobody's.
+    These are a prompt and a decode of one token on the first block, which is free, and on a GPU the largest step of
+    prompts, in which experts use other tiles. torch.compile generalises its code at a second number of rows. Collective
+    with several ranks, like every step. Counts and samples of these rows are dropped.
     """
     step = model.step
     assert isinstance(step, DeviceStep), "a step of another backend"
@@ -238,7 +238,7 @@ def warm_up(
         step.fill([span], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
         _try_out(on, model, cache, step.inputs([0] * num_tokens, [0]))
     report(len(tried), len(tried) + 1)
-    if on.device.type == "cuda":  # the interpreter compiles nothing, and takes its time
+    if on.device.type == "cuda":  # the interpreter compiles nothing and is slow
         vocabulary = model.net.get_output_embeddings().weight.shape[0]
         _try_out(on, model, cache, step.fill_with_prompts(cache.num_blocks, vocabulary))
     report(len(tried) + 1, len(tried) + 1)
@@ -248,7 +248,7 @@ def warm_up(
 
 
 def _try_out(on: GpuDevice, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:
-    """Run a step and drafts behind it, and wait: the next one is written where this one is copied from."""
+    """Run a step with its drafts, and wait: the next step is written to the memory that this one is copied from."""
     model.forward(inputs.token_T, cache, inputs.row_R)
     first_T = torch.zeros_like(inputs.token_T)
     for layer in range(model.num_mtp_layers):

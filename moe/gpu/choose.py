@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""From logical experts to physical slots on a GPU, and the counting of choices, in one launch.
+"""Map logical experts to physical slots on a GPU and count the choices, in one launch.
 
-What `moe.slot_choice` and `moe.load_counts` are to the CPU. A table on the device says where each expert is; a switch of
-placement rewrites it in place, so that captured graphs follow. Where experts have copies, the n-th of an expert's N choices
-goes where `expert_placement.choose` sends it, which takes knowing n and N: a program compares its own choices with all
-others of its chunk. A step of more than one chunk, which only prompts are, has the chunks' counts made first.
-Counters are integers, so the order of atomic additions shows nowhere.
+The GPU's `moe.slot_choice` and `moe.load_counts`. A table on the device holds each expert's slots. A change of
+placement rewrites it in place, so captured graphs use it. If experts have copies, the n-th of an expert's N choices
+goes to the copy that `expert_placement.choose` gives, which needs n and N: a program compares its own choices with all
+others of its chunk. For a step of more than one chunk, which only prompts have, a first launch counts each chunk.
+Counters are integers, so the order of atomic additions has no effect.
 
-Legend: T rows, K choices, E experts, R ranks, C copies of one expert at most, P pairs (row, choice).
+Legend: T rows, K choices, E experts, R ranks, C most copies of one expert, P pairs (row, choice).
 """
 
 import numpy as np
@@ -20,14 +20,14 @@ from moe.load_counts import NUM_PHASES, LayerCounts, LoadCounts
 from moe.slot_choice import SlotChoice
 
 _TILE = 64
-CHUNK = 2048  # pairs that a program compares its own with: 256 rows of 8, most decode steps
+CHUNK = 2048  # pairs that a program compares its own with: 256 rows of 8 choices, most decode steps
 _TILES, _CHUNK = tl.constexpr(CHUNK // _TILE), tl.constexpr(CHUNK)
-_OTHERS = tl.constexpr(32)  # that are compared at once: with more, registers spill
+_OTHERS = tl.constexpr(32)  # pairs compared at once; with more, registers spill
 
 
 @triton.jit
 def _experts_of(ids, cache_slots, pair, num_pairs, E: tl.constexpr, K: tl.constexpr):
-    """The expert of each pair; -1: none, or the row is padding."""
+    """Return the expert of each pair; -1 for no choice or a padding row."""
     is_in = pair < num_pairs
     is_real = tl.load(cache_slots + pair // K, mask=is_in, other=-1) >= 0
     expert = tl.load(ids + pair, mask=is_in & is_real, other=-1)
@@ -38,7 +38,7 @@ def _experts_of(ids, cache_slots, pair, num_pairs, E: tl.constexpr, K: tl.conste
 def count_chunks(
     ids, cache_slots, chunk_counts, num_pairs, E: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Program (tile of pairs). Adds to [chunks, E] how often each expert is chosen in each chunk."""
+    """Program (tile of pairs). Adds to [chunks, E] the number of choices of each expert in each chunk."""
     tile = tl.program_id(0)
     expert = _experts_of(ids, cache_slots, tile * TILE + tl.arange(0, TILE), num_pairs, E, K)
     tl.atomic_add(chunk_counts + (tile // _TILES) * E + expert, 1, mask=expert >= 0)
@@ -49,11 +49,11 @@ def _nth_of_all(
     ids, cache_slots, chunk_counts, pair, expert, num_pairs, num_chunks, E: tl.constexpr, K: tl.constexpr,
     TILE: tl.constexpr, HAS_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """How many choices of its expert come before each pair, and how many there are."""
+    """Return, for each pair's expert, the number of its choices before the pair, and of all its choices."""
     before, total = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     chunk = tl.program_id(0) // _TILES
     first, end = chunk * _CHUNK, tl.minimum((chunk + 1) * _CHUNK, num_pairs)
-    while first < end:  # not a range: the interpreter cannot count to a number that it is given
+    while first < end:  # not a range: the interpreter does not support a dynamic end
         other = first + tl.arange(0, _OTHERS)
         same = _experts_of(ids, cache_slots, other, num_pairs, E, K)[None, :] == expert[:, None]
         total += tl.sum(same.to(tl.int32), axis=1)
@@ -75,7 +75,7 @@ def choose_and_count(
     E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
     SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr, HAS_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of pairs). `slot_of` and `until` are [E, C]; `last` is an expert's last copy."""
+    """Program (tile of pairs). `slot_of` and `until` are [E, C]; `last` is the index of an expert's last copy."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_in = pair < num_pairs
     expert = _experts_of(ids, cache_slots, pair, num_pairs, E, K)
@@ -103,7 +103,7 @@ def choose_and_count(
 
 
 class DeviceSlotChoice:
-    """One layer's choice among the slots of all ranks, for tokens on a device."""
+    """One layer's choice of slots of all ranks, for tokens on a device."""
 
     def __init__(
         self, choice: SlotChoice, *, slots_per_rank: int, num_ranks: int, device: torch.device
@@ -111,7 +111,7 @@ class DeviceSlotChoice:
         """Copy a choice's tables to the device."""
         self._slots_per_rank, self._num_ranks = slots_per_rank, num_ranks
         self._num_experts = len(choice.replicas.phase_E)
-        # As many copies as there may ever be, so that a later placement's tables fit where these are.
+        # Room for the most copies that are ever possible, so that a later placement's tables fit in this memory.
         width = num_ranks if slots_per_rank * num_ranks > self._num_experts else 1
         self._slot_EC = torch.zeros(self._num_experts, width, dtype=torch.int64, device=device)
         self._until_EC = torch.zeros(self._num_experts, width, dtype=torch.float64, device=device)
@@ -120,7 +120,7 @@ class DeviceSlotChoice:
         self.follow(choice)
 
     def follow(self, choice: SlotChoice) -> None:
-        """Take another placement's tables; in place, for launches from now on."""
+        """Switch to another placement's tables, in place, for later launches."""
         first, slot, until = choice.replicas.table(choice.layer)
         copies = np.diff(first)
         slot_EC = np.zeros(tuple(self._slot_EC.shape), np.int64)
@@ -139,9 +139,9 @@ class DeviceSlotChoice:
 
         Args:
             ids_TK: int64 experts, -1 for no choice.
-            cache_slot_T: -1 for a padded row, whose choices are none.
-            num_decodes_1: of the first rows; the others are prompts.
-            counts: [2, E + R] int64 as `LoadCounts.table` has it, added to; None: nothing is counted.
+            cache_slot_T: -1 for a padding row, which has no choices.
+            num_decodes_1: Number of decodes, which are the first rows; the others are prompts.
+            counts: [2, E + R] int64 like `LoadCounts.table`, added to. None disables counting.
 
         Returns:
             int64 [T, K], new; -1 for no choice.
@@ -166,11 +166,11 @@ class DeviceSlotChoice:
 
 
 class DeviceLayerCounts(LayerCounts):
-    """One layer's counters, counted where the choices are, copied to the host when somebody asks.
+    """One layer's counters, on the device of the choices. Reads copy them to the host.
 
     Attributes:
-        device_table: [2, E + R] int64, added to by `DeviceSlotChoice`.
-        experts_ns: stays 0: the host does not wait for the device to know.
+        device_table: [2, E + R] int64, incremented by `DeviceSlotChoice`.
+        experts_ns: Always 0: the host does not wait for the device to measure it.
     """
 
     def __init__(
@@ -207,5 +207,5 @@ class DeviceLoadCounts(LoadCounts):
         return result
 
     def clear(self) -> None:
-        """Forget what was counted before the first step."""
+        """Reset all counters, before the first step."""
         self._device_table.zero_()

@@ -1,11 +1,11 @@
-"""torch.compile between the organs: what `transformers` computes around attention, experts and routing becomes fused code.
+"""torch.compile between the organs: fuse the code of `transformers` around attention, experts and routing.
 
-Each decoder layer is compiled by itself, once for all of a kind: what differs between them (weights, the numbers under
-which organs are found) is given to the graph. The organs are operators, so that no graph breaks at them. Norms and rotary
-are left to the compiler here, which joins them with the residual's sum. The idea of compiling by layer is PyTorch's
-("regional compilation"); of attention as an operator that finds its state by itself, vLLM's.
-Rejected: the whole model in one graph, which grows with the layers, and compiles them all again for every size.
-Organs, the routers' kernel and linear layers in FP8 are operators: see `kvcache.gpu.operators`.
+Each decoder layer is compiled by itself, once for all layers of a kind. What differs between them (weights, the numbers
+that identify organs) is an input of the graph. Organs are operators, so they do not break a graph. Norms and rotary
+embeddings are left to the compiler, which fuses them with the residual's sum. Compiling by layer is PyTorch's idea
+("regional compilation"); attention as an operator that looks up its state is vLLM's.
+Rejected: the whole model in one graph, which grows with the layers and compiles all of them again for every size.
+Organs, the routers' kernel and linear layers in FP8 are operators; see `kvcache.gpu.operators`.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from moe.gpu.device_weight import DeviceWeight
 from moe.routing import Routing
 
 NAME = "wideep_experts_gpu_operator"
-_MOST_GRAPHS = 64  # of one layer class: kinds of layers (dense, windows) times kinds of sizes (1, one, any)
+_MOST_GRAPHS = 64  # per layer class: kinds of layers (dense, windows) times kinds of sizes (1, one, any)
 
 _MODULES: Numbered[nn.Module] = Numbered()
 
@@ -38,7 +38,7 @@ def _like_experts(hidden: Tensor, *_rest: object) -> Tensor:
 
 
 def serve(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """See `moe.backend.serve_experts`."""
+    """Run `moe.backend.serve_experts` as an operator."""
     out_TD: Tensor = torch.ops.wideep.experts(hidden_TD, ids_TK, weights_TK, module.own_number)
     return out_TD
 
@@ -62,7 +62,7 @@ def _like_route(logits: Tensor, bias: Tensor | None, choices: int, *_rest: objec
 
 
 def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `routing.route`."""
+    """Run `routing.route` as an operator."""
     ids, weights = torch.ops.wideep.route(
         logits_TE, bias_E, rule.choices, rule.is_sigmoid, rule.softmax_after, rule.normalise, rule.scale, rule.groups,
         rule.groups_chosen, rule.best_of_group,
@@ -82,7 +82,7 @@ def _like_linear(x: Tensor, columns: int, module: int) -> Tensor:
 
 
 class OperatedLinear(nn.Linear):
-    """A linear layer whose weight multiplies for itself (`moe.gpu.device_weight`), which no compiler can follow."""
+    """A linear layer with a weight that has its own product (`moe.gpu.device_weight`), which torch.compile cannot trace."""
 
     own_number: int
 
@@ -93,7 +93,7 @@ class OperatedLinear(nn.Linear):
 
 
 def enter(net: nn.Module) -> None:
-    """Give experts modules their numbers, and linear layers with weights of ours the operator."""
+    """Number the experts modules, and let linear layers with our weights use the operator."""
     for module in net.modules():
         if hasattr(module, "expert_layer"):
             module.own_number = _MODULES.enter(module)  # type: ignore[assignment]
@@ -103,30 +103,30 @@ def enter(net: nn.Module) -> None:
 
 
 def register() -> None:
-    """Make the operator known to `transformers` under `NAME`; may be called again."""
+    """Register the operator with `transformers` under `NAME`; may be called again."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve)
 
 
 def decoder_layers(net: PreTrainedModel) -> list[nn.Module]:
-    """The modules that a model repeats, in order."""
+    """Return the decoder layers, in order."""
     names = set(net._no_split_modules or ())
     return [module for module in net.modules() if type(module).__name__ in names]
 
 
 def compile_layers(net: PreTrainedModel, compiler: str) -> None:
-    """Let a model's decoder layers be compiled when they are first called.
+    """Compile a model's decoder layers on their first call.
 
     Args:
-        compiler: a backend of torch.compile.
+        compiler: Backend of torch.compile.
     """
     config = torch._dynamo.config
-    config.allow_unspec_int_on_nn_module = True  # else a graph for every layer's number
+    config.allow_unspec_int_on_nn_module = True  # otherwise one graph per layer number
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     for layer in decoder_layers(net):
         layer.compile(backend=compiler)
 
 
 def outside_layers(net: PreTrainedModel) -> list[nn.Module]:
-    """The modules that no decoder layer holds: those that are not compiled."""
+    """Return the modules outside all decoder layers, which are not compiled."""
     inside = {id(each) for layer in decoder_layers(net) for each in layer.modules()}
     return [module for module in net.modules() if id(module) not in inside]

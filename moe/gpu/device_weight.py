@@ -1,8 +1,8 @@
-"""Weights that a kernel of ours multiplies with on a GPU: quantised ones, and all where rows' bits must be their own.
+"""Weights that one of our kernels multiplies on a GPU: quantised ones, and all weights in invariant mode.
 
-See `moe.kernel_weight`; the product is the experts' grouped one, with one group. Quantised weights stay as the checkpoint
-has them (`moe.gpu.formats`). Plain weights come here where the engine is told to be invariant: cuBLAS takes
-another kernel for another number of rows, and adds in another order.
+See `moe.kernel_weight`. The product is the experts' grouped one, with one group. Quantised weights stay in the
+checkpoint's form (`moe.gpu.formats`). Plain weights use this class if the engine must be invariant: cuBLAS changes
+its kernel, and the order of additions, with the number of rows.
 
 Legend: T rows, K in features, N out features.
 """
@@ -18,42 +18,42 @@ from moe.load.quantised_weight import QuantisedWeight
 
 
 class OneGroup:
-    """What the grouped product is told where all rows have one weight; shared by all weights of a model."""
+    """Arguments of the grouped product if all rows have the same weight; shared by all weights of a model."""
 
     def __init__(self, device: torch.device, *, is_invariant: bool) -> None:
-        """With `is_invariant` the tile has the same bits for any number of rows."""
+        """With `is_invariant` the tile gives the same bits for any number of rows."""
         self.is_invariant = is_invariant
         self._device = device
         self._offsets: dict[int, Tensor] = {}
         self.place_1 = torch.zeros(1, dtype=torch.int32, device=device)
 
     def offsets(self, rows: int) -> Tensor:
-        """Return [0, rows], int64; made once for each number of rows, so that a captured step finds them there."""
+        """Return [0, rows], int64. Cached for each number of rows, so that a captured step keeps its memory."""
         if rows not in self._offsets:
             self._offsets[rows] = torch.tensor([0, rows], device=self._device)
         return self._offsets[rows]
 
     def tile(self, weights: PlacedWeights) -> GroupedTile | None:
-        """Return the tile of a launch; None: what the kernel takes for so many rows."""
+        """Return the tile of a launch, or None to choose it by the number of rows."""
         return steady_tile(weights) if self.is_invariant else None
 
 
 def steady_tile(weights: PlacedWeights) -> GroupedTile:
-    """The tile for weights that gives a row the same bits among any number of rows: the one for few."""
+    """Return the tile that gives a row the same bits for any number of rows: the one for few."""
     return DECODE_TILE if weights.format == PLAIN else QUANTISED_DECODE_TILE
 
 
 class DeviceWeight(KernelWeight):
-    """[N, K], presented as of the model's type, held so or quantised."""
+    """A weight [N, K], presented in the model's type, stored in it or quantised."""
 
-    held: PlacedWeights  # of one place
+    held: PlacedWeights  # with one place
     group: OneGroup
 
     @staticmethod
     def __new__(
         cls, weight: Tensor | QuantisedWeight, group: OneGroup, dtype: torch.dtype, device: torch.device
     ) -> "DeviceWeight":
-        """Copy a weight to the device; `group` is shared by all."""
+        """Copy a weight to the device; `group` is shared by all weights."""
         self = Tensor._make_wrapper_subclass(
             cls, torch.Size(weight.shape), dtype=dtype, device=device, requires_grad=False
         )
@@ -65,21 +65,21 @@ class DeviceWeight(KernelWeight):
         return self
 
     def plain(self) -> Tensor:
-        """The plain weight: [N, K] of the model's type; a copy of a quantised one."""
+        """Return the plain weight: [N, K] of the model's type; a copy if it is quantised."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.held.format == PLAIN:
                 return self.held.codes[0]
             return self.held.wide(0).to(self.device, self.dtype)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
-        """See `KernelWeight`. A router that multiplies in float32 is to be as invariant as all others."""
+        """Return the weight in a type. In invariant mode the result is invariant too, for routers that use float32."""
         cast = super().cast(dtype)
         if cast is self or not self.group.is_invariant:
             return cast
         return DeviceWeight(cast, self.group, dtype, cast.device)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """See `KernelWeight`."""
+        """Multiply x with the weight. Returns None for rows of another type."""
         if x.dtype != self.dtype:
             return None
         n, k = self.shape
@@ -93,5 +93,5 @@ class DeviceWeight(KernelWeight):
         return out_TN.view(*x.shape[:-1], n)
 
     def embedded(self, ids: Tensor) -> Tensor | None:
-        """See `KernelWeight`."""
+        """Return the rows of some ids, or None if the weight is quantised."""
         return self.held.codes[0][ids] if self.held.format == PLAIN else None

@@ -1,7 +1,7 @@
 """The experts organ on GPUs: experts to slots, dispatch, two grouped products with the gate between them, combine.
 
-What `moe.cpu.experts` is to the CPU. Every launch depends on the step's padded size only, and nothing is read back, so a
-step can be captured. Padded rows choose no slot; they come back as zeros.
+The GPU's `moe.cpu.experts`. Every launch depends only on the step's padded size and nothing is read back, so a
+step can be captured. Padding rows choose no slot and return zeros.
 
 Legend: T rows, padding included, D hidden dim, K choices per row, P pairs (row, choice), S slots of this rank,
 I intermediate dim.
@@ -33,7 +33,7 @@ NAME = "wideep_experts_gpu"
 
 @dataclass
 class DeviceExpertLayer:
-    """This rank's slots of one MoE layer, and the choice among everybody's; `moe.backend.ExpertLayer`."""
+    """This rank's slots of one MoE layer, and the choice among all slots; a `moe.backend.ExpertLayer`."""
 
     up: DeviceSlots
     down: DeviceSlots
@@ -43,7 +43,7 @@ class DeviceExpertLayer:
     step: DeviceStep
     gate: Gate
     dtype: torch.dtype  # of rows
-    is_invariant: bool = False  # rows' bits do not tell a decode step from one with prompts
+    is_invariant: bool = False  # a row's bits are the same in decode steps and in steps with prompts
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
     _on_device: DeviceSlotChoice = field(init=False)
@@ -59,7 +59,7 @@ class DeviceExpertLayer:
 
     @property
     def choice(self) -> SlotChoice:
-        """Of the placement that serves; setting it changes the tables on the device, for launches from then on."""
+        """Choice of the current placement. Setting it changes the tables on the device, for later launches."""
         return self.first_choice
 
     @choice.setter
@@ -68,14 +68,14 @@ class DeviceExpertLayer:
         self._on_device.follow(choice)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Serve one layer; collective. See `moe.cpu.experts.PackedExpertLayer.run`."""
+        """Compute one layer; collective. See `moe.cpu.experts.PackedExpertLayer.run`."""
         self._keep_sample(hidden_TD)
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
         slots_TK = self._on_device.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
         mode = self._mode()
         sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, mode)
-        # There is room for all pairs of all ranks. Where loads are even each rank gets as many as each sends.
+        # The memory holds all pairs of all ranks. With even loads each rank receives as many as it sends.
         expected = mode.capacity * ids_TK.shape[1] or None
         y_PD = self.compute(
             module,
@@ -100,7 +100,7 @@ class DeviceExpertLayer:
         num_pairs: int,
         expected_pairs: int | None = None,
     ) -> Tensor:
-        """Apply slots' experts to their pairs; local. Returns [P, D], of which rows without a pair are undefined."""
+        """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined."""
         tile = steady_tile(up.store.weights) if self.is_invariant else None
         raised_PN = grouped_linear(
             x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
@@ -118,22 +118,22 @@ class DeviceExpertLayer:
         )
 
     def try_out(self, module: Any, up: DeviceSlots, down: DeviceSlots, x_TD: Tensor) -> Tensor:
-        """Run rows through an expert that need not serve: [T, D] float32 on the host, new."""
+        """Run rows through an expert that need not be in use: [T, D] float32 on the host, new."""
         device = up.store.device
         x_TD = x_TD.to(device, self.dtype).contiguous()
         offsets = torch.tensor([0, len(x_TD)], device=device)
         return self.compute(module, up, down, x_TD, None, offsets, len(x_TD)).float().cpu()
 
     def _mode(self) -> Mode:
-        """One rank has nothing to agree on; its padded rows are more than the tokens that were."""
+        """Return the dispatch mode. A lone rank agrees on no capacity: its padding rows exceed the agreed tokens."""
         return NORMAL if self.dispatcher.world_size == 1 else Mode(self.step.agreed_tokens)
 
     def _keep_sample(self, hidden_TD: Tensor) -> None:
-        """Keep some rows that are served, of steps with prompts: such a step is never captured, and may wait."""
+        """Keep some rows of steps with prompts. Such a step is never captured, so it may wait."""
         if not self.step.is_decode_only:
             self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under `NAME`; may be called again."""
+    """Register the organ with `transformers` under `NAME`; may be called again."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)

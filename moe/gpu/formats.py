@@ -1,21 +1,21 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""How weights lie in a GPU's memory, and how a tile of them becomes a factor of a product, in registers.
+"""Storage formats of weights in a GPU's memory, and decoding a tile of them into registers.
 
-Plain weights are in the rows' own type. Quantised ones are `moe.load.quantised_weight`'s: codes of a kind, scales of
-another, perhaps zeros and a second scale of each row, all of the checkpoint's types. A format is a choice of each, and
-one loader composes them: FP8, int8, MXFP4, MXFP8, NVFP4, int4 differ in a line. Where a scale is applied follows from how
-many inputs it is for:
+Plain weights have the rows' own type. Quantised ones are those of `moe.load.quantised_weight`: codes, scales, perhaps
+zeros and a second scale of each row, all in the checkpoint's types. A format combines one kind of each, and
+one loader handles all: FP8, int8, MXFP4, MXFP8, NVFP4, int4 differ in a line. The number of inputs per scale decides
+when a scale is applied:
 
-- fewer than a tile's (16, 32, 64): on the values, in float32, which are then rounded to the rows' type. In bfloat16 that is
+- fewer than a tile's (16, 32, 64): to the values, in float32, which are then rounded to the rows' type. In bfloat16 this is
   exact for MXFP4, MXFP8 and NVFP4.
-- whole tiles (128, ...): on the tile's product, so that the values are exact in the rows' type, whatever the scale is.
-- all of a row: on the finished sum, as the second scale of a row.
+- whole tiles (128, ...): to the tile's product, so the values are exact in the rows' type for any scale.
+- a whole row: to the finished sum, like the second scale of a row.
 
-FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows; where rows share scales they are kept once.
+FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows. Scales that rows share are stored once.
 
-GPUs before sm_89 have no type for e4m3; there, and in scales everywhere, it is decoded from bytes.
+GPUs before sm_89 have no e4m3 type; there, and for scales everywhere, it is decoded from bytes.
 
-Rejected: `tl.dot_scaled`, which lowers to better code, but which the interpreter lacks, so it could be wrong unseen.
+Rejected: `tl.dot_scaled`, which compiles to better code, but the interpreter lacks it, so errors could go unnoticed.
 
 Legend: W weights in memory, N out features, K in features, B blocks of K, R blocks of N.
 """
@@ -31,21 +31,21 @@ from torch import Tensor
 from moe.gpu.limits import why_no_block
 from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightError
 
-_SHARING = (128, 64, 32, 16)  # rows of FP8 that may have one scale
-_LIFT_E2M1 = tl.constexpr(2.0**126)  # brings an exponent at the bottom of float32's to where it belongs
+_SHARING = (128, 64, 32, 16)  # numbers of FP8 rows that may share a scale
+_LIFT_E2M1 = tl.constexpr(2.0**126)  # corrects the exponent after the bits were placed in a float32
 _LIFT_E4M3 = tl.constexpr(2.0**120)
-_LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # what e8m0 means by 0 and by 255
-_COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32, whose last bit counts wholes
+_LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # float32 bits of e8m0's 0 and 255
+_COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32; its last bit counts ones
 _COUNTED_EIGHT = tl.constexpr(2.0**23 + 8)
 
 
 class DeviceFormat(NamedTuple):
-    """How weights are stored: what a kernel is compiled for."""
+    """Storage format of weights; kernels are compiled for each."""
 
     kind: Kind | Literal["plain"] = "plain"  # of the codes
     scale: str = "none"  # of the scales: float (float32, bfloat16 or float16), e8m0, e4m3
-    block: int = 0  # inputs under one scale
-    rows: int = 1  # outputs under one scale
+    block: int = 0  # inputs that share a scale
+    rows: int = 1  # outputs that share a scale
 
 
 PLAIN = DeviceFormat()
@@ -54,26 +54,26 @@ PLAIN = DeviceFormat()
 class PlacedWeights(NamedTuple):
     """Weights of one format, by place."""
 
-    codes: Tensor  # [W, N, K] of the rows' type, float8_e4m3fn or int8; or [W, N, K / 2] uint8, the even input below
+    codes: Tensor  # [W, N, K] of the rows' type, float8_e4m3fn or int8; or [W, N, K / 2] uint8, even input in the lower half
     format: DeviceFormat = PLAIN
     scales: Tensor | None = None  # [W, R, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn
     row_scales: Tensor | None = None  # [W, N] float32
-    zeros: Tensor | None = None  # [W, N, B] uint8, of int4: what is taken from a code instead of 8
+    zeros: Tensor | None = None  # [W, N, B] uint8, for int4: subtracted from a code instead of 8
 
     @staticmethod
     def of(parts: Mapping[str, Tensor], form: DeviceFormat) -> "PlacedWeights":
-        """From what `parts_of` names, with W before it; a bias is left out."""
+        """Build from the tensors of `parts_of`, with a leading dimension W; a bias is ignored."""
         return PlacedWeights(
             parts[""], form, parts.get("scales"), parts.get("row_scales"), parts.get("zeros")
         )
 
     @property
     def in_dim(self) -> int:
-        """Input features K."""
+        """Number of input features K."""
         return int(self.codes.shape[2]) * (2 if self.format.kind in ("e2m1", "int4") else 1)
 
     def wide(self, place: int) -> Tensor:
-        """What one weight stands for: [N, K] float32, new."""
+        """Return one weight dequantised: [N, K] float32, new."""
         kind = self.format.kind
         if kind == "plain" or self.scales is None:
             return self.codes[place].float()
@@ -81,17 +81,17 @@ class PlacedWeights(NamedTuple):
         if self.format.rows > 1:
             scales = scales.repeat_interleave(self.format.rows, 0)[: self.codes.shape[1]]
         row_scales, zeros = (None if part is None else part[place] for part in (self.row_scales, self.zeros))
-        with self.codes.device:  # where tables of values are made
+        with self.codes.device:  # device of the tables of values
             return QuantisedWeight(
                 codes=self.codes[place], kind=kind, scales=scales, block=self.format.block,
                 row_scales=row_scales, zeros=zeros,
             ).dequantised()  # fmt: skip
 
     def check(self) -> None:
-        """Refuse what the kernel does not take.
+        """Refuse weights that the kernel does not support.
 
         Raises:
-            ValueError: scales, second scales or zeros are missing, not for such codes, or of another shape; or blocks.
+            ValueError: Scales, second scales or zeros are missing, unexpected or of another shape; or a block size is not supported.
         """
         kind, _, block, rows = self.format
         if (self.scales is None) != (kind == "plain"):
@@ -99,7 +99,7 @@ class PlacedWeights(NamedTuple):
         if self.scales is None:
             return
         if self.zeros is not None and kind != "int4":
-            raise ValueError(f"{kind} weights have zeros; they are for int4")
+            raise ValueError(f"{kind} weights have zeros, which only int4 may have")
         if problem := why_no_block(block, self.in_dim):
             raise ValueError(problem)
         W, N, B = *self.codes.shape[:2], -(-self.in_dim // block)
@@ -110,12 +110,12 @@ class PlacedWeights(NamedTuple):
         ):
             if part is not None and part.shape != shape:
                 raise ValueError(
-                    f"{name} are {list(part.shape)}; {kind} weights of {N} x {self.in_dim} take {list(shape)}"
+                    f"{name} are {list(part.shape)}; {kind} weights of {N} x {self.in_dim} need {list(shape)}"
                 )
 
 
 def format_of(weight: Tensor | QuantisedWeight) -> DeviceFormat:
-    """Tell how a weight is stored; its rows share scales where all of them do."""
+    """Return a weight's format. Scales are stored per group of rows if all groups share theirs."""
     if isinstance(weight, Tensor):
         return PLAIN
     scale = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(weight.scales.dtype, "float")
@@ -126,16 +126,16 @@ def format_of(weight: Tensor | QuantisedWeight) -> DeviceFormat:
 
 
 def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, Tensor]:
-    """Name a weight's tensors as a store of a format keeps them: "" is the weight, or its codes.
+    """Return a weight's tensors by name, as a store of a format keeps them: "" is the weight, or its codes.
 
     Raises:
-        QuantisedWeightError: the weight is stored in another format.
+        QuantisedWeightError: The weight has another format.
     """
     own = format_of(weight)
     if own[:3] != form[:3]:
         raise QuantisedWeightError(
-            f"weights of one layer are stored in two ways, {own.kind} with {own.scale} scales per {own.block} inputs and "
-            f"{form.kind} with {form.scale} scales per {form.block}; the GPU kernels take one"
+            f"weights of one layer have two formats, {own.kind} with {own.scale} scales per {own.block} inputs and "
+            f"{form.kind} with {form.scale} scales per {form.block}; the GPU kernels support only one"
         )
     if isinstance(weight, Tensor):
         return {"": weight}
@@ -146,7 +146,7 @@ def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, 
 
 
 def _share(scales_NB: Tensor, rows: int) -> bool:
-    """Whether rows have the scales of the first of so many."""
+    """Return whether each group of rows has the scales of its first row."""
     firsts = scales_NB[::rows].repeat_interleave(rows, 0)[: len(scales_NB)]
     return torch.equal(firsts, scales_NB)
 
@@ -156,9 +156,9 @@ def load_tile(
     codes, scales, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, dtype,
 ):  # fmt: skip
-    """Load [columns, INNER] of one weight from `begin` on, as `dtype`, times those scales that change inside of it.
+    """Load [columns, INNER] of one weight from `begin`, as `dtype`, times the scales that change within it.
 
-    What is beyond K is any number; it is multiplied with 0.
+    Values beyond K are arbitrary; they are multiplied with 0.
     """
     value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
     if KIND == "plain" or (zeros is None and (BLOCK >= INNER or BLOCK >= K)):
@@ -183,7 +183,7 @@ def load_scales(
     scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of columns in the block of K that `begin` is in, as float32."""
+    """Load the columns' scales for the block of K that contains `begin`, as float32."""
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     return _read_scales(scales + column // ROWS * BLOCKS + begin // BLOCK, column < HEIGHT, SCALE)
 
@@ -193,7 +193,7 @@ def _load_values(
     codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Decode [columns, INNER]; int4 with zeros is 2^23 too large."""
+    """Decode [columns, INNER]. int4 with zeros is returned 2^23 too large."""
     PER_CODE: tl.constexpr = 2 if (KIND == "e2m1" or KIND == "int4") else 1
     at = begin // PER_CODE + tl.arange(0, INNER // PER_CODE)
     is_in = column[:, None] < HEIGHT
@@ -218,7 +218,7 @@ def _load_values(
 
 @triton.jit
 def _counted(whole):
-    """2^23 + a small whole number, as float32, without a conversion."""
+    """Return 2^23 + a small whole number as float32, without a conversion."""
     return (whole | _COUNTED).to(tl.float32, bitcast=True)
 
 
@@ -238,7 +238,7 @@ def _read_scales(pointers, is_in, SCALE: tl.constexpr):
 
 @triton.jit
 def _e4m3(byte):
-    """Decode bytes, none of which is NaN, to float32."""
+    """Decode bytes without NaN to float32."""
     code = byte.to(tl.int32)
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * _LIFT_E4M3

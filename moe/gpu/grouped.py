@@ -1,14 +1,14 @@
-"""Grouped GEMM over experts on GPUs: rows sorted by slot, each times its slot's weight, the gate applied in registers.
+"""Grouped GEMM over experts on GPUs: rows sorted by slot, each times its slot's weight, with the gate in registers.
 
-A program finds its tiles from the offsets on the device, so that a CUDA graph can replay the launch: there are as many
-programs as tiles are expected, and where rows are uneven each takes several in turn. Products are added over the inner
-dimension in one fixed order; a row's bits depend on the tile's shape (`moe.gpu.tiles`), which is chosen by the rows that
-are expected at a step's capacity, never by contents.
-Quantised weights stay so in memory (`moe.gpu.formats`); rows are never quantised, which would change answers.
-Where a slot's weight is in memory says a table, so an expert that has moved is switched to by writing one number.
+A program finds its tiles from the offsets on the device, so a CUDA graph can replay the launch. There are as many
+programs as expected tiles; if rows are uneven, each takes several in turn. Products are added over the inner
+dimension in one fixed order. A row's bits depend on the tile's shape (`moe.gpu.tiles`), which is chosen by the expected
+rows at a step's capacity, never by contents.
+Quantised weights stay quantised in memory (`moe.gpu.formats`). Rows are never quantised, which would change answers.
+A table holds the place of a slot's weight in memory, so one written number puts a moved expert into service.
 
-What bounds it. Decode: the bytes of the weights that any row chose, read once. Prefill: 2 * P * N * K operations; tiles of
-rows in groups share a tile of columns while the L2 cache holds it.
+Bounds. Decode: bytes of the weights that any row chose, read once. Prefill: 2 * P * N * K operations; tiles of
+rows in groups share a tile of columns while it is in the L2 cache.
 
 Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, W weights in memory (at least S).
 """
@@ -45,20 +45,20 @@ def grouped_linear(
 
     Args:
         x_TK: [T, K] contiguous; bfloat16, float16 or float32.
-        weights: contiguous; plain ones of x's type. With a gate they have 2 * N rows in place of N, the gate's first.
-        slot_offsets: int64 [S + 1]; pairs of slot s are [s] to [s + 1].
-        places_S: int32 [S], which of the W weights is the slot's.
-        num_pairs: room for pairs: P at most.
-        expected_pairs: that there are where loads are even, which tile and grid follow; None: as many as there is room for.
-        rows_P: int64 [P], the row of each pair; None: pair p is row p.
-        gate: a name in GATES.
+        weights: Contiguous; plain ones of x's type. With a gate they have 2 * N rows instead of N, the gate's first.
+        slot_offsets: int64 [S + 1]; the pairs of slot s are [slot_offsets[s], slot_offsets[s + 1]).
+        places_S: int32 [S], the index of each slot's weight among the W.
+        num_pairs: Most pairs P.
+        expected_pairs: Number of pairs with even loads, which determines tile and grid. None means num_pairs.
+        rows_P: int64 [P], the row of each pair. None: pair p is row p.
+        gate: Name in GATES.
         biases_WN: [W, N], or [W, 2 * N] with a gate.
         tile: None: `tile_of_launch`, by expected pairs, S and the device.
-        out: [num_pairs, N] contiguous to write into; None: a new one, of x's type. Rows without a pair are left as
-            they are.
+        out: [num_pairs, N] contiguous to write into. None: a new tensor of x's type. Rows without a pair are not
+            written.
 
     Raises:
-        ValueError: a type or shape that the kernel does not take.
+        ValueError: The kernel does not support a type or shape.
     """
     S, height, K, form = places_S.numel(), weights.codes.shape[1], x_TK.shape[1], weights.format
     N = height // 2 if GATES[gate] else height
@@ -67,7 +67,7 @@ def grouped_linear(
         out = x_TK.new_empty(num_pairs, N)
     expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
     tile = tile or tile_of_launch(expected, S, weights)
-    num_tiles = min(S, expected) + expected // tile.rows  # at most one tile of each slot is not full
+    num_tiles = min(S, expected) + expected // tile.rows  # at most one partial tile per slot
     codes, scales = weights.codes, weights.scales
     if form.kind == "e4m3" and not has_fp8(codes.device):
         codes = codes.view(torch.uint8)
@@ -84,15 +84,15 @@ def grouped_linear(
 
 @functools.cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether Triton has a type for e4m3 there."""
+    """Return whether Triton has an e4m3 type on the device."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_FP8_CAPABILITY
 
 
 def _check(x_TK: Tensor, weights: PlacedWeights) -> None:
     if x_TK.dtype not in ROW_TYPES:
-        raise ValueError(f"x_TK is {x_TK.dtype}; the kernel takes bfloat16, float16 and float32")
+        raise ValueError(f"x_TK is {x_TK.dtype}; the kernel supports bfloat16, float16 and float32")
     if weights.format == PLAIN and weights.codes.dtype != x_TK.dtype:
-        raise ValueError(f"weights are {weights.codes.dtype}; plain ones are {x_TK.dtype}, as the rows")
+        raise ValueError(f"weights are {weights.codes.dtype}; plain ones must be {x_TK.dtype}, like the rows")
     if weights.in_dim != x_TK.shape[1]:
-        raise ValueError(f"x_TK has {x_TK.shape[1]} columns; the weights take {weights.in_dim}")
+        raise ValueError(f"x_TK has {x_TK.shape[1]} columns; the weights need {weights.in_dim}")
     weights.check()

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The grouped product as a Triton kernel; `moe.gpu.grouped` launches it and says what it is for.
+"""The grouped product as a Triton kernel, launched and documented by `moe.gpu.grouped`.
 
-A weight's tile is the left factor and rows, transposed, are the right one: weights fill the 64 places of Hopper's wgmma
-in a decode step too, rows take as few as there are, and a quantised weight goes from registers into the product.
+A weight's tile is the left factor and the transposed rows are the right one. So weights fill the 64 rows (M) of Hopper's
+wgmma even in a decode step, the number of rows can be small, and a quantised weight enters the product from registers.
 
 Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
 """
@@ -12,8 +12,8 @@ import triton.language as tl
 
 from moe.gpu.formats import load_scales, load_tile
 
-# What the two halves of an expert's first product become, in registers: all gates but GELU's exact form are
-# `up * gate * sigmoid(something of gate)`.
+# Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
+# `up * gate * sigmoid(f(gate))`.
 GATES = {"none": 0, "silu": 1, "swiglu_oai": 2, "gelu": 3, "gelu_tanh": 4}
 _OAI_LIMIT, _OAI_ALPHA = tl.constexpr(7.0), tl.constexpr(1.702)  # gpt-oss
 _TANH_OUTER, _TANH_INNER = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)  # 2 * sqrt(2 / pi)
@@ -37,7 +37,7 @@ def gated(gate, up, GATE: tl.constexpr):
 
 @triton.jit
 def count_tiles(offsets, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Count the tiles of rows that all slots have."""
+    """Count the row tiles of all slots."""
     slot = tl.arange(0, S_PAD)
     begin = tl.load(offsets + slot, mask=slot < S, other=0)
     end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
@@ -61,7 +61,7 @@ def find_rows(offsets, tile, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Return the tile of rows and that of columns: GROUP tiles of rows share each tile of columns while L2 has it."""
+    """Return the tile of rows and of columns: GROUP tiles of rows share each tile of columns while it is in L2."""
     first = program // (GROUP * COLUMN_TILES) * GROUP
     inside = program % (GROUP * COLUMN_TILES)
     size = tl.minimum(num_tiles - first, GROUP)
@@ -89,7 +89,7 @@ def _finished(
     total, scales, row_scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply sums with what is one number for all of a weight's row, and add biases."""
+    """Multiply sums with scales that hold for a whole row of the weight, and add biases."""
     if KIND != "plain" and BLOCK >= K:
         total *= load_scales(scales, column, 0, HEIGHT, K, SCALE, BLOCK, SCALE_ROWS)[:, None]
     if row_scales is not None:
@@ -106,7 +106,7 @@ def grouped_rows(
     INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (some tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
+    """Program (tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     num_tiles = count_tiles(offsets, S, S_PAD, ROWS)
     at = tl.program_id(0)
@@ -126,7 +126,7 @@ def _multiply_tile(
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows from `first` on, up to `end`, with a tile of their slot's weight."""
+    """Multiply the rows from `first` to `end` with a tile of their slot's weight."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
     pair = first + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""Which models the GPU kernels take. Knows no Triton, so that `wideep size` can ask without a GPU or its packages."""
+"""Models that the GPU kernels support. Does not use Triton, so `wideep size` can check without a GPU or its packages."""
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,16 +9,16 @@ from attention.sparse import pools as pooled_index
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 from moe.load.quantisation import Quantisation
 
-TILE_INPUTS = 128  # of a quantised weight's tile, in all launches
+TILE_INPUTS = 128  # inputs per tile of a quantised weight, in all launches
 
 
 def why_unserved(
     net: PreTrainedModel | nn.Module, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
-    """Say what the kernels lack for a model on meta, as "the model has ..."; None: nothing.
+    """Name what the kernels lack for a model on meta, to follow "the model has". None if nothing.
 
     Args:
-        shapes: what each layer caches.
+        shapes: Shapes of what each layer caches.
     """
     ranks = [int(getattr(module, "kv_lora_rank", 0)) for module in latents.latent_modules(net)]
     problem = (
@@ -32,14 +32,14 @@ def why_unserved(
 
 
 def why_no_blocks(quantisation: Quantisation) -> str | None:
-    """Say why quantised weights cannot be served; None if they can."""
+    """Return why quantised weights are not supported, or None if they are."""
     problems = (why_no_block(each.block) for each in quantisation.formats if each.block)
-    return next((f"weights whose {problem}" for problem in problems if problem), None)
+    return next((f"weights with unsupported scales: {problem}" for problem in problems if problem), None)
 
 
 def why_no_block(block: int, in_dim: int | None = None) -> str | None:
-    """Say why scales for so many inputs are not served, of a weight of `in_dim` or of any; None if they are."""
+    """Return why scales for `block` inputs, of a weight with `in_dim` or any, are not supported. None if they are."""
     is_whole_row = in_dim is not None and block >= in_dim
     if is_whole_row or block % TILE_INPUTS == 0 or block in (16, 32, 64):
         return None
-    return f"scales are for {block} inputs; the GPU kernels take 16, 32, 64, multiples of {TILE_INPUTS}, or one for a row"
+    return f"scales are for {block} inputs; the GPU kernels support 16, 32, 64, multiples of {TILE_INPUTS}, or a whole row"

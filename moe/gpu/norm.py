@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """RMSNorm on GPUs: one pass over a row instead of five.
 
-Rounded as `transformers` rounds: the normed row to the rows' type, then times the weight (Zhang and Sennrich, 2019; the modules named *RMSNorm of Llama's kind).
+Rounds like `transformers`: the normed row to the rows' type, then times the weight (Zhang and Sennrich, 2019; Llama's kind of *RMSNorm modules).
 
 Legend: T rows, D hidden.
 """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Top-k routing on GPUs: scores, the choice of experts (in the best groups only, where a family limits it), weights.
+"""Top-k routing on GPUs: scores, choice of experts (in a family with groups, only in the best), weights.
 
-Equal scores go to the lower expert, so the choice is the same wherever the row runs. Softmax routers (Mixtral, Qwen) and
-sigmoid routers with a correction bias that only chooses (DeepSeek-V3: "auxiliary-loss-free", 2024) are one kernel.
+Of equal scores the lower expert wins, so the choice is the same on every device. Softmax routers (Mixtral, Qwen) and
+sigmoid routers with a correction bias for the choice only (DeepSeek-V3: "auxiliary-loss-free", 2024) are one kernel.
 
 Legend: T rows, E experts, K choices.
 """
@@ -24,7 +24,7 @@ def choose_experts(
     GROUPS_PAD: tl.constexpr, GROUPS_CHOSEN: tl.constexpr, IS_SIGMOID: tl.constexpr, SOFTMAX_AFTER: tl.constexpr,
     NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, BEST_OF_GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). What is NaN is chosen last, and an id is always an expert's: nothing reads out of place."""
+    """Program (row). NaN is chosen last, and an id is always a valid expert, so no access is out of bounds."""
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, E_PAD)
     is_expert = expert < E
     logit = tl.load(logits + row * E + expert, mask=is_expert, other=float("-inf")).to(tl.float32)
@@ -68,7 +68,7 @@ def _keep_best_groups(
     GROUPS_CHOSEN: tl.constexpr,
     BEST_OF_GROUP: tl.constexpr,
 ):
-    """Leave only the experts of the best groups, by each group's best score or the sum of its two best."""
+    """Keep only experts of the best groups, by each group's best score or the sum of its two best."""
     group, own = tl.arange(0, GROUPS_PAD), expert // (E // GROUPS)
     is_member = own[None, :] == group[:, None]
     inside = tl.where(is_member, choice[None, :], float("-inf"))
@@ -89,11 +89,11 @@ def route(logits_TE: Tensor, routing: Routing, *, bias_E: Tensor | None = None) 
     """Choose experts.
 
     Args:
-        logits_TE: contiguous, any floating type.
-        bias_E: float32, added to the scores where experts are chosen, not to weights.
+        logits_TE: Contiguous, any floating-point type.
+        bias_E: float32, added to scores to choose experts, not to weights.
 
     Returns:
-        ids int64 [T, K], the best first, and weights float32 [T, K].
+        ids int64 [T, K], best first, and weights float32 [T, K].
     """
     T, E = logits_TE.shape
     ids = torch.empty(T, routing.choices, dtype=torch.int64, device=logits_TE.device)

@@ -1,8 +1,8 @@
-"""Experts in a GPU's memory: one store for all layers whose experts look alike, and slots that point into it.
+"""Experts in a GPU's memory: one store for all layers with experts of the same kind, and slots that point into it.
 
-A store has a tensor [W, ...] for each thing that belongs to an expert's weight: the weight itself [W, N, K] (or its
-codes), scales, second scales, zeros, a bias. Which of the W places a slot has is an int32 on the device, which the grouped kernel reads. So
-an expert that has moved is switched to by writing one number, a captured graph sees it at its next replay, and spare
+A store has a tensor [W, ...] for each part of an expert's weight: the weight itself [W, N, K] (or its codes), scales,
+second scales, zeros, a bias. A slot's place among the W is an int32 on the device, which the grouped kernel reads. So
+one written number puts a moved expert into service, a captured graph uses it at its next replay, and spare
 places serve any layer. The number of places is fixed at the start: growing would move every weight.
 Experts come from a checkpoint one at a time, in the kernels' order of rows, quantised or not.
 
@@ -24,11 +24,11 @@ from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights, format_of, parts
 from moe.load.loader import Loader, Weight
 from moe.load.quantised_weight import QuantisedWeightError
 
-Kind = tuple[Any, ...]  # leaf, format, and each tensor's name, type and shape: what a store is for
+Kind = tuple[Any, ...]  # kind of a store: leaf, format, and each tensor's name, type and shape
 
 
 class NoSpareSlotError(RuntimeError):
-    """More experts move at once than there was memory reserved for."""
+    """More experts move at once than memory was reserved for."""
 
 
 class SlotStore:
@@ -41,9 +41,9 @@ class SlotStore:
 
         Args:
             places: W.
-            like: one expert's tensors by name: "" is the weight, "scales", "row_scales", "zeros" and "bias" what comes
-                with it; only types and shapes are used.
-            form: of the weight.
+            like: One expert's tensors by name, for their types and shapes: "" is the weight; "scales", "row_scales",
+                "zeros" and "bias" are its other parts.
+            form: Format of the weight.
         """
         self.device = device
         self.parts = {
@@ -55,27 +55,27 @@ class SlotStore:
 
     @property
     def bias(self) -> Tensor | None:
-        """[W, N]; None where the family has none."""
+        """Biases [W, N], or None if the family has none."""
         return self.parts.get("bias")
 
     def at(self, place: int) -> dict[str, Tensor]:
-        """One place's tensors by name; views."""
+        """Return one place's tensors by name; views."""
         return {name: tensor[place] for name, tensor in self.parts.items()}
 
     def take(self) -> int:
         """Take a free place.
 
         Raises:
-            NoSpareSlotError: there is none.
+            NoSpareSlotError: No place is free.
         """
         if not self._free:
             raise NoSpareSlotError(
-                f"all {len(self.weights.codes)} places for experts of this kind are taken; move fewer experts at once"
+                f"all {len(self.weights.codes)} places for experts of this kind are in use; move fewer experts at once"
             )
         return self._free.pop(0)
 
     def give(self, place: int) -> None:
-        """Take a place back that no slot has."""
+        """Return a place that no slot uses."""
         self._free.append(place)
 
     @property
@@ -88,8 +88,8 @@ class DeviceSlots:
     """One named weight of some slots of a layer; `moe.backend.Slots`.
 
     Attributes:
-        store: where the weights are.
-        places_S: int32 on the device.
+        store: Store of the weights.
+        places_S: int32 places on the device.
     """
 
     def __init__(self, store: SlotStore, places: Sequence[int]) -> None:
@@ -99,12 +99,12 @@ class DeviceSlots:
 
     @property
     def in_dim(self) -> int:
-        """Features that a row comes with."""
+        """Input features of a row."""
         return self.store.weights.in_dim
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all that belongs to one expert's weight."""
+        """Bytes of one expert's weight with all its parts."""
         return self.store.place_bytes
 
     @property
@@ -118,30 +118,30 @@ class DeviceSlots:
             tensor.copy_(parts[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that belongs to the first slot, by name: "" is the weight; views."""
+        """Return the first slot's tensors by name: "" is the weight; views."""
         return self.store.at(self._places[0])
 
     def at(self, slot: int) -> "DeviceSlots":
-        """One slot by itself; its memory is the slot's."""
+        """Return one slot alone; it shares the slot's memory."""
         return DeviceSlots(self.store, [self._places[slot]])
 
     def spare(self) -> "DeviceSlots":
-        """Take a place that no slot has.
+        """Take a place that no slot uses.
 
         Raises:
-            NoSpareSlotError: there is none.
+            NoSpareSlotError: No place is free.
         """
         return DeviceSlots(self.store, [self.store.take()])
 
     def release(self) -> None:
-        """Give the first slot's place back to the store; nothing may serve it any more."""
+        """Return the first slot's place to the store. Nothing may serve it afterwards."""
         self.store.give(self._places[0])
 
     def rearrange(self, parts: Sequence["DeviceSlots"]) -> None:
-        """Serve the places of single slots, in this order, from the next launch on.
+        """Use the places of single slots, in this order, from the next launch on.
 
         Raises:
-            NoSpareSlotError: that would be another number of slots.
+            NoSpareSlotError: The number of slots would change.
         """
         if len(parts) != len(self._places):
             raise NoSpareSlotError(
@@ -152,7 +152,7 @@ class DeviceSlots:
         self.places_S.copy_(torch.tensor(self._places, dtype=torch.int32))
 
     def exchange(self, slot: int, new: "DeviceSlots") -> "DeviceSlots":
-        """Let a slot serve the place of `new`, from the next launch on; returns the place that it had."""
+        """Let a slot use the place of `new`, from the next launch on. Return its old place."""
         assert new.store is self.store, "an expert of another kind"
         old, self._places[slot] = self._places[slot], new._places[0]
         self.places_S[slot] = new._places[0]
@@ -160,7 +160,7 @@ class DeviceSlots:
 
 
 class DeviceExperts:
-    """Fills the stores of one model; `moe.backend.ExpertReader`."""
+    """`moe.backend.ExpertReader` that fills the stores of one model."""
 
     def __init__(
         self,
@@ -172,12 +172,12 @@ class DeviceExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Reserve a store for each kind of weight: all layers' slots of the kind, and the spare ones.
+        """Reserve a store for each kind of weight, with the slots of all layers of this kind and the spare ones.
 
         Args:
-            modules: the experts modules by name, with their parameters on meta.
-            num_spare: places of each store beyond the slots.
-            dtype: of weights that are not quantised, and of biases.
+            modules: Experts modules by name, with their parameters on meta.
+            num_spare: Places of each store beyond the slots.
+            dtype: Type of weights that are not quantised, and of biases.
         """
         self._loader, self._modules, self._dtype = loader, modules, dtype
         self._gates = {name: gate_of(module) for name, module in modules.items()}
@@ -195,14 +195,14 @@ class DeviceExperts:
         }
 
     def load(self, name: str, leaf: str, local_S: np.ndarray) -> DeviceSlots:
-        """See `ExpertReader`."""
+        """Read one weight of all slots of a layer, as `ExpertReader`."""
         store = self._stores[self._kinds[name, leaf]]
         slots = DeviceSlots(store, [store.take() for _ in local_S])
         self._fill(name, leaf, local_S, slots)
         return slots
 
     def read(self, name: str, leaf: str, expert: int, into: DeviceSlots) -> None:
-        """See `ExpertReader`; the modules' parameters need not be there any more."""
+        """Read one weight of one expert. Does not need the modules' parameters, which may be gone."""
         self._fill(name, leaf, np.array([expert]), into)
 
     def _fill(self, name: str, leaf: str, local_S: np.ndarray, slots: DeviceSlots) -> None:
@@ -212,12 +212,12 @@ class DeviceExperts:
             made = self._stored(name, leaf, weight, bias, slots.store.weights.format)
             if _types(made.parts) != wanted:
                 raise QuantisedWeightError(
-                    f"{name}.{leaf}: expert {local_S[slot]} comes as {_types(made.parts)}; the first as {wanted}"
+                    f"{name}.{leaf}: expert {local_S[slot]} has {_types(made.parts)}; the first expert has {wanted}"
                 )
             slots.put(slot, made.parts)
 
     def _like(self, name: str, leaf: str) -> "_Stored":
-        """An expert such as one layer has; read only if quantised, else on meta."""
+        """Return an expert of a layer as an example: on meta, or read if it is quantised."""
         module, target = self._modules[name], f"{name}.{leaf}"
         weight: Weight = torch.empty(getattr(module, leaf).shape[1:], device="meta")
         if module.is_transposed and isinstance(weight, Tensor):
@@ -232,7 +232,7 @@ class DeviceExperts:
     def _stored(
         self, name: str, leaf: str, weight: Weight, bias: Tensor | None, form: DeviceFormat | None = None
     ) -> "_Stored":
-        """One expert as the kernels take it; without a format in its own."""
+        """Convert one expert for the kernels, to `form` or its own format."""
         gate = Gate("none") if leaf == "down_proj" else self._gates[name]
         weight = self._loader.stored(f"{name}.{leaf}", weight)
         if isinstance(weight, Tensor):
@@ -261,5 +261,5 @@ def _kind_of(leaf: str, like: _Stored) -> Kind:
 
 
 def _types(parts: Mapping[str, Tensor], *, leading: int = 0) -> list[tuple[Any, ...]]:
-    """Each tensor's name, type and shape, the latter without leading dimensions."""
+    """Return each tensor's name, type and shape without leading dimensions."""
     return [(name, tensor.dtype, *tensor.shape[leading:]) for name, tensor in parts.items()]

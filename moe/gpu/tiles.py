@@ -1,9 +1,9 @@
-"""Which tile of the grouped product a launch takes: one for decode and one for prefill per weight format.
+"""Choose the tile of a launch of the grouped product: one for decode and one for prefill per weight format.
 
-The choice depends on the rows that a slot gets where loads are even, which follows from the step's capacity and is known
-to all ranks alike, never on which experts the rows chose. Tiles of a format add over the inner dimension in the same order and steps, with the same instruction of
-an architecture (64 columns on Hopper's wgmma, whatever the number of rows), so a row has the same bits in a decode step
-and beside prompts. The table of `attention.gpu.tiles` may say otherwise for a device, in all but the steps.
+The choice depends on the rows per slot with even loads, which follow from the step's capacity and are equal on
+all ranks, never on the experts that rows chose. Tiles of a format add over the inner dimension in the same order and
+steps, with the same instruction of an architecture (64 columns on Hopper's wgmma, for any number of rows), so a row has
+the same bits in decode steps and next to prompts. The table of `attention.gpu.tiles` may set all but the steps per device.
 """
 
 from typing import NamedTuple
@@ -12,35 +12,35 @@ from attention.gpu.tiles import device_names, shape_key, tile_of
 from moe.gpu.formats import PlacedWeights
 from moe.gpu.limits import TILE_INPUTS
 
-MANY_ROWS = 64  # per slot, from which reading weights costs less than multiplying
+MANY_ROWS = 64  # per slot; from here on, reading weights costs less than multiplying
 
 
 class GroupedTile(NamedTuple):
-    """The shape of a program's work."""
+    """Shape of a program's work."""
 
     rows: int
     columns: int
     inner: int
-    group: int  # tiles of rows that take turns at a tile of columns
+    group: int  # tiles of rows that share a tile of columns
     warps: int
     stages: int
 
 
-LEAST_COLUMNS = 64  # of one instruction of Hopper
+LEAST_COLUMNS = 64  # of one instruction on Hopper
 DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
-PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many: keep the tensor cores busy
-# Of quantised weights, in bytes or halves: a line of memory of each row, and FP8's scale for 128 inputs.
+PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many rows: keep the tensor cores busy
+# For quantised weights of eight or four bits: a cache line of each row, and FP8's scale for 128 inputs.
 QUANTISED_DECODE_TILE = GroupedTile(16, 64, TILE_INPUTS, 1, 4, 4)
 QUANTISED_PREFILL_TILE = GroupedTile(64, 128, TILE_INPUTS, 8, 8, 3)
 
 
 def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
-    """Pick the tile of a launch.
+    """Choose the tile of a launch.
 
     Args:
-        expected_pairs: that this rank gets where loads are even, at the size that all ranks agreed on.
-        num_slots: of this rank; as many on all ranks.
-        is_quantised: whether weights are.
+        expected_pairs: Pairs on this rank with even loads, at the size that all ranks agreed on.
+        num_slots: Slots of this rank; equal on all ranks.
+        is_quantised: True if weights are quantised.
     """
     if expected_pairs < MANY_ROWS * num_slots:
         return QUANTISED_DECODE_TILE if is_quantised else DECODE_TILE
@@ -48,16 +48,16 @@ def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = Fal
 
 
 def shape_of(weights: PlacedWeights) -> str:
-    """Name weights as the table does: by the kind of their codes, or plain ones' type, and their sides."""
+    """Return the weights' key in the table: the kind of their codes (or plain weights' type), and their sides."""
     codes, kind = weights.codes, weights.format.kind
     return shape_key(codes.dtype if kind == "plain" else kind, N=codes.shape[1], K=weights.in_dim)
 
 
 def tile_of_launch(expected_pairs: int, num_slots: int, weights: PlacedWeights) -> GroupedTile:
-    """Return what the table has for a launch on the weights' device, else `choose_tile`'s.
+    """Return the table's tile for a launch on the weights' device, otherwise that of `choose_tile`.
 
     Raises:
-        ValueError: the table would change the order of sums between steps.
+        ValueError: The table would change the order of sums between steps.
     """
     fallback = choose_tile(expected_pairs, num_slots, is_quantised=weights.format.kind != "plain")
     kernel = "grouped_decode" if expected_pairs < MANY_ROWS * num_slots else "grouped_prefill"
@@ -66,14 +66,14 @@ def tile_of_launch(expected_pairs: int, num_slots: int, weights: PlacedWeights) 
 
 
 def check_steps(shape: str, tile: GroupedTile, fallback: GroupedTile) -> GroupedTile:
-    """Return a tile of the table, if rows keep their bits with it.
+    """Return a tile of the table if it does not change rows' bits.
 
     Raises:
-        ValueError: they would not.
+        ValueError: It does.
     """
     if tile.inner != fallback.inner or tile.columns % LEAST_COLUMNS:
         raise ValueError(
-            f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; with inner "
-            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS} a row's bits are those of the other steps"
+            f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; it needs inner "
+            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS}, so that a row has the same bits in all steps"
         )
     return tile

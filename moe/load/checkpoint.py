@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint on disk: names, shapes, and reads that are counted.
 
-Reads are lazy (memory-mapped safetensors), whole tensors or rows of the first dimension, so that a rank touches
-only what it keeps. It knows nothing of models; `moe.load.loader` maps names to parameters.
+Reads are lazy (memory-mapped safetensors), of whole tensors or rows of the first dimension, so a rank reads only
+what it keeps. Independent of models: `moe.load.loader` maps names to parameters.
 """
 
 import ctypes
@@ -21,18 +21,18 @@ _DONTNEED = 4  # madvise(2)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message lists what is wrong with it."""
+    """A checkpoint that cannot be loaded; the message lists the problems."""
 
 
 class Checkpoint:
-    """The tensors of a directory, single file or sharded."""
+    """Tensors of a directory, in one file or in shards."""
 
     def __init__(self, directory: Path) -> None:
         """Open all shards and read their headers.
 
         Raises:
-            CheckpointError: no safetensors, a shard or a tensor that the index names is missing, one name in two files
-                without an index that chooses, or a damaged file.
+            CheckpointError: There are no safetensors; a shard or tensor of the index is missing; a name is in two files
+                and no index chooses one; or a file is damaged.
         """
         self.directory = directory
         self.bytes_read = 0  # of tensor data, counted per read
@@ -48,18 +48,18 @@ class Checkpoint:
         if absent:
             raise CheckpointError(
                 f"{directory / INDEX_NAME} lists {len(absent)} tensors that are not in their files, such as "
-                f"{', '.join(f'{name} ({indexed[name]})' for name in absent[:3])}: fetch index and files again, or take the "
-                f"index away to read what the files have"
+                f"{', '.join(f'{name} ({indexed[name]})' for name in absent[:3])}: download index and files again, or remove "
+                f"the index to read what the files contain"
             )
 
     def _add(self, file: str, shard: Any, indexed: Mapping[str, str]) -> None:
-        """Take what a file has, but for names that the index gives to another: leftovers of an older save, say."""
+        """Add a file's tensors, except names that the index assigns to another file (left over from an older save)."""
         own = [name for name in shard.keys() if indexed.get(name, file) == file]  # noqa: SIM118 - no mapping
         twice = sorted(self._shards.keys() & set(own))
         if twice:
             raise CheckpointError(
-                f"{self.directory} has {len(twice)} tensors in two files, such as {twice[0]} in {file} and in another that "
-                f"comes before it; keep one, or add an index ({INDEX_NAME}) that says which counts"
+                f"{self.directory} has {len(twice)} tensors in two files, such as {twice[0]} in {file} and in an earlier "
+                f"file; remove one of them, or add an index ({INDEX_NAME}) that names the file to use"
             )
         self._shards.update(dict.fromkeys(own, shard))
 
@@ -69,15 +69,15 @@ class Checkpoint:
             missing = [name for name in names if not (self.directory / name).is_file()]
             if missing:
                 index = self.directory / INDEX_NAME
-                raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:8])}")
+                raise CheckpointError(f"{index} names missing files: {', '.join(missing[:8])}")
             return [self.directory / name for name in names]
         paths = sorted(self.directory.glob("*.safetensors"))
         if not paths:
-            raise CheckpointError(f"{self.directory} holds no .safetensors files; other formats are not read")
+            raise CheckpointError(f"{self.directory} has no .safetensors files, the only supported format")
         return paths
 
     def _indexed(self) -> dict[str, str]:
-        """The file of every tensor that the index names; none without an index."""
+        """Return the file of every tensor in the index, or {} if there is no index."""
         index = self.directory / INDEX_NAME
         if not index.is_file():
             return {}
@@ -88,20 +88,20 @@ class Checkpoint:
             raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from error
 
     def names(self) -> list[str]:
-        """All tensor names, in no particular order."""
+        """Return all tensor names, in no particular order."""
         return list(self._shards)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape, from the header."""
+        """Return a tensor's shape from the header."""
         return tuple(self._shards[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """A tensor's dtype, from the header, as safetensors writes it (F32, BF16, F8_E4M3)."""
+        """Return a tensor's dtype from the header, as safetensors writes it (F32, BF16, F8_E4M3)."""
         return str(self._shards[name].get_slice(name).get_dtype())
 
     def num_bytes(self, name: str) -> int:
-        """A tensor's size in the file, from the header."""
-        bits = re.search(r"\d+", self.dtype(name))  # BOOL has a byte
+        """Return a tensor's size in the file from the header."""
+        bits = re.search(r"\d+", self.dtype(name))  # BOOL has none: one byte
         return prod(self.shape(name)) * (int(bits[0]) if bits else 8) // 8
 
     def read(self, name: str) -> Tensor:
@@ -113,9 +113,9 @@ class Checkpoint:
         return self._counted(self._shards[name].get_slice(name)[row : row + 1])
 
     def release_memory(self) -> None:
-        """Give the memory that reads have mapped back to the system; what is read again comes from the same files.
+        """Give the memory that reads have mapped back to the system. Later accesses read the same files again.
 
-        Tensors that were read stay as they are, unless somebody has written into one since.
+        Tensors that were read keep their values, unless they were written to since.
         """
         firsts = {id(shard): name for name, shard in self._shards.items()}.values()
         mapped = [self._shards[name].get_tensor(name).data_ptr() for name in firsts]

@@ -1,18 +1,18 @@
-"""Which modules a checkpoint leaves unquantised, by the list in its configuration. Knows no torch.
+"""Match modules against a checkpoint's list of unquantised modules. Does not use torch.
 
-Every tool writes such a list in its own way:
+Each tool has its own rule for such a list:
 
-- transformers (fp8, mxfp8, mxfp4): a regular expression of whole names from a module's start, or the end of its name.
-- compressed-tensors: a name, or a regular expression behind "re:".
-- ModelOpt and Quark: a name with wildcards, or a regular expression behind "re:".
+- transformers (fp8, mxfp8, mxfp4): a regular expression of whole name parts from a module's start, or the end of its name.
+- compressed-tensors: a name, or a regular expression after "re:".
+- ModelOpt and Quark: a name with wildcards, or a regular expression after "re:".
 - AutoAWQ: any part of a name.
 - GPTQModel: regular expressions (the "-:" rules of `dynamic`).
 
-The lists of published checkpoints have hundreds of entries (712 in GLM-5-FP8, 978 in Qwen3.8-FP8) and are consulted for
-every weight, so entries without wildcards are looked up in sets, and all others are compiled once.
-A list names modules as the published code does. transformers may put the same layer under another stem:
-`language_model.model.layers.3`, `model.language_model.layers.3` and `model.layers.3` are one layer.
-Rejected: matching every entry with `re.match`, whose cache holds 512 expressions: GLM-5-FP8 took 45 ms per weight.
+The lists of published checkpoints have hundreds of entries (712 in GLM-5-FP8, 978 in Qwen3.8-FP8) and are used for
+every weight. So entries without wildcards are looked up in sets, and all others are compiled once.
+A list names modules as in the published code. transformers may put the same layer under another stem:
+`language_model.model.layers.3`, `model.language_model.layers.3` and `model.layers.3` are the same layer.
+Rejected: matching every entry with `re.match`. Its cache holds 512 expressions, so GLM-5-FP8 took 45 ms per weight.
 """
 
 import fnmatch
@@ -29,10 +29,10 @@ _REGEX = "re:"
 
 
 class Rule(Enum):
-    """How a tool means an entry of its list."""
+    """How a tool interprets the entries of its list."""
 
     TRANSFORMERS = "regular expression of whole names, or the end of a name"
-    WILDCARDS = "name with wildcards, or regular expression behind re:"
+    WILDCARDS = "name with wildcards, or regular expression after re:"
     SUBSTRING = "part of a name"
     REGEX = "regular expression"
 
@@ -44,13 +44,13 @@ class Exclusions:
         """Compile the list.
 
         Raises:
-            re.error: an entry is no regular expression.
+            re.error: An entry is not a valid regular expression.
         """
         names, others = _split(entries, rule)
         self._parts = tuple(entries) if rule is Rule.SUBSTRING else ()
         self._names = frozenset(map(_without_stem, names))
         self._names_parents = rule is Rule.TRANSFORMERS
-        # transformers compares the ends of names as text. Other tools' names may lack their front.
+        # transformers compares ends of names as text. Names of other tools may lack their first parts.
         front = "" if rule is Rule.TRANSFORMERS else "."
         self._ends = frozenset(front + each for each in names)
         self._lengths = sorted({len(each) for each in self._ends})
@@ -65,7 +65,7 @@ class Exclusions:
             self._compile_wildcards(others)
 
     def __contains__(self, module: str) -> bool:
-        """Whether the list names a module; its name is the model's or the checkpoint's."""
+        """Return whether the list names a module, given by its name in the model or in the checkpoint."""
         if self._is_named(module) or self._is_named(_without_stem(module)) or self._has_end(module):
             return True
         if not (self._begins or self._patterns or self._parts):
@@ -95,7 +95,7 @@ class Exclusions:
 
 
 def _split(entries: Sequence[str], rule: Rule) -> tuple[list[str], list[str]]:
-    """Separate names from all that is more than a name."""
+    """Separate plain names from patterns."""
     if rule is Rule.SUBSTRING:
         return [], []
     is_name = [rule is not Rule.REGEX and bool(_IS_NAME.match(each)) for each in entries]

@@ -1,11 +1,11 @@
-"""Which tensors a quantised weight has in a checkpoint, how codes lie in them, and how they become rows of bytes.
+"""Tensors of a quantised weight in a checkpoint: their names, the layout of codes, and conversion to rows of bytes.
 
-By its name a tensor is a part of a weight: codes, scales or zeros; factor or divisor, which are second scales; order, the
-block of every input; shape. A weight whose codes have its own name (`W` of FP8, beside `W_scale_inv`) is no part by that.
+A tensor's name gives its part of a weight: codes, scales or zeros; factor or divisor (second scales); order (the
+block of every input); shape. Codes that have the weight's own name (`W` of FP8, next to `W_scale_inv`) have no such name.
 
-Every layout gives [..., N, K] bytes, or [..., N, K / 2] of two codes, the even input in the lower half, and zeros [N, B].
-compressed-tensors, AWQ and GPTQ put eight codes of four bits into an int32, the first in the lowest bits; in AWQ, whose
-words go over outputs, the eight are in an order of their own. Files are little-endian, as safetensors are.
+Every layout yields [..., N, K] bytes, or [..., N, K / 2] of two codes, the even input in the lower half, and zeros [N, B].
+compressed-tensors, AWQ and GPTQ pack eight codes of four bits into an int32, the first in the lowest bits. AWQ packs
+outputs into a word, in an order specific to AWQ. Files are little-endian, as safetensors are.
 
 Legend: N output features, K input features, B blocks of K.
 """
@@ -19,15 +19,15 @@ from torch import Tensor
 from moe.load.quantised_weight import Kind, int4_codes
 
 Shape = tuple[int, ...]
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each half byte of a word is, from the lowest on
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each half byte of a word, from the lowest
 
 
 class CodeLayout(NamedTuple):
-    """One way to put codes into a tensor."""
+    """A way to store codes in a tensor."""
 
     dtype: str  # as safetensors names it
     kind: Kind
-    shape: Callable[[Shape], Shape]  # of the weight, by that of the tensor
+    shape: Callable[[Shape], Shape]  # from the tensor's shape to the weight's
     codes: Callable[[Tensor], Tensor]  # bytes of rows
     zeros: Callable[[Tensor], Tensor] | None = None  # [N, B], as stored
     is_turned: bool = False  # scales are [B, N]
@@ -38,22 +38,22 @@ def _bytes(codes: Tensor) -> Tensor:
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """Bytes that are 128 more than they mean."""
+    """Convert bytes that are stored with an offset of 128."""
     return _bytes(codes) ^ 0x80
 
 
 def _over_outputs(words: Tensor) -> Tensor:
-    """Words [N / 8, B], each of eight outputs: [N, B]."""
+    """Unpack words [N / 8, B] of eight outputs each: [N, B]."""
     return int4_codes(_bytes(words[..., None].contiguous())).transpose(-1, -2).flatten(0, 1)
 
 
 def _words_of_columns(words: Tensor) -> Tensor:
-    """Words [n, N / 8], each of eight outputs in order: [n, N] bytes."""
+    """Unpack words [n, N / 8] of eight ordered outputs each: [n, N] bytes."""
     return int4_codes(_bytes(words.contiguous()))
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """AWQ's words with their half bytes in order."""
+    """Put the half bytes of AWQ's words in order."""
     ordered = torch.zeros_like(words)
     for place, output in enumerate(AWQ_ORDER):
         ordered |= (words >> (4 * place) & 15) << (4 * output)
@@ -61,14 +61,14 @@ def _in_order(words: Tensor) -> Tensor:
 
 
 def _rows_of_columns(columns: Tensor) -> Tensor:
-    """Bytes [K, N / 2] of two outputs: [N, K / 2] of two inputs."""
+    """Convert bytes [K, N / 2] of two outputs to [N, K / 2] of two inputs."""
     even, odd = columns[::2], columns[1::2]
     halves = (even & 15 | odd << 4, even >> 4 | odd & 0xF0)
     return torch.stack(halves, dim=-1).flatten(1).T.contiguous()
 
 
 def _gptq(words: Tensor) -> Tensor:
-    """Words [K / 8, N] of eight inputs, or [K / 4, N] of four: [N, bytes]."""
+    """Convert words [K / 8, N] of eight inputs, or [K / 4, N] of four, to [N, bytes]."""
     return _bytes(words[..., None].contiguous()).transpose(0, 1).flatten(1)
 
 
@@ -83,7 +83,7 @@ def _times(factor: int) -> Callable[[Shape], Shape]:
 BYTES = CodeLayout("F8_E4M3", "e4m3", _same, _bytes)
 INTEGERS = CodeLayout("I8", "int8", _same, _bytes)
 PAIRS = CodeLayout("U8", "e2m1", _times(2), _bytes)
-SIGNED_PAIRS = PAIRS._replace(dtype="I8")  # DeepSeek-V4's
+SIGNED_PAIRS = PAIRS._replace(dtype="I8")  # DeepSeek-V4
 WORDS = CodeLayout("I32", "int4", _times(8), _bytes, _over_outputs)
 WORDS_OF_BYTES = CodeLayout("I32", "int8", _times(4), _signed)
 AWQ = CodeLayout(
@@ -101,7 +101,7 @@ GPTQ_BYTES = CodeLayout(
 
 
 def _turned(layout: CodeLayout) -> CodeLayout:
-    """The same of weights that are kept as [..., K, N], codes of four bits in pairs over K."""
+    """Return the layout for weights stored as [..., K, N], with codes of four bits in pairs over K."""
     return CodeLayout(
         layout.dtype,
         layout.kind,
@@ -112,12 +112,12 @@ def _turned(layout: CodeLayout) -> CodeLayout:
 
 
 TURNED = {layout: _turned(layout) for layout in (BYTES, INTEGERS, PAIRS)}
-# gpt-oss': [E, N, blocks, 16].
+# gpt-oss: [E, N, blocks, 16].
 BLOCKS = CodeLayout(
     "U8", "e2m1", lambda shape: (*shape[:-2], shape[-2] * shape[-1] * 2), lambda codes: codes.flatten(-2)
 )
 
-# What belongs to a weight, by the end of its name; of fused experts "gate_up_proj_weight_scale" as well.
+# Part by the end of a name; of fused experts also after "gate_up_proj_" and the like.
 _PARTS = {
     "weight_packed": "codes",
     "weight_scale_inv": "scales",
@@ -128,9 +128,9 @@ _PARTS = {
     "weight_g_idx": "order",
     "weight_shape": "shape",
 }
-_AUTO_PARTS = {"qweight": "codes", "qzeros": "zeros", "scales": "scales", "g_idx": "order"}  # of AWQ and GPTQ
-_FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4's and Mistral Large 4's
-# Of rows and of keys and values, which are left as they are.
+_AUTO_PARTS = {"qweight": "codes", "qzeros": "zeros", "scales": "scales", "g_idx": "order"}  # AWQ and GPTQ
+_FP8_PARTS = {"scale": "scales", "qscale_weight": "scales"}  # DeepSeek-V4 and Mistral Large 4
+# Scales of activations, keys and values, which are not quantised here.
 UNREAD = (
     ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point", ".activation_scale", ".output_scale", ".qscale_act",
     ".k_scale", ".v_scale", ".kv_scale", ".q_scale", "_input_scale", "_activation_scale",
@@ -138,11 +138,11 @@ UNREAD = (
 
 
 def part_of(name: str, method: str, is_small: Callable[[str], bool]) -> tuple[str, str]:
-    """Return the weight and the part; "" for a tensor that is a weight itself.
+    """Return the weight and the part that a tensor belongs to; the part is "" if the tensor is itself a weight.
 
     Args:
-        method: quant_method.
-        is_small: whether there is a tensor of a name, in a type of eight bits or less.
+        method: quant_method of the configuration.
+        is_small: Whether a tensor of this name exists with a type of eight bits or less.
     """
     base, _, end = name.rpartition(".")
     if method == "mxfp4":

@@ -1,10 +1,10 @@
-"""Fill a model built on the meta device from a checkpoint: this rank's own weights, and no byte more.
+"""Fill a model built on the meta device from a checkpoint; read only this rank's weights.
 
-Names and layouts are `transformers`' business: its conversion mapping says how the tensors of a checkpoint
+`transformers` defines names and layouts: its conversion mapping describes how the tensors of a checkpoint
 become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names). We run the
-same conversions one expert at a time, for the experts that this rank's slots hold, so that a rank reads its
+same conversions one expert at a time, for the experts in this rank's slots, so that a rank reads only its
 share and peak memory is one expert. Everything is checked against the headers before any tensor is read, and all scales
-that this rank keeps before any weight is.
+of this rank before any weight.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,15 +21,15 @@ from moe.load.quantised_weight import INTEGER_BLOCK, QUANTISE, QuantisedWeight, 
 from moe.load.stored_tensors import StoredTensors
 
 WEIGHTS, EXPERTS = "weights", "experts"  # stages of loading that count bytes
-Report = Callable[[str, int, int], None]  # stage, how much of it is done, of how much
+Report = Callable[[str, int, int], None]  # stage, done, total
 Weight = Tensor | QuantisedWeight
-# Name, the tensor as it was read (quantised only if it is a linear layer's weight), and what the model declared: what
-# a module gets for it.
+# Takes the name, the tensor as read (quantised only if it is a linear layer's weight) and the tensor that the model
+# declared; returns the parameter or tensor for the module.
 Keep = Callable[[str, Weight, Tensor], Tensor | nn.Parameter]
 
 
 class Loader:
-    """Reads what a plan says into a model."""
+    """Reads a model's weights according to a plan."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class Loader:
         dtype: str,
         quantization: str | None = None,
     ) -> None:
-        """`dtype` is what weights are kept in: auto (the checkpoint's bfloat16 or float32), or one of the two.
+        """`dtype` is the storage type of weights: auto (the checkpoint's bfloat16 or float32), or one of the two.
 
-        With `quantization`, int8 or int4, experts and linear layers are quantised as they are read. Weights that are
-        quantised in the checkpoint are kept as they are, whatever is asked for.
+        `quantization` (int8 or int4) quantises experts and linear layers as they are read. Weights that are already
+        quantised in the checkpoint are not changed.
         """
         self._model, self._checkpoint, self._plan, self._dtype = model, checkpoint, plan, dtype
         self._quantise = None if quantization is None else QUANTISE[quantization]
 
     def stored(self, name: str, tensor: Weight) -> Weight:
-        """Bring a parameter's tensor, or one expert's, to the form that weights are kept in."""
+        """Convert a parameter's tensor, or one expert's, to the form in which weights are stored."""
         if isinstance(tensor, QuantisedWeight):
             return tensor
         if self._quantise is not None and tensor.shape[-1] % INTEGER_BLOCK == 0 and self._is_quantised(name):
@@ -56,30 +56,30 @@ class Loader:
         return self.cast(tensor)
 
     def _is_quantised(self, name: str) -> bool:
-        """Whether it is an expert's or a linear layer's; what chooses is left alone."""
+        """Return whether `--quantization` applies: to experts and linear layers, but not to routers."""
         if name in self._plan.experts or name in self._plan.fused:
             return True
         owner, _ = self._owner(name)
         return isinstance(owner, nn.Linear) and not name.endswith(("gate.weight", "router.weight"))
 
     def _is_last(self, name: str) -> bool:
-        """Whether it is the output projection, which has eight bits at least."""
+        """Return whether it is the output projection, which gets at least eight bits."""
         return self._owner(name)[0] is self._model.get_output_embeddings()
 
     def cast(self, tensor: Tensor) -> Tensor:
-        """Cast a tensor to the dtype that weights are kept in."""
+        """Cast a tensor to the storage type of weights."""
         if self._dtype == "float32" or tensor.dtype not in (torch.bfloat16, torch.float32):
             return tensor.float()
         return tensor.bfloat16() if self._dtype == "bfloat16" else tensor
 
     def check_scales(self, local: Mapping[str, np.ndarray]) -> None:
-        """Check the scales of all quantised weights that this rank keeps, so that a damaged one is found at once.
+        """Check the scales of all quantised weights on this rank, to find a damaged one early.
 
         Args:
-            local: expert of each of this rank's slots, -1 where empty, by expert parameter.
+            local: By expert parameter, the expert of each of this rank's slots, -1 if empty.
 
         Raises:
-            QuantisedWeightError: no kernel computes with them; it names the first tensor.
+            QuantisedWeightError: Scales are invalid; the message names the first tensor.
         """
         own = [
             self._source(target, expert)
@@ -91,7 +91,7 @@ class Loader:
                 self._checkpoint.check_scales(name, row)
 
     def load_plain(self, keep: Keep, report: Report) -> None:
-        """Load everything that is not an expert, as `keep` wants it."""
+        """Load all weights except experts, each in the form that `keep` returns."""
         plan = self._plan
         sizes = {target: self._num_bytes(source) for target, source in plan.plain.items()}
         done, total = 0, sum(sizes.values())
@@ -104,7 +104,7 @@ class Loader:
             if target in plan.plain:
                 continue
             owner, leaf = self._owner(target)
-            if self._quantise is not None and self._is_last(target):  # the embedding is left alone
+            if self._quantise is not None and self._is_last(target):  # the embedding stays unquantised
                 self._assign(target, self._convert(original, plan.plain[original])[original], keep)
             else:
                 other, other_leaf = self._owner(original)
@@ -112,7 +112,7 @@ class Loader:
                 setattr(owner, leaf, getattr(other, other_leaf))
 
     def expert_bytes(self, target: str, local_S: np.ndarray) -> int:
-        """What one expert parameter takes in the files, without its bias, for this rank's slots."""
+        """Return the bytes in the files of one expert parameter, without its bias, for this rank's slots."""
         own = [self._source(target, expert) for expert in local_S[local_S >= 0].tolist()]
         return sum(self._num_bytes(source, row) for source, row in own)
 
@@ -125,18 +125,17 @@ class Loader:
         """Read one expert parameter for this rank's slots, one expert at a time.
 
         Args:
-            module: the experts module.
-            target: the parameter, `...experts.gate_up_proj`; its bias is read with it.
-            local_S: expert of each of this rank's slots, -1 where empty.
+            module: Experts module.
+            target: Parameter, `...experts.gate_up_proj`; its bias is read too.
+            local_S: Expert of each of this rank's slots, -1 if empty.
 
         Yields:
-            Slot; the weight [outputs, inputs] in the checkpoint's dtype, or quantised; its bias, if the family has any.
+            Slot; weight [outputs, inputs] in the checkpoint's dtype, or quantised; bias, or None if the family has none.
         """
         biases = dict(self._read_parameter(f"{target}_bias", local_S)) if module.has_bias else {}
         for slot, weight in self._read_parameter(target, local_S):
-            if module.is_transposed and isinstance(
-                weight, Tensor
-            ):  # quantised ones are [outputs, inputs] always
+            # Quantised weights are always [outputs, inputs].
+            if module.is_transposed and isinstance(weight, Tensor):
                 weight = weight.T
             bias = biases.get(slot)
             assert not isinstance(bias, QuantisedWeight), f"{target}_bias is quantised"
@@ -150,12 +149,12 @@ class Loader:
             yield slot, self._convert(target, source, row=row, is_one_expert=True)[target][0]
 
     def _source(self, target: str, expert: int) -> tuple[ParameterSource, int | None]:
-        """What an expert's parameter is read from, and which row of it, where all experts are one tensor."""
+        """Return the source of an expert's parameter, and its row if one tensor holds all experts."""
         plan = self._plan
         return (plan.fused[target], expert) if target in plan.fused else (plan.experts[target][expert], None)
 
     def is_quantised(self, target: str) -> bool:
-        """Whether experts of one parameter are quantised in the checkpoint."""
+        """Return whether one parameter's experts are quantised in the checkpoint."""
         plan = self._plan
         source = plan.fused.get(target) or next(iter(plan.experts[target].values()))
         return plan.is_quantised(source)
@@ -163,7 +162,7 @@ class Loader:
     def _convert(
         self, target: str, source: ParameterSource, *, row: int | None = None, is_one_expert: bool = False
     ) -> Mapping[str, Weight]:
-        """Read a source and run its conversion, over codes, scales and all else alike; returns parameters by name."""
+        """Read a source and run its conversion on codes, scales and all other parts. Return parameters by name."""
         plan, stored = self._plan, self._checkpoint
         if not plan.is_quantised(source):
             return plan.convert(target, source, partial(stored.read, row=row), is_one_expert=is_one_expert)
@@ -188,10 +187,10 @@ class Loader:
         declared = getattr(owner, leaf)
         is_matrix = leaf == "weight" and len(tensor.shape) == 2 and leaf not in owner._buffers
         if isinstance(tensor, QuantisedWeight) and not is_matrix:
-            tensor = tensor.dequantised()  # nothing that kernels of ours multiply with
-        assert tensor.shape == declared.shape, f"{name}: the plan let {list(tensor.shape)} pass"
+            tensor = tensor.dequantised()  # the kernels multiply only with matrices
+        assert tensor.shape == declared.shape, f"{name}: the plan accepted shape {list(tensor.shape)}"
         if leaf in owner._buffers:
-            assert isinstance(tensor, Tensor), "a buffer that is a matrix of a linear layer"
+            assert isinstance(tensor, Tensor), "a buffer is a quantised matrix"
             owner._buffers[leaf] = tensor.to(declared.dtype)
             return
         kept = keep(name, tensor, declared)

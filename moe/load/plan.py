@@ -1,9 +1,9 @@
 """Which tensors of a checkpoint make which parameters of a model, from names and headers alone.
 
-Names and layouts are `transformers`' business: its conversion mapping says how the tensors of a checkpoint
-become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names). What they
-would make is found by running the same conversions on meta tensors, so that one error lists everything that is
-wrong with a checkpoint, of all experts and not only this rank's, before a byte is read.
+`transformers` defines names and layouts: its conversion mapping describes how the tensors of a checkpoint
+become the parameters of a model (per-expert tensors merged, gate and up concatenated, old names). The same
+conversions run on meta tensors to find the results. So one error lists all problems of a checkpoint, for all
+experts and not only this rank's, before any byte is read.
 """
 
 import copy
@@ -35,25 +35,25 @@ from moe.text_part import conversions, left_out
 
 EXPERT_INDEX = re.compile(r"experts\.(\d+)\.")
 ALWAYS_IGNORED = (r"rotary_emb\.inv_freq", r"\.masked_bias$")
-LISTED = 50  # names an error lists before it counts the rest
+LISTED = 50  # names that an error lists; the rest are counted
 
 
 @dataclass
 class ParameterSource:
-    """The checkpoint tensors that become one parameter (of one expert, for per-expert layouts)."""
+    """Checkpoint tensors that become one parameter (of one expert, for per-expert layouts)."""
 
     converter: WeightConverter | None = None
     names: list[tuple[str, str]] = field(default_factory=list)  # (tensor, the converter's source pattern)
 
     def absent(self) -> list[str]:
-        """The converter's source patterns that no tensor stands for."""
+        """Return the converter's source patterns that match no tensor."""
         if self.converter is None:
             return []
         return sorted(set(self.converter.source_patterns) - {pattern for _, pattern in self.names})
 
 
 class ParameterPart(NamedTuple):
-    """A source, what it makes, and the shape that this must have."""
+    """A source, the parameter that it makes, and the required shape."""
 
     target: str
     source: ParameterSource
@@ -62,15 +62,15 @@ class ParameterPart(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What a checkpoint's tensor is of."""
+    """The parameter that a checkpoint tensor belongs to, and the converter and source pattern that matched."""
 
-    name: str  # of the parameter
-    pattern: str | None  # of the converter's, which the tensor is one source of
+    name: str
+    pattern: str | None
     converter: WeightConverter | None
 
 
 class LoadPlan:
-    """Which tensors of the checkpoint make which parameters; built from names and shapes alone."""
+    """Assignment of checkpoint tensors to parameters, built from names and shapes alone."""
 
     def __init__(
         self, model: PreTrainedModel, checkpoint: StoredTensors, num_experts: dict[str, int]
@@ -78,12 +78,12 @@ class LoadPlan:
         """Match names.
 
         Args:
-            model: built on meta.
-            checkpoint: its weights, quantised ones under the shape they would have.
-            num_experts: experts of every expert parameter, by parameter name.
+            model: Model on the meta device.
+            checkpoint: Its weights. Quantised ones have the shape of the plain weight.
+            num_experts: Number of experts of every expert parameter, by parameter name.
 
         Raises:
-            CheckpointError: listing missing, unexpected and wrong-shaped tensors.
+            CheckpointError: Tensors are missing, unexpected or of the wrong shape; the message lists them.
         """
         self.plain: dict[str, ParameterSource] = defaultdict(ParameterSource)
         self.experts: dict[str, dict[int, ParameterSource]] = defaultdict(
@@ -97,13 +97,13 @@ class LoadPlan:
         transforms = conversions(model)
         self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-        self._parts_of_lists: dict[int, list[WeightConverter]] = {}  # see `_converters_of_parts`
+        self._parts_of_lists: dict[int, list[WeightConverter]] = {}  # cache of `_converters_of_parts`
         names = sorted(checkpoint.names(), key=dot_natural_key)
         self._mtp = MtpNames(names, _num_layers(model))
         self._unscoped = _without_scope(self._renamings), _without_scope(self._converters)
         unread = [name for name in names if not self._place(name)] + self._twice()
         unexpected = self._not_ignored(unread, "_keys_to_ignore_on_load_unexpected")
-        # What an MTP layer has is never ignored where it is read, and always where it is not.
+        # Tensors of an MTP layer must all be used if the model has the layer, and are ignored otherwise.
         if drafting_of(model) is not None:
             unexpected += [name for name in unread if name not in unexpected and self._mtp.renamed(name)]
         else:
@@ -121,7 +121,7 @@ class LoadPlan:
             )
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """A parameter's shape in the model."""
+        """Return a parameter's shape in the model."""
         return tuple(self._meta[target].shape)
 
     def convert(
@@ -132,10 +132,10 @@ class LoadPlan:
         *,
         is_one_expert: bool = False,
     ) -> dict[str, Tensor]:
-        """Read a source's tensors and run its conversion; returns the parameters it makes, by name.
+        """Read a source's tensors and run its conversion. Return the resulting parameters by name.
 
         Args:
-            read: by tensor. is_one_expert: it reads what one expert has, and so that is what comes out.
+            read: Reads a tensor by name. is_one_expert: True if it reads, and the result holds, one expert only.
         """
         if source.converter is None:
             return {target: read(source.names[0][0])}
@@ -152,13 +152,13 @@ class LoadPlan:
         }
 
     def is_quantised(self, source: ParameterSource) -> bool:
-        """Whether a source is codes and scales, to be converted one after the other."""
+        """Return whether a source is quantised, so that its parts must be converted separately."""
         return any(self._checkpoint.is_quantised(name) for name, _ in source.names)
 
     def _place(self, name: str) -> bool:
-        """Put a checkpoint tensor where it belongs; False when nothing takes it."""
+        """Assign a checkpoint tensor to its parameter. Return False if no parameter takes it."""
         of_mtp = None if drafting_of(self._model) is None else self._mtp.renamed(name)
-        if of_mtp == "":  # what the model has already
+        if of_mtp == "":  # a copy of a tensor of the model
             return True
         target, pattern, converter = self._target(name) if of_mtp is None else self._mtp_target(of_mtp)
         index = EXPERT_INDEX.search(name)
@@ -171,7 +171,7 @@ class LoadPlan:
             converter = parts[at]
             target = target.replace(first, converter.target_patterns[0], 1)
         if target not in self._meta:
-            return target in self._known  # of a part that is left out
+            return target in self._known  # belongs to a part that was removed
         source = (
             self.plain[target] if target not in self._num_experts else self._expert_source(target, expert)
         )
@@ -184,18 +184,18 @@ class LoadPlan:
     def _target(self, name: str) -> "_Target":
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
-        if target not in self._known:  # a checkpoint that has the model's own names already
+        if target not in self._known:  # the checkpoint already has the model's own names
             target, pattern = rename_source_key(name, [], [], prefix, self._known)
         return _Target(target, pattern, _converter_of(pattern, self._converters))
 
     def _mtp_target(self, name: str) -> "_Target":
-        """Likewise for a tensor of an MTP layer: what its decoder layers are made of is converted as the decoder's own."""
+        """Return the target of an MTP layer's tensor; its decoder layers are converted like the decoder's own."""
         renamings, converters = self._unscoped
         target, pattern = rename_source_key(name, renamings, converters)
         return _Target(target, pattern, _converter_of(pattern, converters))
 
     def _settle(self) -> None:
-        """Let fused experts' quantised weights be read as [outputs, inputs], however they lie, without being turned."""
+        """Let quantised fused experts be read as [outputs, inputs] in any layout, without a transposition."""
         for target, source in self.fused.items():
             if len(source.names) != 1 or not self.is_quantised(source):
                 continue
@@ -211,9 +211,9 @@ class LoadPlan:
         return self.experts[target][expert] if expert < self._num_experts[target] else None
 
     def _converters_of_parts(self, converter: WeightConverter) -> list[WeightConverter]:
-        """A conversion for each module whose experts are listed together, one module's behind another's; else itself.
+        """Return one converter per module if a list holds the experts of several modules in sequence; otherwise itself.
 
-        ERNIE-4.5-VL has experts for text and for images in one list. That a conversion cuts a list so is tried.
+        ERNIE-4.5-VL has experts for text and for images in one list. A trial shows whether a conversion splits it this way.
         """
         if id(converter) not in self._parts_of_lists:
             parts = [_with_target(converter, target) for target in converter.target_patterns]
@@ -222,7 +222,7 @@ class LoadPlan:
         return self._parts_of_lists[id(converter)]
 
     def _twice(self) -> list[str]:
-        """Tensors for what another tensor makes already."""
+        """Return tensors for parameters that another tensor already makes."""
         spare = [
             name
             for target in self.fused
@@ -268,7 +268,7 @@ class LoadPlan:
                     yield ParameterPart(target, source, expert, (1, *self.shape(target)[1:]))
 
     def _mismatched(self) -> list[str]:
-        """What does not make its parameter; equal shapes under equal conversions are tried once."""
+        """Return sources that do not fit their parameter. Equal shapes with equal conversions are tried once."""
         wrong, fitting = [], set()
         for part in self._parts():
             shapes = [self._checkpoint.shape(name) for name, _ in part.source.names]
@@ -292,11 +292,8 @@ class LoadPlan:
 
         try:
             made = self.convert(part.target, part.source, read, is_one_expert=part.expert is not None)
-        except (
-            IndexError,
-            RuntimeError,
-            ValueError,
-        ):  # torch's and transformers' words for shapes that clash
+        # Errors of torch and transformers for shapes that do not match.
+        except (IndexError, RuntimeError, ValueError):
             return False
         if part.expert is not None:
             return tuple(made[part.target].shape) == part.wanted
@@ -305,7 +302,7 @@ class LoadPlan:
         )
 
     def _unmergeable(self) -> list[str]:
-        """What is quantised in part only, or in blocks of rows that do not stay whole where tensors are merged."""
+        """Return sources that are only partly quantised, or with blocks of rows that a merge would split."""
         problems = []
         for part in self._parts():
             names = [name for name, _ in part.source.names]
@@ -313,13 +310,15 @@ class LoadPlan:
                 continue
             plain = [name for name in names if not self._checkpoint.is_quantised(name)]
             if plain:
-                problems.append(f"{', '.join(plain)} (not quantised) for {part.target}, the rest of which is")
+                problems.append(
+                    f"{', '.join(plain)} (not quantised) for {part.target}, which is otherwise quantised"
+                )
             if any(isinstance(operation, Transpose) for operation in part.source.converter.operations):
-                problems.append(f"{', '.join(names)} (would have to be turned) for {part.target}")
+                problems.append(f"{', '.join(names)} (must be transposed) for {part.target}")
             codes = [name for name in names if name not in plain]
             forms = {self._checkpoint.composition(name): name for name in codes}
             if len(forms) > 1:
-                problems.append(f"{' and '.join(forms.values())} (in formats that differ) for {part.target}")
+                problems.append(f"{' and '.join(forms.values())} (in different formats) for {part.target}")
             shares = any(form.format.block_rows > 1 for form in forms)
             uneven = [name for name in codes if self._checkpoint.shape(name)[-2] % ROWS]
             if shares and uneven and len(names) > 1:
@@ -327,7 +326,7 @@ class LoadPlan:
         return problems + self._unlike()
 
     def _unlike(self) -> list[str]:
-        """Experts of one layer that are not kept alike: their slots could not change places."""
+        """Return experts of one layer in different formats: they could not exchange slots."""
         problems = []
         for target, sources in self.experts.items():
             forms = {
@@ -336,7 +335,7 @@ class LoadPlan:
                 for name, _ in source.names
             }
             if len(forms) > 1:
-                problems.append(f"{' and '.join(forms.values())} (in formats that differ) for {target}")
+                problems.append(f"{' and '.join(forms.values())} (in different formats) for {target}")
         return problems
 
     def _not_ignored(self, names: list[str], attribute: str) -> list[str]:
@@ -345,7 +344,7 @@ class LoadPlan:
 
 
 def _num_layers(model: PreTrainedModel) -> int:
-    """Decoder layers; where a configuration does not say, more than there are."""
+    """Return the number of decoder layers, or a larger number if the configuration does not give it."""
     return int(getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 0) or sys.maxsize)
 
 
@@ -354,7 +353,7 @@ def _converter_of(pattern: str | None, converters: list[WeightConverter]) -> Wei
 
 
 def _without_scope(transforms: list[Any]) -> list[Any]:
-    """Conversions of a part of a model, for tensors whose names are not that part's: MTP layers' are beside it."""
+    """Copy a model part's conversions for tensors of MTP layers, which have names outside that part."""
     copies = [copy.copy(each) for each in transforms if not isinstance(each, PrefixChange)]
     for each in copies:
         each.scope_prefix = None
@@ -362,7 +361,7 @@ def _without_scope(transforms: list[Any]) -> list[Any]:
 
 
 def _outputs(target: str, source: ParameterSource) -> list[str]:
-    """All parameters of a one-to-many conversion. The plan is keyed by the first of them, `target`."""
+    """Return all parameters of a one-to-many conversion. The plan is keyed by the first, `target`."""
     if source.converter is None or len(source.converter.target_patterns) < 2:
         return []
     first, *others = source.converter.target_patterns
@@ -381,7 +380,7 @@ def _with_target(converter: WeightConverter, target: str) -> WeightConverter:
 
 
 def _cuts_lists(converter: WeightConverter, config: Any) -> bool:
-    """Whether a conversion gives its first target the first experts of a list, its second as many behind them, and so on."""
+    """Return whether a conversion splits a list of experts evenly, in order, among its targets."""
     tried, targets = copy.deepcopy(converter), converter.target_patterns
     for number in range(2 * len(targets)):
         for pattern in converter.source_patterns:
@@ -398,7 +397,7 @@ def _cuts_lists(converter: WeightConverter, config: Any) -> bool:
 
 
 class _Declared:
-    """Stands where a conversion looks for the model: its parameters as they were declared, of fewer experts perhaps."""
+    """Takes the model's place in a conversion: its parameters as declared, perhaps with fewer experts."""
 
     def __init__(self, model: PreTrainedModel, meta: dict[str, Tensor], num_experts: int | None) -> None:
         self._model, self._meta, self._num_experts = model, meta, num_experts

@@ -1,13 +1,13 @@
-"""How a checkpoint is quantised, read off its configuration: what is served, and what is refused by name.
+"""Read a checkpoint's quantisation from its configuration; refuse unsupported ones by name.
 
-Knows no torch, so that the check before the start uses it too. The files' own tensors have the last word about which
-weight is quantised (`moe.load.stored_tensors`); this says which formats may be met. The list of modules that are not
-quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 ones.
-Rows are multiplied as they are: what a checkpoint says of quantising them is left alone, which is nearer to the model. What
-would change the answer otherwise (rotations of rows, sparse weights, smoothed rows) is refused.
+Does not use torch, so the check before the start can use it too. The tensors in the files decide which weights are
+quantised (`moe.load.stored_tensors`); this module lists the formats that may occur. The list of modules that are not
+quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 files.
+Activations are multiplied as they are: a checkpoint's quantisation of them is ignored, which is closer to the original
+model. Settings that would otherwise change answers (rotated or smoothed activations, sparse weights) are refused.
 
-Facts: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write, and
-what SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
+Sources: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write,
+and those that SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
 """
 
 import json
@@ -20,53 +20,52 @@ from typing import Any
 
 from moe.load.exclusions import Exclusions, Rule
 
-ROWS = 16  # outputs that share an FP8 scale on CPU: a block's must be a multiple
+ROWS = 16  # outputs that share an FP8 scale on CPU; a block's rows must be a multiple of this
 MICRO_BLOCK, NVFP4_BLOCK = 32, 16
 MODELOPT_FILE = "hf_quant_config.json"
 SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
-# What else is found under quant_method, for people who do not know the word in their config.json, and why it is not read.
+# Other values of quant_method: the tool's or format's full name, and the reason why it is not supported.
 KNOWN = {
-    "bitsandbytes": "bitsandbytes: its codes stand for a table of values (NF4, FP4) whose scales are quantised again, or have outliers apart",
-    "torchao": "torchao: its tensors are of classes of its own",
-    "blockwise_int8": "int8 in blocks: no kernel has scales of int8 that rows share",
-    "nvfp4": "NVFP4 of a tool that is not known: ModelOpt's and compressed-tensors' are read",
-    "hqq": "HQQ: its zeros are numbers with a point, which no kernel takes from codes",
+    "bitsandbytes": "bitsandbytes: its codes index a table of values (NF4, FP4) with quantised scales, or outliers are separate",
+    "torchao": "torchao: its tensors use custom classes",
+    "blockwise_int8": "int8 in blocks: no kernel supports int8 scales that rows share",
+    "nvfp4": "NVFP4 of an unknown tool: ModelOpt's and compressed-tensors' are supported",
+    "hqq": "HQQ: its zeros are floating-point numbers, which no kernel supports",
 }  # fmt: skip
 
 
 class UnservedQuantisationError(ValueError):
-    """A quantisation that is not served; the message names it and says what is."""
+    """A quantisation that is not supported; the message names it and lists the supported ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFormat:
-    """One way in which weights of a checkpoint are stored."""
+    """A storage format of weights in a checkpoint."""
 
     name: str  # fp8, mxfp8, int8, int4, nvfp4 or mxfp4
-    block_rows: int = 1  # outputs under one scale; 0: all
-    block: int = 0  # inputs under one scale; 0: all
-    has_zeros: bool = False  # codes are around numbers of their blocks', of int4
+    block_rows: int = 1  # outputs that share a scale; 0: all
+    block: int = 0  # inputs that share a scale; 0: all
+    has_zeros: bool = False  # int4 codes with a zero point per block
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantisation:
-    """How the quantised weights of a checkpoint are stored."""
+    """Storage of the quantised weights of a checkpoint."""
 
     method: str  # quant_method
-    formats: tuple[WeightFormat, ...]  # that may be met
+    formats: tuple[WeightFormat, ...]  # that may occur
     plain_modules: tuple[str, ...] = ()  # the configuration's list of modules that are not quantised
-    zeros_above: int = 0  # what a stored zero is less than it means (GPTQ's first format)
-    quantises_rows: bool = False  # it says how rows would be quantised, which is left alone
-    row_parts: tuple[str, int] | None = (
-        None  # weights whose name ends so: in so many parts of rows with blocks of their own
-    )
+    zeros_above: int = 0  # to add to a stored zero (GPTQ's first format)
+    quantises_rows: bool = False  # the checkpoint quantises activations, which is ignored
+    # Name suffix of weights that consist of this many parts of rows, each with its own blocks.
+    row_parts: tuple[str, int] | None = None
 
     def parts_of(self, name: str) -> int:
-        """How many parts of a weight's rows have blocks of their own, of which the last may be short."""
+        """Return the number of parts of a weight's rows with their own blocks; the last block of each may be short."""
         return self.row_parts[1] if self.row_parts and name.endswith(self.row_parts[0]) else 1
 
     def leaves_plain(self, module: str) -> bool:
-        """Whether `plain_modules` names a module."""
+        """Return whether `plain_modules` names a module."""
         return module in self._exclusions
 
     @cached_property
@@ -75,18 +74,18 @@ class Quantisation:
 
     @property
     def names(self) -> str:
-        """The formats' names."""
+        """Names of the formats."""
         return " and ".join(dict.fromkeys(each.name for each in self.formats))
 
     @property
     def in_words(self) -> str:
-        """What is said of it at start."""
-        rows = "; rows, keys and values are not quantised: the checkpoint's scales for them are left unread"
-        return f"{self.names}, kept in their codes{rows if self.quantises_rows else ''}"
+        """Description for the log at start."""
+        rows = "; activations, keys and values are not quantised: their scales in the checkpoint are ignored"
+        return f"{self.names}, kept as stored{rows if self.quantises_rows else ''}"
 
 
 def find_configuration(directory: Path, configured: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a checkpoint's `quantization_config`: the given one, or what ModelOpt writes in a file of its own."""
+    """Return a checkpoint's `quantization_config`: the given one, or the content of ModelOpt's separate file."""
     if configured:
         return dict(configured)
     try:
@@ -95,16 +94,16 @@ def find_configuration(directory: Path, configured: Mapping[str, Any] | None) ->
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UnservedQuantisationError(
-            f"{directory / MODELOPT_FILE} is not what ModelOpt writes: {error!r}"
+            f"{directory / MODELOPT_FILE} is not a ModelOpt file: {error!r}"
         ) from error
     return {"quant_method": "modelopt", **found} if found.get("quant_algo") else None
 
 
 def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
-    """Read a `quantization_config`; None stands for a checkpoint that is not quantised.
+    """Read a `quantization_config`. Return None if the checkpoint is not quantised.
 
     Raises:
-        UnservedQuantisationError: it is of a kind that is not served.
+        UnservedQuantisationError: The quantisation is not supported.
     """
     if not config:
         return None
@@ -113,13 +112,13 @@ def read_quantisation(config: Mapping[str, Any] | None) -> Quantisation | None:
         name, _, why = KNOWN.get(method, repr(method)).partition(": ")
         reason = f" ({method}: {why})" if why else ""
         raise UnservedQuantisationError(
-            f"the checkpoint is quantised with {name}{reason}; served are {SERVED}, and bfloat16, float16 and float32"
+            f"the checkpoint is quantised with {name}{reason}; supported: {SERVED}, and bfloat16, float16 and float32"
         )
     return _READERS[method](config)
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantisation:
-    """Of DeepSeek's, transformers' and MiniMax' files."""
+    """Read configurations of DeepSeek, transformers and MiniMax."""
     method, block = str(config["quant_method"]), config.get("weight_block_size")
     if (fmt := str(config.get("fmt", "e4m3"))) not in ("e4m3", "float8_e4m3fn"):
         raise _unserved(method, f"fmt = {fmt!r}", "'e4m3'")
@@ -144,7 +143,7 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
-    """Of gpt-oss' files."""
+    """Read gpt-oss configurations."""
     return Quantisation(
         method="mxfp4",
         formats=(WeightFormat(name="mxfp4", block=MICRO_BLOCK),),
@@ -152,7 +151,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
-# compressed-tensors' TransformLocation; vLLM does the others ("input", "output") to rows, and those of keys and queries.
+# compressed-tensors' TransformLocation. vLLM applies the others to activations ("input", "output"), keys and queries.
 _STORED_TRANSFORMS = ("weight_input", "weight_output")
 
 
@@ -163,7 +162,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
         raise _unserved(method, "sparse weights", "dense ones")
     if rotated := _rotates_rows(config.get("transform_config")):
         raise _unserved(
-            method, rotated, "transforms at weight_input and weight_output, which are in the weights already"
+            method, rotated, "transforms at weight_input and weight_output, which are already in the weights"
         )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
@@ -179,7 +178,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _rotates_rows(transforms: Any) -> str | None:
-    """Name a transform that has to be done to rows while serving; those of weights were done before they were stored."""
+    """Name a transform that must be applied to activations. Transforms of weights were applied before they were stored."""
     if not transforms:
         return None
     schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
@@ -191,16 +190,14 @@ def _rotates_rows(transforms: Any) -> str | None:
             return f"transform_config: {name} = {scheme!r}"
         for each in listed:
             if each.get("location") not in _STORED_TRANSFORMS:
-                return (
-                    f"transform_config: {name} transforms rows at {each.get('location')!r} (rotated weights)"
-                )
+                return f"transform_config: {name} transforms activations at {each.get('location')!r} (rotated weights)"
     return None
 
 
 def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:
-    """Read the weights of one of config_groups."""
+    """Read the weights of one entry of config_groups."""
     bits, kind, size = scheme.get("num_bits"), str(scheme.get("type")), scheme.get("group_size") or 0
-    # Where there is none, compressed-tensors tells by the size.
+    # Without a strategy, compressed-tensors derives it from the size.
     strategy = scheme.get("strategy") or {0: "tensor", -1: "channel"}.get(size, "group")
     if (bits, kind) == (8, "float"):
         if strategy == "block":
@@ -257,7 +254,7 @@ def _modelopt(config: Mapping[str, Any]) -> Quantisation:
         )
     if not formats:
         raise _unserved(
-            "modelopt", "no quant_algo of any layer (quantized_layers, config_groups)", "one for each layer"
+            "modelopt", "no quant_algo for any layer (quantized_layers, config_groups)", "one for each layer"
         )
     plain = _plain("modelopt", config, "exclude_modules", "ignore", "exclude")
     return Quantisation(method="modelopt", formats=formats, plain_modules=plain, quantises_rows=True)
@@ -288,7 +285,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
         raise _unserved("gptq", f"checkpoint_format = {layout!r}", "'gptq' or 'gptq_v2'")
     rules = [str(rule) for rule in config.get("dynamic") or ()]
     if not all(rule.startswith("-:") for rule in rules):
-        raise _unserved("gptq", "dynamic (modules with bits of their own)", "one number of bits")
+        raise _unserved("gptq", "dynamic (different bits for some modules)", "one number of bits")
     plain = _plain("gptq", {"dynamic": [rule.removeprefix("-:") for rule in rules]}, "dynamic")
     only = _grouped("gptq", config, bits=(4, 8))
     return Quantisation(
@@ -296,12 +293,12 @@ def _gptq(config: Mapping[str, Any]) -> Quantisation:
     )
 
 
-# AutoRound's packings that are GPTQ's; its own (auto_round) and that of AWQ are not read.
+# AutoRound's packings that match GPTQ's. Its own (auto_round) and AWQ's are not supported.
 _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2"}
 
 
 def _auto_round(config: Mapping[str, Any]) -> Quantisation:
-    """Of AutoRound, in GPTQ's layout (facts: its export_to_autoround)."""
+    """Read AutoRound configurations with GPTQ's layout (source: its export_to_autoround)."""
     packing, kind = config.get("packing_format", "auto_round:auto_gptq"), config.get("data_type", "int")
     if packing not in _AUTO_ROUND:
         raise _unserved("auto-round", f"packing_format = {packing!r}", " or ".join(map(repr, _AUTO_ROUND)))
@@ -315,14 +312,14 @@ def _auto_round(config: Mapping[str, Any]) -> Quantisation:
     others = [name for name, own in bits.items() if own != config.get("bits")]
     quantised = [name for name in others if not (isinstance(bits[name], int) and bits[name] >= 16)]
     if quantised:
-        seen = f"extra_config of {quantised[0]} (bits of its own)"
+        seen = f"extra_config of {quantised[0]} (different bits)"
         raise _unserved("auto-round", seen, "one number of bits, or 16")
     plain: dict[str, Any] = {f"-:(?:{name})$": {} for name in others}
     return _gptq({**config, "checkpoint_format": _AUTO_ROUND[packing], "dynamic": plain})
 
 
 def _per_channel(method: str, name: str, *fields: str) -> Callable[[Mapping[str, Any]], Quantisation]:
-    """Of tools that know one format: a scale per output, rows quantised while serving."""
+    """Return a reader for tools with one format: a scale per output; activations quantised at inference."""
 
     def read(config: Mapping[str, Any]) -> Quantisation:
         return Quantisation(
@@ -362,9 +359,7 @@ def _quark(config: Mapping[str, Any]) -> Quantisation:
 def _of_quark(scheme: Any) -> WeightFormat:
     if isinstance(scheme, list):
         kinds = [str(each.get("dtype")) for each in scheme if isinstance(each, Mapping)]
-        raise _unserved(
-            "quark", f"weights that are quantised {len(scheme)} times over ({', '.join(kinds)})", "once"
-        )
+        raise _unserved("quark", f"weights quantised {len(scheme)} times ({', '.join(kinds)})", "once")
     seen = scheme if isinstance(scheme, Mapping) else {}
     kind, how, size = seen.get("dtype"), seen.get("qscheme"), seen.get("group_size")
     if (
@@ -401,7 +396,7 @@ def _known_once(formats: Iterable[WeightFormat]) -> tuple[WeightFormat, ...]:
 
 
 def _blocks(method: str, field: str, block: Any) -> WeightFormat:
-    """FP8 under a scale per block."""
+    """Return the format of FP8 with a scale per block."""
     pair = _pair(block)
     if pair is None or pair[0] % ROWS:
         raise _unserved(method, f"{field} = {block}", f"[multiple of {ROWS}, any] such as [128, 128]")
@@ -417,7 +412,7 @@ def _pair(block: Any) -> tuple[int, int] | None:
 
 
 def _plain(method: str, config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
-    """Read the list of modules that are not quantised from the first of the fields that has one."""
+    """Read the list of modules that are not quantised, from the first of the fields that is set."""
     field = next((each for each in fields if config.get(each)), fields[0])
     listed, why = config.get(field) or (), ""
     if isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed):
@@ -427,12 +422,12 @@ def _plain(method: str, config: Mapping[str, Any], *fields: str) -> tuple[str, .
         except re.error as error:
             why = f" ({error})"
     raise UnservedQuantisationError(
-        f"the checkpoint's quantization_config has {field} = {listed!r}, which is no list of names or regular expressions{why}"
+        f"the checkpoint's quantization_config has {field} = {listed!r}, which is not a list of names or regular expressions{why}"
     )
 
 
 def _unserved(method: str, seen: str, allowed: str) -> UnservedQuantisationError:
     return UnservedQuantisationError(
-        f"the checkpoint is quantised as {method} with {seen}; served is {allowed}. Give such a checkpoint, or one in "
+        f"the checkpoint is quantised as {method} with {seen}; supported: {allowed}. Use such a checkpoint, or one in "
         f"bfloat16, float16 or float32"
     )

@@ -1,17 +1,16 @@
-"""A weight as quantised checkpoints hold it: codes of eight or four bits, and a scale per block of a row.
+"""A weight as in quantised checkpoints: codes of eight or four bits, and a scale per block of a row.
 
-What codes and scales are made of is free, because formats differ in little else (DESIGN D15):
-
+Formats differ mainly in the types of codes and scales, so both are fields (DESIGN D15):
     FP8 of blocks, channels, tensors      e4m3  float32, bfloat16 or float16
     MXFP8, MXFP4                          e4m3, e2m1  e8m0 per 32 (OCP Microscaling Formats 1.0)
     NVFP4                                 e2m1  e4m3 per 16, and a second scale over all blocks of a row
     int8 of channels                      int8  float32, bfloat16 or float16
-    int4 of groups, AWQ, GPTQ             int4  float32, bfloat16 or float16, perhaps with zeros that are not 8
+    int4 of groups, AWQ, GPTQ             int4  float32, bfloat16 or float16, perhaps with zeros other than 8
 
-Scales are kept per row, though some are the same for many rows, because then they can be cut, merged and put together as
-the weights are. On load two more may be made of plain weights: int8 and int4, a bfloat16 scale per 32 inputs of an output
-(`--quantization`; the second as llama.cpp's q4_0 chooses codes), whose products quantise the rows too. What a weight means
-is plain torch, the oracle of the kernels: value times scale, rounded once to float32.
+Scales are kept per row, even if many rows share them, so that they can be split, merged and joined like the weights.
+Two more forms can be made from plain weights on load (`--quantization`): int8 and int4, a bfloat16 scale per 32 inputs of
+an output. int4 chooses codes like llama.cpp's q4_0. Products with both quantise the activations too. `dequantised` is
+plain torch and the reference for the kernels: value times scale, rounded once to float32.
 
 Legend: N output features (rows), K input features, B blocks of K, R blocks of N.
 """
@@ -29,17 +28,17 @@ Kind = Literal["e4m3", "int8", "e2m1", "int4"]
 MXFP4_BLOCK = 32
 INTEGER_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-SCALE_LIMIT = 256.0  # 2^8, above which the CPU kernels' scale overflows; weights of 448 * 256 have no use
+SCALE_LIMIT = 256.0  # 2^8; the CPU kernels' scale overflows above it, and weights of 448 * 256 do not occur
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 CODE_TYPES = {
     "e4m3": torch.float8_e4m3fn, "int8": torch.int8, "e2m1": torch.uint8, "int4": torch.uint8,
 }  # fmt: skip
-DAMAGED = "the file is damaged, fetch it again"
-MIDDLE = 8  # what an int4 code of 0 is above, where no zeros are given
+DAMAGED = "the file is damaged, download it again"
+MIDDLE = 8  # zero point of int4 codes without zeros
 
 
 class QuantisedWeightError(CheckpointError):
-    """A quantised weight with values that cannot be computed with; the message says which."""
+    """A quantised weight with invalid values; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,12 @@ class QuantisedWeight:
     """One weight, or several of one shape."""
 
     codes: Tensor  # [..., N, K] float8_e4m3fn or int8, or [..., N, K / 2] uint8: the even input in the lower half
-    kind: Kind  # which number a code is; int4: 0 to 15, of which 8 or the block's zero is taken away
+    kind: Kind  # number format of a code; int4: 0 to 15, minus 8 or the block's zero
     scales: Tensor  # [..., N, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn
-    block: int  # inputs under one scale; the last block of a row may be short; K where a row has one scale
-    row_scales: Tensor | None = None  # [..., N] float32: of all blocks of a row (NVFP4's global scale)
-    zeros: Tensor | None = None  # [..., N, B] uint8, of int4
-    quantises_rows: bool = False  # made on load: kernels quantise what they multiply it with
+    block: int  # inputs that share a scale; the last block of a row may be short; K if a row has one scale
+    row_scales: Tensor | None = None  # [..., N] float32, for all blocks of a row (NVFP4's global scale)
+    zeros: Tensor | None = None  # [..., N, B] uint8, for int4
+    quantises_rows: bool = False  # made on load: kernels quantise the activations too
 
     def __post_init__(self) -> None:
         assert self.codes.dtype == CODE_TYPES[self.kind], f"{self.kind} codes are {self.codes.dtype}"
@@ -61,16 +60,16 @@ class QuantisedWeight:
 
     @property
     def in_dim(self) -> int:
-        """Input features K."""
+        """Number of input features K."""
         return int(self.codes.shape[-1]) * inputs_per_code(self.codes.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it stands for: [..., N, K]."""
+        """Shape of the plain weight: [..., N, K]."""
         return (*self.codes.shape[:-1], self.in_dim)
 
     def __getitem__(self, index: int) -> "QuantisedWeight":
-        """One of several weights; views."""
+        """Return one of several weights; views."""
         row_scales = None if self.row_scales is None else self.row_scales[index]
         zeros = None if self.zeros is None else self.zeros[index]
         return replace(
@@ -78,19 +77,19 @@ class QuantisedWeight:
         )
 
     def under(self, block: int) -> "QuantisedWeight":
-        """The same under scales of so many inputs."""
+        """Return the same weight with scales for `block` inputs each."""
         return replace(self, block=block)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it is made of, by the names of the fields."""
+        """Return its tensors by the names of the fields."""
         parts = {name: getattr(self, name) for name in ("codes", "scales", "row_scales", "zeros")}
         return {name: part for name, part in parts.items() if part is not None}
 
     def check(self, name: str) -> None:
-        """Refuse what no kernel computes; what scales say `check_scales` checks, which needs no codes.
+        """Refuse what no kernel can compute with. Values of scales are checked by `check_scales`, without codes.
 
         Raises:
-            QuantisedWeightError: codes that are not a number, zeros above 15, or parts of another shape.
+            QuantisedWeightError: Codes are not a number, zeros are above 15, or a part has the wrong shape.
         """
         per_block = (*self.codes.shape[:-1], -(-self.in_dim // self.block))
         for what, part, wanted in (
@@ -99,21 +98,21 @@ class QuantisedWeight:
             ("second scales", self.row_scales, per_block[:-1]),
         ):
             if part is not None and tuple(part.shape) != wanted:
-                raise QuantisedWeightError(f"{name} has {what} {list(part.shape)}; it takes {list(wanted)}")
+                raise QuantisedWeightError(f"{name} has {what} {list(part.shape)}; it needs {list(wanted)}")
         if self.kind == "e4m3" and bool(((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
             raise QuantisedWeightError(f"{name} holds FP8 weights that are not a number")
         if self.zeros is not None and bool((self.zeros > 15).any()):
             raise QuantisedWeightError(
-                f"{name} has a zero of {int(self.zeros.max())}; zeros of four bits are 0 to 15"
+                f"{name} has a zero of {int(self.zeros.max())}; zeros of four bits must be 0 to 15"
             )
 
     def _factors(self) -> Tensor:
-        """What values are multiplied with: [..., N, B] float32."""
+        """Return the factors of the values: [..., N, B] float32."""
         scales = e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
         return scales if self.row_scales is None else scales * self.row_scales[..., None]
 
     def dequantised(self) -> Tensor:
-        """The weight that it stands for: [..., N, K] float32, new."""
+        """Return the plain weight: [..., N, K] float32, new."""
         if self.kind == "int4":
             values = int4_codes(self.codes).float()
             values -= MIDDLE if self.zeros is None else self._per_input(self.zeros.float())
@@ -122,54 +121,54 @@ class QuantisedWeight:
         return values * self._per_input(self._factors())
 
     def _per_input(self, per_block: Tensor) -> Tensor:
-        """[..., N, B] to [..., N, K]."""
+        """Expand [..., N, B] to [..., N, K]."""
         return per_block.repeat_interleave(self.block, dim=-1)[..., : self.in_dim]
 
     def block_scales(self, rows: int) -> Tensor:
-        """Scales per block of `rows` rows: [..., R, B].
+        """Return scales per block of `rows` rows: [..., R, B].
 
         Raises:
-            QuantisedWeightError: rows of one block have different scales.
+            QuantisedWeightError: Rows of one block have different scales.
         """
         firsts = self.scales[..., ::rows, :]
         again = firsts.repeat_interleave(rows, dim=-2)[..., : self.scales.shape[-2], :]
         if not torch.equal(again, self.scales):
             raise QuantisedWeightError(
-                f"a weight of {self.scales.shape[-2]} rows has scales that change within {rows} rows; the kernels "
-                f"take one scale for each {rows}"
+                f"a weight of {self.scales.shape[-2]} rows has different scales within {rows} rows; the kernels "
+                f"need one scale for each {rows}"
             )
         return firsts.contiguous()
 
 
 def check_scales(scales: Tensor, name: str, row_scales: Tensor | None = None, second: str = "") -> None:
-    """Refuse scales that no kernel computes with, whatever the codes are.
+    """Refuse scales that no kernel can compute with, for any codes.
 
     Args:
-        scales: [..., R, B], of R rows or blocks of rows, in a type of `SCALE_TYPES`.
-        name: of their tensor.
-        row_scales: [..., R] float32, what all blocks of a row are multiplied with as well.
-        second: the tensor that it is of.
+        scales: [..., R, B], for R rows or blocks of rows, in a type of `SCALE_TYPES`.
+        name: Name of their tensor.
+        row_scales: [..., R] float32, second scales for all blocks of a row.
+        second: Name of the tensor of second scales.
 
     Raises:
-        QuantisedWeightError: a scale is not a number or, times its second one, 2^8 and more; a second one is not a
-            number or 0.
+        QuantisedWeightError: A scale, times its second scale, is not a number below 2^8; or a second scale is 0, infinite
+            or not a number.
     """
     if row_scales is not None and bool((bad := ~row_scales.isfinite() | (row_scales == 0)).any()):
         raise QuantisedWeightError(
-            f"{second} makes a second scale of {row_scales[bad][0].item()}; it is a number, and not 0: {DAMAGED}"
+            f"{second} gives a second scale of {row_scales[bad][0].item()}; it must be a finite number, not 0: {DAMAGED}"
         )
     largest = _largest(scales) if row_scales is None else _largest(scales) * row_scales.abs()
-    beyond = ~(largest < SCALE_LIMIT)  # NaN is not below either
+    beyond = ~(largest < SCALE_LIMIT)  # true for NaN
     if bool(beyond.any()):
         seen = f"{largest[beyond][0].item()}{f' once multiplied with {second}' if second else ''}"
         raise QuantisedWeightError(
-            f"{name} has a scale of {seen}; scales are numbers below {SCALE_LIMIT:.0f}: {DAMAGED}"
+            f"{name} has a scale of {seen}; scales must be numbers below {SCALE_LIMIT:.0f}: {DAMAGED}"
         )
 
 
 def _largest(scales: Tensor) -> Tensor:
-    """The largest magnitude of every row: [..., R] float32; NaN where one is not a number."""
-    if scales.dtype == torch.float8_e4m3fn:  # magnitudes are in the order of their bytes, NaN above all
+    """Return the largest magnitude of every row: [..., R] float32, NaN if a scale is not a number."""
+    if scales.dtype == torch.float8_e4m3fn:  # magnitudes sort like their bytes, NaN last
         return (scales.view(torch.uint8) & 0x7F).amax(-1).view(torch.float8_e4m3fn).float()
     if scales.dtype == torch.uint8:
         return scales.amax(-1).view(torch.float8_e8m0fnu).float()
@@ -177,7 +176,7 @@ def _largest(scales: Tensor) -> Tensor:
 
 
 def inputs_per_code(dtype: torch.dtype) -> int:
-    """How many inputs an element of a weight kept as `dtype` stands for."""
+    """Return the number of inputs per element of a weight stored as `dtype`."""
     return 2 if dtype == torch.uint8 else 1
 
 
@@ -192,7 +191,7 @@ def int8_weight(weight: Tensor) -> QuantisedWeight:
 
 
 def int4_weight(weight: Tensor) -> QuantisedWeight:
-    """Quantise [..., N, K] to four bits, K a multiple of 32: the value furthest from 0 becomes -8 scales."""
+    """Quantise [..., N, K] to four bits, K a multiple of 32. The value furthest from 0 gets the code of -8."""
     blocks = weight.float().reshape(*weight.shape[:-1], -1, INTEGER_BLOCK)
     furthest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)).squeeze(-1)
     scales = (furthest / -8).bfloat16()
@@ -205,7 +204,7 @@ QUANTISE = {"int8": int8_weight, "int4": int4_weight}  # by `--quantization`
 
 
 def _bfloat16_above(values: Tensor) -> Tensor:
-    """Round up: what is divided by it is at most as large as before."""
+    """Round up, so that quotients by the result do not grow."""
     rounded = values.bfloat16()
     return torch.where(
         rounded.float() < values, torch.nextafter(rounded, torch.full_like(rounded, float("inf"))), rounded
@@ -213,22 +212,22 @@ def _bfloat16_above(values: Tensor) -> Tensor:
 
 
 def _divisor(scales: Tensor) -> Tensor:
-    """Of a block's weights; 1 where all are 0."""
+    """Return the divisor of a block's weights; 1 if all are 0."""
     wide = scales.float().unsqueeze(-1)
     return torch.where(wide == 0, torch.ones_like(wide), wide)
 
 
 def int4_codes(codes: Tensor) -> Tensor:
-    """[..., n] bytes to [..., 2 * n], the lower half first."""
+    """Unpack [..., n] bytes to [..., 2 * n] codes, the lower half first."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 def e2m1_values(codes: Tensor) -> Tensor:
-    """[..., n] bytes to [..., 2 * n] float32."""
+    """Convert [..., n] bytes to [..., 2 * n] float32 values."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     return table[int4_codes(codes).long()]
 
 
 def e8m0_values(scales: Tensor) -> Tensor:
-    """2^(byte - 127) as float32."""
+    """Return 2^(byte - 127) as float32."""
     return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)

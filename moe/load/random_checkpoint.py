@@ -1,10 +1,10 @@
-"""A checkpoint that is nowhere: a model's own tensors, drawn from a seed by name whenever they are read.
+"""A checkpoint without files: a model's own tensors, drawn by name from a seed whenever they are read.
 
-For measuring models whose weights are not at hand or would not fit on the disk: speed does not depend on what weights
-say, as long as they look like weights. Spreads keep activations at their size through the layers, make routers decided
-and give logits a clear maximum: with a usual initialisation (0.02) the softmax is nearly flat.
-A row is drawn alone, so what a rank reads does not depend on which other rows it reads. Tensors are drawn where they
-will be used, and are equal on one kind of device only.
+For measuring models with weights that are not available or do not fit on the disk: speed does not depend on values,
+if they resemble weights. Their spread keeps activations at the same size through the layers, makes routers decisive
+and gives logits a clear maximum. With a usual initialisation (0.02) the softmax is nearly flat.
+A row is drawn independently, so its values do not depend on which other rows a rank reads. Tensors are drawn on the
+device that uses them, and are equal only on devices of one kind.
 """
 
 import math
@@ -26,7 +26,7 @@ _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class RandomCheckpoint(Checkpoint):
-    """See `Checkpoint`; its names and shapes are those of a model on the meta device."""
+    """A `Checkpoint` with the names and shapes of a model on the meta device."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class RandomCheckpoint(Checkpoint):
         dtype: torch.dtype,
         seed: int = 0,
     ) -> None:
-        """Note names and shapes.
+        """Record names and shapes.
 
         Args:
-            directory: of the configuration, for messages.
-            model: not kept.
-            device: where tensors are drawn.
-            dtype: what they are of, bfloat16 or float32.
+            directory: Directory of the configuration, for messages.
+            model: Model to copy names from; not kept.
+            device: Device on which tensors are drawn.
+            dtype: Type of the tensors, bfloat16 or float32.
         """
         self.directory, self.bytes_read = directory, 0
         self._shards = {}
@@ -55,26 +55,26 @@ class RandomCheckpoint(Checkpoint):
         self._of_experts = {name for name in state if hasattr(_owner(model, name), "is_transposed")}
 
     def names(self) -> list[str]:
-        """See `Checkpoint`."""
+        """Return all tensor names."""
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See `Checkpoint`."""
+        """Return a tensor's shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> str:
-        """See `Checkpoint`."""
+        """Return the dtype, as safetensors writes it."""
         return _SAFETENSORS_NAMES[self._dtype]
 
     def read(self, name: str) -> Tensor:
-        """See `Checkpoint`. What experts have, biases too, is drawn as rows."""
+        """Draw a whole tensor. Experts' tensors, including biases, are drawn row by row."""
         shape = self._shapes[name]
         if name not in self._of_experts:
             return self._counted(self._draw(name, shape, row=0))
         return torch.cat([self.read_row(name, row) for row in range(shape[0])])
 
     def read_row(self, name: str, row: int) -> Tensor:
-        """See `Checkpoint`."""
+        """Draw row `row` of the first dimension, kept as a dimension of 1."""
         return self._counted(self._draw(name, (1, *self._shapes[name][1:]), row=row))
 
     def _draw(self, name: str, shape: tuple[int, ...], *, row: int) -> Tensor:
@@ -87,7 +87,7 @@ class RandomCheckpoint(Checkpoint):
 
 
 def spread(name: str, fan_in: int) -> float:
-    """Return a tensor's standard deviation, such that outputs have the wanted size for inputs of size 1."""
+    """Return a tensor's standard deviation that gives outputs the intended size for inputs of size 1."""
     if "embed_tokens" in name:
         return 1.0
     if not name.endswith(("weight", "_proj")):
@@ -97,7 +97,7 @@ def spread(name: str, fan_in: int) -> float:
 
 
 def _fan_in(model: Any, name: str, shape: tuple[int, ...]) -> int:
-    """How many inputs an output of this tensor sums."""
+    """Return how many inputs each output of this tensor sums."""
     is_transposed = getattr(_owner(model, name), "is_transposed", False)
     return shape[-2] if len(shape) == 3 and is_transposed else shape[-1]
 

@@ -1,15 +1,15 @@
-"""Multi-token prediction: the layers of a checkpoint that draft the tokens after the next one.
+"""Multi-token prediction: a checkpoint's layers that draft the tokens after the next one.
 
-An MTP layer joins the embedding of the token after a position with the hidden state that was computed there, runs a
-decoder layer of the model's own kind over the two, with a cache of its own, and a norm; the model's output projection
-makes logits of that: a draft of the token two places on (DeepSeek-V3, 2024). Its output is the next layer's hidden state,
-or, where drafts go deeper than there are layers, the same layer's again. What it drafts is equal to `transformers`'
-`MtpModel`, which counts rotary positions one higher: rotary angles only say how far apart tokens are.
-The decoder layers' classes are the model's; which kind each is its tensors say (`moe.mtp.names`).
-Rejected: `MtpModel` itself, which is built of a loaded model, knows its configuration's names for a third of the families,
-and leaves numbering that a cache shared with the model's own layers needs.
+An MTP layer joins the embedding of the token after a position with the hidden state of that position, runs a
+decoder layer of the model's own kind on them, with its own cache, and a norm. The model's output projection
+gives logits for the token two positions later (DeepSeek-V3, 2024). The output is the next layer's hidden state,
+or the same layer's again if drafts are deeper than there are layers. Drafts are equal to those of `transformers`'
+`MtpModel`, which counts rotary positions one higher: rotary angles depend only on distances between tokens.
+The decoder layers have the model's classes; their tensors determine their kinds (`moe.mtp.names`).
+Rejected: `MtpModel` itself. It needs a loaded model, supports the configurations of a third of the families,
+and does not number its layers so that they can share a cache with the model's own.
 
-Legend: T rows, D hidden dim, R rows whose logits are wanted, V vocabulary.
+Legend: T rows, D hidden dim, R rows that need logits, V vocabulary.
 """
 
 import copy
@@ -33,55 +33,54 @@ NAME = "drafting"
 
 
 class Origin(NamedTuple):
-    """Where rows go on from: hidden states, and which of these each row's is."""
+    """Hidden states that rows continue from, and the index of each row's."""
 
     hidden_TD: Tensor
     row_T: Tensor
 
 
 class Drafted(NamedTuple):
-    """What an MTP layer makes."""
+    """Output of an MTP layer."""
 
     logits_RV: Tensor  # float32, new
-    hidden_TD: Tensor  # normed, of all rows: what the next draft goes on from; stays until then
+    hidden_TD: Tensor  # normed, all rows: input of the next draft, valid until then
 
 
 class DraftRunner(Protocol):
-    """Runs an MTP layer in its modules' place."""
+    """Runs an MTP layer instead of its modules."""
 
     def draft(self, token_T: Tensor, origin: Origin, pages: Any, logits_R: Tensor) -> Drafted | None:
-        """See `Drafting.draft`; None: the modules are to do it this time."""
+        """Draft as `Drafting.draft` does. Return None if the modules must run this time."""
         ...
 
 
 class MtpHead(nn.Module):
-    """What an MTP layer has beside its decoder layers."""
+    """Parts of an MTP layer outside its decoder layers."""
 
     def __init__(self, norm: nn.Module, hidden_size: int) -> None:
-        """`norm`: the decoder's last, on meta, of whose kind the layer's are."""
+        """`norm` is the decoder's last norm, on meta; the layer's norms are of the same kind."""
         super().__init__()
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(norm) for _ in range(3))
         self.eh_proj = nn.Linear(2 * hidden_size, hidden_size, bias=False)
 
 
 class Drafting(nn.Module):
-    """All MTP layers of a model; a part of it, which its own forward does not call."""
+    """All MTP layers of a model: a part of it that its own forward does not call."""
 
     def __init__(self, net: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
-        """Build the modules on the device that is the default.
+        """Build the modules on the default device.
 
         Args:
-            net: the model.
-            layers: the decoder layers of each.
+            net: Model.
+            layers: Decoder layers of each MTP layer.
         """
         super().__init__()
         decoder: Any = net.get_decoder().base_model
         self._net, self._layers = weakref.ref(net), [list(blocks) for blocks in layers]
         config = decoder.config
         norm = next(part for name, part in reversed([*decoder.named_children()]) if "norm" in name)
-        self.programs: dict[
-            int, DraftRunner
-        ] = {}  # of layers, by their numbers: a device's faster form of them
+        # A device's faster forms of layers, by layer number.
+        self.programs: dict[int, DraftRunner] = {}
         self.heads = nn.ModuleList([MtpHead(norm, int(config.hidden_size)) for _ in layers])
         blocks = [block for each in layers for block in each]
         with _extended(config, blocks):
@@ -90,30 +89,30 @@ class Drafting(nn.Module):
 
     @property
     def num_layers(self) -> int:
-        """MTP layers: drafts deeper than so many use them again."""
+        """Number of MTP layers. Deeper drafts use them again."""
         return len(self._layers)
 
     def blocks(self, layer: int) -> list[nn.Module]:
-        """The decoder layers of one of them, in order."""
+        """Return the decoder layers of one MTP layer, in order."""
         return [self.layers[str(block.number)] for block in self._layers[layer]]
 
     @property
     def num_blocks(self) -> int:
-        """Their decoder layers, each with a place in the cache."""
+        """Number of their decoder layers, each with a place in the cache."""
         return len(self.layers)
 
     def draft(
         self, depth: int, token_T: Tensor, origin: Origin, position_T: Tensor, pages: Any, logits_R: Tensor
     ) -> Drafted:
-        """Run the MTP layer for a depth. Collective where it has experts.
+        """Run the MTP layer for a depth; collective if it has experts.
 
         Args:
-            depth: of the draft, from 0.
-            token_T: int64, the token after each row's.
-            origin: what was computed at each row before: by the decoder, its norm included, or by the draft before.
-            position_T: int64.
-            pages: the cache.
-            logits_R: rows whose logits are wanted.
+            depth: Depth of the draft, from 0.
+            token_T: int64 token after each row's.
+            origin: Hidden states of each row, from the decoder (after its final norm) or from the previous draft.
+            position_T: int64 positions.
+            pages: Cache.
+            logits_R: Rows that need logits.
         """
         program = self.programs.get(depth % self.num_layers)
         drafted = None if program is None else program.draft(token_T, origin, pages, logits_R)
@@ -127,7 +126,7 @@ class Drafting(nn.Module):
     def forward(
         self, depth: int, token_T: Tensor, hidden_TD: Tensor, position_T: Tensor, pages: Any
     ) -> Tensor:
-        """Run the modules, up to the last norm: [T, D]. `hidden_TD`: of each row; for the rest see `draft`."""
+        """Run the modules up to the last norm: [T, D]. `hidden_TD` has each row's hidden state; otherwise like `draft`."""
         decoder: Any = self._decoder
         head: Any = self.heads[depth % self.num_layers]
         embedded = decoder.get_input_embeddings()(token_T[None])
@@ -150,11 +149,11 @@ class Drafting(nn.Module):
             x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions,
             use_cache=True, pages=pages, **angles, **{CACHE: pages},
         )  # fmt: skip
-        rows: Tensor = out[0] if isinstance(out, tuple) else out  # some return what their index chose as well
+        rows: Tensor = out[0] if isinstance(out, tuple) else out  # some also return their index's choice
         return rows
 
     def _mask(self, block: MtpBlock, x: Tensor, positions: Tensor, pages: Any) -> Any:
-        """Whatever stands for a mask where the model attends through our organs."""
+        """Return the stand-in for a mask that our organs take."""
         config = self._decoder.config
         slides = _attention_kind(config, block) == "sliding_attention"
         make = create_sliding_window_causal_mask if slides else create_causal_mask
@@ -169,7 +168,7 @@ class Drafting(nn.Module):
 
 
 def add_drafting(net: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> None:
-    """Give a model on meta its MTP layers, as the attribute `drafting`."""
+    """Add MTP layers to a model on meta, as the attribute `drafting`."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(net.dtype)
     try:
@@ -180,7 +179,7 @@ def add_drafting(net: PreTrainedModel, layers: Sequence[Sequence[MtpBlock]]) -> 
 
 
 def drafting_of(net: nn.Module) -> Drafting | None:
-    """Return a model's MTP layers, if it was given them."""
+    """Return a model's MTP layers, or None if it has none."""
     found = getattr(net, NAME, None)
     return found if isinstance(found, Drafting) else None
 
@@ -190,12 +189,12 @@ def _attention_kind(config: Any, block: MtpBlock) -> str:
     at = block.number - int(config.num_hidden_layers)
     if at < len(said):
         return str(said[at])
-    # Only layers that slide have sinks in the families whose MTP layers slide and whose configuration does not say so (MiMo-V2).
+    # MiMo-V2's configuration does not list its sliding MTP layers. There, only sliding layers have sinks.
     return "sliding_attention" if block.has_sinks else "full_attention"
 
 
 def _more(name: str, config: Any, block: MtpBlock, values: Sequence[Any]) -> Any:
-    """What a list of the configuration says of one more layer."""
+    """Return the entry of a configuration's list for one more layer."""
     if name in ("layer_types", "layers_block_type"):
         wanted = _attention_kind(config, block) if block.has_attention else "moe"
         return next((kind for kind in (wanted, "indexed_attention") if kind in values), values[-1])
@@ -206,7 +205,7 @@ def _more(name: str, config: Any, block: MtpBlock, values: Sequence[Any]) -> Any
 
 @contextmanager
 def _extended(config: Any, blocks: Sequence[MtpBlock]) -> Iterator[None]:
-    """Let a configuration's lists of layers go on with these, while they are built: modules keep the configuration itself."""
+    """Extend a configuration's lists of layers while these are built. Modules keep a reference to the configuration."""
     count = int(config.num_hidden_layers)
     lists = {
         name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count

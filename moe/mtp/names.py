@@ -1,10 +1,10 @@
-"""Which tensors of a checkpoint are its multi-token-prediction (MTP) layers', and under which names this code has them.
+"""Find a checkpoint's tensors of multi-token-prediction (MTP) layers, and map their names to this code's.
 
-Publishers give these layers names in four ways, and configurations say little about them. So they are found by the names
-of tensors: whatever has a projection of a token's embedding and a hidden state (`eh_proj`, `fc`) starts one. Found are
-`model.layers.N.` past the decoder's last (DeepSeek-V3, GLM-4.5 and later, Hy3, Ling), `mtp.layers.N.` with what joins
-the two inputs beside (Qwen3-Next, Qwen3.5) or within (Nemotron-H, several decoder layers each), and
-`model.mtp.layers.N.` (MiMo-V2). Knows no torch.
+Publishers name these layers in four ways, and configurations contain little about them. So they are found by tensor
+names: a projection of a token's embedding and a hidden state (`eh_proj`, `fc`) starts a layer. Supported are
+`model.layers.N.` after the decoder's last layer (DeepSeek-V3, GLM-4.5 and later, Hy3, Ling), `mtp.layers.N.` with the
+projection next to the layers (Qwen3-Next, Qwen3.5) or within (Nemotron-H, several decoder layers each), and
+`model.mtp.layers.N.` (MiMo-V2). Does not use torch.
 Rejected: a table of model types, late for each new one.
 """
 
@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PREFIX = "drafting."  # of the names here: `moe.mtp.layers.Drafting` is a model's attribute of this name
-# What joins a token's embedding with a hidden state, within a layer.
+PREFIX = "drafting."  # of names in this code: a model's attribute with its `moe.mtp.layers.Drafting`
+# Names of the parts that join a token's embedding with a hidden state, if they are within a layer.
 _WITHIN = {
     "enorm": "enorm",
     "hnorm": "hnorm",
@@ -24,15 +24,15 @@ _WITHIN = {
     "shared_head.norm": "norm",
     "final_layernorm": "norm",
 }
-# And beside the layers.
+# Names of these parts if they are next to the layers.
 _BESIDE = {
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "fc": "eh_proj",
     "norm": "norm",
 }
-_OF_BLOCK = {"pre_mlp_layernorm": "post_attention_layernorm"}  # names that only MTP layers' tensors have
-_SHARED = ("embed_tokens", "shared_head.head")  # the model's own once more
+_OF_BLOCK = {"pre_mlp_layernorm": "post_attention_layernorm"}  # names that only MTP layers use
+_SHARED = ("embed_tokens", "shared_head.head")  # copies of the model's own
 _STARTS = re.compile(r"^((?:.*\.)?layers\.)(\d+)\.eh_proj\.")
 _STARTS_BESIDE = re.compile(r"^((?:.*\.)?mtp\.)fc\.")
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in configurations
@@ -43,8 +43,8 @@ class MtpBlock:
     """One decoder layer of an MTP layer.
 
     Attributes:
-        number: as if the decoder's layers went on.
-        has_experts, has_attention, has_sinks: what its tensors are of.
+        number: Layer number, counted on from the decoder's layers.
+        has_experts, has_attention, has_sinks: Kinds of tensors that it has.
     """
 
     number: int
@@ -54,22 +54,22 @@ class MtpBlock:
 
 
 class _Part(NamedTuple):
-    """What a tensor is of."""
+    """Place of a tensor in the MTP layers."""
 
-    at: int  # the layer's place among MTP layers' decoder layers
+    at: int  # the layer's index among all decoder layers of MTP layers
     name: str  # within the layer
-    joins: bool  # whether that is what joins the layer's inputs
+    joins: bool  # True if it joins the layer's inputs
 
 
 class MtpNames:
-    """The MTP layers of a checkpoint.
+    """MTP layers of a checkpoint.
 
     Attributes:
-        layers: the decoder layers of each; most have one.
+        layers: Decoder layers of each MTP layer; most have one.
     """
 
     def __init__(self, names: Iterable[str], num_hidden_layers: int) -> None:
-        """`names`: of all tensors. `num_hidden_layers`: of the decoder."""
+        """`names` are those of all tensors; `num_hidden_layers` counts the decoder's layers."""
         all_names = list(names)
         self._first = num_hidden_layers
         self._prefix, self._beside, self._offset, starts = _find(all_names, num_hidden_layers)
@@ -83,7 +83,7 @@ class MtpNames:
         self._starts = sorted(starts)
 
     def renamed(self, name: str) -> str | None:
-        """Return a tensor's name here, "" for what the model has already; None: it is of no MTP layer."""
+        """Return a tensor's name in this code, "" for a copy of the model's own, or None outside MTP layers."""
         part = self._part(name)
         if part is None:
             return None
@@ -126,7 +126,7 @@ class MtpNames:
 
 
 def _find(names: Iterable[str], num_hidden_layers: int) -> tuple[str, str, int, set[int]]:
-    """Where MTP layers' names begin, what joins their inputs (if that is beside), the first's number, those that start one."""
+    """Return the layers' prefix, the prefix of parts next to them or "", the first number, and layers that start an MTP layer."""
     starts: dict[str, set[int]] = {}
     for name in names:
         if found := _STARTS_BESIDE.match(name):
@@ -142,15 +142,15 @@ def _find(names: Iterable[str], num_hidden_layers: int) -> tuple[str, str, int, 
 
 
 def why_no_mtp(model_type: str, directory: Path) -> str:
-    """Say that a checkpoint has no MTP layers, and what to do."""
+    """Return a message that a checkpoint has no MTP layers, with alternatives."""
     return (
-        f"{model_type}: {directory} has no layers for multi-token prediction under a name that is known (eh_proj in a layer past "
-        f"the decoder's last or in mtp.layers, or mtp.fc): take the method ngram or suffix, which need none, or draft nothing"
+        f"{model_type}: {directory} has no layers for multi-token prediction under a known name (eh_proj in a layer after "
+        f"the decoder's last or in mtp.layers, or mtp.fc): use the method ngram or suffix, which need none, or disable drafts"
     )
 
 
 def layers_of_config(config: Any) -> tuple[tuple[MtpBlock, ...], ...]:
-    """Return the MTP layers that a text decoder's configuration speaks of, for weights that are not on disk."""
+    """Return the MTP layers that a text decoder's configuration lists, for weights that are not on disk."""
     count = next((int(found) for name in _COUNTS if (found := getattr(config, name, None))), 0)
     first = int(config.num_hidden_layers)
     return tuple((MtpBlock(number=first + at),) for at in range(count))

@@ -173,8 +173,8 @@ def _quantisation(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _shortened(reason: str) -> str:
-    """The reason alone: without what to do about it, and what else is served."""
-    for behind in ("; served ", "; give ", ". "):
+    """Return the reason without the remedy and the supported values."""
+    for behind in ("; supported: ", "; use ", ". "):
         reason = reason.partition(behind)[0]
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rpartition(' ')[0]} ..."
 

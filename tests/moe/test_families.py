@@ -61,27 +61,27 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "nemo_speechlm": RECURRENT_FAMILIES["nemotron_h"],
 }  # fmt: skip
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "inkling_text": ({}, "layer 0 keeps several states of a kind, one is served"),
+    "inkling_text": ({}, "layer 0 keeps several states of one kind; only one is supported"),
     "qwen3_next": (
         {"layer_types": ["linear_attention"] * 3},
         "no layer whose attention caches keys and values",
     ),
     "deepseek_v4": (
         {},
-        "asks its cache for 'layers': it keeps more than keys and values per token and the states",
+        "needs 'layers' in its cache: it keeps more than keys and values per token and the states",
     ),
     "minimax_m3_vl_text": (
         {"layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"]},
-        "asks its cache for 'layers': it keeps more than",
+        "needs 'layers' in its cache: it keeps more than",
     ),
     "llama": ({}, "llama has no experts.*not a Mixture-of-Experts model"),
     "qwen3": ({}, "qwen3 has no experts"),
-    "jetmoe": ({}, "jetmoe has no experts that transformers lets us serve"),
+    "jetmoe": ({}, "jetmoe has no experts that can be served"),
     "gemma2": ({}, "gemma2 has no experts"),
     "t5": ({}, "t5 is an encoder-decoder"),
     "switch_transformers": ({}, "switch_transformers is an encoder-decoder"),
     "bert": ({"num_hidden_layers": 1}, "bert"),
-    "vit": ({}, "vit is not a model that transformers can run as a causal language model"),
+    "vit": ({}, "transformers cannot run vit as a causal language model"),
 }
 # Real fields that are wrong or not served, on a family that is.
 MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -277,12 +277,17 @@ def test_options_without_effect_are_let_through() -> None:
 @pytest.mark.parametrize(
     ("options", "mask", "layer", "sentence"),
     [
-        ({"position_bias": torch.zeros(1), "softcap": 50.0}, EVERYTHING, 0, "wants position_bias, softcap"),
-        ({"is_causal": False}, EVERYTHING, 0, "wants is_causal=False"),
-        ({"indices": torch.zeros(1, 8, 2)}, EVERYTHING, 0, "picks tokens by another index"),
+        ({"position_bias": torch.zeros(1), "softcap": 50.0}, EVERYTHING, 0, "needs position_bias, softcap"),
+        ({"is_causal": False}, EVERYTHING, 0, "needs is_causal=False"),
+        (
+            {"indices": torch.zeros(1, 8, 2)},
+            EVERYTHING,
+            0,
+            "picks tokens by an index that is not over the latents",
+        ),
         ({"s_aux": torch.zeros(2)}, EVERYTHING, 0, r"sinks of shape \[2\], not one per head"),
-        ({}, Sight(None), 0, "a mask that is neither causal nor a sliding window"),
-        ({}, None, 0, "builds its mask itself"),
+        ({}, Sight(None), 0, "a mask that is neither causal, nor a sliding window"),
+        ({}, None, 0, "builds its own mask"),
         ({}, EVERYTHING, 1, "reads keys and values that no layer caches"),
     ],
 )
@@ -307,7 +312,7 @@ def test_lightning_attention_of_another_kind_is_refused(
     write_checkpoint("minimax", tmp_path)
     monkeypatch.setitem(RECURRENCES, LIGHTNING, lambda call, *rows: decaying_sum(call, *rows) + 0.01)
     with pytest.raises(
-        UnsupportedModelError, match="layer 0 computes lightning attention in a way of its own"
+        UnsupportedModelError, match="layer 0 computes an unknown form of lightning attention"
     ):
         build(tmp_path, max_model_len=64)
 
@@ -321,15 +326,15 @@ def test_a_state_that_is_computed_elsewhere_is_refused() -> None:
     ):
         notes = attending({})
         with pytest.raises(
-            UnsupportedModelError, match="layer 1 keeps a state that it computes with code of its own"
+            UnsupportedModelError, match="layer 1 keeps a state that it computes with its own code"
         ):
             ask(notes)
             notes.shapes(2)
     with pytest.raises(
-        UnsupportedModelError, match="layer 1 keeps a state that it convolves with code of its own"
+        UnsupportedModelError, match="layer 1 keeps a state that it convolves with its own code"
     ):
         attending({}).convolve(1, state[0], 4)
-    with pytest.raises(UnsupportedModelError, match="keeps several states of a kind"):
+    with pytest.raises(UnsupportedModelError, match="keeps several states of one kind"):
         attending({}).get_conv_state(1, state_idx=1)
 
 

@@ -29,7 +29,7 @@ def test_rows_asked_for_later_have_the_bits_of_the_forward(family: str, tmp_path
     write_checkpoint(family, tmp_path)
     model = build(tmp_path, max_model_len=128).model
     everything = forward(model, torch.arange(TOKENS), keeps_hidden=False)
-    with pytest.raises(AssertionError, match="not asked to keep"):
+    with pytest.raises(AssertionError, match="did not keep its hidden states"):
         model.logits_of(torch.arange(3))
     last = forward(model, torch.tensor([TOKENS - 1]), keeps_hidden=True)
     assert torch.equal(last, everything[-1:])

@@ -169,39 +169,39 @@ def test_the_published_sizes_of_mimo_v2_5_pro_are_built(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Ling 1": (
         {"architectures": ["BailingMoeForCausalLM"]},
-        r"architectures = .*served is \['BailingMoeV2ForCausalLM'\]",
+        r"architectures = .*must be \['BailingMoeV2ForCausalLM'\]",
     ),
-    "biases": ({"use_qkv_bias": True}, "use_qkv_bias = True; served is False"),
+    "biases": ({"use_qkv_bias": True}, "use_qkv_bias = True; must be False"),
     "another router of Ling": (
         {"score_function": "softmax"},
-        "score_function = 'softmax'; served is 'sigmoid'",
+        "score_function = 'softmax'; must be 'sigmoid'",
     ),
     "shared experts of another size": (
         {"moe_shared_expert_intermediate_size": 7},
-        "moe_shared_expert_intermediate_size = 7; served is num_shared_experts times moe_intermediate_size",
+        "moe_shared_expert_intermediate_size = 7; it must be num_shared_experts times moe_intermediate_size",
     ),
     "sinks in all layers": (
         {"add_full_attention_sink_bias": True},
-        "add_full_attention_sink_bias = True; served is False",
+        "add_full_attention_sink_bias = True; must be False",
     ),
     "no sinks": (
         {"add_swa_attention_sink_bias": False},
-        "add_swa_attention_sink_bias = False; served is True",
+        "add_swa_attention_sink_bias = False; must be True",
     ),
     "another layout": (
         {"attention_projection_layout": "x"},
-        "attention_projection_layout = 'x'; served is 'fused_qkv'",
+        "attention_projection_layout = 'x'; must be 'fused_qkv'",
     ),
-    "scaled rotary embeddings": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling = .*served is None"),
+    "scaled rotary embeddings": ({"rope_scaling": {"type": "yarn"}}, "rope_scaling = .*must be None"),
     "heads of two sizes": (
         {"swa_head_dim": 16},
-        "swa_head_dim = 16 and head_dim = 32; served are equal ones",
+        "swa_head_dim = 16 and head_dim = 32 differ; they must be equal",
     ),
     "no pattern": (
         {"hybrid_layer_pattern": [0, 1]},
         "hybrid_layer_pattern is not a list of 3 zeros and ones",
     ),
-    "another router": ({"scoring_func": "softmax"}, "scoring_func = 'softmax'; served is 'sigmoid'"),
+    "another router": ({"scoring_func": "softmax"}, "scoring_func = 'softmax'; must be 'sigmoid'"),
 }
 
 
@@ -229,7 +229,7 @@ def test_ling_2_6_is_not_taken_for_ling_3_0_which_has_its_type(tmp_path: Path) -
     assert Skeleton(tmp_path).experts, "as Ling 3.0 is published"
     _change(tmp_path, architectures=["BailingMoeV2_5ForCausalLM"])
     with pytest.raises(
-        UnsupportedModelError, match=r"architectures = \['BailingMoeV2_5ForCausalLM'\]; served is"
+        UnsupportedModelError, match=r"architectures = \['BailingMoeV2_5ForCausalLM'\]; must be"
     ):
         read_config(tmp_path)
 

@@ -23,7 +23,7 @@ NOT_TYPES = {"mistral3", "minimax_m3_vl"}
         ("kimi_k2", SupportStatus.SERVED, ""),
         ("qwen3_vl_moe", SupportStatus.TEXT_PART, ""),
         ("step3p5", SupportStatus.TEXT_PART, ""),
-        ("deepseek_v4", SupportStatus.REFUSED, "asks its cache for"),
+        ("deepseek_v4", SupportStatus.REFUSED, "in its cache: it keeps more than"),
         ("switch_transformers", SupportStatus.REFUSED, "encoder-decoder"),
         ("zaya", SupportStatus.REFUSED, "no kernel"),
     ],

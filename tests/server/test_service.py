@@ -437,6 +437,6 @@ def test_a_damaged_scale_ends_the_start_with_its_name(tmp_path: Path) -> None:
     with RealService.serve(model, tmp_path / "output.txt") as service:
         wait_until(lambda: service.processes[0].poll() is not None, service.output, within_s=START_S)
         assert service.processes[0].returncode == 1
-        said = f"rank 1: QuantisedWeightError: {scale} has a scale of nan; scales are numbers below 256: "
+        said = f"rank 1: QuantisedWeightError: {scale} has a scale of nan; scales must be numbers below 256: "
         assert service.output().count(said) == 1
         assert "Traceback" not in service.output()

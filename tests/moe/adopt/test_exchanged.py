@@ -24,7 +24,7 @@ def test_an_index_that_computes_something_else_is_refused(tmp_path: Path) -> Non
 
     with (
         mock.patch.object(glm.Glm5NextTextIndexer, "get_pooled_states", last_of_pool),
-        pytest.raises(UnsupportedModelError, match="layer 1 chooses pools of tokens in a way of its own"),
+        pytest.raises(UnsupportedModelError, match="layer 1 chooses pools of tokens by an unknown rule"),
     ):
         build(tmp_path, max_model_len=64)
 

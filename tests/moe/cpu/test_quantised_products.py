@@ -220,7 +220,7 @@ def test_scales_that_change_within_a_panel_are_refused() -> None:
     scales = weight.scales.clone()
     scales[20] *= 2
     broken = replace(weight, scales=scales)
-    with pytest.raises(QuantisedWeightError, match="change within 16 rows"):
+    with pytest.raises(QuantisedWeightError, match="different scales within 16 rows"):
         pack_scales(broken)
     assert weight.block_scales(16).shape == (4, 2)
 

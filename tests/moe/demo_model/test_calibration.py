@@ -55,5 +55,5 @@ def test_every_calibration_module_has_enough_source() -> None:
 
 
 def test_a_module_without_source_is_a_named_error() -> None:
-    with pytest.raises(DemoModelError, match=r"has none for 'sys' .*use a Python that has its Lib"):
+    with pytest.raises(DemoModelError, match=r"has none for 'sys' .*use a Python installation with Lib"):
         standard_source("sys")

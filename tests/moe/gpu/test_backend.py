@@ -23,7 +23,9 @@ def test_scales_for_numbers_of_inputs_that_no_tile_is_made_of_are_refused() -> N
     other = WeightFormat(name="fp8", block_rows=16, block=48)
     problem = why_no_blocks(Quantisation(method="fp8", formats=(*served, other)))
     assert problem is not None
-    assert problem.startswith("weights whose scales are for 48 inputs; the GPU kernels take 16, 32, 64")
+    assert problem.startswith(
+        "weights with unsupported scales: scales are for 48 inputs; the GPU kernels support 16, 32, 64"
+    )
 
 
 @pytest.mark.parametrize(

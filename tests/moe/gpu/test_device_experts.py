@@ -120,13 +120,13 @@ def test_a_moved_expert_keeps_its_bits_and_a_flipped_one_is_seen(form: str) -> N
 @pytest.mark.parametrize(
     ("form", "change", "text"),
     [
-        ("int4, 64, zeros", {"zeros": None}, "experts.down_proj: expert 1 comes as"),
-        ("fp8, rows", {"scales": torch.float16}, "experts.down_proj: expert 1 comes as"),
-        ("mxfp8", {"scales": torch.bfloat16}, "weights of one layer are stored in two ways, e4m3 with float"),
+        ("int4, 64, zeros", {"zeros": None}, "experts.down_proj: expert 1 has"),
+        ("fp8, rows", {"scales": torch.float16}, "experts.down_proj: expert 1 has"),
+        ("mxfp8", {"scales": torch.bfloat16}, "weights of one layer have two formats, e4m3 with float"),
         (
             "int4, 32",
             {"block": 64},
-            "weights of one layer are stored in two ways, int4 with float scales per 64",
+            "weights of one layer have two formats, int4 with float scales per 64",
         ),
     ],
 )

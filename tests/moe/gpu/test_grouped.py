@@ -194,9 +194,9 @@ def refusals() -> list[str]:
 
 def test_what_the_kernel_lacks_is_refused_by_name(interpreter: RankPool) -> None:
     starts = (
-        "x_TK is torch.float64", "weights are torch.float32; plain ones are torch.bfloat16", "x_TK has 32 columns",
+        "x_TK is torch.float64", "weights are torch.float32; plain ones must be torch.bfloat16", "x_TK has 32 columns",
         "x_TK is torch.float8_e4m3fn", "plain weights have scales", "e4m3 weights have no scales",
-        "scales are [2, 1, 1]; e4m3 weights of 64 x 64 take [2, 64, 1]", "scales are for 48 inputs",
+        "scales are [2, 1, 1]; e4m3 weights of 64 x 64 need [2, 64, 1]", "scales are for 48 inputs",
         "row_scales are [2, 2]", "e2m1 weights have zeros", "zeros are [2, 64, 1]",
     )  # fmt: skip
     for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):

@@ -74,6 +74,6 @@ def test_torch_compile_is_refused_beside_them(interpreter: RankPool, tmp_path: P
     write_mtp_checkpoint("glm4_moe", tmp_path)
     said = interpreter.run(compiled, tmp_path)[0]
     assert said == (
-        "glm4_moe has layers for multi-token prediction, which --enable-torch-compile is not for: leave it out; "
+        "glm4_moe has layers for multi-token prediction, which --enable-torch-compile does not support: remove it; "
         "serve it with --device cpu"
     )

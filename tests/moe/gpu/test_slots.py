@@ -59,7 +59,7 @@ def test_slots_change_places_at_the_same_address_and_their_number_stays() -> Non
 def test_more_moves_than_places_are_refused_by_name() -> None:
     store = make_store(2, has_bias=False)
     slots = DeviceSlots(store, [store.take() for _ in range(2)])
-    with pytest.raises(NoSpareSlotError, match="all 2 places for experts of this kind are taken"):
+    with pytest.raises(NoSpareSlotError, match="all 2 places for experts of this kind are in use"):
         slots.spare()
 
 

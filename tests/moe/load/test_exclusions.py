@@ -140,6 +140,8 @@ def test_every_kind_of_published_configuration_gives_its_list(name: str, module:
     ],
 )
 def test_a_list_that_is_none_is_refused(config: dict[str, object], seen: str) -> None:
-    with pytest.raises(UnservedQuantisationError, match="no list of names or regular expressions") as caught:
+    with pytest.raises(
+        UnservedQuantisationError, match="not a list of names or regular expressions"
+    ) as caught:
         read_quantisation(config)
     assert seen in str(caught.value)

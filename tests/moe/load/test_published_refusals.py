@@ -86,16 +86,16 @@ def make_one_fp8(tensors: Tensors) -> None:
 
 HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "no scales": (CT_FP8, drop(f"{UP}.weight_scale"), f"{UP}.weight is FP8 and has no {UP}.weight_scale"),
-    "no codes": (INT4, drop(f"{UP}.weight_packed"), f"has no {UP}.weight beside it"),
+    "no codes": (INT4, drop(f"{UP}.weight_packed"), f"has no matching {UP}.weight"),
     "scales of int4 that are codes": (
         INT4, put(f"{UP}.weight_scale", lambda t: t.to(torch.int8)), f"{UP}.weight_scale is I8, not one of F32, BF16, F16",
     ),
     "scales of other blocks": (
         INT4, put(f"{UP}.weight_scale", lambda t: t[:, :1]),
-        f"{UP}.weight_scale is [32, 1]; {UP}.weight_packed [32, 8] takes [32, 2]",
+        f"{UP}.weight_scale is [32, 1]; {UP}.weight_packed [32, 8] needs [32, 2]",
     ),
     "no second scale": (NVFP4, drop(f"{UP}.weight_scale_2"), f"{UP}.weight has no second scale"),
-    "no zeros": (GPTQ, drop(f"{UP}.qzeros"), f"{UP}.qweight has no zeros beside it (weight_zero_point, qzeros)"),
+    "no zeros": (GPTQ, drop(f"{UP}.qzeros"), f"{UP}.qweight has no matching zeros (weight_zero_point, qzeros)"),
     "a second scale for every output": (
         NVFP4, put(f"{UP}.weight_scale_2", lambda t: t.expand(32).clone()), f"{UP}.weight_scale_2 has 32 numbers; {UP}.weight takes",
     ),
@@ -105,13 +105,13 @@ HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     ),
     "an expert in scales of another type": (
         CT_FP8, make_one_wide,
-        "(in formats that differ) for model.layers.0.mlp.experts.gate_up_proj",
+        "(in different formats) for model.layers.0.mlp.experts.gate_up_proj",
     ),
     "gate and up in scales of different types": (
-        CT_FP8, put(f"{UP}.weight_scale", Tensor.float), f"{GATE}.weight and {UP}.weight (in formats that differ)",
+        CT_FP8, put(f"{UP}.weight_scale", Tensor.float), f"{GATE}.weight and {UP}.weight (in different formats)",
     ),
     "a format that the configuration does not name": (
-        NVFP4, make_one_fp8, f"{EXPERT}.down_proj.weight is F8_E4M3 under scales of F16, of which quantization_config does not",
+        NVFP4, make_one_fp8, f"{EXPERT}.down_proj.weight is F8_E4M3 with scales of F16, a format that quantization_config does not",
     ),
     "weights that are smoothed": (
         NVFP4, lambda tensors: tensors.update({f"{UP}.pre_quant_scale": torch.ones(64)}), f"unexpected: {UP}.pre_quant_scale",
@@ -157,7 +157,7 @@ SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
         "FP4 experts beside FP8 in blocks", f"{OUT}.scale", bits(0, 0xFF), "has a scale of nan",
     ),
     "FP8, a scale per output of a plain weight": (CT_FP8, f"{OUT}.weight_scale", bits(7, 0x7F), "has a scale of "),
-    "FP8, a scale per output": (CT_FP8, f"{LAST}.weight_scale", times(NAN), "has a scale of nan; scales are numbers below 256"),
+    "FP8, a scale per output": (CT_FP8, f"{LAST}.weight_scale", times(NAN), "has a scale of nan; scales must be numbers below 256"),
     "FP8, a scale per matrix": (
         "FP8, a scale per matrix", f"{LAST}.weight_scale_inv", lambda t: torch.full_like(t, 256), "has a scale of 256.0",
     ),
@@ -170,16 +170,16 @@ SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "NVFP4, a NaN of e4m3": (NVFP4, f"{UP}.weight_scale", bits(3, 0x7F), "has a scale of nan"),
     "NVFP4, a negative NaN of e4m3": (CT_NVFP4, f"{UP}.weight_scale", bits(4, 0xFF), "has a scale of nan"),
     "NVFP4, a second scale of 0": (
-        NVFP4, f"{UP}.weight_scale_2", torch.zeros_like, "makes a second scale of 0.0; it is a number, and not 0",
+        NVFP4, f"{UP}.weight_scale_2", torch.zeros_like, "gives a second scale of 0.0; it must be a finite number, not 0",
     ),
-    "NVFP4, an infinite second scale": (NVFP4, f"{LAST}.weight_scale_2", times(INF), "makes a second scale of inf"),
-    "NVFP4, an infinite divisor": (CT_NVFP4, f"{UP}.weight_global_scale", times(INF), "makes a second scale of 0.0"),
-    "NVFP4, a divisor of 0": (CT_NVFP4, f"{UP}.weight_global_scale", torch.zeros_like, "makes a second scale of inf"),
-    "int4": (INT4, f"{UP}.weight_scale", times(NAN), "has a scale of nan; scales are numbers below 256"),
+    "NVFP4, an infinite second scale": (NVFP4, f"{LAST}.weight_scale_2", times(INF), "gives a second scale of inf"),
+    "NVFP4, an infinite divisor": (CT_NVFP4, f"{UP}.weight_global_scale", times(INF), "gives a second scale of 0.0"),
+    "NVFP4, a divisor of 0": (CT_NVFP4, f"{UP}.weight_global_scale", torch.zeros_like, "gives a second scale of inf"),
+    "int4": (INT4, f"{UP}.weight_scale", times(NAN), "has a scale of nan; scales must be numbers below 256"),
     "int4 around zeros": ("compressed-tensors int4 around zeros", f"{LAST}.weight_scale", times(INF), "has a scale of inf"),
     "AWQ": ("AWQ", f"{UP}.scales", times(INF), "has a scale of inf"),
     "GPTQ": ("GPTQ", f"{UP}.scales", times(NAN), "has a scale of nan"),
-    "GPTQ, inputs in another order": (GPTQ, "model.layers.0.mlp.experts.5.up_proj.g_idx", lambda t: t.flip(0), "puts inputs into another order"),
+    "GPTQ, inputs in another order": (GPTQ, "model.layers.0.mlp.experts.5.up_proj.g_idx", lambda t: t.flip(0), "reorders inputs (desc_act"),
 }  # fmt: skip
 # What may be read before a start is refused: no codes, and nothing of weights that are not quantised.
 BESIDE = ("_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", ".g_idx", ".qzeros")
@@ -299,7 +299,7 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "other bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq with bits = 3"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version = 'gemv'"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt = 'e5m2'"),
-    "a word that nobody knows": ({"quant_method": "brand-new"}, "quantised with 'brand-new'; served are"),
+    "a word that nobody knows": ({"quant_method": "brand-new"}, "quantised with 'brand-new'; supported: fp8"),
 }  # fmt: skip
 
 
@@ -319,7 +319,7 @@ def test_a_format_that_is_not_served_is_named_before_any_weight_is_read(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{", "is not what ModelOpt writes"), ('{"quantization": {"quant_algo": "W4A8"}}', "'W4A8'")]
+    ("content", "message"), [("{", "is not a ModelOpt file"), ('{"quantization": {"quant_algo": "W4A8"}}', "'W4A8'")]
 )  # fmt: skip
 def test_modelopts_own_file_is_read_where_the_configuration_says_nothing(
     content: str, message: str, published: Callable[[str], Path], tmp_path: Path

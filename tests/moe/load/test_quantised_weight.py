@@ -83,10 +83,10 @@ def test_one_of_several_weights_has_all_that_belongs_to_it() -> None:
 ZEROS = torch.zeros(2, 2, dtype=torch.uint8)
 BAD = {
     "a zero above 15": (int4(ZEROS + 16), "a zero of 16"),
-    "zeros of another shape": (int4(ZEROS[:1]), r"zeros \[1, 2\]; it takes \[2, 2\]"),
-    "scales of another shape": (replace(int4(), block=4), r"scales \[2, 2\]; it takes \[2, 1\]"),
+    "zeros of another shape": (int4(ZEROS[:1]), r"zeros \[1, 2\]; it needs \[2, 2\]"),
+    "scales of another shape": (replace(int4(), block=4), r"scales \[2, 2\]; it needs \[2, 1\]"),
     "second scales of another shape": (
-        replace(nvfp4(), row_scales=torch.ones(1)), r"second scales \[1\]; it takes \[2\]",
+        replace(nvfp4(), row_scales=torch.ones(1)), r"second scales \[1\]; it needs \[2\]",
     ),
 }  # fmt: skip
 
@@ -130,17 +130,17 @@ def test_scales_are_numbers_below_256_in_every_type(
             both[place] = value
             with pytest.raises(QuantisedWeightError) as caught:
                 check_scales(stored(both[: len(good)], both[len(good) :]), "w")
-            wanted = f"w has a scale of {abs(value)}; scales are numbers below 256: "
+            wanted = f"w has a scale of {abs(value)}; scales must be numbers below 256: "
             assert str(caught.value).startswith(wanted)
 
 
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ([0.0, 1.0], "v makes a second scale of 0.0; it is a number, and not 0"),
-        ([1.0, INF], "v makes a second scale of inf"),
-        ([NAN, 1.0], "v makes a second scale of nan"),
-        ([1.0, 1.0], "w has a scale of 448.0 once multiplied with v; scales are numbers below 256"),
+        ([0.0, 1.0], "v gives a second scale of 0.0; it must be a finite number, not 0"),
+        ([1.0, INF], "v gives a second scale of inf"),
+        ([NAN, 1.0], "v gives a second scale of nan"),
+        ([1.0, 1.0], "w has a scale of 448.0 once multiplied with v; scales must be numbers below 256"),
         ([1.0, -0.6], "w has a scale of 268.8.* once multiplied with v"),
     ],
     ids=str,

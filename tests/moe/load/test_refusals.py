@@ -82,11 +82,11 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
         FP8, quantise_in_part, f"{UP} (not quantised) for model.layers.0.mlp.experts.gate_up_proj",
     ),
     "no scales": (FP8, drop(f"{UP}_scale_inv"), f"{UP} is FP8 and has no {UP}_scale_inv"),
-    "no weight": (FP8, drop(UP), f"{UP}_scale_inv has no {UP} beside it"),
+    "no weight": (FP8, drop(UP), f"{UP}_scale_inv has no matching {UP}"),
     "other blocks": (
         FP8,
         put(f"{UP}_scale_inv", lambda scales: scales[:1]),
-        f"{UP}_scale_inv is [1, 2]; {UP} [160, 192] takes [2, 2]",
+        f"{UP}_scale_inv is [1, 2]; {UP} [160, 192] needs [2, 2]",
     ),
     "scales of another type": (FP8, put(f"{UP}_scale_inv", Tensor.double), "is F64, not one of F32"),
     "a weight that is not FP8": (FP8, put(UP, Tensor.float), f"{UP} has scales and is F32, not F8_E4M3"),
@@ -95,11 +95,11 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
         put("model.layers.0.mlp.gate.weight_scale_inv", lambda _: torch.ones(1, 2), UP),
         "model.layers.0.mlp.gate.weight has scales and is F32",
     ),
-    "a matrix of the wrong shape": (FP8, put(QUERY, lambda codes: bytes_of(codes)[:, :64].view(codes.dtype)), "takes"),
+    "a matrix of the wrong shape": (FP8, put(QUERY, lambda codes: bytes_of(codes)[:, :64].view(codes.dtype)), "needs"),
     "no MXFP4 scales": (
-        MXFP4, drop(BLOCKS.replace("blocks", "scales")), f"{BLOCKS} has no {BLOCKS.replace('blocks', 'scales')}",
+        MXFP4, drop(BLOCKS.replace("blocks", "scales")), f"{BLOCKS} has no matching {BLOCKS.replace('blocks', 'scales')}",
     ),
-    "no MXFP4 blocks": (MXFP4, drop(BLOCKS), "down_proj_scales has no blocks beside it"),
+    "no MXFP4 blocks": (MXFP4, drop(BLOCKS), "down_proj_scales has no matching blocks"),
     "MXFP4 blocks of another size": (MXFP4, put(BLOCKS, lambda blocks: blocks[..., :8]), "outputs, blocks, 16"),
     "MXFP4 in another type": (MXFP4, put(BLOCKS, lambda blocks: blocks.to(torch.int8)), "are I8 and U8, not U8"),
     "MXFP4 for fewer experts": (
@@ -213,10 +213,10 @@ DAMAGES = {
         lambda directory: (directory / "model.safetensors").write_text("version https://git-lfs") and None,
         "model.safetensors is not a readable safetensors file",
     ),
-    "none": (no_tensors, "holds no .safetensors files"),
+    "none": (no_tensors, "has no .safetensors files"),
     "index without its shard": (
         index('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'),
-        "names files that are not there: model-00001-of-00002.safetensors",
+        "names missing files: model-00001-of-00002.safetensors",
     ),
     "index not JSON": (index("{"), "model.safetensors.index.json is not a safetensors index"),
     "index of another form": (
@@ -270,9 +270,7 @@ def test_a_plain_module_that_is_fp8_in_the_file_is_refused(
     listed = {**fp8_config(), "modules_to_not_convert": ["lm_head", "model.layers.*.self_attn"]}
     broken = configured(directory, tmp_path / "listed", listed)
     shutil.copy(directory / "model.safetensors", broken)
-    assert "q_proj.weight is FP8, and modules_to_not_convert says that it is not" in refused(
-        broken, monkeypatch
-    )
+    assert "q_proj.weight is FP8, but modules_to_not_convert lists its module" in refused(broken, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -388,8 +386,8 @@ def test_what_is_left_unread_is_said() -> None:
     static = read_quantisation({**DEEPSEEK_V3, "activation_scheme": "static"})
     dynamic = read_quantisation(DEEPSEEK_V3)
     assert static is not None and dynamic is not None
-    assert static.in_words.startswith("fp8, kept in their codes; rows, keys and values are not quantised: ")
-    assert dynamic.in_words == "fp8, kept in their codes"
+    assert static.in_words.startswith("fp8, kept as stored; activations, keys and values are not quantised: ")
+    assert dynamic.in_words == "fp8, kept as stored"
 
 
 def test_no_configuration_is_no_quantisation() -> None:
@@ -410,7 +408,7 @@ def rotated(*locations: str) -> dict[str, Any]:
 
 
 def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
-    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms rows at "input" and "output" only."""
+    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms activations at "input" and "output" only."""
     config = {
         **grouped(num_bits=4, type="int", group_size=32),
         "transform_config": rotated("weight_output", "weight_input"),
@@ -424,23 +422,23 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
     [
         (
             {"quant_method": "hqq", "bits": 4},
-            r"quantised with HQQ \(hqq: its zeros .*\); served are fp8 .*mxfp4.* awq and gptq",
+            r"quantised with HQQ \(hqq: its zeros .*\); supported: fp8 .*mxfp4.* awq and gptq",
         ),
-        ({"quant_method": "gptq"}, "as gptq with bits = None; served is 4 or 8"),
+        ({"quant_method": "gptq"}, "as gptq with bits = None; supported: 4 or 8"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size = 0"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "marlin"}, "'marlin'"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 64, "dynamic": {"+:.*down.*": {"bits": 8}}},
-            "modules with bits of their own",
+            "different bits for some modules",
         ),
-        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "as awq with bits = 8; served is 4"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "as awq with bits = 8; supported: 4"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version = 'gemv'"),
         (
             {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"},
-            "quant_algo = 'W4A16_AWQ'; served is one of FP8",
+            "quant_algo = 'W4A16_AWQ'; supported: one of FP8",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quant_algo of any layer"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quant_algo for any layer"),
         (
             {
                 "quant_method": "quark",
@@ -457,15 +455,15 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         ({**grouped(num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
         (
             {**grouped(num_bits=4), "transform_config": rotated("input")},
-            "transform_config: R1 transforms rows at 'input'",
+            "transform_config: R1 transforms activations at 'input'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": rotated("weight_output", "output")},
-            "R1 transforms rows at 'output'",
+            "R1 transforms activations at 'output'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": rotated("weight_input", "q_attn")},
-            "R1 transforms rows at 'q_attn'",
+            "R1 transforms activations at 'q_attn'",
         ),
         (
             {**grouped(num_bits=4), "transform_config": {"config_groups": {"R1": {}}}},
@@ -473,7 +471,7 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         ),
         (
             {"quant_method": "bitsandbytes"},
-            r"with bitsandbytes \(bitsandbytes: its codes stand for a table of values",
+            r"with bitsandbytes \(bitsandbytes: its codes index a table of values",
         ),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
@@ -482,18 +480,18 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "as auto-round with data_type = 'mx_fp'"),
         (
             {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
-            "act_bits = 8; served is 'int' with act_bits = 16",
+            "act_bits = 8; supported: 'int' with act_bits = 16",
         ),
         (
             {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {"a.b": {"bits": 8}}},
-            r"extra_config of a.b \(bits of its own\)",
+            r"extra_config of a.b \(different bits\)",
         ),
         (
             {
                 "quant_method": "quark",
                 "global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]},
             },
-            r"as quark with weights that are quantised 2 times over \(fp8_e4m3, int4\); served is once",
+            r"as quark with weights quantised 2 times \(fp8_e4m3, int4\); supported: once",
         ),
         ({**grouped(num_bits=4), "transform_config": "yes"}, "transform_config = 'yes'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
@@ -502,9 +500,9 @@ def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
         ({"bits": 4}, "'unknown'"),
         (
             {**DEEPSEEK_V3, "modules_to_not_convert": ["(gate"]},
-            r"modules_to_not_convert = \['\(gate'\], which is no list",
+            r"modules_to_not_convert = \['\(gate'\], which is not a list",
         ),
-        ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt = 'e5m2'; served is 'e4m3'"),
+        ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt = 'e5m2'; supported: 'e4m3'"),
         ({**DEEPSEEK_V3, "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
         ({**DEEPSEEK_V3, "weight_block_size": [1, 128]}, r"weight_block_size = \[1, 128\]"),
