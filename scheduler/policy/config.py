@@ -66,9 +66,7 @@ class EngineConfig:
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
     dispatch_node_size: int = 0  # ranks per node in node-limited dispatch; 0: flat
     placement_file: Path | None = None
-    eplb: EplbConfig = field(
-        default_factory=EplbConfig
-    )  # redundant experts, nodes, bytes moved during a step
+    eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, pace of moves
     speculative: SpeculativeConfig | None = None  # None: no drafts
     threads: int = 1
     # Experts that may move to a GPU at the same time. None: one layer's slots if there are several ranks.
