@@ -200,7 +200,7 @@ def test_stop_token_ids_beyond_the_vocabulary_are_never_seen(front: FrontProcess
         ({"text": "a", "input_ids": [5]}, "text", "as text or as input_ids, one of them"),
         ({"text": "a", "image_data": "x"}, "image_data", "not supported by this server; leave it out"),
         ({"text": "a", "lora_path": "x"}, "lora_path", "not supported"),
-        ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex", "fits the empty text"),
+        ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex", "matches the empty text"),
         ({"text": "a", "sampling_params": {"stop_regex": ["^a"]}}, "stop_regex", "'^a' cannot be used"),
         ({"text": "a", "sampling_params": {"stop_regex": 5}}, "stop_regex", "must be a string or a list"),
         ({"text": "a", "sampling_params": {"stop_regex": ["a"] * 9}}, "stop_regex", "up to 8"),
