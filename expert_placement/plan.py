@@ -255,9 +255,7 @@ def _checked(load: np.ndarray) -> np.ndarray:
     """
     load = np.ascontiguousarray(load, dtype=np.float64)
     if load.ndim != 2 or 0 in load.shape:
-        raise ValueError(
-            f"the load has shape {load.shape}; it must be [layers, experts], and neither may be 0"
-        )
+        raise ValueError(f"the load has shape {load.shape}; it must be [layers, experts], both above 0")
     bad = ~np.isfinite(load) | (load < 0)
     if bad.any():
         layer, expert = np.argwhere(bad)[0].tolist()

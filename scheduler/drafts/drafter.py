@@ -78,9 +78,7 @@ class MadeDrafts:
     """Drafts that the model's own layers made after a step. A `Source` that is filled with `put`."""
 
     def __init__(self) -> None:
-        self._drafts: dict[
-            str, tuple[int, tuple[int, ...]]
-        ] = {}  # by request: length of the sequence, drafts
+        self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}  # sequence length and drafts, by request
 
     def put(self, sequence: Sequence, drafts: Series[int]) -> None:
         """Store drafts that may follow a sequence's newest token."""

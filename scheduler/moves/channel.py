@@ -25,9 +25,7 @@ PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying
 
 LEAST_BUSY_S = 0.25e-3  # during every step, however short: about one piece and its checksum
 
-MOST_OWED_S = (
-    0.02  # counted for one piece of work: anything longer (such as a compiler run) is not made up for
-)
+MOST_OWED_S = 0.02  # counted for one piece of work: a longer one (a compiler run) is not made up for
 
 
 class ChannelError(ConnectionError):

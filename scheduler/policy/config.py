@@ -56,9 +56,7 @@ class EngineConfig:
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # for GPUs; CPUs always are
     enforce_eager: bool = False  # no CUDA graphs
-    compiler: str = (
-        ""  # on GPUs: torch.compile backend for the code between attention and experts; "" disables it
-    )
+    compiler: str = ""  # on GPUs: torch.compile backend for the code between attention and experts; "": off
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None: align
     all2all_backend: str = "auto"

@@ -109,9 +109,7 @@ class Scheduler:
         )
         self._roster = Roster()
         self._in_flight: deque[StepBatch] = deque()
-        self._deadlines: list[
-            tuple[float, str]
-        ] = []  # a heap; entries of ended requests are skipped when due
+        self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
 
     @property
