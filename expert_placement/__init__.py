@@ -1,7 +1,7 @@
-"""Where experts live: see the load, plan, measure. No torch.
+"""Expert placement: observe the load, plan, measure. Does not use torch.
 
-`rebalance_experts` is looked up when it is first used, because it brings a compiler, which command lines and
-supervisors that only read a configuration from this package must not wait for.
+`rebalance_experts` is imported on first use, because it needs a compiler. Command lines and supervisors that only read
+a configuration from this package must not wait for that.
 """
 
 import importlib

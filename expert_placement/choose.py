@@ -1,13 +1,13 @@
-"""Which copy of an expert serves a token's choice: deterministic, in proportion to the shares, even in every batch.
+"""Choice of the copy that serves a token: deterministic, proportional to the shares, even in every batch.
 
-The n-th of N choices of an expert goes where (n + phase) / N falls among the shares, summed up: a grid, so every copy
-gets its share of the batch to within one token, where a random choice would be off by the square root. The phase
-follows from rank and expert alone (a golden-ratio sequence over the ranks), so that ranks with one token each do not
-all pick the same copy. Outputs do not depend on the copy (I2), so a choice may depend on the batch.
+The n-th of N choices of an expert goes to the copy with (n + phase) / N in its interval of the cumulative shares. So
+every copy gets its share of the batch to within one token; a random choice would be off by the square root. The phase
+depends only on rank and expert (a golden-ratio sequence over the ranks), so that ranks with one token each do not all
+choose the same copy. Outputs do not depend on the copy (I2), so a choice may depend on the batch.
 
-Rejected: random and hashed choice (0.6 to 1.2 points more imbalance, research/placement), token index modulo copies
-(biased between copies: vLLM's pull request 40810), shares that are chosen anew for every batch, for which all ranks
-would have to exchange their counts before each layer (docs/LOG.md).
+Rejected: random and hashed choice (0.6 to 1.2 points more imbalance, research/placement); token index modulo copies
+(biased between copies: vLLM's pull request 40810); new shares for every batch, for which all ranks would have to
+exchange their counts before each layer (docs/LOG.md).
 
 Legend: T tokens, K choices, P = T x K, E experts, C copies of all experts of a layer.
 """
@@ -20,15 +20,15 @@ from expert_placement.kernels.compiled import entry
 from expert_placement.placement import Placement
 
 _GOLDEN = 0.6180339887498949  # the fractional part of the golden ratio: its multiples fill [0, 1) most evenly
-_ROOT_TWO = 0.41421356237309515  # moves the experts' phases against one another
+_ROOT_TWO = 0.41421356237309515  # spreads the experts' phases
 
 
 class Table(NamedTuple):
-    """One layer's copies, by expert: expert e has `first[e]` to `first[e + 1]`."""
+    """One layer's copies by expert: expert e has entries `first[e]` to `first[e + 1]`."""
 
     first: np.ndarray  # [E + 1] int64
     slot: np.ndarray  # [C] int64
-    until: np.ndarray  # [C] float64: shares summed up within the expert, the last one 1
+    until: np.ndarray  # [C] float64: cumulative shares within the expert; the last one is 1
 
 
 @entry
@@ -40,7 +40,7 @@ def choose_slots(
     phase_E: np.ndarray,
     slot_P: np.ndarray,
 ) -> None:
-    """Write the slot of each pair's expert into slot_P, in one pass to count and one to assign; -1 stays -1."""
+    """Write the slot of each pair's expert into slot_P: one pass counts, one assigns. -1 stays -1."""
     num_E = np.zeros(phase_E.shape[0], np.int64)
     for pair in range(expert_P.shape[0]):
         if expert_P[pair] >= 0:
@@ -61,21 +61,21 @@ def choose_slots(
 
 
 class ReplicaChoice:
-    """One rank's way from logical experts to slots, for one placement.
+    """One rank's mapping from logical experts to slots, for one placement.
 
     Attributes:
-        placement: whose copies these are.
-        phase_E: [E] float64, where each expert's grid begins.
+        placement: Placement of the copies.
+        phase_E: [E] float64, the phase of each expert.
     """
 
     def __init__(self, placement: Placement, rank: int, before: "ReplicaChoice | None" = None) -> None:
         """Prepare the tables of all layers.
 
         Args:
-            placement: slots and shares.
-            rank: whose tokens these are; any number that differs between ranks.
-            before: of another placement; the tables of layers that are equal in both are shared, so that a change
-                of some layers takes the time of these.
+            placement: Slots and shares.
+            rank: Rank of the tokens; any number that differs between ranks.
+            before: Choice for another placement. Layers that are equal in both share their tables, so that a change of
+                some layers only takes time for these.
         """
         self.placement = placement
         self.phase_E = phases(placement.num_experts, rank)
@@ -85,18 +85,18 @@ class ReplicaChoice:
         ]
 
     def table(self, layer: int) -> Table:
-        """What a choice in this layer looks up."""
+        """Return the table of one layer."""
         return self._tables[layer]
 
     def choose(self, layer: int, expert_TK: np.ndarray) -> np.ndarray:
-        """Return the slot of each choice; local.
+        """Return the slot of each choice. Local.
 
         Args:
             layer: MoE layer.
-            expert_TK: any shape, integers, contiguous; -1 is no choice and stays -1. Not checked otherwise.
+            expert_TK: Contiguous integers of any shape. -1 is no choice and stays -1. Not checked otherwise.
 
         Returns:
-            int64 of the same shape, new.
+            New int64 array of the same shape.
         """
         slot_TK = np.empty(expert_TK.shape, np.int64)
         choose_slots(expert_TK.reshape(-1), *self._tables[layer], self.phase_E, slot_TK.reshape(-1))
@@ -104,13 +104,13 @@ class ReplicaChoice:
 
 
 def phases(num_experts: int, rank: int) -> np.ndarray:
-    """Return where each expert's grid begins on a rank: [experts] float64 in [0, 1)."""
+    """Return each expert's phase on a rank: [experts] float64 in [0, 1)."""
     result: np.ndarray = ((rank + 0.5) * _GOLDEN + np.arange(num_experts) * _ROOT_TWO) % 1.0
     return result
 
 
 def _equal_layers(placement: Placement, before: ReplicaChoice | None) -> list[bool]:
-    """Which layers have the same slots and shares as before."""
+    """Return which layers have the same slots and shares as before."""
     if before is None or before.placement.slot_expert.shape != placement.slot_expert.shape:
         return [False] * placement.num_layers
     slots = (placement.slot_expert == before.placement.slot_expert).all(axis=1)

@@ -1,4 +1,4 @@
-"""What `--eplb-config` says: vLLM's keys, and ours beside them. Checked once; unknown keys are errors."""
+"""`--eplb-config`: vLLM's keys and some of WideEP's. Checked once; unknown keys are errors."""
 
 import json
 import math
@@ -9,35 +9,34 @@ POLICIES = ("default", "repair", "shares")
 
 
 class EplbConfigError(ValueError):
-    """A value of --eplb-config that cannot be granted."""
+    """An invalid value of --eplb-config."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EplbConfig:
     """How experts are balanced while serving. The first six keys are vLLM's."""
 
-    window_size: int = 1000  # steps whose load decides
+    window_size: int = 1000  # steps in the load window
     step_interval: int = 3000  # steps between decisions
-    num_redundant_experts: int = 0  # slots of a layer beyond one for each expert, rounded up to full ranks
-    log_balancedness: bool = False  # say it at every decision
-    use_async: bool = True  # moves run beside the steps; there is no other way
-    policy: str = "default"  # "repair" by its other name; "shares" never moves an expert
-    max_bytes_per_step: int = 1 << 20  # that a rank sends beside one step
+    num_redundant_experts: int = 0  # slots of a layer beyond one per expert, rounded up to full ranks
+    log_balancedness: bool = False  # log it at every decision
+    use_async: bool = True  # experts always move during steps; no other mode exists
+    policy: str = "default"  # "repair" is the same; "shares" never moves an expert
+    max_bytes_per_step: int = 1 << 20  # bytes that a rank may send during one step
     horizon_s: float = 600.0  # a plan must pay for itself within it
-    min_gain: float = (
-        0.02  # part of the horizon that a plan must save beyond its cost; half where nothing moves
-    )
+    # Part of the horizon that a plan must save beyond its cost; half of it if nothing moves.
+    min_gain: float = 0.02
     max_moved: float = 0.1  # part of all slots that one decision may fill
-    num_groups: int = 0  # of experts that are best kept on one node; 0: none
-    min_nodes: int = 1  # on which every expert has a copy
-    spread: bool = False  # an expert's copies go to different nodes
-    history_file: str = ""  # where decisions are kept, on the front's node; empty: in memory
+    num_groups: int = 0  # groups of experts to keep on one node each; 0: no groups
+    min_nodes: int = 1  # least number of nodes with a copy of each expert
+    spread: bool = False  # put an expert's copies on different nodes
+    history_file: str = ""  # file for decisions on the front's node; "": only in memory
 
     def __post_init__(self) -> None:
         """Check the values.
 
         Raises:
-            EplbConfigError: naming the key, the value seen and the values allowed.
+            EplbConfigError: The message names the key, the value seen and the values allowed.
         """
         for field in fields(self):
             self._check_type(field.name, getattr(self, field.name), field.type)
@@ -55,7 +54,7 @@ class EplbConfig:
         if self.policy not in POLICIES:
             raise EplbConfigError(f"policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
         if not self.use_async:
-            raise EplbConfigError("use_async is false; experts only ever move beside the steps: leave it out")
+            raise EplbConfigError("use_async is false; experts can only move during steps: remove it")
 
     def _check_type(self, name: str, value: Any, kind: Any) -> None:
         allowed = (int, float) if kind is float else kind
@@ -67,10 +66,10 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def parse_eplb_config(text: str) -> EplbConfig:
-    """Read the flag's JSON object.
+    """Parse the flag's JSON object.
 
     Raises:
-        EplbConfigError: it is no object, or a key or value is wrong.
+        EplbConfigError: The text is not an object, or a key or value is wrong.
     """
     try:
         value = json.loads(text)
@@ -81,21 +80,21 @@ def parse_eplb_config(text: str) -> EplbConfig:
     known = [field.name for field in fields(EplbConfig)]
     unknown = sorted(set(value) - set(known))
     if unknown:
-        raise EplbConfigError(f"{', '.join(unknown)} is not known; there are {', '.join(known)}")
+        raise EplbConfigError(f"{', '.join(unknown)} is not known; the keys are {', '.join(known)}")
     return EplbConfig(**value)
 
 
 def slots_of_rank(num_experts: int, num_ranks: int, num_redundant: int) -> int:
-    """Return the slots that a layer has on a rank: experts and redundant ones, rounded up to full ranks.
+    """Return the slots of a layer on a rank: experts and redundant ones, rounded up to full ranks.
 
     Raises:
-        EplbConfigError: more redundant experts than ranks have a use for.
+        EplbConfigError: There are more redundant experts than the ranks can use.
     """
     found = -(-(num_experts + num_redundant) // num_ranks)
     if found > num_experts:
         raise EplbConfigError(
             f"num_redundant_experts is {num_redundant}; a rank holds no expert twice, so {num_ranks} "
-            f"rank{'s have' if num_ranks > 1 else ' has'} use for at most {num_experts * (num_ranks - 1)} beside the model's "
-            f"{num_experts} experts"
+            f"rank{'s have' if num_ranks > 1 else ' has'} use for at most {num_experts * (num_ranks - 1)} in addition to the "
+            f"model's {num_experts} experts"
         )
     return found

@@ -1,14 +1,14 @@
-"""Decide whether experts should move: what a plan saves over a horizon against what moving costs, in seconds.
+"""Decides whether experts should move: a plan's savings over a horizon against the cost of moving, in seconds.
 
-A decision is a pure function of numbers, and says them, also when nothing is done. The cheapest way that pays is
-taken: other shares, which move nothing, then a repair with few moves. Against restlessness: the window must hold only
-steps under the placement that serves, and a plan must save, within the horizon, what it costs (every step that runs
-beside the moves taken to be a tenth longer) and a least number of seconds more (`min_gain` of the horizon).
+A decision is a pure function of numbers and reports them, even if nothing is done. The cheapest change that pays is
+taken: new shares, which move nothing, or a repair with few moves. To avoid frequent changes, the window may only hold
+steps under the serving placement. Within the horizon, a plan must save its cost (every step during the moves is assumed
+to take a tenth longer) plus a minimum (`min_gain` of the horizon).
 
-One placement serves steps with prompts and decode-only steps. Planned are the blend of their loads and each by itself.
-Ranks wait for one another in every layer, so layers' seconds add up and can be chosen one by one: every layer takes
-what makes the average step shortest, in the roofline's seconds and by each kind's share of the steps. What serves takes
-part where it may stay, so that no layer is changed for the worse.
+One placement serves both steps with prompts and decode-only steps. Placements are planned for the blend of their loads
+and for each load. Ranks wait for each other in every layer, so the layers' seconds add up and each layer can be chosen
+separately: it takes the candidate that makes the average step shortest by the roofline, weighted by each kind's share
+of the steps. The serving placement is a candidate unless the plan starts from nothing, so no layer gets worse.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,50 +23,49 @@ from expert_placement.nodes import rules_for_plan, rules_for_repair
 from expert_placement.placement import Placement, rank_load
 from expert_placement.plan import plan, refresh, repair
 
-REPAIR_TARGET = (
-    1.02  # fullest rank over mean; closer costs many more moves (research: 5 % of slots against 11 %)
-)
-WORK_S_PER_BYTE = 1.5e-9  # sending or taking in: copies, check sum, trial; one Zen 3 core
-SLOWER_BESIDE_MOVES = 0.1  # of a step, the bound that the service is measured against
+# Fullest rank over mean. Closer targets cost many more moves (research: 5 % of slots against 11 %).
+REPAIR_TARGET = 1.02
+WORK_S_PER_BYTE = 1.5e-9  # sending or receiving: copies, checksum, trial run; one Zen 3 core
+SLOWER_BESIDE_MOVES = 0.1  # part of a step; the bound that the service is tested against
 
-LayerSeconds = Callable[[Placement], np.ndarray]  # [layers], what a placement costs
+LayerSeconds = Callable[[Placement], np.ndarray]  # [layers], the cost of a placement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What is known when a decision is due."""
+    """The input of a decision."""
 
-    forecast: Forecast  # made of the window
+    forecast: Forecast  # from the window
     current: Placement
     num_steps: int  # in the window, all under `current`
-    step_s: float  # mean of a step
+    step_s: float  # mean duration of a step
     expert_bytes: int
     hosts: tuple[str, ...]  # of the ranks
 
     @property
     def experts_s(self) -> float:
-        """Seconds of the average step's experts, now."""
+        """Seconds of the average step's experts under the serving placement."""
         return self.forecast.step_s(self.current)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A placement and what it promises."""
+    """A placement and its predicted effect."""
 
     target: Placement
     kind: str  # "shares", "repair" or "plan"
     imbalance_before: float  # fullest rank over mean, layers weighted by their load
     imbalance_after: float
-    before: tuple[KindSeconds, ...]  # a step of each kind under the placement that serves
+    before: tuple[KindSeconds, ...]  # a step of each kind under the serving placement
     after: tuple[KindSeconds, ...]
-    step_s: float  # mean of a step now
+    step_s: float  # present mean duration of a step
     moves: int
     num_bytes: int  # to all ranks together
-    seconds: float  # that moving takes
+    seconds: float  # duration of the moves
 
     @property
     def saved_s(self) -> float:
-        """Seconds of the average step that are saved."""
+        """Seconds saved per average step."""
         return sum(b.share * (b.seconds - a.seconds) for b, a in zip(self.before, self.after, strict=True))
 
     @property
@@ -76,19 +75,19 @@ class Proposal:
 
     @property
     def cost_s(self) -> float:
-        """Seconds by which steps beside the moves are slower, all together."""
+        """Seconds by which the moves slow down steps, in total."""
         return self.seconds * SLOWER_BESIDE_MOVES
 
     def least_s(self, config: EplbConfig) -> float:
-        """Seconds that it must save within the horizon beyond its cost; half where nothing moves."""
+        """Minimum savings within the horizon beyond the cost, in seconds. Halved if nothing moves."""
         return config.min_gain * config.horizon_s * (1.0 if self.moves else 0.5)
 
     def horizon_saved_s(self, config: EplbConfig) -> float:
-        """Seconds that it saves within the horizon, if the service is as busy as in the window."""
+        """Seconds saved within the horizon, if the service stays as busy as in the window."""
         return self.gain * config.horizon_s
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe the proposal in one line."""
         kinds = ", ".join(
             f"{now.name} {1e3 * now.seconds:.2f} -> {1e3 * then.seconds:.2f} ms in {now.share:.0%} of steps"
             for now, then in zip(self.before, self.after, strict=True)
@@ -103,14 +102,14 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementDecision:
-    """What to do, and why, in words with numbers."""
+    """What to do, and the reason with numbers."""
 
-    proposal: Proposal | None  # None: nothing
+    proposal: Proposal | None  # None: change nothing
     reason: str
 
 
 def decide(situation: Situation, config: EplbConfig) -> PlacementDecision:
-    """Decide by what was seen; deterministic."""
+    """Decide whether to change the placement. Deterministic."""
     if situation.num_steps < config.window_size:
         return PlacementDecision(
             proposal=None,
@@ -130,18 +129,18 @@ def decide(situation: Situation, config: EplbConfig) -> PlacementDecision:
 
 
 def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
-    """Make a placement of a kind and say what it promises.
+    """Plan a placement of a kind and predict its effect.
 
     Args:
-        kind: shares, repair, or plan (from nothing).
+        kind: "shares", "repair" or "plan" (from nothing).
 
     Raises:
-        ValueError: there are too few slots for what is asked of a plan from nothing.
+        ValueError: A plan from nothing has too few slots for its rules.
     """
     current, forecast = situation.current, situation.forecast
     loads, budget = forecast.loads(current), int(config.max_moved * current.slot_expert.size)
     planned = [align(_planned(kind, load, situation, config, budget), current) for load in loads]
-    if kind == "plan":  # what serves may break the rules
+    if kind == "plan":  # the serving placement may break the rules, so it is no candidate
         target = cheapest(planned, forecast.layer_seconds)
     else:
         target = cheapest_within([current, *planned], forecast.layer_seconds, current, budget)
@@ -161,7 +160,6 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
 
 
 def _planned(kind: str, load: np.ndarray, situation: Situation, config: EplbConfig, budget: int) -> Placement:
-    """The placement of a kind for one load."""
     current = situation.current
     if kind == "shares":
         return refresh(load, current)
@@ -173,10 +171,10 @@ def _planned(kind: str, load: np.ndarray, situation: Situation, config: EplbConf
 
 
 def cheapest(candidates: Sequence[Placement], seconds: LayerSeconds) -> Placement:
-    """Take each layer from the candidate under which it costs least, the first of equals.
+    """Combine placements: take each layer from the candidate with the lowest cost, the first among equals.
 
     Args:
-        candidates: alike in layers, experts, ranks and slots.
+        candidates: Placements with the same layers, experts, ranks and slots.
     """
     chosen = np.stack([seconds(placement) for placement in candidates]).argmin(axis=0)
     mixed = candidates[0]
@@ -188,12 +186,12 @@ def cheapest(candidates: Sequence[Placement], seconds: LayerSeconds) -> Placemen
 def cheapest_within(
     candidates: Sequence[Placement], seconds: LayerSeconds, current: Placement, most_moves: int
 ) -> Placement:
-    """As `cheapest`, but no more slots are filled than may be: else the cheapest candidate as it is.
+    """As `cheapest`, within a budget of moves. If the combination exceeds it, return the cheapest single candidate.
 
     Args:
-        candidates: each within the budget.
-        current: what serves.
-        most_moves: slots to fill, over all layers.
+        candidates: Each within the budget.
+        current: The serving placement.
+        most_moves: Most slots to fill, over all layers.
     """
     mixed = cheapest(candidates, seconds)
     if num_moved(mixed, current).sum() <= most_moves:
@@ -202,9 +200,9 @@ def cheapest_within(
 
 
 def move_seconds(transfers: list[Transfer], situation: Situation, config: EplbConfig) -> float:
-    """How long moving takes: bytes that may go beside a step, or work that may be done, whichever is slower.
+    """Return how long moves take. The limit is the bytes or the work allowed per step, whichever is slower.
 
-    A rank takes part in one transfer at a time, so that what it sends and what it takes in add up.
+    A rank takes part in one transfer at a time, so what it sends and what it receives add up.
     """
     if not transfers:
         return 0.0
@@ -216,7 +214,7 @@ def move_seconds(transfers: list[Transfer], situation: Situation, config: EplbCo
 
 
 def _fullest(placement: Placement, load: np.ndarray) -> float:
-    """Fullest rank over mean rank, a layer counting by its load: layers are waited for one after the other."""
+    """Return fullest rank over mean rank, with layers weighted by load, because ranks wait in every layer."""
     ranks = rank_load(placement, load)
     return float(ranks.max(axis=1).sum() / max(ranks.mean(axis=1).sum(), 1e-300))
 
@@ -229,7 +227,7 @@ def _pays(proposal: Proposal, situation: Situation, config: EplbConfig) -> bool:
 def _balance(proposal: Proposal, config: EplbConfig) -> str:
     return (
         f"{proposal.horizon_saved_s(config):.2f} s saved in {config.horizon_s:g} s against {proposal.cost_s:.2f} s of "
-        f"slower steps and the {proposal.least_s(config):.2f} s that it takes at least"
+        f"slower steps and the required minimum of {proposal.least_s(config):.2f} s"
     )
 
 

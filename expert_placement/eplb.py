@@ -1,9 +1,9 @@
-"""DeepSeek EPLB's function, with our planner behind it: for programs that call `eplb.rebalance_experts`.
+"""DeepSeek EPLB's function on top of WideEP's planner, for programs that call `eplb.rebalance_experts`.
 
-Signature, shapes and meaning are those of github.com/deepseek-ai/EPLB. As its callers do, it assumes that the copies of
-an expert share evenly. Where groups divide by nodes, every expert has a copy on its group's node; unlike there, further
-copies may leave the node, and two copies of an expert share a GPU only where slots outnumber what GPUs can hold
-without.
+Signature, shapes and meaning are those of github.com/deepseek-ai/EPLB. Like its callers, it assumes that the copies of
+an expert share evenly. If groups divide by nodes, every expert has a copy on its group's node. In contrast to DeepSeek's
+function, further copies may leave the node, and a GPU gets two copies of an expert only if there are too many slots to
+avoid it.
 """
 
 import sys
@@ -22,10 +22,10 @@ def rebalance_experts(
 
     Args:
         weight: [layers, num_logical_experts], the load of each expert; a numpy array or a torch tensor.
-        num_replicas: physical experts of a layer, a multiple of `num_gpus`.
-        num_groups: of experts; pinned to nodes if `num_nodes` divides it.
-        num_nodes: of the cluster, a divisor of `num_gpus`.
-        num_gpus: of the cluster.
+        num_replicas: Physical experts of a layer, a multiple of `num_gpus`.
+        num_groups: Number of expert groups; pinned to nodes if `num_nodes` divides it.
+        num_nodes: Number of nodes, a divisor of `num_gpus`.
+        num_gpus: Number of GPUs.
 
     Returns:
         physical_to_logical_map [layers, num_replicas], the expert of each physical one;
@@ -33,7 +33,7 @@ def rebalance_experts(
         expert_count [layers, num_logical_experts], the copies of each. int64, of weight's kind; tensors on the CPU.
 
     Raises:
-        ValueError: sizes that do not divide, fewer replicas than experts, or a weight that is no load.
+        ValueError: Sizes do not divide, there are fewer replicas than experts, or the weight is not a load.
     """
     is_tensor = hasattr(weight, "detach")
     load = np.asarray(weight.detach().cpu().double().numpy() if is_tensor else weight, dtype=np.float64)
@@ -41,7 +41,7 @@ def rebalance_experts(
     log2phy, logcnt = _invert(phy2log, load.shape[1])
     if not is_tensor:
         return phy2log, log2phy, logcnt
-    torch = sys.modules["torch"]  # the caller has imported it: it gave a tensor
+    torch = sys.modules["torch"]  # the caller passed a tensor, so torch is imported
     return torch.from_numpy(phy2log), torch.from_numpy(log2phy), torch.from_numpy(logcnt)
 
 
@@ -56,7 +56,7 @@ def _physical_to_logical(
             f"num_replicas is {num_replicas}; it must be a multiple of num_gpus ({num_gpus}) and at least the "
             f"{experts} experts"
         )
-    nodes = num_nodes if num_groups % num_nodes == 0 else 1  # EPLB's own rule for when groups are pinned
+    nodes = num_nodes if num_groups % num_nodes == 0 else 1  # DeepSeek's rule for when groups are pinned
     cluster = Cluster(num_ranks=num_gpus, num_nodes=nodes)
     home = group_homes(load, num_groups, nodes) if nodes > 1 else None
     per_gpu = num_replicas // num_gpus
@@ -64,10 +64,10 @@ def _physical_to_logical(
     held = plan(load, min(per_gpu, experts), rules).placement.slot_expert
     extra = per_gpu - min(per_gpu, experts)
     blocks = held.reshape(len(load), num_gpus, -1)
-    if extra:  # every GPU has every expert already; what is left repeats the hottest
+    if extra:  # every GPU already has every expert; the remaining slots repeat those with the highest load
         hottest = np.argsort(-load, axis=1, kind="stable")[:, np.arange(extra) % experts]
         blocks = np.concatenate((blocks, np.repeat(hottest[:, None], num_gpus, axis=1)), axis=2)
-    return np.array(blocks.reshape(len(load), num_replicas))  # writable, the caller may change it
+    return np.array(blocks.reshape(len(load), num_replicas))  # writable, because the caller may change it
 
 
 def _invert(phy2log: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,18 +1,18 @@
 """Files of placements and of recorded loads.
 
-A placement is a JSON file, for people and scripts: what `--expert-placement FILE` reads, `wideep experts plan --out
-FILE` writes, and HTTP and the ranks' messages carry.
+A placement is a JSON file for people and scripts. `--expert-placement FILE` reads it, `wideep experts plan --out FILE`
+writes it, and HTTP and the ranks' messages carry it.
 
     {"format": "wideep-placement", "format_version": 1, "num_experts": 8, "num_ranks": 2, "version": 0,
      "digest": "...", "layers": [{"slots": [[0, 1, null], [2, 3, 0]], "shares": [[0.6, 1, 0], [1, 1, 0.4]]}, ...]}
 
-`slots` has one list per rank; null is an empty slot. `shares` (by default even), `version` and `digest` may be left out;
-a digest that is there is checked. Files are written beside their place and renamed, so that nobody reads half of one.
+`slots` has one list per rank; null is an empty slot. `shares` (even by default), `version` and `digest` are optional; a
+given digest is checked. Files are written under a temporary name and renamed, so that readers never see a partial one.
 
-A recorded load says how many tokens chose each expert, window by window: [layers, experts] or [windows, layers,
-experts]. `wideep experts record` writes .npz with `load`, and `prefill` and `decode` of the same shape. Read are also
-SGLang's expert distribution record (`logical_count`, as JSON or .npz), and {"load_history": [{"logical_expert_load":
-[layers][experts]}, ...]}, as published with ADRS's EPLB work. Layers without any load (dense ones) are left out.
+A recorded load is the number of tokens that chose each expert, per window: [layers, experts] or [windows, layers,
+experts]. `wideep experts record` writes .npz with `load`, and `prefill` and `decode` of the same shape. SGLang's expert
+distribution record (`logical_count`, as JSON or .npz) and {"load_history": [{"logical_expert_load": [layers][experts]},
+...]}, as published with ADRS's EPLB work, are also read. Layers without any load (dense ones) are left out.
 """
 
 import json
@@ -30,28 +30,28 @@ from expert_placement.placement import EMPTY, Placement
 
 FORMAT, FORMAT_VERSION = "wideep-placement", 1
 _KEYS = {"format", "format_version", "num_experts", "num_ranks", "version", "digest", "layers"}
-_LAYER_KEYS = {"slots", "shares", "slots_per_rank"}  # the last one was written once, and says nothing new
+_LAYER_KEYS = {"slots", "shares", "slots_per_rank"}  # earlier versions wrote the last one, which is redundant
 
 
 class PlacementFileError(ValueError):
-    """A file that is no placement; the message names it and what is wrong."""
+    """An invalid placement file. The message names the file and the problem."""
 
 
 class LoadFileError(ValueError):
-    """A file that holds no load; the message names it and what is wrong."""
+    """An invalid load file. The message names the file and the problem."""
 
 
 class LoadTrace(NamedTuple):
     """Loads over time."""
 
     load: np.ndarray  # [windows, layers, experts] float64
-    layers: np.ndarray  # [layers] int64: which layers of the file these are
-    phases: dict[str, np.ndarray]  # parts of the load, each of its shape; none where a file does not tell
+    layers: np.ndarray  # [layers] int64: their indices in the file
+    phases: dict[str, np.ndarray]  # parts of the load, each of its shape; empty if a file does not have them
 
 
 @contextmanager
 def _naming(path: Path, what: str, error_type: type[ValueError]) -> Iterator[None]:
-    """Turn whatever is wrong with a file into one error that names it."""
+    """Turn any problem with a file into one error that names the file."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def save_placement(placement: Placement, path: Path) -> None:
     """Write a placement.
 
     Raises:
-        PlacementFileError: the file's name says that it is an archive. OSError: it cannot be written.
+        PlacementFileError: The file's name is that of an archive. OSError: The file cannot be written.
     """
     if path.suffix == ".npz":
         raise PlacementFileError(f"{path}: a placement is written as JSON; give it a name that ends in .json")
@@ -83,13 +83,13 @@ def load_placement(path: Path) -> Placement:
     """Read a placement.
 
     Raises:
-        PlacementFileError: it cannot be read, or is no placement.
+        PlacementFileError: The file cannot be read, or is not a placement.
     """
     with _naming(path, "is not a placement", PlacementFileError):
         content = path.read_bytes()
-        if content.startswith(b"PK"):  # an archive, as .npz is
+        if content.startswith(b"PK"):  # an archive, such as .npz
             raise ValueError(
-                "placements are JSON; this is an archive, such as a recorded load, of which `wideep experts plan` "
+                "placements are JSON; this is an archive, such as a recorded load, from which `wideep experts plan` "
                 "makes a placement"
             )
         return from_json(json.loads(content))
@@ -117,15 +117,15 @@ def to_json(placement: Placement) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> Placement:
-    """Make a placement of JSON values.
+    """Build a placement from JSON values.
 
     Raises:
-        ValueError: what is wrong with them. KeyError: what is missing.
+        ValueError: A value is wrong. KeyError: A key is missing.
     """
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f'it must be an object with "format": "{FORMAT}"')
     if value.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"format_version is {value.get('format_version')!r}; {FORMAT_VERSION} can be read")
+        raise ValueError(f"format_version is {value.get('format_version')!r}; it must be {FORMAT_VERSION}")
     _refuse_unknown(value, _KEYS)
     layers = value["layers"]
     if not isinstance(layers, list) or not layers:
@@ -139,7 +139,7 @@ def from_json(value: Any) -> Placement:
     num_ranks = int(value["num_ranks"])
     if len(layers[0]["slots"]) != num_ranks:
         raise ValueError(
-            f"slots has {len(layers[0]['slots'])} lists per layer for {num_ranks} ranks; it must have one each"
+            f"slots has {len(layers[0]['slots'])} lists per layer for {num_ranks} ranks; it must have one per rank"
         )
     placement = Placement(
         slots,
@@ -151,18 +151,18 @@ def from_json(value: Any) -> Placement:
     digest = value.get("digest")
     if digest is not None and digest != placement.digest():
         raise ValueError(
-            f"its digest is {digest}, that of its content {placement.digest()}: it was changed or cut off; leave "
-            f"the digest out of a file that you edit"
+            f"its digest is {digest}, but that of its content is {placement.digest()}: it was changed or cut off; "
+            f"remove the digest from a file that you edit"
         )
     return placement
 
 
 def _rows(layers: list[Any], name: str, empty: float) -> np.ndarray:
-    """Flatten [layers][ranks][slots], null being `empty`, all of one shape."""
+    """Flatten [layers][ranks][slots] of equal shapes. null becomes `empty`."""
     rows = []
     for index, layer in enumerate(layers):
         if not isinstance(layer, list) or not all(isinstance(rank, list) for rank in layer):
-            raise ValueError(f"layer {index}: {name} must be a list of lists, one for each rank")
+            raise ValueError(f"layer {index}: {name} must be a list of lists, one per rank")
         if len({len(rank) for rank in layer}) > 1 or len(layer) != len(layers[0]):
             raise ValueError(
                 f"layer {index}: {name} must have equally many ranks and slots per rank in all layers"
@@ -181,14 +181,14 @@ def _refuse_unknown(value: Any, known: set[str]) -> None:
         raise ValueError(f"{value!r} is not an object")
     unknown = sorted(set(value) - known)
     if unknown:
-        raise ValueError(f"{', '.join(unknown)} is not known; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{', '.join(unknown)} is not known; the keys are {', '.join(sorted(known))}")
 
 
 def read_loads(paths: Sequence[Path]) -> LoadTrace:
-    """Read files as one trace, in the order given.
+    """Read files as one trace, in the given order.
 
     Raises:
-        LoadFileError: a file cannot be read, holds no load, or does not fit the first.
+        LoadFileError: A file cannot be read, holds no load, or does not match the first.
     """
     files = [_read_load(path) for path in paths]
     if not files:
@@ -210,10 +210,10 @@ def read_loads(paths: Sequence[Path]) -> LoadTrace:
 
 
 def _read_load(path: Path) -> dict[str, np.ndarray]:
-    """The whole load as "load", and by phase where the file says it; each [windows, layers, experts]."""
+    """Read the total load as "load", and by phase if the file has phases. Each is [windows, layers, experts]."""
     if path.suffix in (".pt", ".pth"):
         raise LoadFileError(
-            f"{path} is a PyTorch file, which can run code when it is read; convert it where it was made: "
+            f"{path} is a PyTorch file, which can run code when it is loaded; convert it on the machine that made it: "
             f"numpy.savez('load.npz', logical_count=torch.load(FILE)['logical_count'])"
         )
     with _naming(path, "holds no expert load", LoadFileError):
@@ -222,7 +222,7 @@ def _read_load(path: Path) -> dict[str, np.ndarray]:
         loads = {name: np.array(value, dtype=np.float64) for name, value in values.items()}
     shape = loads["load"].shape
     if any(part.shape != shape for part in loads.values()):
-        raise LoadFileError(f"{path}: its phases have other shapes than its load, {shape}")
+        raise LoadFileError(f"{path}: its phases and its load must have one shape; the load's is {shape}")
     if len(shape) not in (2, 3) or 0 in shape:
         raise LoadFileError(f"{path}: the load has shape {shape}; it must be [windows, layers, experts]")
     if any(not np.isfinite(part).all() or (part < 0).any() for part in loads.values()):

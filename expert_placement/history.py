@@ -1,8 +1,8 @@
-"""What was decided and done about placements: a list in memory and, if one is named, a file that survives a restart.
+"""History of placement decisions and changes: a list in memory and, optionally, a file that survives a restart.
 
-The file has one JSON object per line and is only appended to. Beside it lies the placement that serves, as
-`FILE.placement.json`: a restart with `--expert-placement` of it starts warm. Those that served before, to go back to,
-are `FILE.before-VERSION.json`, the last BACK of them.
+The file has one JSON object per line and is only appended to. The serving placement is stored next to it as
+`FILE.placement.json`; pass that to `--expert-placement` to restart with it. The last BACK earlier placements, to which a
+service can return, are stored as `FILE.before-VERSION.json`.
 """
 
 import json
@@ -15,21 +15,21 @@ from expert_placement.files import load_placement, save_placement
 from expert_placement.placement import Placement
 
 KEPT = 1000  # entries in memory
-BACK = 8  # placements to go back to
+BACK = 8  # earlier placements kept
 
 
 class History:
-    """Entries in order of time, each a JSON object with at least "time" and "kind"; and the placements before.
+    """Entries in order of time, each a JSON object with at least "time" and "kind", and the earlier placements.
 
     Attributes:
-        before: what served, newest last; change it through `push` and `pop`.
+        before: Earlier placements, newest last. Change it only with `push` and `pop`.
     """
 
     def __init__(self, file: Path | None = None) -> None:
-        """Go on where a file ends.
+        """Continue the history in a file.
 
         Raises:
-            ValueError: the file is no history, or one beside it no placement. OSError: it cannot be read.
+            ValueError: The file is not a history, or a file next to it is not a placement. OSError: It cannot be read.
         """
         self._file = file
         self.entries: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -40,44 +40,44 @@ class History:
 
     @property
     def placement_file(self) -> Path | None:
-        """Where the serving placement is kept."""
+        """The file of the serving placement."""
         return None if self._file is None else self._file.with_name(self._file.name + ".placement.json")
 
     @property
     def last_digest(self) -> str | None:
-        """The digest of the placement that served at the end, None before any change."""
+        """The digest of the last recorded placement, or None before any change."""
         return next((entry["digest"] for entry in reversed(self.entries) if entry.get("digest")), None)
 
     def push(self, placement: Placement) -> None:
-        """Keep a placement that served until now; the oldest may fall out.
+        """Store a placement that served until now. The oldest may be dropped.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         self.before.append(placement)
         self._write_before()
 
     def pop(self) -> Placement:
-        """Take the last placement back.
+        """Remove and return the newest earlier placement.
 
         Raises:
-            OSError: its file cannot be removed.
+            OSError: Its file cannot be removed.
         """
         placement = self.before.pop()
         self._write_before()
         return placement
 
     def forget_before(self) -> None:
-        """Have nothing to go back to.
+        """Drop all earlier placements.
 
         Raises:
-            OSError: a file cannot be removed.
+            OSError: A file cannot be removed.
         """
         self.before.clear()
         self._write_before()
 
     def _write_before(self) -> None:
-        """Make the files those of `before`; placements have different versions and never change."""
+        """Make the files match `before`. Placements have distinct versions and never change."""
         if self._file is None:
             return
         wanted = {self._before_file(placement): placement for placement in self.before}
@@ -89,21 +89,21 @@ class History:
                 save_placement(placement, path)
 
     def _before_file(self, placement: Placement) -> Path:
-        assert self._file is not None, "files only beside a file"
+        assert self._file is not None, "only a history with a file has placement files"
         return self._file.with_name(f"{self._file.name}.before-{placement.version}.json")
 
     def _before_files(self) -> list[Path]:
-        """By version, oldest first."""
-        assert self._file is not None, "files only beside a file"
+        """Return the files by version, oldest first."""
+        assert self._file is not None, "only a history with a file has placement files"
         name = re.compile(re.escape(self._file.name) + r"\.before-(\d+)\.json")
         found = ((name.fullmatch(path.name), path) for path in self._file.parent.iterdir())
         return [path for _, path in sorted((int(match[1]), path) for match, path in found if match)]
 
     def add(self, entry: dict[str, Any], serving: Placement | None = None) -> None:
-        """Append an entry; `serving` is the placement that serves now, if that has changed.
+        """Append an entry. `serving`: the placement that serves now, if it has changed.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: The file cannot be written.
         """
         self.entries.append(entry)
         if self._file is None or self.placement_file is None:
@@ -124,5 +124,5 @@ def _entry(file: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file}, line {number}: {error}") from error
     if not isinstance(entry, dict) or "kind" not in entry:
-        raise ValueError(f"{file}, line {number}: an entry is an object with a kind; this is {line[:80]!r}")
+        raise ValueError(f"{file}, line {number}: an entry must be an object with a kind, not {line[:80]!r}")
     return entry

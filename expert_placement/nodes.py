@@ -1,11 +1,11 @@
-"""Ranks and nodes, and what a placement must keep to on them.
+"""Ranks and nodes, and the rules that a placement must keep on them.
 
-Models with group-limited routing (DeepSeek-V3) send a token to a few groups of experts, so a group is best kept on one
-node. Only a group's first copies are pinned there; further copies go where there is room. Pinning the copies too, as
+Models with group-limited routing (DeepSeek-V3) send a token to few groups of experts, so a group is best kept on one
+node. Only a group's first copies are pinned there; further copies go to ranks with room. Pinning the copies too, as
 DeepSeek EPLB's hierarchical policy does, costs 20 to 100 % of imbalance on real loads (research/placement).
 
-A rule of `--eplb-config` that this service cannot keep (two nodes for every expert, all ranks on one) does not stop it:
-the rule is left out, and said. Groups of a running service keep the homes that they have; a plan from nothing gives
+A rule of `--eplb-config` that this service cannot keep (such as two nodes per expert with all ranks on one node) does
+not stop it: the rule is dropped and reported. In a running service, groups keep their homes; a plan from nothing gives
 them new ones.
 """
 
@@ -21,7 +21,7 @@ from expert_placement.placement import EMPTY, Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """How many ranks there are, and on how many nodes: rank r is on node r * num_nodes // num_ranks."""
+    """The number of ranks and nodes. Rank r is on node r * num_nodes // num_ranks."""
 
     num_ranks: int
     num_nodes: int = 1
@@ -30,30 +30,30 @@ class Cluster:
         """Check the numbers.
 
         Raises:
-            ValueError: ranks do not divide by nodes.
+            ValueError: Ranks do not divide by nodes.
         """
         if self.num_ranks < 1 or self.num_nodes < 1 or self.num_ranks % self.num_nodes:
             raise ValueError(
-                f"{self.num_ranks} ranks on {self.num_nodes} nodes: there must be at least one of each, and as many "
-                f"ranks on every node"
+                f"{self.num_ranks} ranks on {self.num_nodes} nodes: there must be at least one of each, and the same "
+                f"number of ranks on every node"
             )
 
     @property
     def node_of_rank(self) -> np.ndarray:
-        """[ranks] int64."""
+        """The node of each rank: [ranks] int64."""
         return np.arange(self.num_ranks) * self.num_nodes // self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What every placement must keep to.
+    """The rules that every placement must keep.
 
     Attributes:
-        cluster: ranks and nodes.
-        home: [layers, experts] the node that keeps a copy of the expert, -1 for none; see `group_homes`.
-        min_nodes: every expert has copies on at least so many nodes, so that it survives one less than that.
-        spread: copies go to different nodes as long as there are nodes without one.
-        even: copies share evenly, as programs without shares assume.
+        cluster: Ranks and nodes.
+        home: [layers, experts] the node that keeps a copy of the expert, or -1; see `group_homes`.
+        min_nodes: Least number of nodes with a copy of each expert; one node fewer may be lost.
+        spread: Copies go to different nodes while there are nodes without one.
+        even: Copies share evenly, as programs without shares assume.
     """
 
     cluster: Cluster
@@ -63,29 +63,29 @@ class Rules:
     even: bool = False
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a load.
+        """Check what does not depend on a load.
 
         Raises:
-            ValueError: more nodes asked for than there are.
+            ValueError: `min_nodes` exceeds the number of nodes.
         """
         if not 1 <= self.min_nodes <= self.cluster.num_nodes:
             raise ValueError(
-                f"min_nodes is {self.min_nodes}; it must be 1 to the {self.cluster.num_nodes} nodes there are"
+                f"min_nodes is {self.min_nodes}; it must be from 1 to the number of nodes, {self.cluster.num_nodes}"
             )
 
 
 class NodeRules(NamedTuple):
-    """The rules that a service can keep, and what was asked for beside them."""
+    """The rules that a service can keep, and those it cannot."""
 
     rules: Rules
-    left_out: tuple[str, ...]  # a sentence for each
+    left_out: tuple[str, ...]  # a sentence per dropped rule
 
 
 def num_nodes_of(hosts: Sequence[str]) -> int:
-    """Count the nodes of ranks that say their hosts, in order of ranks.
+    """Count the nodes in a list of the ranks' hosts, in order of ranks.
 
     Returns:
-        1 as well where nodes have not equally many ranks, one after the other: no `Cluster` describes that.
+        Also 1 if nodes differ in their number of ranks or these are not consecutive: no `Cluster` describes that.
     """
     found = len(set(hosts))
     size = len(hosts) // max(found, 1)
@@ -94,7 +94,7 @@ def num_nodes_of(hosts: Sequence[str]) -> int:
 
 
 def group_homes(load: np.ndarray, num_groups: int, num_nodes: int) -> np.ndarray:
-    """Give every group of experts a home: as many groups for each node, the heaviest first to the lightest node.
+    """Give every group of experts a home node: the same number per node, the heaviest first to the lightest node.
 
     Args:
         load: [layers, experts]; group g is experts [g * experts // num_groups, ...).
@@ -103,7 +103,7 @@ def group_homes(load: np.ndarray, num_groups: int, num_nodes: int) -> np.ndarray
         [layers, experts] int64: the home node of each expert.
 
     Raises:
-        ValueError: experts do not divide by groups, or groups by nodes.
+        ValueError: Experts do not divide by groups, or groups by nodes.
     """
     layers, experts = load.shape
     if num_groups < 1 or experts % num_groups or num_groups % num_nodes:
@@ -124,10 +124,10 @@ def group_homes(load: np.ndarray, num_groups: int, num_nodes: int) -> np.ndarray
 
 
 def present_homes(placement: Placement, num_groups: int, num_nodes: int) -> np.ndarray:
-    """Find the homes that a placement was made with: a node that has a copy of every expert of the group.
+    """Find the homes in an existing placement: nodes that have a copy of every expert of a group.
 
     Returns:
-        [layers, experts] int64; -1 where no node has the whole group.
+        [layers, experts] int64; -1 if no node has the whole group.
     """
     cluster = Cluster(num_ranks=placement.num_ranks, num_nodes=num_nodes)
     node = np.repeat(cluster.node_of_rank, placement.slots_per_rank)
@@ -139,19 +139,19 @@ def present_homes(placement: Placement, num_groups: int, num_nodes: int) -> np.n
         np.add.at(copies, (node[held], row[held]), 1)
         by_group = copies.reshape(num_nodes, num_groups, size)
         whole = by_group.min(axis=2) > 0
-        # The roomiest fit: a node has more copies of its own groups than of those that visit.
+        # If several nodes have it, take the one with most copies: more of its own groups than of visiting ones.
         best = np.where(whole, by_group.sum(axis=2), -1).argmax(axis=0)
         homes[layer] = np.where(whole.any(axis=0), best, -1)
     return np.repeat(homes, size, axis=1)
 
 
 def rules_for_plan(config: EplbConfig, hosts: Sequence[str], load: np.ndarray, num_slots: int) -> NodeRules:
-    """Return the rules of a plan from nothing.
+    """Return the rules for a plan from nothing.
 
     Args:
-        hosts: of the ranks, in order.
-        load: [layers, experts], heavy groups get their homes first.
-        num_slots: of a layer, on all ranks together.
+        hosts: Hosts of the ranks, in order.
+        load: [layers, experts]; heavy groups get their homes first.
+        num_slots: Slots of a layer, on all ranks together.
     """
     made = _without_homes(config, hosts, load.shape[1], num_slots)
     cluster = made.rules.cluster
@@ -162,7 +162,7 @@ def rules_for_plan(config: EplbConfig, hosts: Sequence[str], load: np.ndarray, n
 
 
 def rules_for_repair(config: EplbConfig, hosts: Sequence[str], current: Placement) -> NodeRules:
-    """Return the rules of a repair of a placement, whose groups keep their homes."""
+    """Return the rules for a repair of a placement. Its groups keep their homes."""
     made = _without_homes(config, hosts, current.num_experts, current.slot_expert.shape[1])
     cluster = made.rules.cluster
     if not _has_homes(config, cluster, current.num_experts):
@@ -185,8 +185,8 @@ def _without_homes(config: EplbConfig, hosts: Sequence[str], num_experts: int, n
         left_out.append(f"spread needs several nodes; there is {_nodes(cluster, hosts)}")
     if config.num_groups and not _has_homes(config, cluster, num_experts):
         left_out.append(
-            f"num_groups is {config.num_groups}; experts must divide by groups and groups by nodes, which are more "
-            f"than one, and there are {num_experts} experts on {_nodes(cluster, hosts)}"
+            f"num_groups is {config.num_groups}; it needs several nodes, experts must divide by groups and groups by "
+            f"nodes, and there are {num_experts} experts on {_nodes(cluster, hosts)}"
         )
     return NodeRules(Rules(cluster=cluster, min_nodes=min_nodes, spread=config.spread), tuple(left_out))
 

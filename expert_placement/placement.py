@@ -1,10 +1,10 @@
-"""Which physical slot holds which logical expert, and what share of its tokens: an immutable value.
+"""Placement: the logical expert in each physical slot and the slot's share of its tokens, as an immutable value.
 
-Every rank has the same number of slots in every layer; a slot may be empty, so that experts need not divide by
-ranks. An expert may have copies, never two on one rank. Knows no weights and no torch (D4 of the design).
+Every rank has the same number of slots in every layer. A slot may be empty, so experts need not divide by ranks. An
+expert may have copies, but never two on one rank. Does not know weights or torch (D4 of the design).
 
-How evenly a placement carries a load is a figure of one layer: ranks wait for one another in every layer, so a sum over
-layers first would hide that each layer has another slowest rank.
+How evenly a placement carries a load is measured per layer: ranks wait for each other in every layer, and a sum over
+layers would hide that layers have different slowest ranks.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 EMPTY = -1
-_SHARE_TOLERANCE = 1e-6  # how far the shares of an expert may be from adding up to 1
+_SHARE_TOLERANCE = 1e-6  # how far an expert's shares may be from a sum of 1
 
 
 class Copies(NamedTuple):
@@ -28,13 +28,13 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """`slot_expert[layer, slot]` is an expert or `EMPTY`; rank r has slots [r * slots_per_rank, ...).
+    """Experts by slot: `slot_expert[layer, slot]` is an expert or `EMPTY`. Rank r has slots [r * slots_per_rank, ...).
 
     Attributes:
         slot_expert: [layers, ranks * slots_per_rank] int64, read-only.
-        share: [layers, slots] float64, read-only: the part of its expert's tokens that a slot serves; the shares
-            of an expert add up to 1. By default copies share evenly.
-        version: counted by whoever changes placements while serving; not part of the digest.
+        share: [layers, slots] float64, read-only: the part of its expert's tokens that a slot serves. The shares of
+            an expert add up to 1. By default copies share evenly.
+        version: Number of the placement in a running service. Not part of the digest.
     """
 
     slot_expert: np.ndarray
@@ -47,8 +47,8 @@ class Placement:
         """Check the rules.
 
         Raises:
-            ValueError: naming the layer and what is wrong: an expert without a slot, two copies on one rank,
-                shares that do not add up.
+            ValueError: The message names the layer and the problem: an expert without a slot, two copies on one
+                rank, shares that do not add up.
         """
         self._keep("slot_expert", np.array(self.slot_expert, dtype=np.int64))
         shape, ranks = self.slot_expert.shape, self.num_ranks
@@ -99,7 +99,7 @@ class Placement:
             layer, slot = np.argwhere(bad)[0].tolist()
             raise ValueError(
                 f"layer {layer}: slot {slot} has the share {self.share[layer, slot]}; shares are 0 to 1, and 0 "
-                f"where a slot is empty"
+                f"for an empty slot"
             )
         total = self._per_expert(self.share)
         wrong = np.argwhere(np.abs(total - 1.0) > _SHARE_TOLERANCE)
@@ -110,7 +110,7 @@ class Placement:
             )
 
     def _per_expert(self, values: np.ndarray) -> np.ndarray:
-        """Sum a value of slots by expert: [layers, experts] float64."""
+        """Sum the values of slots by expert: [layers, experts] float64."""
         layer, slot = np.nonzero(self.slot_expert != EMPTY)
         index = layer * self.num_experts + self.slot_expert[layer, slot]
         total = np.bincount(index, values[layer, slot], minlength=self.num_layers * self.num_experts)
@@ -118,17 +118,17 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers."""
+        """Number of MoE layers."""
         return int(self.slot_expert.shape[0])
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots of one rank in one layer."""
+        """Number of slots of one rank in one layer."""
         return int(self.slot_expert.shape[1]) // self.num_ranks
 
     @cached_property
     def num_copies(self) -> np.ndarray:
-        """How many slots hold each expert: [layers, experts] int64, read-only."""
+        """Number of slots with each expert: [layers, experts] int64, read-only."""
         counts = self._per_expert(np.ones(self.slot_expert.shape)).astype(np.int64)
         counts.setflags(write=False)
         return counts
@@ -138,11 +138,11 @@ class Placement:
         return values.reshape(self.num_layers, self.num_ranks, self.slots_per_rank)
 
     def local(self, rank: int) -> np.ndarray:
-        """The experts of one rank's slots: [layers, slots_per_rank] int64, `EMPTY` where there is none."""
+        """Return the experts in one rank's slots: [layers, slots_per_rank] int64; `EMPTY` for an empty slot."""
         return self.by_rank(self.slot_expert)[:, rank]
 
     def copies(self, layer: int) -> Copies:
-        """The inverse of one layer's row: where each expert is, and with what shares."""
+        """Return the inverse of one layer's row: each expert's slots and their shares."""
         row = self.slot_expert[layer]
         slots = np.flatnonzero(row != EMPTY)
         slots = slots[np.argsort(row[slots], kind="stable")]
@@ -150,18 +150,18 @@ class Placement:
         return Copies(first, slots, self.share[layer, slots])
 
     def with_even_shares(self) -> "Placement":
-        """The same slots; copies share evenly."""
+        """Return the same slots with even shares."""
         return replace(self, share=None)  # type: ignore[arg-type]
 
     def with_version(self, version: int) -> "Placement":
-        """The same placement under another number."""
+        """Return the same placement with another version."""
         return replace(self, version=version)
 
     def with_layers(self, other: "Placement", is_taken: np.ndarray) -> "Placement":
-        """Take some layers, slots and shares, from another placement of the same sizes.
+        """Replace some layers (slots and shares) by those of another placement of the same size.
 
         Args:
-            is_taken: [layers] bool, which layers.
+            is_taken: [layers] bool, the layers to replace.
         """
         taken = is_taken[:, None]
         return replace(
@@ -171,13 +171,13 @@ class Placement:
         )
 
     def digest(self) -> str:
-        """Sixteen hex digits that differ where slots, shares or sizes differ; the same on every machine."""
+        """Return sixteen hex digits that depend on slots, shares and sizes. Equal on every machine."""
         return self._digest
 
     @cached_property
     def _digest(self) -> str:
         sizes = [*self.slot_expert.shape, self.num_experts, self.num_ranks]
-        per_layer = [self.slots_per_rank] * self.num_layers  # as format version 1 of the files has it
+        per_layer = [self.slots_per_rank] * self.num_layers  # as in format version 1 of the files
         parts = (
             np.array([*sizes, *per_layer], dtype="<i8"),
             self.slot_expert.astype("<i8"),
@@ -187,7 +187,7 @@ class Placement:
 
 
 def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-    """Place experts in order, as evenly as they go: the first `num_experts % num_ranks` ranks hold one more."""
+    """Place experts in order and evenly: the first `num_experts % num_ranks` ranks hold one more."""
     slots_per_rank = -(-num_experts // num_ranks)
     row = np.full(num_ranks * slots_per_rank, EMPTY, dtype=np.int64)
     for rank, experts in enumerate(np.array_split(np.arange(num_experts), num_ranks)):
@@ -196,10 +196,10 @@ def linear_placement(num_layers: int, num_experts: int, num_ranks: int) -> Place
 
 
 def slot_load(placement: Placement, load: np.ndarray) -> np.ndarray:
-    """Return what each slot carries: [layers, slots] float64, of a load [layers, experts] in any unit.
+    """Return each slot's part of a load [layers, experts] in any unit: [layers, slots] float64.
 
     Raises:
-        ValueError: the load is of another model.
+        ValueError: The load's shape does not match the placement.
     """
     if load.shape != (placement.num_layers, placement.num_experts):
         raise ValueError(
@@ -212,13 +212,13 @@ def slot_load(placement: Placement, load: np.ndarray) -> np.ndarray:
 
 
 def rank_load(placement: Placement, load: np.ndarray) -> np.ndarray:
-    """Return what each rank carries: [layers, ranks] float64."""
+    """Return each rank's load: [layers, ranks] float64."""
     result: np.ndarray = placement.by_rank(slot_load(placement, load)).sum(axis=2)
     return result
 
 
 def imbalance(placement: Placement, load: np.ndarray) -> np.ndarray:
-    """Return fullest rank over mean rank of each layer: [layers] float64; 1 is ideal, and what no load gives."""
+    """Return fullest rank over mean rank by layer: [layers] float64. 1 is ideal; it is also 1 without load."""
     ranks = rank_load(placement, load)
     mean = ranks.mean(axis=1)
     result: np.ndarray = np.divide(ranks.max(axis=1), mean, out=np.ones_like(mean), where=mean > 0)

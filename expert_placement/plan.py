@@ -1,13 +1,17 @@
-"""Where experts go, from how much each is asked for: plan from nothing, repair what there is, refresh the shares.
+"""Planning where experts go for a load: plan from nothing, repair an existing placement, or refresh its shares.
 
-Layers are planned by themselves. Everything is deterministic: the same load gives the same placement on every machine
-of a kind. A plan made here is never worse, by the load it was made for, than the placement that it repairs.
-The algorithms are those of the kernels: `construct` (doubled hot experts that join ranks), `fill` (shares), `search`
-(bounded steps). What was rejected, with figures: research/placement; in short, planning anew after every drift (moves
-96 % of the slots), even shares where shares may be chosen, pinning all copies of a group to one node.
+The cycle of rebalancing, with the file of each step:
 
-Legend: L layers, E experts, R ranks, W slots of a rank, S slots of a layer, T steps of a search.
-"""
+    load.py -> forecast.py -> plan.py, chosen by control.py -> moves.py -> scheduler/moves/relocation.py (switch)
+       ^                                                                                  |
+       +----------------- the new placement serves and its load is counted ---------------+
+
+Layers are planned separately. Everything is deterministic: the same load gives the same placement on every machine of a
+kind. A repair is never worse for its load than the placement that it repairs. The kernels implement the algorithms:
+`construct` (doubled hot experts that join ranks), `fill` (shares), `search` (bounded steps). Rejected, with figures in
+research/placement: a new plan after every drift (moves 96 % of the slots), even shares, pinning all copies of a group.
+
+Legend: L layers, E experts, R ranks, W slots of a rank, S slots of a layer, T steps of a search."""
 
 from typing import NamedTuple
 
@@ -21,23 +25,23 @@ from expert_placement.moves import align, num_moved
 from expert_placement.nodes import Rules
 from expert_placement.placement import EMPTY, Placement, imbalance, slot_load
 
-TARGET = 1.0002  # fullest rank over mean, where a plan from nothing stops searching
+TARGET = 1.0002  # fullest rank over mean at which a plan from nothing stops searching
 MOST_STEPS = 400
-SWEEPS, TOLERANCE = 300, 1e-6  # of the final shares
-LARGE = 0.3  # of a rank's mean load: copies above it are copied again before others are doubled
-GOOD = 1.0008  # a layer above it is planned in other ways as well, and the best is kept
+SWEEPS, TOLERANCE = 300, 1e-6  # for the final shares
+LARGE = 0.3  # of a rank's mean load: larger copies are copied again before others are doubled
+GOOD = 1.0008  # if a layer is worse, other ways are tried too and the best is kept
 
 
 class Plan(NamedTuple):
-    """A placement and what it promises."""
+    """A placement and its predicted effect."""
 
     placement: Placement
-    imbalance: np.ndarray  # [L] float64: fullest rank over mean rank, for the load it was made for
-    moved: np.ndarray  # [L] int64: slots to fill; for a plan from nothing all that are in use
+    imbalance: np.ndarray  # [L] float64: fullest rank over mean rank, for the planned load
+    moved: np.ndarray  # [L] int64: slots to fill; all used ones for a plan from nothing
 
 
 class LayerPlan(NamedTuple):
-    """What one layer came to."""
+    """The result for one layer."""
 
     slot_RW: np.ndarray  # int64
     x_RW: np.ndarray  # float64: the load of each slot
@@ -50,11 +54,11 @@ def plan(load: np.ndarray, slots_per_rank: int, rules: Rules) -> Plan:
 
     Args:
         load: [layers, experts], tokens or seconds, at least 0.
-        slots_per_rank: of every layer.
-        rules: to keep to.
+        slots_per_rank: Slots of every layer.
+        rules: Rules to keep.
 
     Raises:
-        ValueError: the load is no load, or the slots do not suffice for the rules.
+        ValueError: The load is invalid, or there are too few slots for the rules.
     """
     load = _checked(load)
     layers, experts = load.shape
@@ -66,8 +70,8 @@ def plan(load: np.ndarray, slots_per_rank: int, rules: Rules) -> Plan:
         made = _plan_layer(_some_load(load[layer]), slots_per_rank, layer_rules)
         if made is None:
             raise ValueError(
-                f"layer {layer}: {slots_per_rank} slots per rank on {num_ranks} ranks do not suffice for all experts' "
-                f"homes and {rules.min_nodes} nodes for each; give more slots"
+                f"layer {layer}: {slots_per_rank} slots per rank on {num_ranks} ranks are too few for all experts' "
+                f"homes and {rules.min_nodes} nodes each; give more slots"
             )
         slot_LS[layer], x_LS[layer] = made.slot_RW.reshape(-1), made.x_RW.reshape(-1)
     placement = Placement(slot_LS, experts, num_ranks)
@@ -77,11 +81,11 @@ def plan(load: np.ndarray, slots_per_rank: int, rules: Rules) -> Plan:
 
 
 def refresh(load: np.ndarray, current: Placement) -> Placement:
-    """Choose the shares anew for a load; nothing moves. Microseconds per layer.
+    """Choose new shares for a load. Nothing moves. Takes microseconds per layer.
 
     Args:
         load: [layers, experts].
-        current: slots to keep; its shares are where the search for new ones starts.
+        current: Placement with the slots to keep. The search starts from its shares.
     """
     load = _checked(load)
     return _with_loads(current, load, slot_load(current, load))
@@ -95,14 +99,14 @@ def repair(
     target: float = TARGET,
     max_moves: int | None = None,
 ) -> Plan:
-    """Improve a placement with few moves; the shares are refreshed first, which moves nothing.
+    """Improve a placement with few moves. First refreshes the shares, which moves nothing.
 
     Args:
         load: [layers, experts].
-        current: must have as many ranks as the rules' cluster.
-        rules: kept by every step; what `current` breaks already is not mended.
-        target: fullest rank over mean at which a layer is left alone.
-        max_moves: slots to fill, over all layers; they are spent where each lowers a layer most.
+        current: Placement to repair, with the number of ranks of the rules' cluster.
+        rules: Kept by every step. Existing violations are not repaired.
+        target: Fullest rank over mean at which a layer is left alone.
+        max_moves: Most slots to fill, over all layers. They are spent where they improve a layer most.
     """
     load = _checked(load)
     if current.num_ranks != rules.cluster.num_ranks:
@@ -118,7 +122,7 @@ def repair(
         placement, _ = _repaired(load, start, rules, target, steps)
     placement = align(placement, current)
     reached = imbalance(placement, load)
-    worse = reached > before  # by rounding only: shares that were exact already
+    worse = reached > before  # only by rounding, if shares were already exact
     if worse.any():
         placement, reached = placement.with_layers(current, worse), np.where(worse, before, reached)
     return Plan(placement, reached, num_moved(placement, current))
@@ -127,7 +131,6 @@ def repair(
 def _repaired(
     load: np.ndarray, start: Placement, rules: Rules, target: float, most_steps: np.ndarray
 ) -> tuple[Placement, list[LayerPlan]]:
-    """Improve every layer by at most so many steps."""
     slot_LRW = start.by_rank(start.slot_expert).copy()
     x_LRW = start.by_rank(slot_load(start, load)).copy()
     layers = []
@@ -142,8 +145,8 @@ def _repaired(
 
 
 def _affordable_steps(found: list[LayerPlan], load: np.ndarray, max_moves: int) -> np.ndarray:
-    """How many of each layer's steps to take: those first that lower the fullest ranks most per moved slot."""
-    weight = load.sum(axis=1) / max(load.sum(), 1e-300)  # a busy layer's imbalance costs more
+    """Choose how many of each layer's steps to take, by the reduction of the fullest ranks per moved slot."""
+    weight = load.sum(axis=1) / max(load.sum(), 1e-300)  # imbalance costs more in a busy layer
     taken = np.zeros(len(weight), dtype=np.int64)
     left = max_moves
     while True:
@@ -162,7 +165,6 @@ def _affordable_steps(found: list[LayerPlan], load: np.ndarray, max_moves: int) 
 
 
 def _plan_layer(load_E: np.ndarray, slots_per_rank: int, rules: LayerRules) -> LayerPlan | None:
-    """Plan one layer from nothing; None when the rules cannot be kept."""
     if rules.even:
         return _construct(load_E, slots_per_rank, rules)
     joined = _construct(load_E, slots_per_rank, rules, large=LARGE, join=True)
@@ -207,7 +209,7 @@ def _improve(layer: LayerDraft, rules: LayerRules, target: float, most_steps: in
 
 
 def _some_load(load_E: np.ndarray) -> np.ndarray:
-    """A layer without any load is planned as if all experts had the same."""
+    """Return the load, or an even one if the layer has none."""
     return load_E if load_E.sum() > 0 else np.ones_like(load_E)
 
 
@@ -219,26 +221,25 @@ def fill_layers(
     tolerance: float,
     x_LS: np.ndarray,
 ) -> None:
-    """Divide loads between copies so that the fullest rank is lowest, starting from the proportions in x_LS, in place.
+    """Divide loads between copies to minimise the fullest rank, in place. Starts from the proportions in x_LS.
 
     Args:
-        load_LE: float64. slot_LS: int64, `EMPTY` where there is none.
-        sweeps: at most. tolerance: of the mean rank's load.
-        x_LS: float64, the loads of slots; 0 where a slot is empty.
+        load_LE: float64. slot_LS: int64, `EMPTY` for an empty slot.
+        sweeps: Most sweeps. tolerance: Part of the mean rank's load.
+        x_LS: float64, the loads of slots; 0 for an empty slot.
     """
     for load_E, slot_S, x_S in zip(load_LE, slot_LS, x_LS, strict=True):
         fill_layer(load_E, slot_S, slots_per_rank, sweeps, tolerance, x_S)
 
 
 def _with_loads(placement: Placement, load: np.ndarray, x_LS: np.ndarray) -> Placement:
-    """Give a placement the shares that level its ranks, searched from the slots' loads."""
     is_empty = placement.slot_expert == EMPTY
     x_LS = np.where(is_empty, 0.0, x_LS)
     fill_layers(load, placement.slot_expert, placement.slots_per_rank, SWEEPS, TOLERANCE, x_LS)
     expert = np.where(is_empty, 0, placement.slot_expert)
     total = np.stack([np.bincount(e, x, minlength=load.shape[1]) for e, x in zip(expert, x_LS, strict=True)])
     total = np.take_along_axis(total, expert, axis=1)
-    # An expert without load keeps even shares: should it get some after all, its copies take turns.
+    # An expert without load keeps even shares, so that its copies take turns if it gets some.
     even = placement.with_even_shares().share
     share = np.where(total > 0, x_LS / np.where(total > 0, total, 1.0), even)
     return Placement(
@@ -247,19 +248,19 @@ def _with_loads(placement: Placement, load: np.ndarray, x_LS: np.ndarray) -> Pla
 
 
 def _checked(load: np.ndarray) -> np.ndarray:
-    """Return a load as float64, contiguous.
+    """Return a load as contiguous float64.
 
     Raises:
-        ValueError: it is not [layers, experts], or has values below 0 or not finite.
+        ValueError: It is not [layers, experts], or has negative or non-finite values.
     """
     load = np.ascontiguousarray(load, dtype=np.float64)
     if load.ndim != 2 or 0 in load.shape:
-        raise ValueError(f"the load has shape {load.shape}; it must be [layers, experts], neither of them 0")
+        raise ValueError(f"the load has shape {load.shape}; it must be [layers, experts], both above 0")
     bad = ~np.isfinite(load) | (load < 0)
     if bad.any():
         layer, expert = np.argwhere(bad)[0].tolist()
         raise ValueError(
-            f"layer {layer}: expert {expert} has the load {load[layer, expert]}; loads are numbers from 0 up"
+            f"layer {layer}: expert {expert} has the load {load[layer, expert]}; loads must be finite and 0 or more"
         )
     return load
 

@@ -1,8 +1,8 @@
-"""What if: policies, redundancy and widths on a recorded load, with the planner that serves.
+"""What-if simulation of policies, redundancy and widths on a recorded load, with the planner of the service.
 
-A placement is made from what is known when a window ends and judged on the next one, as it would be in service; the
-window that it was made for is judged too ("known"), to tell a bad plan from a load that changed. Where prefill and
-decode were recorded apart, the placement, made for their sum, is judged on each as well.
+A placement is made from what is known when a window ends and judged on the next one, as in service. It is also judged
+on its own window ("known"), to distinguish a bad plan from a changed load. If prefill and decode were recorded
+separately, the placement, made for their sum, is judged on each as well.
 """
 
 import time
@@ -21,14 +21,14 @@ from expert_placement.plan import plan, refresh, repair
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSetting:
-    """What all policies of a simulation are given.
+    """The input of all policies in a simulation.
 
     Attributes:
-        rules: to keep to; `home` and `even` are the policies' business.
-        slots_per_rank: of a layer.
-        target: fullest rank over mean at which `repair` leaves a layer alone.
-        max_moved: part of all slots that `repair` may fill at once.
-        num_groups: of experts, for the policy `pinned`.
+        rules: Rules to keep; the policies set `home` and `even`.
+        slots_per_rank: Slots of a layer on a rank.
+        target: Fullest rank over mean at which `repair` leaves a layer alone.
+        max_moved: Part of all slots that `repair` may fill at once.
+        num_groups: Number of expert groups, for the policy `pinned`.
     """
 
     rules: Rules
@@ -40,9 +40,9 @@ class SimulationSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementFigures:
-    """Fullest rank over mean rank, over layers and windows; none where there was no window with any load."""
+    """Fullest rank over mean rank, over layers and windows. None if no window had any load."""
 
-    known_mean: float | None  # for the window that a placement was made for
+    known_mean: float | None  # for the window for which a placement was made
     known_worst: float | None
     next_mean: float | None  # for the window after it
     next_worst: float | None
@@ -50,14 +50,14 @@ class PlacementFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult(PlacementFigures):
-    """What a policy did with a trace."""
+    """The result of a policy on a trace."""
 
     policy: str
     ranks: int
     slots: int  # of a layer, all ranks together
-    phases: dict[str, PlacementFigures]  # by phase, where the trace tells
-    moved: float  # part of the slots filled at an update; 0 for a trace with one window
-    away: float  # part of the load served off the experts' home nodes
+    phases: dict[str, PlacementFigures]  # by phase, if the trace has phases
+    moved: float  # part of the slots filled per update; 0 for a trace with one window
+    away: float  # part of the load served outside of the experts' home nodes
     plan_ms: float  # per update, all layers
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ POLICIES = {
 
 
 class _Judge:
-    """Looks at placements on the windows of one load."""
+    """Judges placements on the windows of one load."""
 
     def __init__(self, load: np.ndarray) -> None:
         self._load = load
@@ -126,13 +126,13 @@ class _Judge:
         self._later: list[np.ndarray] = []
 
     def judge(self, placement: Placement, window: int) -> None:
-        """Judge a placement that was made for a window on it and on the next one."""
+        """Judge the placement made for a window on this window and the next one."""
         for judged, at in ((self._known, window), (self._later, window + 1)):
             if at < len(self._load) and self._load[at].any():
                 judged.append(imbalance(placement, self._load[at]))
 
     def figures(self) -> dict[str, float | None]:
-        """The fields of `PlacementFigures`."""
+        """Return the fields of `PlacementFigures`."""
         values: dict[str, float | None] = {}
         for name, judged in (("known", self._known), ("next", self._later)):
             values[f"{name}_mean"] = float(np.mean(judged)) if judged else None
@@ -146,13 +146,13 @@ def simulate(
     """Run one policy over a trace. Windows without any load are left out.
 
     Args:
-        policy: one of `POLICIES`.
+        policy: One of `POLICIES`.
         load: [windows, layers, experts].
-        setting: what it is given.
-        phases: parts of the load, of the same shape, to judge placements on as well.
+        setting: Input of the policy.
+        phases: Parts of the load, of the same shape, on which placements are judged too.
 
     Raises:
-        ValueError: no such policy, or what the planner says.
+        ValueError: The policy is unknown, or the planner failed.
     """
     if policy not in POLICIES:
         raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
@@ -195,7 +195,7 @@ def _away(placement: Placement, load: np.ndarray, setting: SimulationSetting) ->
 def away_share(
     placement: Placement, load: np.ndarray, home: np.ndarray, node_of_rank: np.ndarray
 ) -> np.ndarray:
-    """The part of the load that is served off its expert's home node: [layers] float64.
+    """Return the part of the load served outside of its expert's home node: [layers] float64.
 
     Args:
         home: [layers, experts] the home node, or -1.

@@ -1,10 +1,10 @@
-"""Where experts are while ranks are away: what the others hold stays where it is, and they take over what was lost.
+"""Placement while ranks are missing: the other ranks keep their experts and take over the lost ones.
 
-A pure function of the placement at home, with all ranks there, and of who is left: whoever asks gets the same answer,
-and when all are back it is home again. Nothing that a rank holds moves, so that a fault costs reading what was lost and
-no more. The places of the new placement are those of the members, in ascending order of rank.
+A pure function of the home placement (with all ranks) and of the remaining ranks: every caller gets the same result, and
+when all ranks are back it is the home placement again. No held expert moves, so a fault only costs reading the lost
+ones. The places of the new placement are those of the members, in ascending order of rank.
 
-Rejected: planning anew for the ranks that are left, which balances better and moves experts while requests wait.
+Rejected: a new plan for the remaining ranks, which balances better but moves experts while requests wait.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from expert_placement.placement import EMPTY, Placement
 
 
 def surviving(home: Placement, members: Sequence[int]) -> Placement:
-    """Return the placement over `members` that keeps all slots as they are at home, and adds what was lost.
+    """Return the placement over `members` that keeps all slots of `home` and adds the lost experts.
 
-    An expert of which a copy is left is served by what is left, in the proportions it has at home. One of which none is
-    left comes to the member with the fewest such experts in that layer (among equals the first), in a new slot behind
-    those of home. All members and layers have the same number of slots; those that nothing comes to are empty.
+    An expert with remaining copies is served by these, in their proportions at home. One without goes to the member with
+    the fewest such experts in that layer (the first among equals), in a new slot after those of `home`. All members and
+    layers have the same number of slots; unused ones are empty.
 
     Args:
-        home: over all ranks.
-        members: ranks of `home`, ascending; all of them give `home` itself.
+        home: Placement over all ranks.
+        members: Ranks of `home`, ascending. All ranks give `home` itself.
 
     Returns:
-        With as many ranks as there are members, and the version of `home`.
+        A placement with one rank per member, and the version of `home`.
 
     Raises:
-        ValueError: nobody is left, or `members` are not ascending ranks of `home`.
+        ValueError: `members` is empty, or not ascending ranks of `home`.
     """
     _check_members(home, members)
     if len(members) == home.num_ranks:
@@ -64,7 +64,7 @@ def _check_members(home: Placement, members: Sequence[int]) -> None:
 
 
 def _made_whole(slots: np.ndarray, shares: np.ndarray, num_experts: int) -> np.ndarray:
-    """Let the shares of every expert's copies that are left add up to 1, evenly if they were all 0."""
+    """Scale the shares of every expert's remaining copies to a sum of 1. They are even if all were 0."""
     result = np.zeros_like(shares)
     for layer, row in enumerate(slots):
         held = np.flatnonzero(row != EMPTY)

@@ -1,16 +1,16 @@
-"""The block pool: who holds which KV block, and which free ones still remember a prefix.
+"""The block pool: which sequences hold which KV blocks, and which free blocks still cache a prefix.
 
-A block is in one of three places: held (its reference count says by how many), cached (count zero, findable by its
-prefix, evictable) or free (count zero, forgotten). Cached blocks count as free: `acquire` takes forgotten blocks
-first, then evicts the least recently released prefix. Every operation costs O(blocks touched).
+A block is held (its reference count is the number of holders), cached (count zero, findable by its prefix, evictable)
+or free (count zero, not findable). Cached blocks count as free: `acquire` takes uncached blocks first, then evicts the
+least recently released prefix. Every operation costs O(blocks touched).
 
-The rule that keeps sharing safe: only full, published blocks are ever shared, and a published block is never written
-again. So a block that a sequence writes has exactly one holder.
+Sharing is safe because only full, published blocks are shared, and a published block is never written again. So a block
+that a sequence writes has exactly one holder.
 
-Leaves go before their parents without a tree: whoever holds a block holds a copy of each block before it, and
-`release` queues a table back to front, so a parent never enters the eviction queue ahead of its child.
+Leaves are evicted before their parents without a tree: a holder of a block also holds a copy of each block before it,
+and `release` queues a table back to front, so a parent never enters the eviction queue ahead of its child.
 
-Knows ids, not memory: the KV tensors are elsewhere. No torch, no clock: recency is the order of calls.
+Knows ids, not memory; the KV tensors are elsewhere. Uses no torch and no clock: recency is the order of calls.
 Idea: PagedAttention's block manager (vLLM).
 """
 
@@ -22,7 +22,7 @@ from kvcache.prefix import ROOT_KEY, PrefixIndex
 
 
 class OutOfBlocks(RuntimeError):  # noqa: N818 - it is a state to react to, not a mistake
-    """More blocks were wanted than are free."""
+    """More blocks were requested than are free."""
 
     def __init__(self, wanted: int, free: int, total: int) -> None:
         super().__init__(f"{wanted} KV blocks wanted, {free} of {total} free; preempt a sequence or wait")
@@ -34,50 +34,50 @@ class BlockPool:
     """Reference-counted blocks 0 to num_blocks - 1, with prefix reuse."""
 
     def __init__(self, num_blocks: int, block_tokens: int = 16, *, secret: bytes | None = None) -> None:
-        """Make a pool of free blocks.
+        """Create a pool of free blocks.
 
         Raises:
-            ValueError: a size is below one.
+            ValueError: A size is below 1.
         """
         if num_blocks < 1 or block_tokens < 1:
             raise ValueError(
-                f"a pool of {num_blocks} blocks of {block_tokens} tokens was asked for; both must be at least 1"
+                f"the pool has {num_blocks} blocks of {block_tokens} tokens; both must be at least 1"
             )
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._num_holders = array("i", bytes(array("i").itemsize * num_blocks))
-        self._first_unused = 0  # it and all behind it were never held
-        self._free: list[int] = []  # others; last in, first out: its memory is still warm
+        self._first_unused = 0  # this block and all after it were never held
+        self._free: list[int] = []  # the others; last in, first out, because its memory is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._prefixes = PrefixIndex(block_tokens, secret)
 
     @property
     def num_free(self) -> int:
-        """Blocks that `acquire` can hand out: forgotten ones and evictable ones."""
+        """Number of blocks that `acquire` can return, evictable ones included."""
         return self.num_blocks - self._first_unused + len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Of the free blocks, those that still remember a prefix."""
+        """Number of free blocks that still cache a prefix."""
         return len(self._cached)
 
     def num_holders(self, block_id: int) -> int:
-        """How many sequences hold the block."""
+        """Return the number of sequences that hold the block."""
         return self._num_holders[block_id]
 
     def is_published(self, block_id: int) -> bool:
-        """Whether the block is full, findable, and so never written again until it is evicted."""
+        """Whether the block is full and findable. It is then not written again until it is evicted."""
         return block_id in self._prefixes
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """Return the number of blocks for `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
     def acquire(self, num_blocks: int) -> list[int]:
-        """Take blocks to write, each with one holder; all or nothing.
+        """Take blocks to write, each with one holder. Takes all or none.
 
         Raises:
-            OutOfBlocks: fewer are free.
+            OutOfBlocks: Fewer blocks are free.
         """
         if num_blocks > self.num_free:
             raise OutOfBlocks(num_blocks, self.num_free, self.num_blocks)
@@ -89,39 +89,39 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Add a holder to published blocks, such as `match` returns."""
+        """Add a holder to published blocks, such as those from `match`."""
         for block_id in block_ids:
             assert block_id in self._prefixes, f"block {block_id} is shared but was never published"
             self._cached.pop(block_id, None)
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back one hold on each block of a table (in table order); published ones stay findable."""
+        """Release one hold on each block of a table, given in table order. Published blocks stay findable."""
         for block_id in reversed(block_ids):
-            assert self._num_holders[block_id] > 0, f"block {block_id} is released but nobody holds it"
+            assert self._num_holders[block_id] > 0, f"block {block_id} is released but has no holder"
             self._num_holders[block_id] -= 1
             if self._num_holders[block_id] == 0:
                 self._retire(block_id)
 
     def match(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[int]:
-        """Return the blocks of the longest cached prefix of whole blocks; `share` them before anything else."""
+        """Return the blocks of the longest cached prefix of whole blocks. `share` them before any other call."""
         return self._prefixes.match(token_ids, root)
 
     def key_of(self, block_id: int) -> bytes:
-        """The key of a published block, which names the whole prefix up to its end."""
+        """Return the key of a published block, which identifies the whole prefix up to its end."""
         return self._prefixes.key_of_block(block_id)
 
     def count_held(
         self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes], root: bytes = ROOT_KEY
     ) -> int:
-        """Count the leading whole blocks of a prefix that somebody holds, which cost nothing to share.
+        """Count the leading whole blocks of a prefix that have holders and cost nothing to share.
 
-        Whoever holds a block holds a copy of each block before it, so these are a beginning of the prefix, and only its
-        end is looked at: one hash, and as many as have become held since the last call.
+        A holder of a block also holds a copy of each block before it, so these blocks come first. Only their end is
+        examined: one hash, plus one for each block that became held since the last call.
 
         Args:
-            token_ids: of which the first `num_tokens` are the prefix.
-            keys: empty at the first call for a prefix; what the last call left there, at later ones.
+            token_ids: Tokens; the first `num_tokens` are the prefix.
+            keys: Empty at the first call for a prefix. Pass the same list, which is updated, to later calls.
         """
         size = self.block_tokens
         del keys[num_tokens // size :]
@@ -139,23 +139,23 @@ class BlockPool:
     def publish(
         self, block_id: int, token_ids: Sequence[int], parent_id: int | None, root: bytes = ROOT_KEY
     ) -> None:
-        """Make a held block findable, now that all its tokens are computed.
+        """Make a held block findable after all its tokens are computed.
 
         Args:
-            block_id: held, full, not published yet; from now on nobody writes it.
-            token_ids: the block's own tokens.
-            parent_id: the block before it in the same table, published; None for the first.
-            root: the key before the first; blocks of another root are never found together.
+            block_id: A held, full, unpublished block. It must not be written afterwards.
+            token_ids: Tokens of the block.
+            parent_id: The published block before it in the same table; None for the first.
+            root: The key before the first block. Blocks with different roots never match.
         """
-        assert self._num_holders[block_id] > 0, f"block {block_id} is published but nobody holds it"
+        assert self._num_holders[block_id] > 0, f"block {block_id} is published but has no holder"
         self._prefixes.insert(block_id, token_ids, parent_id, root)
         for copy_id in self._prefixes.copies(block_id):
-            if copy_id in self._cached:  # nobody holds it, and it is older than this one's children will be
+            if copy_id in self._cached:  # it has no holder, and it is older than this one's children will be
                 del self._cached[copy_id]
                 self._retire(copy_id)
 
     def forget_prefixes(self) -> None:
-        """Let nothing that is cached be found any more. Holders keep their blocks, and publish what follows them."""
+        """Make all cached prefixes unfindable. Holders keep their blocks and publish later ones."""
         for block_id in self._cached:
             self._prefixes.remove(block_id)
             self._free.append(block_id)
@@ -175,7 +175,7 @@ class BlockPool:
         return block_id
 
     def _retire(self, block_id: int) -> None:
-        """Put a block without holders where it belongs; a copy of one that others hold is forgotten."""
+        """Cache or free a block without holders. It is freed if another block holds the same prefix."""
         if block_id in self._prefixes:
             if not self._prefixes.copies(block_id):
                 self._cached[block_id] = None

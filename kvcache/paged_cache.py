@@ -1,15 +1,14 @@
 """The paged KV cache: what a model's layers write, laid out for the attention kernels.
 
-`transformers` calls `update(key, value, layer)` in every layer; it writes the new rows at the step's places and
-returns its inputs, and the attention organ reads the pages. A block holds `block_tokens` tokens of one layer,
-contiguous, so that it can be exported as bytes. Keys are kept transposed, [head, dim, token], so that a block
-is a panel of `attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention keeps its
-latents only: [token, kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Recurrent layers
-keep a state per sequence, in slots: see `kvcache.states`.
-Paging follows PagedAttention (Kwon et al., 2023). Which block belongs to whom is `kvcache.blocks`' business.
+`transformers` calls `update(key, value, layer)` in every layer. It writes the new rows at the step's places and returns
+its inputs; the attention module reads the pages. A block holds `block_tokens` tokens of one layer, contiguously, so that
+it can be exported as bytes. Keys are stored transposed, [head, dim, token], so that a block is a panel of
+`attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention only stores its latents: [token,
+kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Recurrent layers keep a state per sequence, in
+slots: see `kvcache.states`. Paging follows PagedAttention (Kwon et al., 2023). `kvcache.blocks` assigns the blocks.
 
-Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, W width of a latent's row,
-T tokens, Z state slots.
+Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, W width of a latent's
+row, T tokens, Z state slots.
 """
 
 from dataclasses import dataclass
@@ -28,36 +27,35 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """What a recurrent layer keeps per sequence, float32."""
+    """The state of a recurrent layer per sequence, float32."""
 
     tail: tuple[int, int] = (0, 0)  # the convolution's last inputs: taps before the newest, channels
     recurrent: tuple[int, ...] = (0,)
 
     @property
     def num_bytes(self) -> int:
-        """Of one sequence."""
+        """Bytes of one sequence's state."""
         return (prod(self.tail) + prod(self.recurrent)) * 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What one layer caches per token, and how far back it looks; and what it keeps per sequence."""
+    """What one layer caches per token, how far back it attends, and its state per sequence."""
 
     num_kv_heads: int = 0  # 0: nothing per token
     key_dim: int = 0
-    value_dim: int = 0  # 0 where the layer caches latents: then key_dim is their size
+    value_dim: int = 0  # 0 if the layer caches latents; key_dim is then their size
     latent: bool = False
-    window: int = 0  # tokens a row attends to, itself included; 0 is all
-    chunk: int = (
-        0  # a row attends within its chunk of so many tokens, counted from the first; 0: there are none
-    )
-    source: int | None = None  # the layer before it whose keys and values it attends to; None: its own
-    index_dim: int = 0  # of a sparse index's key per token; 0: the layer has none
+    window: int = 0  # tokens that a row attends to, itself included; 0: all
+    # A row attends within its chunk of this many tokens, counted from the first token. 0: no chunks.
+    chunk: int = 0
+    source: int | None = None  # earlier layer with the keys and values that it attends to; None: its own
+    index_dim: int = 0  # dim of a sparse index's key per token; 0: no index
     state: StateShape | None = None
 
     @property
     def padded_key_dim(self) -> int:
-        """What a token's key takes: a latent is rounded up to the kernels' 16 lanes."""
+        """Size of a token's key. A latent is rounded up to the kernels' 16 lanes."""
         return -(-self.key_dim // 16) * 16 if self.latent else self.key_dim
 
     @property
@@ -72,7 +70,7 @@ class LayerShape:
 
     @property
     def token_numbers(self) -> int:
-        """Numbers per token without the CPU kernels' padding, as a GPU keeps them."""
+        """Numbers per token, as stored on a GPU: without the CPU kernels' padding."""
         return self.num_kv_heads * (self.key_dim + self.value_dim) + self.index_dim
 
 
@@ -80,7 +78,7 @@ class LayerShape:
 def _write_heads(key_TGD, value_TGV, slots, count, keys_NGDB, values_NGBV):  # type: ignore[no-untyped-def]
     for row in range(count):
         block, offset = slots[row] // BLOCK_TOKENS, slots[row] % BLOCK_TOKENS
-        if offset == 0:  # a block's tail is read with weight 0, which only a finite value survives
+        if offset == 0:  # a block's tail is read with weight 0, which requires finite values
             keys_NGDB[block] = 0.0
             values_NGBV[block] = 0.0
         for head in range(key_TGD.shape[1]):
@@ -114,12 +112,12 @@ def _write_index(key_TD, slots, count, pages_NDB):  # type: ignore[no-untyped-de
 
 
 def _lazy_zeros(*shape: int) -> Tensor:
-    """Zeros that take memory when they are first written; torch.zeros would touch every page at once."""
+    """Return zeros that use memory only when written; torch.zeros would touch every page at once."""
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
 class PagedCache:
-    """All layers' pages of one rank; stands where `transformers` expects a `Cache`."""
+    """All layers' pages of one rank. Replaces the `Cache` of `transformers`."""
 
     is_compileable = False
     is_sliding = (False,)
@@ -129,7 +127,7 @@ class PagedCache:
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.step: Step | None = None
-        self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] where latent
+        self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] for latents
         self.values: list[Tensor] = []  # [N, G, B, V]
         self.indexes: list[Tensor] = []  # [N, D, B]: keys of a sparse index
         self.tails: list[Tensor] = []  # [Z, taps - 1, channels]
@@ -156,7 +154,7 @@ class PagedCache:
         Args:
             key: [1, G, T, D] float32; for a latent layer [1, 1, T, kv_lora_rank].
             value: [1, G, T, V]; for a latent layer the rotary keys [1, 1, T, qk_rope_head_dim].
-            layer: the layer's index.
+            layer: Index of the layer.
 
         Returns:
             Its inputs.
@@ -168,17 +166,17 @@ class PagedCache:
             latent_TR, rotary_TE = (rows[0, 0].contiguous().numpy() for rows in (key, value))
             _write_latents(latent_TR, rotary_TE, slots_T.numpy(), count, self.keys[layer].numpy())
         else:
-            # Modules project token by token, so this transposes back to what is contiguous already: one layout, and
-            # one compiled kernel, for all families.
+            # Modules project token by token, so this transposes back to the contiguous layout. All families then need
+            # one layout and one compiled kernel.
             key_TGD, value_TGV = (rows[0].transpose(0, 1).contiguous().numpy() for rows in (key, value))
             pages = self.keys[layer].numpy(), self.values[layer].numpy()
             _write_heads(key_TGD, value_TGV, slots_T.numpy(), count, *pages)
         return key, value
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
-        """Write the step's new index keys of one layer: [1, T, D] float32; returns them.
+        """Write the step's new index keys of one layer: [1, T, D] float32. Returns them.
 
-        `more`: of a page's dims, those behind a token's, which kernels of the index write.
+        `more`: number of further dims in a page after a token's key, which the index kernels write.
         """
         step = self.step
         assert step is not None, "a step must be set before the model runs"
@@ -187,7 +185,7 @@ class PagedCache:
         return key
 
     def block_bytes(self, layer: int, block: int) -> bytes:
-        """One block of one layer as contiguous bytes: keys, values, index keys."""
+        """Return one block of one layer as contiguous bytes: keys, values, index keys."""
         parts = (
             self.keys[layer][block],
             *(() if self.shapes[layer].latent else (self.values[layer][block],)),
@@ -196,9 +194,9 @@ class PagedCache:
         return b"".join(part.contiguous().numpy().tobytes() for part in parts)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
-        """Zero to a model: positions come with the step, never from the cache's length.
+        """Return zero to a model, because positions come with the step and not from the cache's length.
 
-        To a layer, which adds rows' numbers in the batch to it: what makes them rows' positions, [T] int64.
+        A layer adds the rows' numbers in the batch to the result, so it gets positions minus these: [T] int64.
         """
         if layer_idx is None:
             return 0
@@ -207,27 +205,27 @@ class PagedCache:
         return positions_T - torch.arange(len(positions_T), device=positions_T.device)
 
     def get_query_offset(self, layer_idx: int | None = 0) -> int:
-        """Zero, likewise."""
+        """Return zero, as `get_seq_length` for a model."""
         return 0
 
     def get_mask_sizes(self, _rows: Any, layer_idx: int | None = 0) -> tuple[int, int]:
-        """Keys that a mask covers, and where they start: code that makes one needs to be told something."""
+        """Return placeholder sizes, which code that builds masks requires."""
         return 1, 0
 
     def has_previous_state(self, *_layer: Any, **_options: Any) -> bool:
-        """Say no: recurrences read the step's state slots themselves (`attention.recurrences.mixers`)."""
+        """Return False: recurrences read the step's state slots themselves (`attention.recurrences.mixers`)."""
         return False
 
     def get_conv_state(self, *_layer: Any, **_options: Any) -> None:
-        """Likewise, nothing."""
+        """Return None, for the same reason."""
         return
 
     get_recurrent_state = get_conv_state
 
     def update_conv_state(self, conv_states: Tensor, *_layer: Any, **_options: Any) -> Tensor:
-        """Return the step's own inputs: the convolution puts those before them in front."""
+        """Return the step's own inputs: the convolution prepends the earlier ones."""
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, *_layer: Any, **_options: Any) -> Tensor:
-        """Do nothing: the recurrence has written the states."""
+        """Do nothing: the recurrence has already written the states."""
         return recurrent_states

@@ -1,15 +1,15 @@
 """The prefix index: which full blocks hold the KV of which token prefixes.
 
-A full block's key is a hash of its parent block's key and its own token ids, so a key names the whole prefix up to
-the block's end. The hash is a keyed 128-bit BLAKE2b with a secret per index, so nobody can craft two prefixes that
-meet; a hit compares the stored token ids as well, which costs 64 bytes per block.
+A full block's key is a hash of its parent's key and its own token ids, so a key identifies the whole prefix up to the
+block's end. The hash is a keyed 128-bit BLAKE2b with a secret per index, so collisions cannot be constructed. A hit also
+compares the stored token ids, which cost 64 bytes per block.
 
-Two sequences may compute the same prefix side by side. Both blocks are then copies of one entry: a block table
-never changes under a running sequence, and whoever holds a block's child holds a copy of the block. The pool relies
-on that to evict leaves before their parents without keeping a tree.
+Two sequences may compute the same prefix at the same time. Their blocks are then copies of one entry: a block table
+never changes while its sequence runs, and a holder of a block's child holds a copy of the block. The pool relies on this
+to evict leaves before their parents without a tree.
 
-Knows neither reference counts nor who owns a block. Idea: hashed block chains as in vLLM; rejected: a radix tree over
-tokens (SGLang), which finds the same full blocks with more pointers to keep right.
+Does not know reference counts or owners. Idea: hashed block chains, as in vLLM. Rejected: a radix tree over tokens
+(SGLang), which finds the same full blocks but has more pointers to maintain.
 """
 
 import hashlib
@@ -20,30 +20,30 @@ from dataclasses import dataclass
 
 KEY_BYTES = 16
 ROOT_KEY = bytes(KEY_BYTES)
-LONG_ROOT_KEY = bytes([1] * KEY_BYTES)  # of sequences that a model computes otherwise, because they are long
+LONG_ROOT_KEY = bytes([1] * KEY_BYTES)  # of long sequences, if a model computes these differently
 
 
 @dataclass(slots=True)
 class CachedBlock:
-    """One cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""
+    """A cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""
 
     key: bytes
     packed_ids: bytes
-    block_ids: list[int]  # never empty; more than one while sequences that computed the same prefix run
+    block_ids: list[int]  # never empty; several while sequences that computed the same prefix run
 
 
 class PrefixIndex:
-    """Finds blocks by the tokens of the prefix they end."""
+    """Finds blocks by the tokens of the prefix that they end."""
 
     def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
-        """Make an empty index; `secret` (16 to 64 bytes) keys the hash, None draws one."""
+        """Create an empty index. `secret` (16 to 64 bytes) keys the hash; None draws one."""
         self._block_tokens = block_tokens
         self._secret = os.urandom(KEY_BYTES) if secret is None else secret
         self._entries: dict[bytes, CachedBlock] = {}
         self._entry_of: dict[int, CachedBlock] = {}
 
     def __contains__(self, block_id: int) -> bool:
-        """Whether the block is findable (or is a copy of one that is)."""
+        """Whether the block, or a copy of it, is findable."""
         return block_id in self._entry_of
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class PrefixIndex:
         return len(self._entries)
 
     def match(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[int]:
-        """Return the blocks of the longest cached prefix of whole blocks, first block first."""
+        """Return the blocks of the longest cached prefix of whole blocks, in order."""
         block_ids: list[int] = []
         key, size = root, self._block_tokens
         for start in range(0, len(token_ids) - size + 1, size):
@@ -66,9 +66,9 @@ class PrefixIndex:
     def insert(
         self, block_id: int, token_ids: Sequence[int], parent_id: int | None, root: bytes = ROOT_KEY
     ) -> None:
-        """Make a full block findable under its parent block's prefix (None: it is a sequence's first)."""
+        """Make a full block findable under its parent's prefix. The parent is None for a sequence's first block."""
         assert len(token_ids) == self._block_tokens, (
-            f"block {block_id} has {len(token_ids)} tokens, is not full"
+            f"block {block_id} has {len(token_ids)} tokens and is not full"
         )
         assert block_id not in self._entry_of, f"block {block_id} is already published"
         parent_key = root if parent_id is None else self._entry_of[parent_id].key
@@ -81,20 +81,20 @@ class PrefixIndex:
         self._entry_of[block_id] = entry
 
     def key_of(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
-        """The key of a full block that follows the prefix of another key, a root key at the beginning."""
+        """Return the key of a full block after the prefix of `parent_key`, which is a root key for the first block."""
         return self._key(parent_key, array("I", token_ids).tobytes())
 
     def key_of_block(self, block_id: int) -> bytes:
-        """The key of a block that is findable."""
+        """Return the key of a findable block."""
         return self._entry_of[block_id].key
 
     def block_of(self, key: bytes) -> int | None:
-        """A block that holds the prefix of a key; None: it is not cached."""
+        """Return a block that holds the prefix of a key, or None if it is not cached."""
         entry = self._entries.get(key)
         return None if entry is None else entry.block_ids[0]
 
     def renew(self) -> None:
-        """Let no prefix of before be found, though its blocks stay as they are for whoever holds them."""
+        """Make all present prefixes unfindable. Their blocks stay valid for holders."""
         self._secret = hashlib.blake2b(b"renewed", digest_size=KEY_BYTES, key=self._secret).digest()
 
     def copies(self, block_id: int) -> list[int]:
@@ -103,7 +103,7 @@ class PrefixIndex:
         return [] if len(block_ids) == 1 else [copy_id for copy_id in block_ids if copy_id != block_id]
 
     def remove(self, block_id: int) -> None:
-        """Forget a block; the prefix stays findable while a copy is left."""
+        """Forget a block. Its prefix stays findable while a copy is left."""
         entry = self._entry_of.pop(block_id)
         entry.block_ids.remove(block_id)
         if not entry.block_ids:

@@ -1,66 +1,66 @@
-"""The state pool: what recurrent layers keep per sequence, in slots that are written once.
+"""The state pool: the states of recurrent layers per sequence, in slots that are written once.
 
-A slot holds all recurrent layers' state after some number of a sequence's tokens. A step reads one slot and writes
-another, so that a step that breaks off can be run again from the state before it. A slot whose tokens end with a full
-block can be published under that block's prefix: a snapshot, from which any sequence with that prefix goes on.
+A slot holds the state of all recurrent layers after some number of a sequence's tokens. A step reads one slot and writes
+another, so that a step that breaks off can be run again from the state before it. If a slot's tokens end with a full
+block, the slot can be published under that block's prefix. It is then a snapshot, from which any sequence with that
+prefix can continue.
 
-A slot is held (its count says by how many), cached (a snapshot that nobody holds, evictable) or free. Who is promised
-slots gets them whenever it asks, so that what runs never stops for want of one: snapshots take only what is left over.
+A slot is held (with a count of holders), cached (a snapshot without holders, evictable) or free. Promised slots are
+always available to their sequence, so a running sequence never waits for one: snapshots only take what is left.
 
-Knows numbers and keys, not memory: the tensors are elsewhere. No torch, no clock: recency is the order of calls.
-Idea: state snapshots in a prefix cache as in Marconi (Pan et al., 2024) and vLLM's hybrid cache.
-"""
+Knows numbers and keys, not memory; the tensors are elsewhere. Uses no torch and no clock: recency is the order of calls.
+Idea: state snapshots in a prefix cache, as in Marconi (Pan et al., 2024) and vLLM's hybrid cache."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NO_STATE = -1  # no slot: a state of zeros to read, nothing to write
+NO_STATE = -1  # no slot: read a state of zeros, write nothing
 
 
 class StatePiece(NamedTuple):
     """Some tokens of a sequence between two of its states."""
 
-    read: int  # slot of the state before them; NO_STATE: none, they begin the text
-    write: int  # slot for the state after them; NO_STATE: nobody wants it
+    read: int  # slot of the state before them; NO_STATE if they begin the text
+    write: int  # slot for the state after them; NO_STATE if it is not needed
     length: int
 
 
 class Beginning(NamedTuple):
-    """Where a sequence starts."""
+    """The point from which a sequence starts."""
 
-    num_blocks: int  # of its prefix that need not run
-    slot: int  # the state after them; NO_STATE at the beginning of a text
+    num_blocks: int  # blocks of its prefix that need not run
+    slot: int  # the state after them; NO_STATE at the start of a text
 
 
 class StatePool:
     """Reference-counted slots 0 to num_slots - 1, some of which are snapshots."""
 
     def __init__(self, num_slots: int) -> None:
-        """Make a pool of free slots."""
+        """Create a pool of free slots."""
         self.num_slots = num_slots
         self._num_holders = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
         self._key_of: dict[int, bytes] = {}  # of snapshots
         self._slot_of: dict[bytes, int] = {}
-        self._num_promised = 0  # and not taken yet
+        self._num_promised = 0  # promised and not taken yet
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody holds, snapshots among them."""
+        """Number of slots without holders, snapshots included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_left_over(self) -> int:
-        """Of those, slots that nobody was promised."""
+        """Number of free slots that are not promised."""
         return self.num_free - self._num_promised
 
     def find(self, keys: Sequence[bytes]) -> Beginning:
-        """Look for the snapshot of the longest prefix that has one.
+        """Return the snapshot of the longest prefix that has one.
 
         Args:
-            keys: of the prefix's blocks, in order.
+            keys: Keys of the prefix's blocks, in order.
         """
         for index in range(len(keys) - 1, -1, -1):
             slot = self._slot_of.get(keys[index])
@@ -69,7 +69,7 @@ class StatePool:
         return Beginning(0, NO_STATE)
 
     def begin(self, slot: int, num_promised: int) -> bool:
-        """Hold a snapshot (or NO_STATE) and promise slots; False, and nothing, where there are too few."""
+        """Hold a snapshot (or NO_STATE) and promise slots. Returns False, without effect, if too few are left."""
         if self.num_left_over - (slot in self._cached) < num_promised:
             return False
         if slot != NO_STATE:
@@ -79,18 +79,18 @@ class StatePool:
         return True
 
     def take(self) -> int:
-        """Hold a slot that was promised."""
-        assert self._num_promised > 0, "a state slot is taken that nobody promised"
+        """Hold a promised slot."""
+        assert self._num_promised > 0, "a state slot is taken without a promise"
         self._num_promised -= 1
         return self._take()
 
     def take_left_over(self) -> int | None:
-        """Hold a slot that nobody was promised, if there is one."""
+        """Hold a slot that is not promised, if any."""
         return self._take() if self.num_left_over > 0 else None
 
     def give(self, slot: int, *, is_promised: bool = False) -> None:
-        """Give back one hold; `is_promised`: the giver may take a slot again."""
-        assert self._num_holders[slot] > 0, f"state slot {slot} is given back but nobody holds it"
+        """Release one hold. `is_promised`: the caller may take a slot again."""
+        assert self._num_holders[slot] > 0, f"state slot {slot} is released but has no holder"
         self._num_holders[slot] -= 1
         if self._num_holders[slot] == 0:
             if slot in self._key_of:
@@ -100,24 +100,24 @@ class StatePool:
         self._num_promised += is_promised
 
     def release_promises(self, count: int) -> None:
-        """Take back promises that nobody will use."""
+        """Withdraw unused promises."""
         assert count <= self._num_promised, f"{count} promises are released, {self._num_promised} were made"
         self._num_promised -= count
 
     def publish(self, slot: int, key: bytes) -> bool:
-        """Make a held slot findable under the key of the block that its tokens end with; nobody writes it again.
+        """Make a held slot findable under the key of the block that ends its tokens. It must not be written again.
 
         Returns:
-            Whether it is: False where another slot has that key.
+            False if another slot has that key; the slot is then not findable.
         """
-        assert self._num_holders[slot] > 0, f"state slot {slot} is published but nobody holds it"
+        assert self._num_holders[slot] > 0, f"state slot {slot} is published but has no holder"
         if key in self._slot_of:
             return False
         self._slot_of[key], self._key_of[slot] = slot, key
         return True
 
     def forget(self, key: bytes) -> None:
-        """Let a snapshot not be found any more, if there is one."""
+        """Make a snapshot unfindable, if it exists."""
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return

@@ -1,9 +1,9 @@
-"""One step's packed batch, as the organs see it: which token goes where in the KV cache, and who attends to what.
+"""One step's packed batch for attention and recurrences: each token's place in the KV cache, and who attends to what.
 
-The tensors are allocated once and refilled in place (D1 of the design), so that a captured graph can be replayed.
-It knows blocks and positions, not requests.
+The tensors are allocated once and refilled in place (D1 of the design), so that a captured graph can be replayed. Knows
+blocks and positions, not requests.
 
-Legend: T tokens of the packed batch, S sequences in it, M blocks a sequence may have, P pieces between states.
+Legend: T tokens of the packed batch, S sequences in it, M blocks that a sequence may have, P pieces between states.
 """
 
 from collections.abc import Sequence
@@ -16,91 +16,82 @@ from torch import Tensor
 
 from kvcache.states import NO_STATE, StatePiece
 
-# Batches are padded to this many rows: two of PyTorch's vectors of float32, which its loops take at a time; see
+# Batches are padded to this many rows: two of PyTorch's float32 vectors, which its loops process at once; see
 # `Step.fill`. AVX-512 has vectors of 16, every other instruction set of 8 or fewer.
 ROW_MULTIPLE = 32 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 16
 
 
 class Span(NamedTuple):
-    """One sequence's part of a step: tokens [start, start + length) of it, on these blocks."""
+    """One sequence's part of a step: its tokens [start, start + length), on these blocks."""
 
     start: int
     length: int
-    block_ids: Sequence[
-        int
-    ]  # covering positions [0, start + length); while it is the same object it only grows
-    pieces: Sequence[StatePiece] = ()  # in order, `length` tokens together; empty: the model keeps no states
-    is_long: bool = False  # the model computes the sequence as it does long ones (`moe.long_rotary`)
+    # Covers positions [0, start + length). While it is the same object, it only grows.
+    block_ids: Sequence[int]
+    pieces: Sequence[StatePiece] = ()  # in order, `length` tokens in total; empty: the model has no states
+    is_long: bool = False  # the model computes the sequence in its way for long ones (`moe.long_rotary`)
 
 
 class Inputs(NamedTuple):
-    """What a model's forward is given beside the step, on the model's device."""
+    """Inputs of a model's forward in addition to the step, on the model's device."""
 
     token_T: Tensor  # int64, padding included
-    row_R: Tensor  # int64, rows whose logits are wanted
+    row_R: Tensor  # int64, rows of which logits are needed
 
 
 class Step:
-    """The packed batch of one step. Rows past `num_tokens` are padding: not cached, attended to or sampled."""
+    """The packed batch of one step. Rows after `num_tokens` are padding: not cached, attended to or sampled."""
 
     def __init__(
         self, *, max_tokens: int, max_sequences: int, max_blocks: int, block_tokens: int, team: Any = None
     ) -> None:
-        """Allocate for at most so many tokens, sequences, and blocks per sequence.
+        """Allocate for these limits of tokens, sequences, and blocks per sequence.
 
-        `team`: a `dispatch.team.Team`, whose threads the CPU kernels that run this step may use; None: the caller's alone.
+        `team`: a `dispatch.team.Team` with threads for the CPU kernels of this step; None uses the caller's thread.
         """
         padded = -(-max(max_tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
         self.block_tokens, self.max_tokens = block_tokens, max_tokens
         self.team = team
         self.num_tokens = 0
-        self.num_decodes = 0  # tokens of those that are generated, drafts among them: the first rows
+        self.num_decodes = 0  # generated tokens, drafts included: the first rows
         self.num_padded = 0
         self.num_sequences = 0
-        self.has_long = False  # whether a row's sequence is long: `long_T` says which
-        self.tells_long = False  # whether the model looks at that: set when it is built
+        self.has_long = False  # whether any row's sequence is long: `long_T` has them
+        self.tells_long = False  # whether the model uses `long_T`; set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
-        self.has_states = False  # whether the model keeps states: set with its cache
-        self.agreed_tokens = (
-            0  # no rank has more tokens in this step, as all agreed before it; 0: nothing was agreed
-        )
+        self.has_states = False  # whether the model keeps states; set with its cache
+        self.agreed_tokens = 0  # most tokens of any rank in this step, as agreed before it; 0: no agreement
         self.position_T = torch.zeros(padded, dtype=torch.int64)
         self.cache_slot_T = torch.zeros(padded, dtype=torch.int64)  # block * block_tokens + offset
-        self.query_start_S = torch.zeros(
-            max_sequences + 1, dtype=torch.int64
-        )  # rows of sequence s: [s], [s + 1]
-        self.context_S = torch.zeros(max_sequences, dtype=torch.int64)  # its tokens once this step has run
+        self.query_start_S = torch.zeros(max_sequences + 1, dtype=torch.int64)  # rows [s] to [s + 1] are s's
+        self.context_S = torch.zeros(max_sequences, dtype=torch.int64)  # a sequence's tokens after this step
         self.block_table_SM = torch.zeros(max_sequences, max_blocks, dtype=torch.int64)
-        self._position, self._cache_slot = (
-            self.position_T.numpy(),
-            self.cache_slot_T.numpy(),
-        )  # the same memory
+        # Arrays over the same memory.
+        self._position, self._cache_slot = self.position_T.numpy(), self.cache_slot_T.numpy()
         self._query_start, self._context = self.query_start_S.numpy(), self.context_S.numpy()
         self._table = self.block_table_SM.numpy()
-        self._written: list[tuple[Sequence[int], int]] = [
-            ((), 0)
-        ] * max_sequences  # blocks, and how many of them
+        # By row: blocks, and how many of them are written.
+        self._written: list[tuple[Sequence[int], int]] = [((), 0)] * max_sequences
         self.token_T = torch.zeros(padded, dtype=torch.int64)
         # What compiled programs read: 0, num_tokens, num_padded, num_decodes, num_sequences.
         self.facts = torch.zeros(5, dtype=torch.int64)
         self._facts = self.facts.numpy()
-        # What recurrences read: the slots and tokens of every piece (`StatePiece`), and a sequence's first piece.
-        most_pieces = max_sequences + padded + 1  # drafts are pieces of a token each
+        # What recurrences read: slots and tokens of every piece (`StatePiece`), and each sequence's first piece.
+        most_pieces = max_sequences + padded + 1  # each draft is a piece of one token
         self.piece_P3 = torch.zeros(most_pieces, 3, dtype=torch.int64)
         self.piece_start_S = torch.zeros(max_sequences + 1, dtype=torch.int64)
         self._tiles: dict[int, np.ndarray] = {}
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
-        self.num_pairs = 0  # (query token, token it may see) at most: what attention's work grows with
+        self.num_pairs = 0  # most (query token, visible token) pairs; attention's work is proportional to it
 
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
-        """Describe a batch; sequences keep their order and their rows follow each other.
+        """Describe a batch. Sequences keep their order, and their rows are consecutive.
 
-        The first `num_decodes` tokens are decodes: a sequence's newest, and drafts behind it. `agreed_tokens`: see there.
-
-        The rows are padded to a multiple of `ROW_MULTIPLE`, at least once that: no model family takes zero rows.
-        PyTorch's vectorised loops end in a scalar tail whose exp() differs in the last bit; with pairs of full
-        vectors, whatever the columns (a shared expert's gate has one), a row's bits do not depend on how many
-        rows there are.
+        The first `num_decodes` tokens are decodes: a sequence's newest token and its drafts. `agreed_tokens`: the
+        attribute. The rows are padded to a multiple of `ROW_MULTIPLE`, at least to one, because no model family accepts
+        zero rows. PyTorch's vectorised loops end in a scalar tail with an exp() that differs in the last bit. With pairs of
+        full vectors, for any number of columns (a shared expert's gate has one), a row's bits do not depend on the number
+        of rows.
         """
         count = len(spans)
         starts = np.array([span.start for span in spans], dtype=np.int64)
@@ -145,29 +136,29 @@ class Step:
         np.cumsum([len(span.pieces) for span in spans], out=self.piece_start_S.numpy()[1 : len(spans) + 1])
 
     def _write_blocks(self, row: int, begin: int, block_ids: Sequence[int]) -> None:
-        """Write a part of a sequence's table: what is there already is not written again."""
+        """Write the new part of a sequence's table."""
         self._table[row, begin : begin + len(block_ids)] = block_ids
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
-        """Take the tokens of a batch that was filled in; return what a model's forward is given.
+        """Set the tokens of the filled batch. Returns the inputs of a model's forward.
 
         Args:
-            token_ids: of the step's rows, in order.
-            rows: whose logits are wanted.
+            token_ids: Tokens of the step's rows, in order.
+            rows: Rows of which logits are needed.
         """
         self.token_T[: self.num_tokens] = torch.tensor(token_ids, dtype=torch.int64)
         self.token_T[self.num_tokens : self.num_padded] = 0
         return Inputs(self.token_T[: self.num_padded], torch.tensor(rows, dtype=torch.int64))
 
     def _padded(self, num_tokens: int) -> int:
-        """Rows that a batch is padded to."""
+        """Return the number of rows to which a batch is padded."""
         return max(ROW_MULTIPLE, -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE)
 
     def tiles(self, tile_tokens: int) -> np.ndarray:
-        """Cut every sequence's rows into tiles of at most so many query tokens.
+        """Cut every sequence's rows into tiles of at most `tile_tokens` query tokens.
 
         Returns:
-            [tiles, 3] int64: sequence, first query token within its rows, query tokens. Kept until the next fill.
+            [tiles, 3] int64: sequence, first query token within its rows, number of query tokens. Kept until the next fill.
         """
         if tile_tokens not in self._tiles:
             starts = self.query_start_S[: self.num_sequences + 1].tolist()
@@ -180,11 +171,11 @@ class Step:
         return self._tiles[tile_tokens]
 
     def chunks(self, tile_tokens: int, at_once: int) -> np.ndarray:
-        """Where every step's tiles are, `at_once` of them at a time: what programs that are written once read.
+        """Return the places of every step's tiles, in chunks of `at_once`, for programs that are built only once.
 
         Returns:
-            [chunks, 4] int64, the same memory at every step: the address of a chunk's first tile, how many there are,
-            the row of the first query token, and how many rows. What is past the step's tiles has none.
+            [chunks, 4] int64, in the same memory at every step: address of a chunk's first tile, number of tiles, row of
+            the first query token, number of rows. Chunks after the step's last tile have none.
         """
         table = self._chunks.get((tile_tokens, at_once))
         if table is None:
@@ -202,7 +193,7 @@ class Step:
             table[chunk] = here.ctypes.data, len(here), first_row, here[:, 2].sum()
 
     def long_rows(self, rows: int) -> Tensor | None:
-        """Which of so many rows are of long sequences: [rows] bool; None: no row is."""
+        """Return which of the first `rows` rows belong to long sequences: [rows] bool. None if no row does."""
         return self.long_T[:rows] if self.has_long else None
 
     @property

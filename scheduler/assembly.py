@@ -1,7 +1,4 @@
-"""Put an engine together: the composition root of one rank.
-
-Everything that may be wrong with settings, model or memory is found before weights are read.
-"""
+"""Assemble one rank's engine (composition root). Settings, model and memory are checked before any weight is read."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -60,14 +57,14 @@ from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize, cache_size
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 
-ORDER_MARGIN_S = 60.0  # that a rank waits longer for an order than the front does for a rank to come back
-SWITCH_S = 0.5e-3  # CPython's own is 5 ms
+ORDER_MARGIN_S = 60.0  # a rank waits this much longer for an order than the front waits for a rank to return
+SWITCH_S = 0.5e-3  # CPython's default is 5 ms
 
 KERNELS = "kernels, which a machine's first start compiles"  # a stage of loading
 
 
 class Assembled(NamedTuple):
-    """An engine and what there is to know about it."""
+    """An engine, its parts and the facts that its service reports."""
 
     engine: Engine
     scheduler: Scheduler
@@ -76,22 +73,22 @@ class Assembled(NamedTuple):
     max_model_len: int
     num_blocks: int
     num_states: int
-    wire: str  # which, and why
-    dispatch: str  # which steps go in which mode, and how rows travel
+    wire: str  # the chosen wire and the reason
+    dispatch: str  # the dispatch mode of each kind of step, and the row format
     telemetry: Telemetry
     experts: ExpertMap
     relocation: Relocation
     structures: StructureCompiler
-    num_drafts: int  # of a sequence in a step, at most
+    num_drafts: int  # most drafts per sequence and step
 
     @property
     def states(self) -> str:
-        """What recurrent layers keep, for people."""
+        """Describe the memory of recurrent states, for people."""
         shapes = self.model.skeleton.cache_shapes
         num_bytes = sum(shape.state.num_bytes for shape in shapes if shape.state)
         return (
-            f"{num_bytes / 2**20:.2f} MiB per sequence, in {self.num_states} slots: {STATES_OF_ONE + self.num_drafts} for each request that "
-            f"runs, the others for prefixes to go on from"
+            f"{num_bytes / 2**20:.2f} MiB per sequence, in {self.num_states} slots: {STATES_OF_ONE + self.num_drafts} for each running "
+            f"request, the others for snapshots of cached prefixes"
         )
 
 
@@ -105,28 +102,30 @@ def assemble(
     is_joining: bool = False,
     available: Callable[[], int] = available_bytes,
 ) -> Assembled:
-    """Build one rank's engine; collective over the default group where there is more than one rank.
+    """Build one rank's engine. Collective over the default group if there are several ranks.
 
     Args:
-        config: the settings.
-        doorbell: wakes this job's ranks.
-        report: called with (stage, how much is done, of how much) while weights load (bytes), kernels and graphs.
-        load_vocabulary: for requests that ask for a structure; called when the first comes.
-        store: the job's, on a connection that nobody else uses, where ranks meet in later epochs; None: they cannot,
-            and a rank that is lost ends the others.
-        is_joining: meet nobody now: the engine has its share of weights as at a first start, and waits for an order
-            to an epoch when it runs. Local then; needs a store.
-        available: bytes of memory that can be had, asked before the experts of a lost rank are taken over.
+        config: Settings of this rank.
+        doorbell: Wakes the ranks of this job.
+        report: Called with (stage, done, total) while weights load (in bytes), kernels compile and graphs are captured.
+        load_vocabulary: Loads the vocabulary for structured output; called when the first such request arrives.
+        store: The job's store, on a connection used for nothing else, where ranks meet in later epochs. With None they
+            cannot meet, and the loss of a rank ends the others.
+        is_joining: Do not meet other ranks now. The engine loads its share of weights as at a first start; `run` waits
+            for an order to join an epoch. The call is then local and needs a store.
+        available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
-        WireUnavailable: each says what to change.
+        WireUnavailable: The message names what to change.
     """
+    # The step loop releases the interpreter in every kernel. If another thread (moves, arriving requests) then runs
+    # Python, the loop gets it back only after this interval. 5 ms would be a large part of a step, several times over.
     # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
     # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
     check_compiler(config)
-    torch.set_num_threads(1)  # its small operations are not worth sharing: kernels have a team of threads
+    torch.set_num_threads(1)  # torch's own operations are too small to share; kernels have their own threads
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend, has_mtp=config.has_mtp)
     length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
@@ -139,7 +138,7 @@ def assemble(
     placement, dispatcher, mailbox_group = meet(config, skeleton)
     model = _load_model(config, skeleton, dispatcher, placement, step, report)
     cache = backend.make_cache(skeleton.cache_shapes, *size, step)
-    if not (is_joining and backend.warms_up_together):  # else its first steps do
+    if not (is_joining and backend.warms_up_together):  # otherwise its first steps warm it up
         backend.warm_up(model, cache, partial(report, KERNELS))
     runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
@@ -154,7 +153,7 @@ def assemble(
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
     heart = _make_heart(config)
-    # Without a target nothing is measured on GPUs, where a prompt's chunk is short.
+    # On GPUs a prompt's chunk is short, so nothing is measured without a target.
     pace = PrefillPace(
         config.target_itl_s, is_limited=config.device == "cpu" or config.target_itl_s is not None
     )
@@ -203,7 +202,7 @@ def _cache_size(config: EngineConfig, skeleton: Skeleton, max_model_len: int) ->
     if config.mamba_cache_mode is not None and not any(shape.state for shape in skeleton.cache_shapes):
         raise ConfigError(
             f"--mamba-cache-mode {config.mamba_cache_mode} is for models with recurrent layers, and "
-            f"{skeleton.model.config.model_type} has none: leave it out"
+            f"{skeleton.model.config.model_type} has none: remove it"
         )
     return cache_size(
         skeleton.cache_shapes,
@@ -249,8 +248,8 @@ def _make_drafter(
     layers = skeleton.num_mtp_layers
     if 1 < layers < speculative.num_drafts:
         raise ConfigError(
-            f"num_speculative_tokens is {speculative.num_drafts}; the {layers} layers for multi-token prediction of this model "
-            f"draft a token each: give {layers} or less"
+            f"num_speculative_tokens is {speculative.num_drafts}, but this model has {layers} layers for multi-token "
+            f"prediction, which draft one token each: give {layers} or less"
         )
     source, num_ahead = (made, speculative.num_drafts) if layers else (TextSource(speculative), 0)
     return Drafter(source, speculative.num_drafts, max_model_len=max_model_len, num_ahead=num_ahead)
@@ -259,7 +258,7 @@ def _make_drafter(
 def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
     return backend.make_step(
         max_tokens=config.max_num_batched_tokens,
-        max_sequences=config.max_decode_tokens,  # on a GPU every draft is a sequence
+        max_sequences=config.max_decode_tokens,  # on a GPU every draft counts as a sequence
         max_blocks=-(-max_model_len // BLOCK_TOKENS),
         block_tokens=BLOCK_TOKENS,
         threads=config.threads,
@@ -268,7 +267,7 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
 
 
 class _Start(NamedTuple):
-    """What a rank starts with of the others."""
+    """What a rank needs of the other ranks at start."""
 
     placement: Placement
     dispatcher: TokenDispatcher
@@ -284,7 +283,7 @@ def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
 
 
 def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
-    """Without the others' hosts copies may be elsewhere than at their start: the order tells, and what differs is read."""
+    # The other ranks' hosts are unknown, so copies may be elsewhere. The order brings the true placement.
     hosts = hosts_of(None) * config.world_size
     return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
 
@@ -340,17 +339,17 @@ def _make_runner(
 
 
 def _num_spare(config: EngineConfig, placement: Placement) -> int:
-    """As many as one layer has let any plan be carried out; one rank has nowhere to move to."""
+    """Return the number of spare expert slots. One layer's worth suffices for any plan; a single rank needs none."""
     if config.num_spare is not None:
         return config.num_spare
     return placement.slots_per_rank if config.world_size > 1 else 0
 
 
 def check_compiler(config: EngineConfig) -> None:
-    """Refuse a compiler with what it cannot work with.
+    """Raise if the compiler cannot be used with the other settings.
 
     Raises:
-        ConfigError: naming it, and what to do.
+        ConfigError: The message names the conflict and what to do.
     """
     problem = why_no_compiler(on_gpus=config.device != "cpu", is_invariant=config.batch_invariant)
     if config.compiler and problem:

@@ -1,14 +1,14 @@
-"""A rank's engine: the step loop that all ranks walk together.
+"""A rank's engine: the step loop that all ranks run in lock-step.
 
-Requests arrive from other threads into an inbox; the loop alone touches scheduler and model. A step is: agree on
-what all ranks do, take what arrived, plan, post the header of the next step, run, commit, hand out. An idle rank
-runs the step too, on padded rows, because the others' tokens need its experts; when nobody has anything all sleep.
-A step for which ranks agreed on a largest number of tokens keeps to it: what arrived since takes the room left over.
+Other threads put requests into an inbox; only the loop touches scheduler and model. Each step: agree with all ranks
+what to do, take the inbox, plan, post the header of the next step, run, commit, deliver outputs. An idle rank runs the
+step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
+on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
-Where a rank is lost, steps break off. The loop lets go of the epoch, which wakes ranks that still wait for this one,
-and follows the front's next order (`epochs`). The step that broke off was planned and not committed, and has written
-nothing that running it again does not overwrite: it is the first one of the next epoch. The order to let somebody join
-takes effect at a step that all agree on, as a placement does.
+If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
+and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
+overwrites everything it wrote, so it becomes the first step of the next epoch. An order that lets a rank join takes
+effect at a step that all ranks agree on, as a new placement does.
 """
 
 import threading
@@ -40,26 +40,26 @@ from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
-# To serve, ended before it was served, an id to abort, to give back, or a wish that concerns those behind it.
+# A request to serve, one that ended before it was served, an id to abort, a withdrawal, or an order to drop prefixes.
 Arrival = Request | Structured | RequestOutput | str | Withdraw | ForgetPrefixes
 
 
 class _Planned(NamedTuple):
-    """A step until it is committed."""
+    """A planned step that is not committed yet."""
 
     batch: StepBatch
-    outputs: list[RequestOutput]  # of what arrived and what ended before it
+    outputs: list[RequestOutput]  # for requests that arrived or ended before the step
 
 
 class _Serving(NamedTuple):
-    """An epoch that serves: what its step loop may be waiting in."""
+    """A serving epoch, with what its step loop may be waiting in."""
 
     dispatcher: TokenDispatcher
     lockstep: LockStep
     members: tuple[int, ...]
 
     def leave_out(self, order: Order) -> None:
-        """End what is waited for here if the order is a newer one and leaves out a member."""
+        """Interrupt the waits of this epoch if a newer order leaves out one of its members."""
         given_up = sorted(set(self.members) - set(order.members))
         if given_up and order.epoch > self.lockstep.epoch:
             error = PeerLost(self.members.index(given_up[0]), "the front has given it up")
@@ -68,7 +68,7 @@ class _Serving(NamedTuple):
 
 
 class Engine:
-    """One rank. `submit`, `abort`, `regroup` and `stop` may be called from any thread; `run` blocks its own."""
+    """One rank. Any thread may call `submit`, `abort`, `regroup` and `stop`; `run` blocks its thread."""
 
     def __init__(
         self,
@@ -86,13 +86,13 @@ class Engine:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compose; nothing runs before `run`.
+        """Connect the parts. Nothing runs before `run`.
 
         Args:
-            lockstep: of the epoch that this rank begins in; None: it is to be ordered to one.
-            epochs: follows orders; None: none come, and a lost rank is an error.
-            prefill_pace: how many tokens of prompts a step may take on beside decodes; None: any number.
-            drafter: the scheduler's, which is told what steps cost.
+            lockstep: Lock-step of this rank's first epoch. None if the rank waits for an order to join one.
+            epochs: Follows orders. With None there are no orders, and a lost rank is an error.
+            prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
+            drafter: The scheduler's drafter; learns the duration of steps.
         """
         assert lockstep or epochs, "an engine without an epoch needs a way into one"
         self._epochs, self._heart = epochs, heart
@@ -108,23 +108,23 @@ class Engine:
         self._structures = structures
         self._inbox: deque[Arrival] = deque()  # in order of arrival
         self._sleeping_step: int | None = None
-        self._told_epoch = 0  # the newest order that the others know of
+        self._told_epoch = 0  # the newest order that the other ranks know
         self._is_stopping = False
 
     @property
     def step(self) -> int:
-        """Number of the lock-step, equal on all ranks; 0 before the first epoch."""
+        """Number of the current lock-step, equal on all ranks. 0 before the first epoch."""
         return 0 if self._lockstep is None else self._lockstep.step
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its outputs come through `run`'s callback."""
+        """Queue a request. Its outputs are passed to `run`'s callback."""
         if request.params.structure is None:
             self._deliver(request)
         else:
             self._structures.submit(request, self._deliver)
 
     def abort(self, request_id: str) -> None:
-        """End a request. Unknown and ended ones are ignored: their end has been told already."""
+        """End a request. Unknown and ended requests are ignored: their end was already delivered."""
         if self._structures.forget(request_id):
             self._deliver(
                 RequestOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
@@ -133,25 +133,25 @@ class Engine:
             self._deliver(request_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Give a request back if it has not begun; an output says whether. Unknown and ended ones are ignored."""
+        """Withdraw a request if it has not begun; an output reports the result. Unknown and ended ones are ignored."""
         if self._structures.forget(request_id):
             self._deliver(RequestOutput(request_id=request_id, token_ids=[], is_returned=True))
         else:
             self._deliver(Withdraw(request_id))
 
     def forget_prefixes(self) -> None:
-        """Let requests that are submitted from now on find nothing in the prefix cache."""
+        """Hide the present prefix cache from requests that are submitted from now on."""
         self._deliver(ForgetPrefixes())
 
     def regroup(self, order: Order) -> None:
-        """Let this rank meet others, or the same, in a new epoch, as soon as it can; the newest order wins.
+        """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.
 
-        Where the order leaves out a rank of the epoch that serves, that one is not waited for any longer.
+        If the order leaves out a member of the serving epoch, waits for that member end.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         if not self._epochs.orders.give(order):
             return
-        # The step loop looks at the newest order once it serves: whichever of the two comes second sees the other.
+        # The step loop checks the newest order once it serves, so whichever of the two runs second sees the other.
         if self._serving is not None:
             self._serving.leave_out(order)
         self._wake()
@@ -162,12 +162,12 @@ class Engine:
         on_regrouped: OnRegrouped,
         on_heartbeat: Callable[[Heartbeat], None] | None = None,
     ) -> None:
-        """Name who is told, by the thread of `run`, that steps broke off here, and that they go on in an epoch.
+        """Set the callbacks for faults and for new epochs. The thread that runs `run` calls them.
 
-        Faults of epochs for which there is a newer order already are not told.
+        Faults of an epoch for which a newer order exists are not reported.
 
         Args:
-            on_heartbeat: told where the rank is, by a thread of its own, while `run` walks; must not block.
+            on_heartbeat: Receives the rank's progress while `run` runs, on a separate thread. Must not block.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         self._epochs.on_fault, self._epochs.on_regrouped = on_fault, on_regrouped
@@ -175,20 +175,20 @@ class Engine:
             self._heart.on_heartbeat = on_heartbeat
 
     def stop(self) -> None:
-        """End all ranks' loops at the same step; this one's at once while it is between epochs."""
+        """End the loops of all ranks at the same step. Between epochs, this rank's loop ends at once."""
         self._is_stopping = True
         if self._epochs is not None:
             self._epochs.orders.stop()
         self._deliver(None)
 
     def close(self) -> None:
-        """Let go of all other ranks, of groups and of threads, after `run`. May be called twice."""
+        """Release the other ranks, groups and threads, after `run`. May be called twice."""
         self._structures.close()
         if self._epochs is not None:
             self._epochs.close()
 
     def _wake(self) -> None:
-        """Take a step's turn if all sleep: there is something to tell the other ranks."""
+        """Wake all ranks if they sleep: this rank has something to post."""
         self._deliver(None)
 
     def _deliver(self, item: Arrival | None) -> None:
@@ -199,14 +199,14 @@ class Engine:
                 self._doorbell.ring(self._sleeping_step)
 
     def run(self, on_step: OnStep, on_sleep: Callable[[], None] = lambda: None) -> None:
-        """Walk steps until some rank stops, from epoch to epoch; collective.
+        """Run steps, from epoch to epoch, until some rank stops. Collective.
 
         Args:
-            on_step: called after every step with what it yielded, and before every sleep; must not block.
-            on_sleep: called before every sleep as well, of all ranks at the same step.
+            on_step: Called after every step with its outputs, and before every sleep. Must not block.
+            on_sleep: Also called before every sleep; all ranks call it at the same step.
 
         Raises:
-            LockStepError, dispatch errors: another rank is out of step, or lost and no order followed.
+            LockStepError, dispatch errors: Another rank is out of step, or is lost and no order followed.
         """
         self._heart.start()
         try:
@@ -215,11 +215,11 @@ class Engine:
                 if self._serve(self._lockstep, on_step, on_sleep) is Decision.STOP:
                     return
         finally:
-            self._relocation.pace.rest()  # a move does not wait for steps that will not come
+            self._relocation.pace.rest()  # no more steps will come, so a move must not wait for them
             self._heart.stop()
 
     def _serve(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
-        """Walk steps until all stop or the epoch ends; says which."""
+        """Run steps until all ranks stop or the epoch ends. Return which of the two happened."""
         reason = ""
         self._heart.progress.begin_epoch(lockstep.epoch, lambda: self._runner.dispatcher.exchanges)
         if self._epochs is not None:
@@ -233,7 +233,7 @@ class Engine:
                 raise
             reason, decision = f"{type(error).__name__}: {error}", Decision.REGROUP
         if decision is Decision.REGROUP:
-            # Behind the handler: an error's traceback holds what it came from, and groups must end now.
+            # Outside the handler: an error's traceback keeps groups alive, and they must end now.
             assert self._epochs is not None, "without orders no rank announces one"
             self._lockstep = self._serving = None
             self._heart.progress.end_epoch()
@@ -241,7 +241,7 @@ class Engine:
         return decision
 
     def _regroup(self) -> bool:
-        """Follow the next order; False: all stop before one came."""
+        """Follow the next order. Returns False if all ranks stop before one arrives."""
         assert self._epochs is not None, "an engine that has no epoch has a way into one"
         self._lockstep = self._epochs.follow()
         return self._lockstep is not None
@@ -299,7 +299,7 @@ class Engine:
             self._drafter.costs.note_passes(passes, time.perf_counter() - begun_s)
 
     def _note_step(self, batch: StepBatch, seconds: float, agreement: Agreement) -> None:
-        """Learn what steps cost; nothing where others' prompts took the time."""
+        """Learn the duration of steps. Steps that other ranks' prompts lengthened are ignored."""
         num_prefill = batch.num_prefill_tokens
         num_decodes = batch.num_tokens - num_prefill
         if num_prefill or not agreement.has_prefill:
@@ -322,7 +322,7 @@ class Engine:
         return _Planned(batch, outputs)
 
     def _post(self, lockstep: LockStep) -> None:
-        """Say what the coming step will hold: the one that broke off in the epoch before, if there is one."""
+        """Post what the coming step holds: the one that broke off in the last epoch, if there is one."""
         if self._planned is None:
             self._post_next(lockstep)
             return
@@ -333,7 +333,7 @@ class Engine:
         )  # fmt: skip
 
     def _post_next(self, lockstep: LockStep) -> None:
-        """Say what the step after those planned so far will hold."""
+        """Post what the step after all planned steps will hold."""
         coming, has_arrivals = self._scheduler.next_step, bool(self._inbox)
         self._tell(
             lockstep,

@@ -1,1 +1,1 @@
-"""Compiled loops of the optimizer: plain arrays in and out, one layer at a time, no Python objects."""
+"""Compiled loops of the planner: plain arrays in and out, one layer at a time, no Python objects."""

@@ -1,8 +1,8 @@
-"""How the kernels of this package are compiled: with numba, without the GIL, cached on disk.
+"""Compilation of this package's kernels: with numba, without the GIL, cached on disk.
 
-Numba's cache looks at the file of the cached function only, so a change of a callee in another file would go unseen.
-Entry points therefore carry the checksum of the whole package in their names; what they call is compiled into them
-and not cached by itself.
+Numba's cache only checks the file of the cached function, so it would miss a change of a callee in another file. Entry
+points therefore carry the checksum of the whole package in their names. The functions that they call are compiled into
+them and not cached separately.
 """
 
 import zlib
@@ -20,7 +20,7 @@ inner: Callable[[_Function], _Function] = njit(nogil=True, error_model="numpy")
 
 
 def entry(function: _Function) -> _Function:
-    """Compile for use from Python; other threads run meanwhile."""
+    """Compile for use from Python. Other threads may run meanwhile."""
     function.__name__ += f"_{_CHECKSUM:08x}"
     function.__qualname__ = function.__name__
     compiled: _Function = njit(nogil=True, error_model="numpy", cache=True)(function)

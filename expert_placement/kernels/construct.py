@@ -1,10 +1,10 @@
-"""A first placement of one layer: how many copies each expert gets, and on which ranks.
+"""Initial placement of one layer: the number of copies of each expert, and their ranks.
 
-Copies first go to experts too large for what two ranks can take, then every further slot doubles the hottest expert
-that has one copy: a doubled hot expert is a pipe through which two ranks can level their loads later, batch by batch
-and after a drift, without moving a weight. The doubled experts join the ranks into rings and trees (as in LPLB and
-FineMoE, where the graph is fixed; here it follows the load). Then the others, the largest first to the emptiest rank.
-With `large` at 0 and no joining this is DeepSeek EPLB's global policy, but never two copies on one rank.
+Copies first go to experts that are too large for two ranks. Then every further slot doubles the hottest expert with a
+single copy. A doubled hot expert lets two ranks level their loads later, batch by batch and after a drift, without
+moving a weight. The doubled experts join the ranks into rings and trees (as in LPLB and FineMoE, which fix the graph;
+here it follows the load). Then the others are placed, the largest first, each on the emptiest rank. With `large` at 0
+and without joining, this is DeepSeek EPLB's global policy, except that a rank never has two copies of an expert.
 
 Legend: E experts, R ranks, S slots of a layer.
 """
@@ -18,11 +18,11 @@ from expert_placement.kernels.layer import EMPTY, LayerDraft, LayerRules, may_en
 
 @entry
 def count_copies(load_E: np.ndarray, num_slots: int, least: int, most: int, large: float) -> np.ndarray:
-    """Return how many copies each expert gets.
+    """Return the number of copies of each expert.
 
     Args:
-        load_E: float64. num_slots: what may be used. least, most: copies of one expert.
-        large: load of a copy; experts whose copies have more are copied first, then the hottest are doubled.
+        load_E: float64. num_slots: Available slots. least, most: Limits of the copies of one expert.
+        large: Load of a copy. Experts with larger copies are copied first, then the hottest are doubled.
     """
     num_experts = load_E.shape[0]
     copies_E = np.empty(num_experts, np.int64)
@@ -65,7 +65,7 @@ def _place(layer: LayerDraft, rules: LayerRules, expert: int, rank: int, each: f
 
 @inner
 def _emptiest(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np.ndarray, node: int) -> int:
-    """The rank with the least load that has room for the expert, on a node (-1: any); -1 when there is none."""
+    """Return the least loaded rank on a node (-1: any) with room for the expert, or -1 if there is none."""
     best = -1
     for rank in range(free_R.shape[0]):
         if free_R[rank] <= 0 or (node >= 0 and rules.node_R[rank] != node):
@@ -77,7 +77,7 @@ def _emptiest(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np.ndar
 
 @inner
 def _roomiest_node(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np.ndarray) -> int:
-    """The node without the expert that has most free slots; then the one with the least load."""
+    """Return the node without the expert that has the most free slots; among equals, the least loaded."""
     free_N = np.zeros(rules.num_nodes, np.int64)
     level_N = np.zeros(rules.num_nodes)
     for rank in range(free_R.shape[0]):
@@ -100,9 +100,9 @@ def _roomiest_node(layer: LayerDraft, rules: LayerRules, expert: int, free_R: np
 def _place_required(
     layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, free_R: np.ndarray
 ) -> None:
-    """Place the copies that have no choice of node: one at home, and `min_nodes` on different nodes."""
+    """Place the copies with a fixed or restricted node: one at home, and `min_nodes` on different nodes."""
     num_ranks = free_R.shape[0]
-    # Ranks keep room for copies of others: at first only as many slots are open as the required copies need.
+    # Keep room on each rank for copies of other experts: at first, open only as many slots as required copies need.
     needed_N = np.zeros(rules.num_nodes, np.int64)
     size_N = np.zeros(rules.num_nodes, np.int64)
     for rank in range(num_ranks):
@@ -139,7 +139,7 @@ def _joining_rank(
     parent_R: np.ndarray,
     joined: int,
 ) -> int:
-    """The rank for one more copy: few shared experts, not yet joined with the others' ranks, little load."""
+    """Return a rank for one more copy: few shared experts, not joined with the others' ranks yet, little load."""
     best, best_shared, best_joined = -1, 0, False
     for rank in range(free_R.shape[0]):
         if free_R[rank] <= 0 or not may_enter(layer, rules, expert, rank):
@@ -159,11 +159,11 @@ def _joining_rank(
 def _place_all(
     layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool
 ) -> None:
-    """Fill the empty layer with `wanted_E` copies of each expert; what finds no place is left out.
+    """Fill the empty layer with `wanted_E` copies of each expert. Copies without a possible place are left out.
 
     Args:
-        order: experts by falling load per copy.
-        join: shared experts first, so that they join ranks; else strictly by size.
+        order: Experts by falling load per copy.
+        join: Place shared experts first, so that they join ranks. Otherwise strictly by size.
     """
     num_experts, num_ranks = layer.load_E.shape[0], layer.level_R.shape[0]
     free_R, shared_R = np.empty(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -201,7 +201,7 @@ def _place_all(
 
 @inner
 def _complete(layer: LayerDraft, rules: LayerRules) -> None:
-    """Fill slots that are still empty with further copies, the largest share first."""
+    """Fill the remaining empty slots with further copies, the largest share first."""
     for slot in range(layer.slot_S.shape[0]):
         if layer.slot_S[slot] != EMPTY:
             continue
@@ -221,7 +221,7 @@ def _complete(layer: LayerDraft, rules: LayerRules) -> None:
 
 @inner
 def _missing(layer: LayerDraft, rules: LayerRules) -> int:
-    """The first expert that the rules still want copies of, or -1."""
+    """Return the first expert with too few copies for the rules, or -1."""
     for expert in range(layer.load_E.shape[0]):
         span = 0
         for node in range(rules.num_nodes):
@@ -236,7 +236,7 @@ def _missing(layer: LayerDraft, rules: LayerRules) -> int:
 def construct(
     layer: LayerDraft, rules: LayerRules, wanted_E: np.ndarray, order: np.ndarray, join: bool
 ) -> int:
-    """Fill an empty layer, see `_place_all`; returns -1, or an expert for which the rules cannot be kept."""
+    """Fill an empty layer, as `_place_all`. Returns -1, or an expert for which the rules cannot be kept."""
     _place_all(layer, rules, wanted_E, order, join)
     _complete(layer, rules)
     return _missing(layer, rules)

@@ -1,10 +1,10 @@
-"""Divide the load of experts between their copies so that the fullest rank is as empty as can be.
+"""Divides the load of experts between their copies so that the load of the fullest rank is minimal.
 
-An expert's load can be poured from one of its copies into another; the fullest rank is lowest when no pouring lowers
-it further, which is also where the sum of squares of the ranks' loads is least (the loads that can be reached are the
-bases of a polymatroid; Fujishige 1980). The sum of squares is brought down one pair of copies at a time: projected
-successive over-relaxation, which takes a ring of n ranks about n sweeps instead of the n^2 of plain levelling.
-Rejected: a linear program (milliseconds), plain levelling (0.14 % off after 30 sweeps, research/placement).
+Load can be poured from one copy of an expert into another. The fullest rank is lowest when no pouring lowers it further.
+There, the sum of squares of the ranks' loads is also minimal (the reachable loads are the bases of a polymatroid;
+Fujishige 1980). The sum of squares is lowered one pair of copies at a time by projected successive over-relaxation. For
+a ring of n ranks this takes about n sweeps, plain levelling n^2. Rejected: a linear program (milliseconds); plain
+levelling (0.14 % off after 30 sweeps, research/placement).
 
 Legend: E experts, S slots of a layer, R ranks; slot q belongs to rank q // slots_per_rank.
 """
@@ -13,13 +13,13 @@ import numpy as np
 
 from expert_placement.kernels.compiled import entry, inner
 
-RELAXATION = 1.5  # of 1 to 2: 1 is plain levelling
-PLAIN_SWEEPS = 2  # at the end, without over-relaxation, so that no rank is left above its neighbours
+RELAXATION = 1.5  # from 1 to 2; 1 is plain levelling
+PLAIN_SWEEPS = 2  # at the end, without over-relaxation, so that no rank stays above its neighbours
 
 
 @inner
 def sum_of(values: np.ndarray) -> float:
-    """The sum; numpy's own takes numba seconds to compile."""
+    """Return the sum. numba takes seconds to compile numpy's own."""
     total = 0.0
     for index in range(values.shape[0]):
         total += values[index]
@@ -28,7 +28,7 @@ def sum_of(values: np.ndarray) -> float:
 
 @inner
 def highest(values: np.ndarray) -> int:
-    """Where the largest value is, the first of several."""
+    """Return the index of the largest value, the first among equals."""
     best = 0
     for index in range(values.shape[0]):
         if values[index] > values[best]:
@@ -71,7 +71,7 @@ def divide_evenly(
     x_S: np.ndarray,
     level_R: np.ndarray,
 ) -> None:
-    """Give every copy the same load: writes the slots' loads into x_S and the ranks' into level_R."""
+    """Give every copy of an expert the same load. Writes the slots' loads into x_S and the ranks' into level_R."""
     for rank in range(level_R.shape[0]):
         level_R[rank] = 0.0
     for slot in range(x_S.shape[0]):
@@ -92,7 +92,7 @@ def divide_as_before(
     x_S: np.ndarray,
     level_R: np.ndarray,
 ) -> None:
-    """Keep the proportions between an expert's copies and make them add up to its load; else as `divide_evenly`."""
+    """Scale the loads of an expert's copies to its load. Without present loads, divide as `divide_evenly`."""
     for rank in range(level_R.shape[0]):
         level_R[rank] = 0.0
     for expert in range(load_E.shape[0]):
@@ -118,9 +118,9 @@ def pour(
     sweeps: int,
     tolerance: float,
 ) -> int:
-    """Level the ranks by pouring between copies, in place; returns the sweeps that it took.
+    """Level the ranks by pouring between copies, in place. Returns the number of sweeps.
 
-    Stops when the fullest rank is within `tolerance` (of the mean) of the mean, or a sweep moves less than that.
+    Stops if the fullest rank exceeds the mean by at most `tolerance` (part of the mean), or if a sweep moves less.
     """
     mean = sum_of(level_R) / level_R.shape[0]
     allowed = tolerance * mean
@@ -168,7 +168,7 @@ def fill_layer(
     tolerance: float,
     x_S: np.ndarray,
 ) -> None:
-    """Divide the loads between the copies anew, starting from the proportions in x_S, in place."""
+    """Divide the loads between the copies, in place. Starts from the proportions in x_S."""
     level_R = np.zeros(slot_S.shape[0] // slots_per_rank)
     first_E, at_S = index_copies(slot_S, load_E.shape[0])
     divide_as_before(load_E, first_E, at_S, slots_per_rank, x_S, level_R)

@@ -1,7 +1,7 @@
-"""What a layer's slots hold while a plan is made, and what the rules allow.
+"""The state of a layer's slots while it is planned, and the rules.
 
-Rules: two copies of an expert are never on one rank; a pinned expert keeps a copy on its home node; an expert's copies
-span at least `min_nodes` nodes, or as many as there are copies or nodes where `spread` asks for it.
+Rules: a rank never has two copies of an expert; a pinned expert keeps a copy on its home node; an expert's copies span
+at least `min_nodes` nodes, or with `spread` as many as there are copies or nodes.
 
 Legend: E experts, S slots of a layer, R ranks, N nodes.
 """
@@ -17,18 +17,18 @@ EMPTY = -1
 
 
 class LayerRules(NamedTuple):
-    """What holds for a layer, whatever is placed."""
+    """The rules of a layer, which do not depend on its slots."""
 
     node_R: np.ndarray  # [R] int64: the node of each rank
     num_nodes: int
     home_E: np.ndarray  # [E] int64: the node that keeps a copy, or -1
     min_nodes: int
     spread: bool
-    even: bool  # copies share evenly, by their number; else by pouring
+    even: bool  # copies share evenly; otherwise their loads are found by pouring
 
 
 class LayerDraft(NamedTuple):
-    """A plan in the making; all arrays are changed in place."""
+    """A plan in progress. All arrays are changed in place."""
 
     load_E: np.ndarray  # [E] float64
     slot_S: np.ndarray  # [S] int64: the expert of each slot
@@ -36,18 +36,18 @@ class LayerDraft(NamedTuple):
     level_R: np.ndarray  # [R] float64: the load of each rank
     copies_E: np.ndarray  # [E] int64
     on_RE: np.ndarray  # [R, E] int8: whether a rank has the expert
-    on_NE: np.ndarray  # [N, E] int16: the copies on a node
+    on_NE: np.ndarray  # [N, E] int16: the number of copies on a node
     held_RE: np.ndarray  # [R, E] int8: whether a rank had the expert when the plan began
     slots_per_rank: int
     mean: float  # load per rank
 
 
 def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: LayerRules) -> LayerDraft:
-    """Return a layer that holds what is placed now; runs in Python.
+    """Return a draft with the present placement of a layer. Runs in Python.
 
     Args:
         load_E: [experts] float64, contiguous, not all 0.
-        slot_RW: [ranks, slots per rank] int64, the experts. x_RW: their loads, 0 where a slot is empty.
+        slot_RW: [ranks, slots per rank] int64, the experts. x_RW: Their loads; 0 for an empty slot.
     """
     num_ranks, slots_per_rank = slot_RW.shape
     num_experts = load_E.shape[0]
@@ -73,7 +73,7 @@ def new_layer(load_E: np.ndarray, slot_RW: np.ndarray, x_RW: np.ndarray, rules: 
 
 @inner
 def put(layer: LayerDraft, rules: LayerRules, slot: int, expert: int) -> None:
-    """Let a slot hold an expert, or nothing; its load is left to `refill`."""
+    """Put an expert, or nothing, into a slot. `refill` sets its load later."""
     rank = slot // layer.slots_per_rank
     node = rules.node_R[rank]
     before = layer.slot_S[slot]
@@ -90,7 +90,7 @@ def put(layer: LayerDraft, rules: LayerRules, slot: int, expert: int) -> None:
 
 @inner
 def refill(layer: LayerDraft, rules: LayerRules, sweeps: int, tolerance: float) -> None:
-    """Divide the loads between the copies anew."""
+    """Divide the loads between the copies again."""
     first_E, at_S = index_copies(layer.slot_S, layer.load_E.shape[0])
     if rules.even:
         divide_evenly(layer.load_E, first_E, at_S, layer.slots_per_rank, layer.x_S, layer.level_R)
@@ -101,7 +101,7 @@ def refill(layer: LayerDraft, rules: LayerRules, sweeps: int, tolerance: float) 
 
 @inner
 def may_leave(layer: LayerDraft, rules: LayerRules, expert: int, rank: int, to_rank: int) -> bool:
-    """Whether a copy may go from `rank` to `to_rank`, or to nowhere (-1), by the rules about nodes."""
+    """Whether the node rules allow a copy to move from `rank` to `to_rank`, or to be dropped (-1)."""
     node = rules.node_R[rank]
     to_node = rules.node_R[to_rank] if to_rank >= 0 else -1
     if node == to_node or layer.on_NE[node, expert] > 1:
@@ -121,7 +121,7 @@ def _least_span(rules: LayerRules, copies: int) -> int:
 
 @inner
 def _span_after(layer: LayerDraft, rules: LayerRules, expert: int, left: int, entered: int) -> int:
-    """The nodes that have a copy once the last one on `left` has gone to `entered` (-1: nowhere)."""
+    """Return the number of nodes with a copy after the last one on `left` moves to `entered` (-1: is dropped)."""
     span = 0
     for node in range(rules.num_nodes):
         span += (layer.on_NE[node, expert] > 0 and node != left) or node == entered
@@ -130,7 +130,7 @@ def _span_after(layer: LayerDraft, rules: LayerRules, expert: int, left: int, en
 
 @inner
 def may_enter(layer: LayerDraft, rules: LayerRules, expert: int, rank: int) -> bool:
-    """Whether one more copy may be made on a rank."""
+    """Whether a rank may get one more copy."""
     if layer.on_RE[rank, expert]:
         return False
     node = rules.node_R[rank]

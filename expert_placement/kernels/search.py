@@ -1,12 +1,12 @@
-"""Local search on one layer: lower the fullest ranks by exchanging two slots or by giving a slot another copy.
+"""Local search on one layer: lower the fullest ranks by swapping two slots or by giving a slot another copy.
 
-Ranks that pour load into one another have one level; such a *pool* goes up and down as a whole. A step looks at the
-fullest pool and predicts, for every slot elsewhere, what exchanging it with a slot of the pool would do (two slots
-move), or giving it a copy of one of the pool's experts in place of a copy that is spare (one slot moves). The most
-promising per moved slot are tried by dividing the loads anew; the best is kept if it lowers the fullest rank and the
-sum of the excesses to the fourth power. So no step makes the layer worse, and the search can stop anywhere.
-The idea of exchanges on the hottest card with a bounded number of moves is vllm-ascend's; predictions by pools and
-trials by pouring make it converge.
+Ranks that can pour load into each other have one level. Such a *pool* rises and falls as a whole. A step takes the
+fullest pool and predicts, for every slot elsewhere, the effect of swapping it with a slot of the pool (two slots move),
+or of replacing a spare copy in it by a copy of one of the pool's experts (one slot moves). The most promising per moved
+slot are tried by dividing the loads again. The best is kept if it lowers both the fullest rank and the sum of the
+excesses to the fourth power. So no step makes the layer worse, and the search can stop at any time. Swaps on the
+hottest card with a bounded number of moves are vllm-ascend's idea; predictions by pools and trials by pouring make it
+converge.
 
 Legend: S slots of a layer, R ranks, C candidates.
 """
@@ -27,15 +27,15 @@ from expert_placement.kernels.layer import EMPTY, LayerDraft, LayerRules, may_en
 
 SWEEPS, TRIAL_SWEEPS = 120, 40
 TOLERANCE, TRIAL_TOLERANCE = 1e-5, 1e-4  # of the mean
-LINKED = 1e-4  # of the mean: a copy with less does not make its rank part of a pool
+LINKED = 1e-4  # of the mean: a copy with less load does not link its rank to a pool
 FEW = 6  # steps tried, the most promising first; more only until one helps
-LEAST_COST = 0.25  # moved slots; a step back to where things were costs nothing, but is not worth everything
+LEAST_COST = 0.25  # moved slots; returning to the original slot moves nothing, but its value must be finite
 SWAP, COPY = 0, 1
 
 
 @inner
 def excess(layer: LayerDraft, level_R: np.ndarray) -> float:
-    """The fourth power of how far ranks lie above the mean, summed."""
+    """Return the sum of the fourth powers of the ranks' excess over the mean."""
     total = 0.0
     for rank in range(level_R.shape[0]):
         over = max(level_R[rank] / layer.mean - 1.0, 0.0)
@@ -45,7 +45,7 @@ def excess(layer: LayerDraft, level_R: np.ndarray) -> float:
 
 @inner
 def _find_pools(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return `(pool_R, size_R, height_R)`: a rank's pool, and by pool its ranks and its mean level."""
+    """Return `(pool_R, size_R, height_R)`: each rank's pool, and by pool the number of ranks and the mean level."""
     num_ranks = layer.level_R.shape[0]
     parent_R = np.empty(num_ranks, np.int64)
     for rank in range(num_ranks):
@@ -74,14 +74,14 @@ def _find_pools(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.nd
 
 @inner
 def _cost(layer: LayerDraft, expert: int, replaced: int, rank: int) -> int:
-    """Slots that have to be filled anew when a rank's slot changes; -1 when it goes back to what the rank had."""
+    """Return the moved slots that a change of a rank's slot adds. -1 if the rank gets back what it had."""
     added = 0 if layer.held_RE[rank, expert] else 1
     return added if replaced < 0 or layer.held_RE[rank, replaced] else added - 1
 
 
 @inner
 def _swap_gain(high: float, high_size: float, low: float, low_size: float, moved: float) -> float:
-    """How far the fullest of two pools comes down when `moved` goes from one to the other."""
+    """Return how far the fullest of two pools falls when `moved` goes from one to the other."""
     return high - max(high - moved / high_size, low + moved / low_size)
 
 
@@ -95,7 +95,7 @@ def _copy_gain(
     there: int,
     capacity: float,
 ) -> float:
-    """How far the fullest pool comes down when slot `there` gets a copy of the expert in slot `here`."""
+    """Return how far the fullest pool falls when slot `there` gets a copy of the expert in slot `here`."""
     pool_R, size_R, height_R = pools
     first_E, at_S = at
     expert, spare = layer.slot_S[here], layer.slot_S[there]
@@ -138,9 +138,9 @@ def _keep_best(
     there: int,
     cost: int,
 ) -> None:
-    """Keep the best of each kind for each rank that gives and for each that takes.
+    """Keep the best candidate of each kind for each rank that gives and for each that takes.
 
-    The one that looks best may not be where the load is stuck.
+    The most promising candidate may not relieve the rank that limits the layer.
     """
     for index in (4 * rank + kind, 4 * to_rank + 2 + kind):
         if score > score_C[index]:
@@ -151,7 +151,7 @@ def _keep_best(
 
 @inner
 def _propose(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most promising steps `[kind, here, there, cost]` and their scores (0: none)."""
+    """Return the most promising steps `[kind, here, there, cost]` and their scores (0: no step)."""
     pools = _find_pools(layer, rules)
     pool_R, size_R, height_R = pools
     at = index_copies(layer.slot_S, layer.load_E.shape[0])
@@ -203,7 +203,7 @@ def _propose(layer: LayerDraft, rules: LayerRules) -> tuple[np.ndarray, np.ndarr
 def _try(
     layer: LayerDraft, rules: LayerRules, step: np.ndarray, x_S: np.ndarray, level_R: np.ndarray
 ) -> None:
-    """Write into x_S and level_R what the slots and ranks would carry after a step; the layer is left as it was."""
+    """Write the loads of slots and ranks after a step into x_S and level_R. The layer stays unchanged."""
     here, there = step[1], step[2]
     expert, other = layer.slot_S[here], layer.slot_S[there]
     copy_into(layer.x_S, x_S)
@@ -226,7 +226,7 @@ def _try(
 def _best_step(
     layer: LayerDraft, rules: LayerRules, best_x_S: np.ndarray, best_level_R: np.ndarray
 ) -> tuple[int, int, int, int]:
-    """Return `(kind, here, there, cost)` of the best step that helps, kind -1 when there is none."""
+    """Return `(kind, here, there, cost)` of the best step that helps. The kind is -1 if no step helps."""
     found_C, score_C = _propose(layer, rules)
     x_S, level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])
     before, top = excess(layer, layer.level_R), layer.level_R[highest(layer.level_R)]
@@ -259,15 +259,15 @@ def improve(
     moved_T: np.ndarray,
     top_T: np.ndarray,
 ) -> int:
-    """Divide the loads anew, then take steps until the fullest rank is at `target` x mean, or none helps.
+    """Divide the loads, then take steps until the fullest rank is at `target` x mean or no step helps.
 
     Args:
-        layer: filled; changed in place.
-        most_steps: at most.
-        moved_T, top_T: [most_steps + 1], written: moved slots and the fullest rank's load / mean after each step.
+        layer: A filled layer; changed in place.
+        most_steps: Most steps to take.
+        moved_T, top_T: [most_steps + 1], written: moved slots, and the fullest rank's load / mean, after each step.
 
     Returns:
-        The steps taken.
+        The number of steps taken.
     """
     refill(layer, rules, SWEEPS, TOLERANCE)
     best_x_S, best_level_R = np.empty(layer.x_S.shape[0]), np.empty(layer.level_R.shape[0])

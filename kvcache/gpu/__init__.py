@@ -1,1 +1,1 @@
-"""The KV cache on GPUs. Nothing here is imported unless the device is a GPU: triton is an extra."""
+"""The KV cache on GPUs. Imported only if the device is a GPU, because triton is an optional dependency."""

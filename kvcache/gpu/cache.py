@@ -1,8 +1,7 @@
-"""The paged KV cache on a GPU: token-major pages in the model's own type.
+"""The paged KV cache on a GPU: token-major pages in the model's type.
 
-What `kvcache.paged_cache` is to the CPU's kernels this is to the GPU's: a token's row lies together, [N, G, B, D], and
-latents are rows of one head. Writing takes the step's cache slots on the device and skips padded rows, so a CUDA graph
-can replay it.
+The counterpart of `kvcache.paged_cache` for GPU kernels. A token's row is contiguous, [N, G, B, D], and latents are rows
+of one head. Writes use the step's cache slots on the device and skip padded rows, so that a CUDA graph can replay them.
 
 Legend: N blocks, B tokens of a block, G KV heads, D key dim, V value dim, L latent dim, E rotary dim, I index dim, P rows,
 Z state slots.
@@ -12,7 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from kvcache.gpu.step import DeviceStep
@@ -26,8 +25,8 @@ class DeviceCache(PagedCache):
     """All layers' pages of one rank.
 
     Attributes:
-        keys: [N, G, B, D] of each layer, or [N, B, L + E] where latent.
-        values: [N, G, B, V], or nothing where latent.
+        keys: [N, G, B, D] of each layer, or [N, B, L + E] for latents.
+        values: [N, G, B, V], or empty for latents.
         indexes: [N, B, I]. tails, states: as `PagedCache`'s, float32.
     """
 
@@ -42,7 +41,7 @@ class DeviceCache(PagedCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate the pages. Zeroed: a masked load of what nobody wrote must not be NaN."""
+        """Allocate zeroed pages: a masked load of memory that was never written must not be NaN."""
         self.shapes, self.num_blocks, self.step = shapes, num_blocks, None
         self.keys, self.values, self.indexes, self.tails, self.states = [], [], [], [], []
         self._rooms: dict[Hashable, Any] = {}
@@ -70,7 +69,7 @@ class DeviceCache(PagedCache):
         Args:
             key: [1, G, P, D]; for a latent layer [1, 1, P, kv_lora_rank].
             value: [1, G, P, V]; for a latent layer the rotary keys [1, 1, P, qk_rope_head_dim].
-            layer: the layer's index.
+            layer: Index of the layer.
 
         Returns:
             Its inputs.
@@ -85,7 +84,7 @@ class DeviceCache(PagedCache):
         return key, value
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
-        """Write the step's new index keys of one layer: [1, P, I]; returns them. `more`: values behind each, zero at first."""
+        """Write the step's new index keys of one layer: [1, P, I]. Returns them. `more`: zeros to append to each."""
         assert self.step is not None, "a step must be set before the model runs"
         pages = self.indexes[layer]
         rows_P1I = F.pad(key[0].to(pages.dtype), (0, more))[:, None].contiguous()
@@ -93,13 +92,12 @@ class DeviceCache(PagedCache):
         return key
 
     def room(self, key: Hashable, make: Callable[[], Room]) -> Room:
-        """Memory that the kernels which read the pages keep with them: made when first asked for."""
+        """Return memory that kernels keep with the pages they read. Allocated at the first call."""
         if key not in self._rooms:
             self._rooms[key] = make()
         return cast(Room, self._rooms[key])
 
     def block_bytes(self, layer: int, block: int) -> bytes:
-        """One block of one layer as contiguous bytes, keys, values, index keys."""
         parts = [self.keys[layer][block]]
         parts += [] if self.shapes[layer].latent else [self.values[layer][block]]
         parts += [self.indexes[layer][block]]
@@ -107,7 +105,7 @@ class DeviceCache(PagedCache):
 
 
 def token_bytes(shape: LayerShape, dtype: torch.dtype) -> int:
-    """Bytes that one layer takes per token."""
+    """Return the bytes of one layer per token."""
     return shape.token_numbers * dtype.itemsize
 
 

@@ -1,9 +1,9 @@
-"""Operators of PyTorch for what torch.compile shall not look into: how they find their objects, and writing pages.
+"""PyTorch operators that are opaque to torch.compile: how they find their objects, and writing pages.
 
-A compiled graph calls an operator with tensors and numbers only, so what an organ needs besides (a cache with its step,
-a module) is kept here under a number. Objects leave when nobody else holds them. Rejected: every kernel as an operator of
-its own, with all its tensors as arguments: which kernels an organ launches depends on the step, and a graph would be
-compiled again for every kind of step. PyTorch's opaque arguments are private still.
+A compiled graph calls an operator with tensors and numbers only. Other objects that an operator needs (a cache with its
+step, a module) are registered here under a number, with weak references. Rejected: every kernel as a separate operator
+with all its tensors as arguments. The kernels of an attention call depend on the step, so a graph would be compiled
+again for every kind of step. PyTorch's opaque arguments are still private.
 """
 
 import itertools
@@ -26,13 +26,13 @@ class Numbered(Generic[Thing]):
         self._numbers = itertools.count()
 
     def enter(self, thing: Thing) -> int:
-        """Give an object a number."""
+        """Register an object. Returns its number."""
         number = next(self._numbers)
         self._things[number] = thing
         return number
 
     def find(self, number: int) -> Thing:
-        """Return the object that has it."""
+        """Return the object with this number."""
         return self._things[number]
 
 
@@ -43,12 +43,13 @@ class OperatedCache(DeviceCache):
     """The pages of a compiled model.
 
     Attributes:
-        number: in `CACHES`.
-        order_1: written by what writes pages and read by what reads them, for the compiler, which sees no pages.
+        number: Its number in `CACHES`.
+        order_1: Written by operators that write pages and read by those that read them. It orders them for the compiler,
+            which does not see pages.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `DeviceCache`."""
+        """Allocate as `DeviceCache` does, and register the cache."""
         super().__init__(*args, **options)
         self.number = CACHES.enter(self)
         self.order_1 = torch.zeros(1, dtype=torch.int32, device=options["device"])
@@ -56,7 +57,6 @@ class OperatedCache(DeviceCache):
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_options: Any, **_more: Any
     ) -> tuple[Tensor, Tensor]:
-        """See `DeviceCache.update`."""
         torch.ops.wideep.write_layer(key, value, self.order_1, self.number, layer)
         return key, value
 

@@ -1,17 +1,17 @@
-"""One step's packed batch on a GPU: filled on the host like any `Step`, then copied to memory of fixed addresses.
+"""One step's packed batch on a GPU: filled on the host like any `Step`, then copied to memory with fixed addresses.
 
-What describes a step lies in one pinned buffer and travels in one asynchronous copy. Block tables are large (128k tokens are
-8,192 blocks of a sequence) and change little: what is new of them travels in the same copy and is put in its place, and
-whole rows are copied where much is new. Places on the device depend on the padded size only, so
-a CUDA graph that was captured for a size finds every later step of that size. Nothing is read back: the pinned buffer
-may be filled again once the step's tokens have been read, which waits for all that was queued before.
+The description of a step is in one pinned buffer and is sent in one asynchronous copy. Block tables are large (128k
+tokens are 8,192 blocks of a sequence) and change little: their new entries are sent in the same copy and put in place,
+and whole rows are copied if much is new. Places on the device depend only on the padded size, so a CUDA graph captured
+for a size finds every later step of that size. Nothing is read back. The pinned buffer may be refilled after the step's
+tokens were read, which waits for everything queued before.
 
-A step that only decodes is padded to one of a few sizes, others to a multiple of ROWS. Where several ranks run together,
-the size follows from the tokens that they have agreed on, so that what all ranks run follows from one number. Padded rows have cache slot -1,
-and so have no key or value written, choose no expert, and have a context of 0.
+A decode-only step is padded to one of a few sizes, other steps to a multiple of ROWS. Several ranks derive the size from
+the tokens on which they agreed, so one number determines what all ranks run. Padded rows have cache slot -1. So their
+keys and values are not written, they choose no expert, and their context is 0.
 
-Legend: P rows, padding included, S sequences (P of them in a step that only decodes), M blocks a sequence may have,
-R rows whose logits are wanted, X tiles or blocks.
+Legend: P rows, padding included, S sequences (P of them in a decode-only step), M blocks that a sequence may have,
+R rows of which logits are needed, X tiles or blocks.
 """
 
 from bisect import bisect_left
@@ -26,7 +26,7 @@ from torch import Tensor
 from kvcache.states import NO_STATE
 from kvcache.step import Inputs, Span, Step
 
-ROWS = 8  # rows of a step with prompts are a multiple of it: what tensor cores take at a time
+ROWS = 8  # steps with prompts have a multiple of this many rows, as tensor cores require
 
 
 class OnDevice(NamedTuple):
@@ -39,30 +39,28 @@ class OnDevice(NamedTuple):
     context_S: Tensor  # 0 for a padded row
     query_start_S: Tensor  # [S + 1]
     num_decodes_1: Tensor
-    # Of models with recurrent layers, else nothing.
-    state_before_P: Tensor  # slot of the state before the first of the sequence's rows; -1: none
-    state_after_P: Tensor  # slot for the state after this row; -1: nobody wants it
+    # Only of models with recurrent layers; otherwise empty.
+    state_before_P: Tensor  # slot of the state before the sequence's first row; -1: no state
+    state_after_P: Tensor  # slot for the state after this row; -1: not needed
     row_before_P: Tensor  # rows of the sequence before this one, in this step
-    walk_start_W: (
-        Tensor  # rows of sequence w, which recurrences walk row by row: [w], [w + 1]; P + 1 of them if S is P
-    )
-    chunk_start_C: (
-        Tensor  # likewise of those behind them, which recurrences compute in chunks; [0] or [1 + sequences]
-    )
-    is_long_P: Tensor  # 1 for a row of a long sequence; of models that look at it
+    # Rows [w] to [w + 1] are of sequence w, which recurrences walk row by row. It has P + 1 entries if S is P.
+    walk_start_W: Tensor
+    # The same for the later sequences, which recurrences compute in chunks; [0] or [1 + sequences].
+    chunk_start_C: Tensor
+    is_long_P: Tensor  # 1 for a row of a long sequence; only of models that use it
     table_SM: Tensor
 
 
 class Expansion(NamedTuple):
-    """Blocks of some sequences that are not decodes, side by side, for attention that expands latents."""
+    """Blocks of consecutive prompt sequences, side by side, for attention that expands latents."""
 
     sequences: range
-    block_X: Tensor  # the blocks, in order of sequences and positions
-    table_SM: Tensor  # where they are in that order; rows of other sequences are not filled
+    block_X: Tensor  # the blocks, ordered by sequence and position
+    table_SM: Tensor  # their places in that order; rows of other sequences are not filled
 
 
 def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
-    """Cut the spans of the first `num_decodes` tokens into those tokens."""
+    """Split the spans of the first `num_decodes` tokens into single tokens."""
     cut: list[Span] = []
     for span in spans:
         if len(cut) < num_decodes and span.length > 1:
@@ -73,7 +71,7 @@ def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
 
 
 def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Sizes where ranks agree on a power of two from ROWS on, see `Step.agreed_tokens`: those below `max_sequences`, and it."""
+    """Return the sizes of agreed steps: powers of two from ROWS below `max_sequences`, and it. See `Step.agreed_tokens`."""
     sizes, size = [], ROWS
     while size < max_sequences:
         sizes.append(size)
@@ -82,20 +80,20 @@ def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
 
 
 def decode_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Sizes that steps of decodes are padded to: 1, 2, 4, 8, then multiples of 8 up to `max_sequences`."""
+    """Return the sizes to which decode-only steps are padded: 1, 2, 4, 8, then multiples of 8 up to `max_sequences`."""
     sizes = [size for size in (1, 2, 4) if size < max_sequences]
     sizes += range(8, max_sequences, 8)
     return (*sizes, max_sequences)
 
 
 class DeviceStep(Step):
-    """A `Step` whose tensors are also on a device.
+    """A `Step` with its tensors also on a device.
 
     Attributes:
-        on_device: the step that `inputs` was last called for.
-        sizes: what steps that only decode are padded to.
-        graph_sizes: likewise, where all that ranks run follows from the size.
-        max_tokens: of any step. max_rows: of any step, padding included. max_context: tokens of a sequence.
+        on_device: The step of the last call of `inputs`.
+        sizes: Sizes to which decode-only steps are padded.
+        graph_sizes: Sizes that determine everything that ranks run.
+        max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
     """
 
     on_device: OnDevice
@@ -111,9 +109,9 @@ class DeviceStep(Step):
         num_ranks: int = 1,
         is_invariant: bool = False,
     ) -> None:
-        """Allocate, on the host (pinned for a GPU) and on the device.
+        """Allocate on the host (pinned for a GPU) and on the device.
 
-        With `is_invariant` no row's bits may depend on how its prompt is cut.
+        With `is_invariant`, a row's bits must not depend on how its prompt is cut.
         """
         super().__init__(
             max_tokens=max_tokens,
@@ -127,11 +125,10 @@ class DeviceStep(Step):
         self.max_context = max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS
         self._states_3P = np.zeros((3, padded), np.int64)
-        self._whole: Sequence[Span] = ()  # of the batch: a decode and its drafts are one
-        self._most_new = 4 * max_sequences  # blocks that travel one by one
-        self._new: list[
-            tuple[int, int, Sequence[int]]
-        ] = []  # parts of tables that the device has not: row, begin, blocks
+        self._whole: Sequence[Span] = ()  # of the batch; a decode and its drafts are one span
+        self._most_new = 4 * max_sequences  # blocks that are sent individually
+        # Parts of tables that the device does not have yet: row, begin, blocks.
+        self._new: list[tuple[int, int, Sequence[int]]] = []
         self._host = self._pinned(7 * padded + 5 * max(padded, max_sequences) + 20 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
@@ -143,12 +140,12 @@ class DeviceStep(Step):
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every sequence brings one generated token; so does a step without any."""
+        """Whether every sequence has one generated token. Also true of a step without sequences."""
         return self.num_decodes == self.num_tokens
 
     @property
     def has_fixed_shape(self) -> bool:
-        """Whether all that a step launches, on whatever rank, follows from its padded size."""
+        """Whether the padded size determines all that the step launches, on every rank."""
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
 
     @property
@@ -157,11 +154,11 @@ class DeviceStep(Step):
         return self.on_device.position_P
 
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
-        """See `Step.fill`; a decode's drafts are filled in as sequences of one token each, on the same blocks.
+        """Fill the step. A decode's drafts become sequences of one token each, on the same blocks.
 
-        So every row of a step that only decodes is one sequence's, whose bits do not depend on drafts, and no kernel of
-        attention knows of them: all rows' keys and values are in the pages before the first one attends. Recurrences
-        walk a decode and its drafts as one sequence, row by row, and write the state behind each.
+        So in a decode-only step every row is a sequence, its bits do not depend on drafts, and attention kernels need not
+        know them: all rows' keys and values are in the pages before the first row attends. Recurrences walk a decode and
+        its drafts as one sequence, row by row, and write the state after each.
         """
         self._whole = spans
         super().fill(_one_by_one(spans, num_decodes), num_decodes, agreed_tokens=agreed_tokens)
@@ -169,9 +166,9 @@ class DeviceStep(Step):
         self._expansions.clear()
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
-        """Take the tokens of a batch that was filled in, and copy the step to the device; see `Step.inputs`.
+        """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
 
-        In a step that only decodes, `row_R` is as long as the padded step: first the wanted rows, then any.
+        In a decode-only step, `row_R` has the padded length: first the wanted rows, then arbitrary ones.
         """
         P, T = self.num_padded, self.num_tokens
         S = P if self.is_decode_only else self.num_sequences
@@ -183,7 +180,7 @@ class DeviceStep(Step):
         lengths = (
             P, P, P, R, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
         )  # fmt: skip
-        # Every part begins at 16 bytes: kernels are compiled for aligned pointers, and again for others.
+        # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
         parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
         (
@@ -227,10 +224,10 @@ class DeviceStep(Step):
         return Inputs(self.on_device.token_P, self.on_device.row_R)
 
     def _recurrent_starts(self, num_padded: int) -> tuple[np.ndarray, np.ndarray]:
-        """First rows, and the end, of the sequences that recurrences walk and of those that they compute in chunks.
+        """Return first rows, and the end, of the sequences that recurrences walk, and of those computed in chunks.
 
-        Decodes are walked, their drafts with them; prompts go in chunks, unless bits may not depend on cuts. In a step
-        that only decodes, `num_padded` sequences are walked, some of them empty.
+        Decodes are walked together with their drafts. Prompts are computed in chunks, unless bits must not depend on
+        cuts. In a decode-only step, `num_padded` sequences are walked, some of them empty.
         """
         if not self.has_states:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -259,7 +256,7 @@ class DeviceStep(Step):
         self._new.append((row, begin, block_ids))
 
     def _take_new(self) -> np.ndarray:
-        """The blocks that the device's tables lack: [N, 2] of place and block; or copy their rows, and return none."""
+        """Return blocks missing on the device: [N, 2] of place and block. If there are many, copy whole rows instead."""
         new, self._new = self._new, []
         rows = sorted({row for row, _, _ in new})
         if sum(len(block_ids) for _, _, block_ids in new) > self._most_new:
@@ -267,7 +264,7 @@ class DeviceStep(Step):
             self._device_table_SM[here].copy_(self.block_table_SM[here], non_blocking=True)
             return np.empty((0, 2), np.int64)
         width = self._table.shape[1]
-        # From the table, not from the parts: of what was written twice only the last counts.
+        # From the table, not from the parts: of entries written twice, only the last counts.
         places = sorted(
             {row * width + at for row, begin, ids in new for at in range(begin, begin + len(ids))}
         )
@@ -275,18 +272,18 @@ class DeviceStep(Step):
         return np.stack((flat, self._table.reshape(-1)[flat]), axis=1)
 
     def long_rows(self, rows: int) -> Tensor | None:
-        """See `Step.long_rows`; never None, so that what a step launches does not depend on it."""
+        """Never returns None, so that the step's launches do not depend on long sequences."""
         return self.on_device.is_long_P[:rows].bool()
 
     def idle(self, size: int) -> Inputs:
-        """Describe a step of decodes that has none, padded to one of `graph_sizes`: to compile and capture with."""
+        """Describe an empty decode step, padded to one of `graph_sizes`, for compilation and capture."""
         self.fill([], agreed_tokens=1 << max(size - 1, ROWS - 1).bit_length())
         self.num_padded = size
         return self.inputs([], [])
 
     def fill_with_prompts(self, num_blocks: int, vocabulary: int) -> Inputs:
-        """Describe the largest step of prompts that there may be, on the first blocks of `num_blocks`: to compile with, and
-        to find out early that its memory is not there. Sequences share blocks, so what is cached means nothing."""
+        """Describe the largest possible step of prompts, on the first blocks of `num_blocks`, to compile and to find a
+        lack of memory early. Sequences share blocks, so the cached values are meaningless."""
         longest = min(self.max_context, num_blocks * self.block_tokens)
         left = min(self.max_tokens, longest * len(self.block_table_SM))
         spans = []
@@ -303,7 +300,7 @@ class DeviceStep(Step):
         return range(self.num_decodes, self.num_sequences)
 
     def tiles_on_device(self, tile_tokens: int, sequences: range | None = None) -> Tensor:
-        """The rows of some sequences, of all but decodes by default, in tiles, see `tiles`: [X, 3] int64."""
+        """Return the tiles of some sequences (by default all except decodes), as `tiles`: [X, 3] int64."""
         key = tile_tokens, self.prompts if sequences is None else sequences
         if key not in self._tiles_on_device:
             tiles = self.tiles(tile_tokens)
@@ -312,8 +309,8 @@ class DeviceStep(Step):
         return self._tiles_on_device[key]
 
     def expansions(self, most_blocks: int) -> list[Expansion]:
-        """Lay the blocks of all sequences but decodes side by side, of as many sequences together as have `most_blocks`;
-        one alone may have more."""
+        """Lay the blocks of all sequences except decodes side by side, in groups of at most `most_blocks` blocks. A single
+        sequence may exceed that."""
         if most_blocks not in self._expansions:
             counts = -(-self._context[: self.num_sequences] // self.block_tokens)
             made, first = [], self.num_decodes
@@ -346,7 +343,7 @@ class DeviceStep(Step):
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def _upload(self, values: np.ndarray) -> Tensor:
-        """Copy to the device without waiting; the pinned copy lives until that is done (torch's allocator sees to it)."""
+        """Copy to the device without waiting. torch's allocator keeps the pinned copy until that is done."""
         host = self._pinned(*values.shape)
         host.copy_(torch.from_numpy(np.ascontiguousarray(values)))
         return host.to(self.device, non_blocking=True)

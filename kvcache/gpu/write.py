@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Write a step's keys and values, or latents, to their places in GPU pages.
+"""Writes a step's keys and values, or latents, to their places in GPU pages.
 
-Pages are token-major, as `attention.gpu.pages` reads them. Rows past the step's tokens have slot -1 and are left out,
-so the launch can be replayed for any number of tokens. Keys and values go in one launch: what a decode step costs here
-is launches, not bytes.
+Pages are token-major, as `attention.gpu.pages` reads them. Rows after the step's tokens have slot -1 and are skipped, so
+the launch can be replayed for any number of tokens. Keys and values are written in one launch, because launches, not
+bytes, determine the cost in a decode step.
 
 Legend: T rows, G KV heads, D dim of a row, V dim of a value's row, N blocks, B tokens of a block.
 """
@@ -26,7 +26,7 @@ def write_rows(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr,
     V_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head). V is 0 where there are no values."""
+    """Program (row, head). V is 0 if there are no values."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     if slot >= 0:
@@ -44,13 +44,13 @@ def write_pages(
     values_TGV: Tensor | None = None,
     value_pages_NGBV: Tensor | None = None,
 ) -> None:
-    """Write rows to their slots, and values to the same slots of their pages; in place.
+    """Write rows to their slots, and values to the same slots of their pages. In place.
 
     Args:
-        rows_TGD: keys or latents, the last dim contiguous, of the pages' type.
-        slots_T: int64 [T], block * B + offset, -1 for a row that is not kept.
-        pages_NGBD: contiguous.
-        values_TGV, value_pages_NGBV: as the rows and their pages; both or none.
+        rows_TGD: Keys or latents, last dim contiguous, of the pages' type.
+        slots_T: int64 [T], block * B + offset; -1 for a row that is not stored.
+        pages_NGBD: Contiguous.
+        values_TGV, value_pages_NGBV: Values and their pages, in the same form. Give both or neither.
     """
     T, G, D = rows_TGD.shape
     value_dim, strides = (0, (0, 0)) if values_TGV is None else (values_TGV.shape[2], values_TGV.stride()[:2])

@@ -1,8 +1,8 @@
-"""Who drafts: for each sequence, tokens that may come next, and how many of them are worth a row of the step.
+"""Drafting: for each sequence, tokens that may come next, and how many of them are worth a row of the step.
 
-A scheduler asks before a step how many rows its decodes may have (`limits`, which the ranks agree on), and when it plans
-the step for the drafts themselves. It tells what came of them. What a drafter says changes no token, only how many come at once.
-Drafting is local to a rank: sequences that another rank goes on with are new to its drafter.
+Before a step, the scheduler gets the number of rows that its decodes may have (`limits`; ranks agree on it). While it
+plans the step, it gets the drafts, and later reports which were right. A drafter changes no token, only how many a step
+yields. Drafting is local to a rank: a sequence that continues on another rank is new to that rank's drafter.
 """
 
 from collections.abc import Sequence as Series
@@ -14,24 +14,24 @@ from scheduler.policy.request import DraftCounts
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import Method, SpeculativeConfig
 
-_SUFFIX_KEY = 2  # tokens that must be alike at least; one alone says little
-_OWN = 0  # number of the text in an index of one
+_SUFFIX_KEY = 2  # least number of equal tokens; a single one predicts little
+_OWN = 0  # number of the text in an index with one text
 
 
 class Source(Protocol):
-    """Where the tokens come from."""
+    """A source of drafts."""
 
     def propose(self, sequence: Sequence, most: int) -> Series[int]:
-        """Draft what may follow a sequence's newest token, at most so many tokens."""
+        """Draft at most `most` tokens that may follow a sequence's newest one."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
         ...
 
 
 class TextSource:
-    """Drafts from texts: what followed the same tokens before."""
+    """Drafts from texts: the tokens that followed the same tokens before."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -43,7 +43,6 @@ class TextSource:
         self._num_answers = 0
 
     def propose(self, sequence: Sequence, most: int) -> Series[int]:
-        """See `Source`."""
         config, longest = self._config, self._config.longest_match
         end = sequence.token_ids[-longest:]
         own = self._index(sequence).candidates(end, longest)
@@ -54,7 +53,7 @@ class TextSource:
         return continue_likeliest(found, min(most, int(config.drafts_per_match * length)), config.least_share)
 
     def forget(self, sequence: Sequence) -> None:
-        """Remember its answer, if answers are, instead of its text."""
+        """Forget the sequence's text. Keep its answer if answers are cached."""
         request_id = sequence.request.request_id
         self._own.pop(request_id, None)
         self._num_indexed.pop(request_id, None)
@@ -76,38 +75,37 @@ class TextSource:
 
 
 class MadeDrafts:
-    """Drafts that the model's own layers have made behind a step; a `Source` that is told what it proposes."""
+    """Drafts that the model's own layers made after a step. A `Source` that is filled with `put`."""
 
     def __init__(self) -> None:
-        self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}  # and how long the sequence was
+        self._drafts: dict[str, tuple[int, tuple[int, ...]]] = {}  # sequence length and drafts, by request
 
     def put(self, sequence: Sequence, drafts: Series[int]) -> None:
-        """Keep what may follow a sequence's newest token."""
+        """Store drafts that may follow a sequence's newest token."""
         self._drafts[sequence.request.request_id] = len(sequence.token_ids), tuple(drafts)
 
     def propose(self, sequence: Sequence, most: int) -> Series[int]:
-        """See `Source`; nothing where the sequence has got other tokens since."""
+        """Return the stored drafts, or none if the sequence has other tokens since."""
         length, drafts = self._drafts.get(sequence.request.request_id, (0, ()))
         return drafts[:most] if length == len(sequence.token_ids) else ()
 
     def forget(self, sequence: Sequence) -> None:
-        """See `Source`."""
         self._drafts.pop(sequence.request.request_id, None)
 
 
 class Drafter:
-    """Limits a source's drafts to those that pay, and learns from what came of them."""
+    """Limits a source's drafts to those that pay, and learns from their results."""
 
     def __init__(self, source: Source, num_drafts: int, *, max_model_len: int, num_ahead: int = 0) -> None:
-        """Draft nothing yet.
+        """Create a drafter without any experience.
 
         Args:
-            num_drafts: of a sequence in a step, at most.
-            max_model_len: tokens of a sequence.
-            num_ahead: places behind a step's tokens that making drafts writes.
+            num_drafts: Most drafts per sequence and step.
+            max_model_len: Most tokens of a sequence.
+            num_ahead: Number of positions after a step's tokens that drafting writes.
         """
         self.num_drafts, self.num_ahead, self.max_model_len = num_drafts, num_ahead, max_model_len
-        self.costs = StepCosts()  # noted by whoever runs the steps
+        self.costs = StepCosts()  # filled by the engine
         self._source = source
         self._acceptance: dict[str, Acceptance] = {}
         self._num_tries = self._num_tokens = 0
@@ -115,11 +113,10 @@ class Drafter:
 
     @property
     def counts(self) -> DraftCounts:
-        """Counts as of now."""
+        """Present counts."""
         return DraftCounts(self._num_tries, self._num_tokens, tuple(self._accepted_at))
 
     def limits(self, sequences: Series[Sequence]) -> list[int]:
-        """How many drafts each of the sequences that run may try in the next step."""
         seconds = self.costs.of_drafts(len(sequences), self.num_drafts)
         limits = []
         for acceptance in map(self._of, sequences):
@@ -129,14 +126,12 @@ class Drafter:
         return limits
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft at most so many tokens, and none that the sequence's structure forbids."""
         drafts = tuple(self._source.propose(sequence, most)) if most > 0 else ()
         if drafts and sequence.matcher is not None:
             drafts = drafts[: sequence.matcher.look_ahead(drafts)]
         return drafts
 
     def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn what came of a step's drafts: the first so many were right."""
         self._of(sequence).note(num_drafts, num_accepted)
         self._num_tries += num_drafts > 0
         self._num_tokens += num_drafts
@@ -144,7 +139,6 @@ class Drafter:
             self._accepted_at[place] += 1
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
         self._acceptance.pop(sequence.request.request_id, None)
         self._source.forget(sequence)
 

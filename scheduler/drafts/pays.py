@@ -1,9 +1,9 @@
-"""How many drafts pay: what a request's drafts were worth so far, against what a step's rows cost.
+"""How many drafts pay: the estimated gain of a request's drafts against the cost of a step's rows.
 
-A step with more rows takes longer, and everybody in it waits: with R requests that try d drafts each, of which a share p is
-right, R * (1 + p + ... + p^d) tokens come out of a step of R * (1 + d) rows. The d for which that is most tokens per second is what a
-request may try. What steps cost is measured as they run, by their rows; where a number of rows was not seen yet it is taken to
-cost what fewer do, so that it is tried. Only how many drafts are tried follows from this, never a token.
+A step with more rows takes longer, and all requests in it wait. If R requests try d drafts each and a share p is right,
+a step of R * (1 + d) rows yields R * (1 + p + ... + p^d) tokens. A request may try the d with the most tokens per second.
+The duration of steps is measured as they run, by number of rows. A number of rows not seen yet is assumed to take as
+long as a smaller one, so that it is tried. Only the number of drafts depends on this, never a token.
 
 Idea: the goodput of TurboSpec (Liu et al., 2024). Rejected: its offline profile of the machine.
 """
@@ -13,30 +13,30 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-MOST_ROWS = 512  # beyond which drafts are not tried
-PROBE_TOKENS = 32  # a request that does not draft tries again after so many
-_REMEMBERED = 9  # steps of a number of rows
-_WEIGHT = 0.9  # of what is known of a request, at each of its tries
-_ASSUMED_RIGHT, _ASSUMED_TRIES = 1.4, 2.0  # what is taken for known of a request at its start
+MOST_ROWS = 512  # no drafts beyond this many rows
+PROBE_TOKENS = 32  # a request without drafts tries again after this many tokens
+_REMEMBERED = 9  # steps per number of rows
+_WEIGHT = 0.9  # of earlier results of a request, at each try
+_ASSUMED_RIGHT, _ASSUMED_TRIES = 1.4, 2.0  # assumed results of a request at its start
 
 
 class StepCosts:
-    """Seconds that steps without prompts took, by their rows on this rank."""
+    """Seconds of steps without prompts, by number of rows on this rank."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
         self._median: dict[int, float] = {}
-        self._rows: list[int] = []  # of which some are known, rising
+        self._rows: list[int] = []  # measured numbers of rows, rising
         self._pass_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._pass_s = 0.0
 
     def note_passes(self, count: int, seconds: float) -> None:
-        """Take in what it took to make a step's drafts, in so many passes."""
+        """Add the time that `count` passes took to make a step's drafts."""
         self._pass_seconds.append(seconds / count)
         self._pass_s = median(self._pass_seconds)
 
     def note(self, rows: int, seconds: float) -> None:
-        """Take in a step."""
+        """Add a step."""
         if rows not in self._seconds:
             self._seconds[rows] = deque(maxlen=_REMEMBERED)
             self._rows.insert(bisect_left(self._rows, rows), rows)
@@ -44,7 +44,7 @@ class StepCosts:
         self._median[rows] = median(self._seconds[rows])
 
     def at(self, rows: int) -> float:
-        """Estimate: on the line between the nearest that are known; what the largest known took beyond it; 0: nothing is."""
+        """Estimate a step's seconds by interpolation between measured ones. Beyond the largest, its own; 0 if none."""
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
             return self._median[self._rows[-1]] if self._rows else 0.0
@@ -56,7 +56,7 @@ class StepCosts:
         return low + (high - low) * (rows - below) / (above - below)
 
     def of_drafts(self, num_running: int, most: int) -> list[float]:
-        """Estimate steps in which so many sequences run, each with 0, 1, ... up to `most` drafts."""
+        """Estimate steps of `num_running` sequences with 0, 1, ... up to `most` drafts each."""
         counts = range(min(most, MOST_ROWS // max(num_running, 1) - 1) + 1)
         return [self.at(num_running * (1 + count)) + max(count, 1) * self._pass_s for count in counts] or [
             self.at(num_running)
@@ -64,7 +64,7 @@ class StepCosts:
 
 
 class Acceptance:
-    """How often one request's drafts were right, the older the less it counts."""
+    """How often one request's drafts were right. Older tries have less weight."""
 
     def __init__(self) -> None:
         self._right, self._tries = _ASSUMED_RIGHT, _ASSUMED_TRIES
@@ -72,26 +72,26 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Estimated chance that a draft is right if those before it are."""
+        """Estimated probability that a draft is right if those before it are."""
         return self._right / self._tries
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Take in a step: how many drafts it tried, and the first of them that were right."""
+        """Add a step: its number of drafts, and how many of the first were right."""
         if not num_drafts:
             self.tokens_since_try += 1
             return
         self.tokens_since_try = 0
-        judged = num_accepted + (num_accepted < num_drafts)  # behind the first wrong one nothing is known
+        judged = num_accepted + (num_accepted < num_drafts)  # drafts after the first wrong one are not judged
         self._right = _WEIGHT * self._right + num_accepted
         self._tries = _WEIGHT * self._tries + judged
 
 
 def drafts_that_pay(share: float, seconds: Sequence[float]) -> int:
-    """How many drafts give the most tokens per second, if all that run try as many.
+    """Return the number of drafts with the most tokens per second, if all running sequences try as many.
 
     Args:
-        share: of drafts that are right.
-        seconds: that a step takes with 0, 1, ... drafts of each.
+        share: Share of right drafts.
+        seconds: Duration of a step with 0, 1, ... drafts per sequence.
     """
     best, best_rate, tokens, chance = 0, 0.0, 1.0, 1.0
     for count, step_s in enumerate(seconds):

@@ -1,35 +1,35 @@
-"""How texts went on before: from the newest few tokens of a text to drafts of what comes next.
+"""Drafts from earlier text: what followed the newest few tokens of a text before.
 
-A text's places are indexed by the tokens before them, `KEY` at a time, as they come: a dictionary entry per token.
-Candidates are the places behind the same key, of which those count that share the most tokens with the text's end.
+An index maps each run of `key_tokens` tokens to the places after it, with a dictionary entry per token. Candidates are
+the places after the text's last run. Those that share the most tokens with the text's end count.
 
-Ideas: prompt lookup (Saxena, 2023) for one text; suffix decoding (Oliaro et al., 2024) for many, with how often a text went on in
-a way as the chance that it does again. Rejected from the latter: a suffix tree, which costs a node per token and depth
-(24 in vLLM), where a bounded number of candidates gives the same drafts of all but the most frequent beginnings.
+Ideas: prompt lookup (Saxena, 2023) for one text; suffix decoding (Oliaro et al., 2024) for many, which takes the
+frequency of a continuation as its probability. Rejected: the latter's suffix tree, which needs a node per token and
+depth (24 in vLLM). A bounded number of candidates gives the same drafts except for the most frequent beginnings.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_CANDIDATES = 64  # the newest places that are looked at
+MOST_CANDIDATES = 64  # the newest places examined
 
 
 class Continuation(NamedTuple):
-    """A place at which a text went on, and how much before it is alike."""
+    """A place at which a text continued, and how many tokens before it match."""
 
     token_ids: Sequence[int]
-    place: int  # of the token that came next
+    place: int  # of the next token
     length: int
 
 
 class TextIndex:
-    """Texts that grow, and where the same tokens occurred in them."""
+    """Growing texts, and the places of equal tokens in them."""
 
     def __init__(self, key_tokens: int) -> None:
         self._key_tokens = key_tokens
-        self._texts: OrderedDict[int, list[int]] = OrderedDict()  # the oldest first
-        # The newest places behind these tokens: which text, and how many tokens of it come before.
+        self._texts: OrderedDict[int, list[int]] = OrderedDict()  # oldest first
+        # The newest places after these tokens: number of the text, and the number of tokens before the place.
         self._places: dict[tuple[int, ...], deque[tuple[int, int]]] = {}
 
     def __len__(self) -> int:
@@ -37,7 +37,7 @@ class TextIndex:
         return len(self._texts)
 
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
-        """Take tokens at the end of a text, which begins with them if it is a new one."""
+        """Append tokens to a text. Creates the text if it is new."""
         size, text = self._key_tokens, self._texts.setdefault(number, [])
         for token_id in token_ids:
             text.append(token_id)
@@ -49,7 +49,7 @@ class TextIndex:
                 places.append((number, len(text)))
 
     def forget_oldest(self) -> None:
-        """Forget the text that began first; no older one is there, so that its places are the first everywhere."""
+        """Forget the oldest text. No older one exists, so its places come first in every list."""
         number, text = self._texts.popitem(last=False)
         size = self._key_tokens
         for place in range(size, len(text) + 1):
@@ -61,18 +61,18 @@ class TextIndex:
                 del self._places[key]
 
     def candidates(self, end: Sequence[int], longest: int) -> list[Continuation]:
-        """Where texts went on behind tokens that `end` ends with, the newest places first.
+        """Return the places after tokens equal to those at the end of `end`, newest first.
 
         Args:
-            end: of a text, one of these or another.
-            longest: tokens to compare.
+            end: End of a text, which need not be in the index.
+            longest: Most tokens to compare.
         """
         size, found = self._key_tokens, []
         if len(end) < size:
             return []
         for number, place in reversed(self._places.get(tuple(end[-size:]), ())):
             text, length = self._texts[number], size
-            if place == len(text):  # nothing came next yet
+            if place == len(text):  # nothing follows yet
                 continue
             most = min(longest, place, len(end))
             while length < most and text[place - 1 - length] == end[-1 - length]:
@@ -82,11 +82,11 @@ class TextIndex:
 
 
 def continue_newest(candidates: Sequence[Continuation], most: int) -> list[int]:
-    """Draft what came next where the most tokens are alike; of several such places the newest, unless its text ends there.
+    """Draft from the place with the most matching tokens. Of several, use the newest with enough text after it.
 
     Args:
-        candidates: the newest first.
-        most: drafts.
+        candidates: Newest first.
+        most: Most drafts.
     """
     if not candidates:
         return []
@@ -98,12 +98,12 @@ def continue_newest(candidates: Sequence[Continuation], most: int) -> list[int]:
 
 
 def continue_likeliest(candidates: Sequence[Continuation], most: int, least_share: float) -> list[int]:
-    """Draft the most frequent way on of the places where the most tokens are alike, while it is likely.
+    """Draft the most frequent continuation of the places with the most matching tokens, while it is likely.
 
     Args:
-        candidates: the newest first, which goes before older ones that are as frequent.
-        most: drafts.
-        least_share: of all those places, that went on as the drafts do so far.
+        candidates: Newest first; among equally frequent continuations the newest is used.
+        most: Most drafts.
+        least_share: Least share of these places that continued with the drafts so far.
     """
     length = max((each.length for each in candidates), default=0)
     alike = [each for each in candidates if each.length == length]

@@ -1,10 +1,10 @@
-"""Breaks this process's TCP connections to hosts that do not answer any more, which is what a cut link looks like.
+"""Shuts down this process's TCP connections to hosts that no longer answer, as after a cut link.
 
-A host that is gone sends no error, so that gloo waits for it until a collective's time-out. Its kernel, though, answers
-whatever its processes do: data, probes of a full window, and keep-alives, which are asked for here every second. The
-kernel here says how long ago the last answer came; where that is too long, the connection is shut down, and whoever
-waits in it is told at once.
-Rejected: TCP_USER_TIMEOUT, which also breaks connections to processes that are alive and do not read.
+A lost host sends no error, so gloo would wait for it until a collective's timeout. A live host's kernel, however, always
+answers data, probes of a full window and keep-alives, even if its processes hang. Keep-alives are therefore enabled
+here, once a second. The local kernel reports the age of the last answer. If it is too old, the connection is shut down,
+which wakes all that wait in it at once.
+Rejected: TCP_USER_TIMEOUT, which also breaks connections to live processes that do not read.
 """
 
 import os
@@ -14,19 +14,19 @@ import struct
 
 PROBE_EVERY_S = 1
 LEAST_TIMEOUT_S = 3.0  # two probes may be lost
-LEAST_UNANSWERED = 2  # the newest question may be on its way
+LEAST_UNANSWERED = 2  # the answer to the newest probe may be on its way
 _ESTABLISHED = 1
-# Of the kernel's tcp_info: the state, repeats and probes that were not answered, and the age of the last ACK in milliseconds.
+# From the kernel's tcp_info: state, unanswered retransmissions and probes, and the age of the last ACK in milliseconds.
 _TCP_INFO = struct.Struct("=BxBB52xI")
 
 
 def break_silent(timeout_s: float, *, port: int | None = None) -> int:
-    """Look at TCP connections of this process, and shut down those whose host has not answered for so long.
+    """Shut down this process's TCP connections to hosts that have not answered for `timeout_s`.
 
-    To be called every second or so. Returns how many were shut down.
+    Call it about once a second. Returns the number of connections shut down.
 
     Args:
-        port: only connections to this port of ours, where others may be as slow as they like; None: all.
+        port: Only check connections to this local port, so that others may be slow. None checks all.
     """
     num_broken = 0
     for descriptor in _descriptors():
@@ -44,10 +44,10 @@ def break_silent(timeout_s: float, *, port: int | None = None) -> int:
 
 
 def is_silent(tcp_info: bytes, timeout_s: float) -> bool:
-    """Whether a connection stands and its other end's host has been asked, and has not answered for so long.
+    """Whether a connection is established and its peer's host has left probes unanswered for `timeout_s`.
 
-    The age alone says nothing of a connection that was idle until keep-alives were asked for a moment ago, or of a machine
-    that was paused: the first question after that is on its way for as long as the other host is away.
+    The age of the last answer alone is not enough: a connection may have been idle until keep-alives were enabled, or
+    this machine may have been paused. In both cases the first probe is still on its way.
     """
     if len(tcp_info) < _TCP_INFO.size:
         return False
@@ -61,7 +61,7 @@ def _descriptors() -> list[int]:
 
 
 def _socket_of(descriptor: int) -> socket.socket | None:
-    """A second descriptor of a socket, to be closed; None: it is no socket, or gone by now."""
+    """Return a duplicate of a socket, which the caller must close. None if it is not a socket or no longer open."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
@@ -70,7 +70,7 @@ def _socket_of(descriptor: int) -> socket.socket | None:
         return None
     try:
         return socket.socket(fileno=own)
-    except OSError:  # meanwhile the number is a file's
+    except OSError:  # the number now belongs to a file
         os.close(own)
         return None
 
@@ -81,10 +81,10 @@ def _look(connection: socket.socket, timeout_s: float) -> bool:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return False  # it has not been asked for answers yet
+            return False  # no probes were sent yet
         if not is_silent(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128), timeout_s):
             return False
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has been closed meanwhile
+    except OSError:  # it was closed meanwhile
         return False
     return True

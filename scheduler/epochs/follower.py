@@ -1,14 +1,14 @@
-"""From one epoch to the next: a rank that stands alone waits for the front's order and follows it, until one holds.
+"""From one epoch to the next: a rank without an epoch waits for the front's order and follows it until one succeeds.
 
-What can go wrong on the way is told and outlived: a member that dies meanwhile, or does not come, is a fault like any
-other, and so is an order that this rank has no memory for, which only another order helps. A newer order overtakes
-the one that is followed. Only where no order comes at all, or an error is a bug, the engine ends.
+Failures on the way are reported and survived. A member that dies or does not arrive is an ordinary fault. So is an
+order for which this rank lacks memory; only a different order helps then. A newer order overtakes the one being
+followed. The engine ends only if no order comes at all, or on an error that is a bug.
 
-Process groups, dispatchers, lock-step, channel and the slots' contents belong to an epoch; weights, KV cache, scheduler,
-sequences and the link to the front outlive it. `Regrouping.part` lets go of what belongs to the epoch first, so that
-whoever still waits for this rank is woken; `follow` then does alone what it can do alone (room, weights), and only
-then meets the others, so that a slow disk keeps nobody inside a collective.
-While ranks are away rows travel flat, also where --dispatch-node-size asks for nodes: members need not divide by it.
+Process groups, dispatchers, lock-step, channel and the contents of slots belong to an epoch. Weights, KV cache,
+scheduler, sequences and the link to the front outlive it. `Regrouping.part` first releases what belongs to the epoch,
+which wakes ranks that still wait for this one. `follow` then does its local work (room, weights) and only then meets
+the others, so that a slow disk does not block other ranks inside a collective.
+While ranks are missing, rows travel flat even with --dispatch-node-size: it need not divide the number of members.
 """
 
 from collections.abc import Callable
@@ -49,53 +49,53 @@ from scheduler.step.lockstep import LockStep
 from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open_lockstep
 from scheduler.step.runner import Runner
 
-MOST_OF_AVAILABLE = 0.9  # of memory, that experts of lost ranks may take
+MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
 
 
-PEER_IS_GONE = (PeerLost, DispatchTimeout)  # other errors between ranks are bugs, and would come again
+PEER_IS_GONE = (PeerLost, DispatchTimeout)  # other errors between ranks are bugs, and would recur
 
 
 class EpochLinks(NamedTuple):
-    """What links a rank to the others of its epoch."""
+    """The links of a rank to the others of its epoch."""
 
     dispatcher: TokenDispatcher
     lockstep: LockStep
 
     def close(self) -> None:
-        """Wake ranks that wait for this one in it."""
+        """Wake ranks that wait for this one in the epoch."""
         self.dispatcher.close()
         self.lockstep.close()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """What a rank keeps from epoch to epoch."""
+    """The parts of a rank that outlive epochs."""
 
-    config: EngineConfig  # of the start: its rank is the rank's for ever, its world all ranks
+    config: EngineConfig  # as at start: `rank` is the rank's permanent number, `world_size` counts all ranks
     backend: Backend
     model: Model
     cache: PagedCache
     runner: Runner
     relocation: Relocation
     telemetry: Telemetry
-    store: Store  # of the job, on a connection of its own
-    available: Callable[[], int]  # bytes of memory that can be had
+    store: Store  # the job's, on a connection used for nothing else
+    available: Callable[[], int]  # returns the free memory in bytes
 
 
 class Regrouping:
-    """Takes one rank out of an epoch and into another."""
+    """Moves one rank out of an epoch and into another."""
 
     def __init__(self, parts: RankParts, links: EpochLinks | None) -> None:
-        """Take what lasts, and the links of the epoch that serves; None: there is none yet."""
+        """Take the lasting parts and the links of the serving epoch. `links` is None if there is no epoch yet."""
         self._parts, self._links, self._is_serving = parts, links, links is not None
         self._place = parts.config.rank
-        self.members = tuple(range(parts.config.world_size))  # of the epoch that serves, or is to
+        self.members = tuple(range(parts.config.world_size))  # of the serving or coming epoch
         self._held: Held = parts.model.placement.local(self._place).tolist()
         self._most_spare = parts.model.placement.slots_per_rank
 
     def part(self) -> None:
-        """Let go of all other ranks. May be called when there are none."""
-        if self._is_serving:  # else slots need not be what any placement says
+        """Leave all other ranks. Has no effect between epochs."""
+        if self._is_serving:  # otherwise the slots need not match any placement
             self._held = self._parts.relocation.placement.local(self._place).tolist()
         links, self._links, self._is_serving = self._links, None, False
         if links is not None:
@@ -104,21 +104,21 @@ class Regrouping:
         part()
 
     def close(self) -> None:
-        """Part, and end what works beside the steps."""
+        """Leave the epoch and end the threads that move experts."""
         self.part()
         self._parts.relocation.close()
 
     def follow(self, order: Order, step: int, is_over: IsOver) -> LockStep:
-        """Serve as an order says; collective over its members. `part` comes before, and after whatever is raised.
+        """Join the epoch of an order. Collective over its members. Call `part` before, and after any error.
 
         Args:
-            step: the number of steps so far, as far as this rank knows; the largest of all counts.
-            is_over: whether there is no use in it any more.
+            step: This rank's number of steps so far. The largest of all members is used.
+            is_over: Whether the order is obsolete.
 
         Raises:
-            OvertakenError: it is over, or for others only.
-            CannotHoldError: this rank cannot hold what the order gives it.
-            WireUnavailable: a member did not come, or was lost in between.
+            OvertakenError: The order is obsolete, or does not include this rank.
+            CannotHoldError: This rank cannot hold the experts that the order gives it.
+            WireUnavailable: A member did not arrive, or was lost meanwhile.
         """
         parts = self._parts
         if parts.config.rank not in order.members:
@@ -130,7 +130,7 @@ class Regrouping:
         try:
             return self._serve(order, step)
         except (*PEER_IS_GONE, WireUnavailable, RuntimeError, ConfigError) as error:
-            # RuntimeError is all that gloo says of a peer that is gone; ConfigError: placements differ.
+            # RuntimeError: gloo's only error for a peer that is gone. ConfigError: placements differ.
             why = by_rank(str(error), order.members)
             raise WireUnavailable(f"epoch {order.epoch} could not begin: {why}") from error
 
@@ -151,18 +151,18 @@ class Regrouping:
     def _tell(
         self, config: EngineConfig, placement: Placement, dispatcher: TokenDispatcher, channel: PeerChannel
     ) -> None:
-        """Give the new links to whatever uses them."""
+        """Pass the new links to all parts that use them."""
         parts = self._parts
         parts.model.serve(placement, self._place, dispatcher)
         parts.relocation.begin_epoch(self._place, placement, channel)
         replays = can_replay(config, dispatcher)
-        parts.runner.begin_epoch(dispatcher, parts.model.forward)  # graphs give their memory back first
+        parts.runner.begin_epoch(dispatcher, parts.model.forward)  # frees the memory of old graphs first
         forward = open_forward(parts.model, parts.cache, replays=replays, report=lambda *_: None)
         parts.runner.begin_epoch(dispatcher, forward)
         parts.telemetry.begin_epoch(config.epoch, parts.model.load_counts)
 
     def _config_of(self, order: Order) -> EngineConfig:
-        """The settings of an epoch: its ranks are places."""
+        """Return the settings of an epoch, in which ranks are places."""
         config = self._parts.config
         size = len(order.members)
         is_whole = size == config.world_size
@@ -175,10 +175,10 @@ class Regrouping:
         )
 
     def _hold(self, order: Order) -> None:
-        """Bring the slots to what the order's placement gives them.
+        """Load the experts that the order's placement gives this rank.
 
         Raises:
-            CannotHoldError: there is no room for that, or an expert cannot be read.
+            CannotHoldError: There is not enough memory, or an expert cannot be read.
         """
         parts, wanted = self._parts, order.placement.local(self._place).tolist()
         self._check_room(order, wanted)
@@ -192,8 +192,8 @@ class Regrouping:
         parts, config = self._parts, self._parts.config
         if config.device != "cpu" and len(order.members) < config.world_size:
             raise CannotHoldError(
-                f"rank {config.rank} computes on a GPU, whose memory the KV cache has taken: it serves with all "
-                f"{config.world_size} ranks only, and waits for those that are away"
+                f"rank {config.rank} computes on a GPU, and the KV cache has taken its memory: it serves only with "
+                f"all {config.world_size} ranks, and waits for the missing ones"
             )
         width = len(wanted[0])
         grown = [
@@ -207,13 +207,13 @@ class Regrouping:
             num_new = sum(num_to_read(*rows) for rows in zip(self._held, wanted, strict=True))
             raise CannotHoldError(
                 f"rank {config.rank} would take over {num_new} experts; with the other ranks of its host that takes "
-                f"{needed / 2**20:.1f} MiB, and {available / 2**20:.1f} MiB are available, of which "
-                f"{MOST_OF_AVAILABLE:.0%} may be taken"
+                f"{needed / 2**20:.1f} MiB, but only {MOST_OF_AVAILABLE:.0%} of the free memory may be taken, and "
+                f"{available / 2**20:.1f} MiB are available"
             )
 
 
 def _largest(step: int, group: dist.ProcessGroup | None) -> int:
-    """The largest of all members' numbers; collective, None being one member."""
+    """Return the largest of all members' numbers. Collective; None means a single member."""
     if group is None:
         return step
     return max(int(each) for each in gather_values(step, group))
@@ -227,39 +227,37 @@ def _open_channel(num_members: int) -> PeerChannel:
 
 
 class EpochFollower:
-    """One rank's way through epochs. `orders` takes them from any thread; the rest is the step loop's."""
+    """Takes one rank through epochs. `orders` may be used from any thread; the rest only by the step loop's."""
 
     def __init__(self, regrouping: Regrouping, *, timeout_s: float) -> None:
-        """`timeout_s` bounds how long an order may take."""
+        """`timeout_s` bounds the wait for an order."""
         self.orders = Orders()
         self.on_fault: OnFault = _say_nothing
         self.on_regrouped: OnRegrouped = _note_nothing
         self._regrouping, self._timeout_s = regrouping, timeout_s
-        self._epoch, self._step = (
-            -1,
-            0,
-        )  # the last epoch that ended here or could not be followed; its last step
+        # The last epoch that ended here or could not be followed, and its last step.
+        self._epoch, self._step = -1, 0
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the epoch that serves, or is to."""
+        """The ranks of the serving or coming epoch."""
         return self._regrouping.members
 
     def end(self, lockstep: LockStep, reason: str) -> None:
-        """Let go of an epoch, and say why unless all ranks know that it is over.
+        """Leave an epoch, and report the reason unless all ranks know that it is over.
 
         Args:
-            reason: why its steps broke off, ranks by their places; "" where they did not.
+            reason: Why its steps broke off, with ranks as places; "" if they did not.
         """
         self._epoch, self._step = lockstep.epoch, lockstep.step
         self._regrouping.part()
         self._tell(by_rank(reason, self.members))
 
     def follow(self) -> LockStep | None:
-        """Follow orders until this rank serves in an epoch; None: all stop.
+        """Follow orders until this rank serves in an epoch. Returns None if all ranks stop.
 
         Raises:
-            MembershipError: no order came in time.
+            MembershipError: No order came in time.
         """
         while (order := self.orders.wait(self._epoch, self._timeout_s)) is not None:
             self._epoch = order.epoch
@@ -270,7 +268,7 @@ class EpochFollower:
         return None
 
     def close(self) -> None:
-        """Let go of the epoch that serves, if one does, and of what lasts longer. May be called twice."""
+        """Leave the serving epoch, if any, and release the lasting parts. May be called twice."""
         self._regrouping.close()
 
     def _try(self, order: Order) -> LockStep | None:
@@ -293,8 +291,8 @@ class EpochFollower:
 
 
 def _say_nothing(epoch: int, reason: str, *, is_final: bool = False) -> None:
-    """Stand for who is told of faults."""
+    """Default for `on_fault`."""
 
 
 def _note_nothing(epoch: int) -> None:
-    """Stand for who is told of epochs."""
+    """Default for `on_regrouped`."""

@@ -1,18 +1,18 @@
-"""Heartbeats: how a rank whose step is stuck is told from ranks that only wait for it.
+"""Heartbeats: distinguish a rank with a stuck step from ranks that only wait for it.
 
-Ranks of an epoch make the same exchanges in the same order (headers before steps, dispatches and combines within), so
-how many of them a rank has begun and ended is its position on a common walk. A rank that computes stands between two
-exchanges; one that waits for others stands in one. Whoever is stuck lets all others come to a stop in the next exchange.
+Ranks of an epoch make the same exchanges in the same order (headers before steps, dispatches and combines within). The
+number of exchanges that a rank has begun and ended is its position on this common sequence. A computing rank is between
+two exchanges; a waiting rank is in one. A stuck rank stops all others in the next exchange.
 
-A thread of its own reads the position, which the step loop writes, and makes a heartbeat of it, whatever the step loop
-does. The front keeps the heartbeats of all members in a `Watch`. It suspects a rank that computes without moving for
-longer than its patience (by the rank's own clock), if another member confirms it: that one waits in an exchange which
-the suspect has not begun. Time in which the heart's thread got nowhere either (no processor, swapped out, behind the
-interpreter's lock) is not the step's; and one that uses the processor has more patience than one that sleeps.
+The step loop writes the position. A separate thread reads it and sends heartbeats, whatever the step loop does. The
+front keeps the heartbeats of all members in a `Watch`. It suspects a rank that computes without moving for longer than
+its patience (by the rank's own clock) if another member confirms this by waiting in an exchange that the suspect has
+not begun. Time in which the heartbeat thread did not run either (no processor, swapped out, interpreter lock held) does
+not count. A rank that uses the processor gets more patience than one that sleeps.
 
-What this does not see is found otherwise: a process that does not run at all (its supervisor looks), a link that is cut
-(`scheduler.epochs.connections`), and a lone rank that is stuck, which nobody confirms.
-Knows no torch, no wire format and no clock but the one that it is given.
+Other failures are detected elsewhere: a process that does not run at all (by its supervisor), and a cut link
+(`scheduler.epochs.connections`). A single rank that is stuck is not detected, because no other rank can confirm it.
+Does not use torch or a wire format; the clock is passed in.
 """
 
 import contextlib
@@ -24,28 +24,28 @@ from typing import NamedTuple
 
 BEATS_PER_TIMEOUT = 8
 LOOK_EVERY_S = 1.0
-PATIENCE = 5  # times the longest time between two moves so far; a slow machine is no stuck one
-COMPUTING = 5  # times the patience, for a step that uses the processor: work of a kind that has not been seen may come
+PATIENCE = 5  # times the longest time between two moves so far; a slow machine is not a stuck one
+COMPUTING = 5  # times the patience, for a step that uses the processor: it may be a new kind of work
 LEAST_USED_S = 0.01  # of processor time within half a patience
-LATE = 2  # times the time between two heartbeats; what is above is not the step's
-MOVES_TO_LEARN = 20  # heartbeats that saw a move, before the longest time between two is believed
+LATE = 2  # times the heartbeat interval; a longer gap means that the whole process did not run
+MOVES_TO_LEARN = 20  # heartbeats that saw a move, before the longest time between two is used
 
 
 class Heartbeat(NamedTuple):
-    """Where a rank is."""
+    """The position of a rank."""
 
     rank: int
     epoch: int
     step: int
-    position: int  # exchanges of this epoch that were begun, plus those that ended; it only grows
+    position: int  # exchanges begun plus exchanges ended in this epoch; only grows
     is_idle: bool  # asleep, or between epochs
     is_waiting: bool  # in an exchange
-    stalled_s: float  # since the position last changed, by this rank's clock, less what the whole process stood still
+    stalled_s: float  # since the position last changed, by this rank's clock, without time in which the process did not run
     patience_s: float  # how long it may compute without moving
 
 
 class StepProgress:
-    """Where the step loop is. It alone writes; plain numbers, so that any thread may read them."""
+    """The position of the step loop. Only the loop writes; any thread may read these plain numbers."""
 
     def __init__(self) -> None:
         self.epoch = self.step = 0
@@ -54,37 +54,37 @@ class StepProgress:
         self._read_exchanges: Callable[[], tuple[int, int]] = _no_exchanges
 
     def begin_epoch(self, epoch: int, read_exchanges: Callable[[], tuple[int, int]]) -> None:
-        """Count anew; `read_exchanges`: the epoch's dispatcher's, begun and ended, from any thread."""
+        """Reset the counts. `read_exchanges`: returns the dispatcher's begun and ended exchanges, from any thread."""
         self._begun = self._ended = 0
         self.epoch, self._read_exchanges = epoch, read_exchanges
 
     def end_epoch(self) -> None:
-        """No epoch serves."""
+        """Note that no epoch serves."""
         self.is_idle, self._read_exchanges = True, _no_exchanges
 
     def begin_exchange(self) -> None:
-        """Note that this rank waits for the others' headers from now on."""
+        """Note that this rank now waits for the others' headers."""
         self.is_idle = False
         self._begun += 1
 
     def end_exchange(self, step: int) -> None:
-        """Note that they came."""
+        """Note that the headers arrived."""
         self._ended += 1
         self.step = step
 
     @property
     def exchanges(self) -> tuple[int, int]:
-        """How many exchanges of this epoch were begun, and how many have ended."""
+        """Exchanges of this epoch: begun and ended."""
         begun, ended = self._read_exchanges()
         return self._begun + begun, self._ended + ended
 
 
 class Heart:
-    """Makes heartbeats of one rank's progress, in a thread of its own.
+    """Sends heartbeats with one rank's progress from a separate thread.
 
     Attributes:
-        progress: what the step loop writes.
-        on_heartbeat: what is called with each.
+        progress: Written by the step loop.
+        on_heartbeat: Called with each heartbeat.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class Heart:
         clock: Callable[[], float] = time.monotonic,
         processor: Callable[[], float] | None = None,
     ) -> None:
-        """Start nothing yet.
+        """Prepare; `start` starts the thread.
 
         Args:
-            timeout_s: the least patience; BEATS_PER_TIMEOUT heartbeats are made in that time. 0: none are made.
-            most_patience_s: the most, and the patience until the machine's own pace is known.
-            look: called by the thread about once a second, for what else is to be looked at all the time.
-            processor: seconds of processor time that the step loop has used; None: those of the thread that starts.
+            timeout_s: The least patience; BEATS_PER_TIMEOUT heartbeats are sent in that time. 0 disables them.
+            most_patience_s: The most patience, used until the machine's pace is known.
+            look: Called by the thread about once a second, for other periodic checks.
+            processor: Returns the seconds of processor time of the step loop. Default: of the thread that calls `start`.
         """
         self._rank, self.progress, self._clock = rank, StepProgress(), clock
         self._timeout_s, self._most_patience_s = timeout_s, most_patience_s
         self._look = look
         self._seen = (-1, -1)  # epoch and position
         self._moved_s = self._beat_s = clock()
-        self._late_s = 0.0  # since it moved, in which the thread got nowhere
+        self._late_s = 0.0  # since the last move, in which the thread did not run
         self._used_halfway_s: float | None = None
         self._processor = processor
         self._longest_s = 0.0
@@ -120,7 +120,7 @@ class Heart:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin; the thread calls `on_heartbeat`, which must not block. To be called by the step loop's thread."""
+        """Start the thread. Call this from the step loop's thread. `on_heartbeat` must not block."""
         if self._timeout_s > 0 and self._thread is None:
             if self._processor is None:
                 walker = time.pthread_getcpuclockid(threading.get_ident())
@@ -135,7 +135,7 @@ class Heart:
             self._thread.join()
 
     def beat(self) -> Heartbeat:
-        """Say where the rank is now."""
+        """Return the rank's present position."""
         now_s, progress = self._clock(), self.progress
         self._late_s += max(0.0, now_s - self._beat_s - LATE * self._timeout_s / BEATS_PER_TIMEOUT)
         self._beat_s = now_s
@@ -161,7 +161,7 @@ class Heart:
         )
 
     def used_s(self) -> float:
-        """Seconds of processor time that the step loop has used; 0 before the start."""
+        """Return the seconds of processor time that the step loop has used. 0 before the start."""
         return 0.0 if self._processor is None else self._processor()
 
     def _patience_s(self, stalled_s: float) -> float:
@@ -179,8 +179,8 @@ class Heart:
     def _run(self) -> None:
         looked_s = self._clock()
         while not self._is_stopped.wait(self._timeout_s / BEATS_PER_TIMEOUT):
-            # No descriptor is free, say: the next heartbeat may do better. Other errors are bugs, which end the thread with a
-            # traceback, and the process with it, as its supervisor hears no more of it.
+            # An OSError (such as no free descriptor) may pass by the next heartbeat. Other errors are bugs: they end the
+            # thread with a traceback, and then the process, because its supervisor gets no more heartbeats.
             with contextlib.suppress(OSError):
                 self.on_heartbeat(self.beat())
                 if self._clock() - looked_s >= LOOK_EVERY_S:
@@ -189,34 +189,34 @@ class Heart:
 
 
 class Suspect(NamedTuple):
-    """A rank that is stuck, and how that is known."""
+    """A stuck rank, and the evidence."""
 
     rank: int
     reason: str
 
 
 class Watch:
-    """The heartbeats of an epoch's members, and who of them is stuck. The front's; times are of its clock."""
+    """The heartbeats of an epoch's members, and which members are stuck. Runs in the front, on its clock."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: how long a heartbeat counts, and the least time that the others must have waited."""
+        """`timeout_s`: how long a heartbeat is valid, and the least time that the others must have waited."""
         self._timeout_s = timeout_s
         self._epoch = 0
         self._members: tuple[int, ...] = ()
-        self._beats: dict[int, tuple[Heartbeat, float]] = {}  # by rank: the newest, and when it came
+        self._beats: dict[int, tuple[Heartbeat, float]] = {}  # by rank: the newest, and its time of arrival
 
     def begin_epoch(self, epoch: int, members: Sequence[int]) -> None:
-        """Look after these ranks from now on; heartbeats of other epochs do not count."""
+        """Watch these ranks from now on. Heartbeats of other epochs are ignored."""
         self._epoch, self._members = epoch, tuple(members)
         self._beats.clear()
 
     def take(self, beat: Heartbeat, now_s: float) -> None:
-        """Take a rank's heartbeat."""
+        """Store a rank's heartbeat."""
         if beat.epoch == self._epoch and beat.rank in self._members:
             self._beats[beat.rank] = beat, now_s
 
     def suspects(self, now_s: float) -> list[Suspect]:
-        """Return the members that are stuck; to be asked after every heartbeat."""
+        """Return the members that are stuck. Call this after every heartbeat."""
         fresh = [beat for beat, came_s in self._beats.values() if now_s - came_s <= self._timeout_s]
         waiting = [
             beat
@@ -247,4 +247,4 @@ def _no_exchanges() -> tuple[int, int]:
 
 
 def _forget(beat: Heartbeat) -> None:
-    """Stand for who is told of heartbeats."""
+    """Default for `on_heartbeat`."""

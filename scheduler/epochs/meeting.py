@@ -1,11 +1,11 @@
-"""How the members of an epoch find each other, and part: torch.distributed's default group, made anew for each epoch.
+"""How the members of an epoch meet and part: torch.distributed's default group, created again for each epoch.
 
-A member says in the job's store that it is there and waits for the others, as long as no newer order comes; only when
-all are there does it enter what cannot be broken off, and under a short time-out, because a member may die just then.
-A newer order, or the end of a member's patience, may come to some before, and to others after they saw that all are there.
-Whoever is first writes in the store whether this epoch meets, and all do what is written: else those who entered would
-wait out their time.
-Nothing of an epoch is in another one's way: every name in the store has the epoch in it.
+A member announces itself in the job's store and waits for the others while no newer order comes. Group creation cannot
+be interrupted, so a member enters it only when all are there, with a short timeout because a member may die just then.
+A newer order or a member's timeout may reach some members before, and others after, they saw that all are there. So the
+first one writes to the store whether this epoch meets, and all follow that entry. Otherwise those that entered would
+wait for the full timeout.
+Epochs cannot interfere: every key in the store contains the epoch.
 """
 
 import time
@@ -18,10 +18,10 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from dispatch.errors import WireUnavailable
 from scheduler.epochs.orders import IsOver, OvertakenError
 
-ARRIVAL_TIMEOUT_S = 29.5  # just before the front gives those up that did not come (30 s after its order)
+ARRIVAL_TIMEOUT_S = 29.5  # just before the front drops members that did not arrive (30 s after its order)
 CONNECT_TIMEOUT_S = 10.0
-_MEETS, _IS_OVER = "meets", "is over"  # what is written of an epoch, once
-_POLL_S = 0.02  # a wait in the store itself could not be broken off, and complains aloud
+_MEETS, _IS_OVER = "meets", "is over"  # the entry for an epoch, written once
+_POLL_S = 0.02  # a wait in the store itself could not be interrupted, and logs errors
 
 
 def meet(
@@ -33,15 +33,15 @@ def meet(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Make the default group of an epoch's members, by place; collective over them. One member needs none.
+    """Create the default group of an epoch's members, by place. Collective over them. A single member needs none.
 
     Args:
-        store: of the job, on a connection that nobody else uses meanwhile.
-        is_over: whether there is no use in it any more.
+        store: The job's store, on a connection that is not used for anything else meanwhile.
+        is_over: Whether the order is obsolete.
 
     Raises:
-        OvertakenError: it is over.
-        WireUnavailable: a member did not come, or was lost in between.
+        OvertakenError: The order is obsolete.
+        WireUnavailable: A member did not arrive, or was lost meanwhile.
     """
     if len(members) == 1:
         return
@@ -55,18 +55,18 @@ def meet(
             world_size=len(members),
             timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
         )
-    except RuntimeError as error:  # all that gloo says of a peer that is gone
+    except RuntimeError as error:  # gloo's only error for a peer that is gone
         raise WireUnavailable(
             f"rank {rank} could not meet ranks {list(members)} in epoch {epoch}: {error}"
         ) from error
 
 
 def part() -> None:
-    """Destroy all groups of this process, which wakes peers that wait for it in one; local."""
+    """Destroy all groups of this process, which wakes peers that wait for it. Local."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Groups are named by a count, which one that did not come about has raised: among other members, whose count is
-    # another one, the next would be waited for under a name that nobody else knows.
+    # Groups are named by a counter, which failed groups have raised too. Members with a different count would wait for
+    # the next group under different names.
     distributed_c10d._world.group_count = 0
 
 
@@ -88,5 +88,5 @@ def _await_all(
     if store.compare_set("fate", "", proposed).decode() == _MEETS:
         return
     if missing and not is_over():
-        raise WireUnavailable(f"ranks {missing} did not come to epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s")
+        raise WireUnavailable(f"ranks {missing} did not join epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s")
     raise OvertakenError

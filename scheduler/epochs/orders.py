@@ -1,8 +1,8 @@
-"""Who serves together: orders of the front, as ranks follow them. Knows no torch and no wire format.
+"""Membership orders of the front, as ranks follow them. Does not use torch or a wire format.
 
-A rank's number is its for ever; its place in an epoch is its index among that epoch's members. Process groups,
-dispatchers and placements have places. The front alone decides who the members are (D8 of the design), so ranks need
-no consensus: they follow the newest order that they have, and one that cannot be followed is told and outlived."""
+A rank's number is permanent; its place in an epoch is its index among the epoch's members. Process groups, dispatchers
+and placements use places. The front alone decides the members (D8 of the design), so ranks need no consensus: they
+follow their newest order. If it cannot be followed, they report that and wait for the next."""
 
 import re
 import threading
@@ -16,45 +16,45 @@ _PLACE = re.compile(r"\brank (\d+)\b")
 
 
 class MembershipError(LockStepError):
-    """No order came, so that this rank serves with nobody."""
+    """No order came, so this rank cannot serve with any other."""
 
 
 class OvertakenError(Exception):
-    """A newer order came, or the end, while this one was followed."""
+    """A newer order or the end came while this order was followed."""
 
 
 class CannotHoldError(Exception):
-    """This rank cannot take over what an order gives it; only another order helps."""
+    """This rank cannot take over the experts of an order. Only a different order helps."""
 
 
 class Order(NamedTuple):
-    """The epoch so far is over: meet these members in that one, with this placement."""
+    """The present epoch is over: meet these members in this epoch, with this placement."""
 
     epoch: int
     members: tuple[int, ...]  # ranks, ascending
-    placement: Placement  # over their places
+    placement: Placement  # over the members' places
 
 
 class IsOver(Protocol):
-    """Says whether there is no use any more in following an order."""
+    """Whether an order is obsolete."""
 
     def __call__(self, wait_s: float = 0.0) -> bool:
-        """Wait so long for it to be over."""
+        """Wait up to `wait_s` seconds for it to be obsolete."""
         ...
 
 
 class OnFault(Protocol):
-    """Told that a rank's steps in an epoch broke off, or that it could not follow the order of that epoch."""
+    """Called when a rank's steps in an epoch broke off, or when it could not follow the order of that epoch."""
 
     def __call__(self, epoch: int, reason: str, *, is_final: bool = False) -> None:
-        """Must not block. `is_final`: only an order of another kind helps."""
+        """Must not block. `is_final`: only a different order helps."""
 
 
-OnRegrouped = Callable[[int], None]  # told the epoch in which this rank serves from now on; must not block
+OnRegrouped = Callable[[int], None]  # called with the epoch in which this rank now serves; must not block
 
 
 class Orders:
-    """The newest order that came: given from any thread, followed by the step loop's."""
+    """The newest order. Any thread may give orders; the step loop's thread follows them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -62,7 +62,7 @@ class Orders:
         self._is_stopped = False
 
     def give(self, order: Order) -> bool:
-        """Take an order if it is newer than all before; returns whether it is."""
+        """Accept an order if it is newer than all before. Returns whether it is."""
         with self._changed:
             if order.epoch <= self.newest_epoch(-1):
                 return False
@@ -72,22 +72,22 @@ class Orders:
 
     @property
     def newest(self) -> Order | None:
-        """The newest order; None: none came."""
+        """The newest order, or None if none came yet."""
         return self._newest
 
     def stop(self) -> None:
-        """Let nobody wait for orders any more."""
+        """End all present and future waits for orders."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def newest_epoch(self, epoch: int) -> int:
-        """The newest epoch that was ordered; `epoch` itself if none after it was."""
+        """Return the newest ordered epoch, or `epoch` if none after it was ordered."""
         newest = self._newest
         return epoch if newest is None else max(epoch, newest.epoch)
 
     def is_over(self, epoch: int, wait_s: float = 0.0) -> bool:
-        """Whether there is no use any more in what an epoch's order asks, now or within so many seconds."""
+        """Whether an epoch's order is obsolete, now or within `wait_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_past(epoch), wait_s)
 
@@ -95,22 +95,22 @@ class Orders:
         return self._is_stopped or self.newest_epoch(epoch) > epoch
 
     def wait(self, epoch: int, timeout_s: float) -> Order | None:
-        """Wait for an order newer than `epoch`; None: there will be none, as all stop.
+        """Wait for an order newer than `epoch`. Returns None if all ranks stop.
 
         Raises:
-            MembershipError: none came in time.
+            MembershipError: No order came in time.
         """
         with self._changed:
             came = self._changed.wait_for(lambda: self._is_past(epoch), timeout_s)
             if not came:
                 raise MembershipError(
-                    f"epoch {epoch} ended and the front has ordered no other within {timeout_s:g} s"
+                    f"epoch {epoch} ended and the front ordered no other within {timeout_s:g} s"
                 )
             return None if self._is_stopped else self._newest
 
 
 def by_rank(text: str, members: Sequence[int]) -> str:
-    """Name ranks in what was said of places, as groups and dispatchers do, whose ranks are places in their epoch."""
+    """Replace places by ranks in an error text. Groups and dispatchers name ranks by their places in an epoch."""
 
     def name(match: re.Match[str]) -> str:
         place = int(match[1])

@@ -1,11 +1,11 @@
-"""Bytes between two ranks beside the steps: a channel of its own, and a pace that steps set.
+"""Byte transfers between two ranks during steps: a separate channel, and a pace that steps set.
 
-The channel is a group that nothing else uses, so that expert weights never stand before tokens. A rank sends no more
-than so many bytes while one step runs, and its mover works no longer than a small part of a step: where every core has
-a step's thread, what the mover takes is taken from steps. Bytes go in small pieces, so that no step bears many at once.
-When all ranks sleep there is nothing to disturb, and the pace is off. A peer that dies closes its connections and ends
-the wait; there is no time limit on a slow one, whose steps would tell first.
-Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it loses its core."""
+The channel is a group that nothing else uses, so that expert weights never delay tokens. Per step, a rank sends a
+limited number of bytes, and its mover works for a limited part of the step: every core runs a step's thread, so the
+mover's work slows steps. Bytes are sent in small pieces, so that no step is interrupted for long. While all ranks sleep
+the pace is off. A peer that dies closes its connections, which ends the wait. There is no timeout for a slow peer; its
+steps would fail first. Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it
+loses its core."""
 
 import threading
 import time
@@ -19,64 +19,54 @@ from torch import Tensor
 from expert_placement.moves import BUSY_PART
 from scheduler.step.groups import make_group
 
-GROUP_TIMEOUT = timedelta(hours=24)  # a transfer waits its turn, however long the plan
+GROUP_TIMEOUT = timedelta(hours=24)  # a transfer waits its turn, which may take as long as the whole plan
 
 PIECE_BYTES = 128 << 10  # sent at once: some tenths of a millisecond of copying and hashing
 
-LEAST_BUSY_S = 0.25e-3  # beside every step, however short: about a piece and its check sum
+LEAST_BUSY_S = 0.25e-3  # during every step, however short: about one piece and its checksum
 
-MOST_OWED_S = 0.02  # for one piece of work: what took longer (a compiler, say) is over and not made up for
+MOST_OWED_S = 0.02  # counted for one piece of work: a longer one (a compiler run) is not made up for
 
 
 class ChannelError(ConnectionError):
-    """A peer is gone or the channel is broken; it is then of no more use."""
+    """A peer is gone or the channel is broken. It cannot be used again."""
 
 
 class PeerChannel(Protocol):
     """Sends and receives bytes in order, pair by pair."""
 
     def send(self, data: Tensor, peer: int) -> None:
-        """Send [n] uint8, contiguous; blocks."""
+        """Send [n] uint8, contiguous. Blocks."""
 
     def receive(self, data: Tensor, peer: int) -> None:
-        """Fill [n] uint8, contiguous; blocks."""
+        """Fill [n] uint8, contiguous. Blocks."""
 
     def close(self) -> None:
-        """Use it no more: peers that wait for this rank are told by an error, now or when they next do."""
+        """Close the channel. Peers that wait for this rank, now or later, get an error."""
 
 
 class GlooChannel:
-    """Over a gloo group of which this is the only user, called without `torch.distributed`'s layers of Python."""
+    """A channel over a gloo group with no other user. Bypasses `torch.distributed`'s Python layers."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: dist.ProcessGroup | None = group
-        self._closing = threading.Lock()  # by the mover and by the step loop
+        self._closing = threading.Lock()  # the mover and the step loop may both close
 
     def send(self, data: Tensor, peer: int) -> None:
-        """See `PeerChannel`.
-
-        Raises:
-            ChannelError: the peer is gone.
-        """
         try:
             self._open_group().send([data], peer, 0).wait(GROUP_TIMEOUT)
-        except RuntimeError as error:  # all that gloo says
-            raise ChannelError(f"rank {peer} could not be sent to: {error}") from error
+        except RuntimeError as error:  # gloo's only error
+            raise ChannelError(f"cannot send to rank {peer}: {error}") from error
 
     def receive(self, data: Tensor, peer: int) -> None:
-        """See `PeerChannel`.
-
-        Raises:
-            ChannelError: the peer is gone.
-        """
         try:
             self._open_group().recv([data], peer, 0).wait(GROUP_TIMEOUT)
         except RuntimeError as error:
-            raise ChannelError(f"nothing more came from rank {peer}: {error}") from error
+            raise ChannelError(f"cannot receive from rank {peer}: {error}") from error
 
     def close(self) -> None:
-        """See `PeerChannel`; from any thread. Destroying the group closes its connections, which is all that wakes a peer
-        of gloo's, once no thread of this process is amid a call."""
+        """Close from any thread. Destroying the group closes its connections. Only this wakes a gloo peer, once no
+        thread of this process is inside a call."""
         with self._closing:
             group, self._group = self._group, None
             if group is not None:
@@ -89,28 +79,26 @@ class GlooChannel:
 
 
 class NoPeers:
-    """The channel of a rank that is alone."""
+    """The channel of a rank without peers."""
 
     def send(self, data: Tensor, peer: int) -> None:
-        """Never called."""
-        raise AssertionError("one rank has nobody to send to")
+        raise AssertionError("a single rank has no peer to send to")
 
     def receive(self, data: Tensor, peer: int) -> None:
-        """Never called."""
-        raise AssertionError("one rank has nobody to receive from")
+        raise AssertionError("a single rank has no peer to receive from")
 
     def close(self) -> None:
-        """Nobody waits."""
+        """Nothing to close."""
 
 
 def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> PeerChannel:
-    """Make a channel between ranks of the default group; collective. One rank alone has none.
+    """Open a channel between ranks of the default group. Collective. A single rank gets `NoPeers`.
 
     Args:
-        connect_timeout_s: how long making it may take; None: as long as the others take.
+        connect_timeout_s: Timeout of the connection. None waits as long as the other ranks take.
 
     Raises:
-        ChannelError: the others could not be met.
+        ChannelError: The other ranks could not be reached.
     """
     if len(ranks) == 1:
         return NoPeers()
@@ -122,9 +110,9 @@ def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> Pe
 
 
 class Pace:
-    """How much may go: so many bytes and so much work for each step that runs, any while none does.
+    """Limits the bytes and the work of the mover during each step. There is no limit while no step runs.
 
-    `step` and `rest` from any thread, `take` from the mover's alone: its processor time is what is counted.
+    Any thread may call `step` and `rest`. Only the mover may call `take`: its processor time is counted.
     """
 
     def __init__(
@@ -134,20 +122,19 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`work_clock` tells the seconds that the calling thread has worked."""
+        """`work_clock`: returns the processor seconds of the calling thread."""
         self.piece_bytes = min(bytes_per_step, PIECE_BYTES)
         self._bytes_per_step, self._clock, self._work_clock = bytes_per_step, clock, work_clock
         self._changed = threading.Condition()
         self._left = bytes_per_step
         self._is_open = True
-        self._begun_s: float | None = None  # the step that runs
-        self._worked_s: float | None = None  # the mover's clock when it was last let go
-        self._owed_s = (
-            0.0  # worked, beyond what the steps so far have allowed; below 0: what is left of this step's
-        )
+        self._begun_s: float | None = None  # start of the running step
+        self._worked_s: float | None = None  # the mover's clock at the end of its last `take`
+        # Work beyond what the steps so far allowed. Below 0: what is left of this step's allowance.
+        self._owed_s = 0.0
 
     def step(self) -> None:
-        """A step begins: its bytes may go now. What the last one left over is lost."""
+        """Begin a step, which allows new bytes. What the last step left is lost."""
         with self._changed:
             now_s = self._clock()
             lasted_s = 0.0 if self._begun_s is None else now_s - self._begun_s
@@ -159,13 +146,13 @@ class Pace:
             self._changed.notify_all()
 
     def rest(self) -> None:
-        """No step runs until `step` is called again."""
+        """Note that no step runs until the next call of `step`."""
         with self._changed:
             self._is_open, self._begun_s, self._owed_s = True, None, 0.0
             self._changed.notify_all()
 
     def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may go, at most `piece_bytes`; 0 to go on working without sending any."""
+        """Wait until `num_bytes` may be sent, at most `piece_bytes`. 0 waits for permission to work only."""
         assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes never go at once"
         with self._changed:
             if not self._is_open and self._worked_s is not None:

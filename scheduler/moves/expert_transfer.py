@@ -1,8 +1,8 @@
-"""Carry experts between ranks: a manifest, the tensors in pieces, a check sum and an answer to compare.
+"""Transfer experts between ranks: a manifest, the tensors in pieces, a checksum, and sample outputs to compare.
 
-The receiver trusts nothing: the manifest must name just the tensors its own slots have, the check sum of what came
-must be the source's, and the new expert must answer real rows bit for bit as the source's does. What fails is taken to
-its end all the same, so that both ends stay in step, and then refused.
+The receiver verifies everything. The manifest must name exactly the tensors of its own slots, the checksum must be the
+source's, and the new expert's outputs for real rows must equal the source's bit for bit. A transfer that fails still
+runs to its end, so that both ends stay in step, and is then rejected.
 """
 
 import json
@@ -29,7 +29,7 @@ _HEAD_BYTES = 2048
 
 
 class MoveError(RuntimeError):
-    """An expert that arrived is not the one that was sent; it does not serve."""
+    """An expert arrived that differs from the one sent. It must not serve."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class MoveError(RuntimeError):
 
 
 class MovableLayer(NamedTuple):
-    """A layer of the model whose experts may move: its slots, and the module whose gate function they use."""
+    """A layer with experts that may move: its slots, and the module with their gate function."""
 
     layer: ExpertLayer
     module: Any
@@ -46,7 +46,7 @@ class MovableLayer(NamedTuple):
 def send_expert(
     place: MovableLayer, slot: int, transfer: Transfer, channel: PeerChannel, peer: int, pace: Pace
 ) -> int:
-    """Send one slot's expert; returns the bytes."""
+    """Send one slot's expert. Returns the number of bytes."""
     weights = read_slot(place.layer, slot)
     tensors = weights.tensors()
     x_TD = sample(place.layer)
@@ -76,10 +76,10 @@ def receive_expert(
     peer: int,
     pace: Pace,
 ) -> int:
-    """Receive one expert into memory that does not serve, and verify it; returns the bytes.
+    """Receive one expert into memory that does not serve, and verify it. Returns the number of bytes.
 
     Raises:
-        MoveError: it is not what was sent, or not what this layer holds.
+        MoveError: The expert differs from what was sent, or does not fit this layer.
     """
     head_bytes = torch.empty(_HEAD_BYTES, dtype=torch.uint8)
     channel.receive(head_bytes, peer)
@@ -90,7 +90,7 @@ def receive_expert(
     taken = Digest()
     for tensor in into.values():
         for piece in torch.split(flat_bytes(tensor), pace.piece_bytes):
-            pace.take(0)  # bytes are the sender's to count
+            pace.take(0)  # the sender counts the bytes
             on_host = piece if piece.is_cpu else torch.empty_like(piece, device="cpu")
             channel.receive(on_host, peer)
             taken.add(on_host)
@@ -109,7 +109,7 @@ def receive_expert(
     if wanted.numpy().tobytes() != taken.value():
         raise MoveError(
             Cause.CHECK_SUM,
-            f"{_named(transfer)} came from rank {peer} with another check sum than it has there",
+            f"{_named(transfer)} came from rank {peer} with a checksum that differs from the source's",
         )
     pace.take(0)
     _check_answer(place, weights, tail["sample"], tail["answer"], transfer)
@@ -119,10 +119,10 @@ def receive_expert(
 def copy_expert(
     place: MovableLayer, slot: int, weights: ExpertWeights, transfer: Transfer, pace: Pace
 ) -> int:
-    """Copy an expert from one of this rank's slots, and verify the copy; returns the bytes.
+    """Copy an expert from one of this rank's slots, and verify the copy. Returns the number of bytes.
 
     Raises:
-        MoveError: the copy differs.
+        MoveError: The copy differs.
     """
     source = read_slot(place.layer, slot)
     tensors, copies = source.tensors(), weights.tensors()
@@ -136,7 +136,7 @@ def copy_expert(
             taken.add(copy)
     if taken.value() != wanted.value():
         raise MoveError(
-            Cause.CHECK_SUM, f"{_named(transfer)} has another check sum than the slot it was copied from"
+            Cause.CHECK_SUM, f"{_named(transfer)} has a checksum that differs from the source slot's"
         )
     x_TD = sample(place.layer)
     pace.take(0)
@@ -148,10 +148,10 @@ def _check_answer(
     place: MovableLayer, weights: ExpertWeights, x_TD: Tensor, y_TD: Tensor, transfer: Transfer
 ) -> None:
     ours = try_out(place.layer, place.module, weights, x_TD)
-    if not torch.equal(ours.view(torch.int32), y_TD.view(torch.int32)):  # bits, so that NaN equals itself
+    if not torch.equal(ours.view(torch.int32), y_TD.view(torch.int32)):  # as bits, so that NaN equals itself
         raise MoveError(
             Cause.ANSWER,
-            f"{_named(transfer)} answers {len(x_TD)} rows otherwise than in the slot it came from",
+            f"{_named(transfer)} has other outputs for {len(x_TD)} rows than in its source slot",
         )
 
 
@@ -166,7 +166,7 @@ def _head_bytes(head: dict[str, Any]) -> Tensor:
 
 
 def _reserve(described: dict[str, list[Any]]) -> dict[str, Tensor]:
-    """Memory for tensors of a manifest."""
+    """Allocate the tensors of a manifest."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, kind.removeprefix("torch.")))
         for name, (kind, *shape) in described.items()

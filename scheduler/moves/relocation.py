@@ -1,11 +1,11 @@
-"""One rank's part in a change of placement: move beside the steps, verify, say so, switch when all have said so.
+"""One rank's part in a change of placement: move experts during steps, verify, report, and switch with all ranks.
 
-A thread of its own carries experts into spare memory; what serves is not touched until the step at which all ranks
-switch, which is exchanging addresses. What goes wrong there, a bug of ours too, ends in a report and never in silence,
-and where others wait for bytes that will not come the channel is closed, which tells them. The step loop asks for the version to tell the others (`version_to_post`), and
-calls `switch` when all told the same one: a rank that told a version can no longer take it back in that round, so a
-wish to drop one waits until the round is over. Until the switch, whatever fails or dies, the old placement is whole.
-A change belongs to an epoch and is given up with it, without a word: the front knows that the epoch is over.
+A separate thread moves experts into spare memory. Serving experts are untouched until the step at which all ranks
+switch, which only exchanges addresses. Every failure of a move, also a bug, ends in a report. If other ranks wait for
+bytes that will not come, the channel is closed, which gives them an error. The step loop posts the version to which
+this rank can switch (`version_to_post`) and calls `switch` when all ranks posted the same one. A posted version cannot
+be withdrawn in that round, so `drop` takes effect after it. Until the switch, the old placement stays complete whatever
+fails. A change belongs to an epoch and ends with it without a report: the front knows that the epoch is over.
 """
 
 import threading
@@ -26,19 +26,18 @@ from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MovableLayer, MoveError, copy_expert, receive_expert, send_expert
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 
-CLOSE_TIMEOUT_S = 5.0  # what moves ends when its channel is closed, which is before
+CLOSE_TIMEOUT_S = 5.0  # a running move ends when its channel is closed, which happens before this wait
 
 
 @dataclass
 class _Staged:
-    """What has come for a placement that does not serve yet."""
+    """The experts received so far for a placement that does not serve yet."""
 
     target: Placement
-    current: Placement  # that serves meanwhile
+    current: Placement  # serves meanwhile
     channel: PeerChannel  # of its epoch
-    weights: dict[tuple[int, int], ExpertWeights] = field(
-        default_factory=dict
-    )  # by layer and this rank's slot
+    # By layer and this rank's slot.
+    weights: dict[tuple[int, int], ExpertWeights] = field(default_factory=dict)
     choices: list[SlotChoice] = field(default_factory=list)
     num_bytes: int = 0
     begun_s: float = 0.0
@@ -46,14 +45,14 @@ class _Staged:
 
 
 class _Problem(NamedTuple):
-    """Why a placement is not to be."""
+    """Why a placement cannot be adopted."""
 
     cause: Cause
     reason: str
 
 
 class Relocation:
-    """Moves experts to and from one rank. `prepare` and `drop` from any thread, the rest from the step loop's."""
+    """Moves experts to and from one rank. Any thread may call `prepare` and `drop`; the rest only the step loop's."""
 
     def __init__(
         self,
@@ -69,9 +68,9 @@ class Relocation:
         """Take the serving placement and the model's layers.
 
         Args:
-            channel: used by this object alone.
-            pace: told of every step by the step loop.
-            enter_thread: called first on the thread that moves: which GPU is meant is a thread's own setting.
+            channel: Not used by anything else.
+            pace: The step loop reports every step to it.
+            enter_thread: Called first on the mover's thread, because the current GPU is set per thread.
         """
         self.placement, self.pace = placement, pace
         self.place = rank  # in the epoch
@@ -90,7 +89,7 @@ class Relocation:
         self._mover: threading.Thread | None = None
 
     def prepare(self, target: Placement) -> None:
-        """Begin to move what comes to this rank, and send what others need; all ranks must be told the same."""
+        """Start to receive this rank's experts of a placement and to send others theirs. All ranks need the same call."""
         with self._lock:
             self._wanted.append(target)
             self._lock.notify_all()
@@ -99,7 +98,7 @@ class Relocation:
                 self._mover.start()
 
     def end_epoch(self) -> None:
-        """Give up what is under way and let go of the channel; nothing is prepared until the next epoch begins."""
+        """Abort the present move and close the channel. Nothing is prepared until the next epoch begins."""
         with self._lock:
             channel, self._channel = self._channel, NoPeers()
             staged, self._ready, self._dropped_version = self._ready, None, None
@@ -110,13 +109,13 @@ class Relocation:
         self.pace.rest()
 
     def begin_epoch(self, place: int, placement: Placement, channel: PeerChannel) -> None:
-        """Go on in an epoch in which this rank has a place, and serves its part of a placement already."""
+        """Continue in an epoch with this rank's place, when it already serves its part of the placement."""
         with self._lock:
             self.place, self.placement, self._channel = place, placement, channel
             self._posted_version, self._why_broken = placement.version, None
 
     def close(self) -> None:
-        """End the thread that moves, after `end_epoch`."""
+        """End the mover's thread, after `end_epoch`."""
         with self._lock:
             self._is_closed = True
             mover = self._mover
@@ -125,7 +124,7 @@ class Relocation:
             mover.join(CLOSE_TIMEOUT_S)
 
     def drop(self, version: int) -> None:
-        """Give a placement up that has not been switched to; later ones may be prepared. Too late is ignored."""
+        """Drop a placement before the switch, so that later ones can be prepared. Ignored after the switch."""
         with self._lock:
             if version > self.placement.version:
                 self._dropped_version = version
@@ -133,7 +132,7 @@ class Relocation:
 
     @property
     def has_news(self) -> bool:
-        """Whether the step loop should tell the others something, though nothing runs."""
+        """Whether this rank has something new to post to the others, even if no step runs."""
         with self._lock:
             ready = self.placement.version if self._ready is None else self._ready.target.version
             return ready != self._posted_version or (
@@ -141,7 +140,7 @@ class Relocation:
             )
 
     def version_to_post(self) -> int:
-        """The placement that this rank can switch to; that which serves if there is no other."""
+        """Return the version of the placement that this rank can switch to, or of the serving one if there is no other."""
         with self._lock:
             staged = self._ready
             if staged is not None and self._is_dropped(staged):
@@ -154,10 +153,10 @@ class Relocation:
             return self._posted_version
 
     def switch(self, version: int, step: int) -> None:
-        """Serve the placement that all ranks told, from this step on. Some microseconds per layer."""
+        """Serve the placement that all ranks posted, from this step on. Takes microseconds per layer."""
         with self._lock:
             staged, self._ready = self._ready, None
-            assert staged is not None and staged.target.version == version, f"{version} was not told"
+            assert staged is not None and staged.target.version == version, f"{version} was not posted"
             for (layer, slot), weights in staged.weights.items():
                 self.spare.give(exchange_slot(self._places[layer].layer, slot, weights))
             for place, choice in zip(self._places, staged.choices, strict=True):
@@ -174,7 +173,7 @@ class Relocation:
         staged.weights.clear()
 
     def _move_forever(self) -> None:
-        torch.set_num_threads(1)  # OpenMP counts per thread: a new one would take all cores from the steps
+        torch.set_num_threads(1)  # OpenMP counts per thread; the default would take all cores from the steps
         self._enter_thread()
         while True:
             with self._lock:
@@ -193,32 +192,32 @@ class Relocation:
                     self._ready = staged
                 else:
                     self._discard(staged)
-                # Under the lock, so that it is said before the step loop says that the placement serves.
+                # Under the lock, so that this report precedes the step loop's report that the placement serves.
                 self._report(
                     staged, MoveState.VERIFIED if problem is None else MoveState.FAILED, problem=problem
                 )
             self.on_news()
 
     def _attempt(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
-        """Move and verify; returns what went wrong."""
+        """Move and verify. Returns the problem, if any."""
         try:
             return self._why_not(staged, previous) or self._move(staged)
-        except Exception as error:  # noqa: BLE001 - without a report the front and all ranks would wait for ever
+        except Exception as error:  # noqa: BLE001 - without a report the front and all ranks would wait forever
             if staged.channel is not self._channel:
                 return _Problem(Cause.CHANNEL, f"the epoch ended: {error}")
             traceback.print_exc()
-            return _Problem(Cause.BUG, f"{type(error).__name__}: {error} (a bug; the rank's log says where)")
+            return _Problem(Cause.BUG, f"{type(error).__name__}: {error} (a bug; see the rank's log)")
 
     def _why_not(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
-        """What forbids a move, seen alike by all ranks: nobody begins what another one refuses."""
+        """Return what forbids a move. All ranks see the same, so none begins what another refuses."""
         target, current = staged.target, staged.current
         if self._why_broken is not None:
             return self._why_broken
         sizes = [(*p.slot_expert.shape, p.num_experts, p.num_ranks) for p in (target, current)]
         if previous is not None:
-            reason = f"placement {previous.target.version} is not switched to or dropped yet"
+            reason = f"placement {previous.target.version} is prepared, but neither switched to nor dropped"
         elif target.version <= current.version:
-            reason = f"placement {target.version} is not newer than {current.version}, which serves"
+            reason = f"placement {target.version} is not newer than the serving one, {current.version}"
         elif sizes[0] != sizes[1]:
             reason = f"its (layers, slots, experts, ranks) are {sizes[0]}; this service has {sizes[1]}"
         else:
@@ -226,7 +225,8 @@ class Relocation:
         return _Problem(Cause.REFUSED, reason)
 
     def _move(self, staged: _Staged) -> _Problem | None:
-        """Go through all transfers of this rank; returns what went wrong, to the end where others depend on it."""
+        """Make all transfers of this rank, also after a problem, because other ranks depend on them. Returns the first
+        problem."""
         problem: _Problem | None = None
         for transfer in transfers_between(staged.current, staged.target):
             try:
@@ -236,16 +236,16 @@ class Relocation:
             except ChannelError as error:
                 return self._give_channel_up(staged.channel, str(error))
             except BaseException as error:
-                self._give_channel_up(staged.channel, f"{type(error).__name__} amid a transfer: {error}")
+                self._give_channel_up(staged.channel, f"{type(error).__name__} during a transfer: {error}")
                 raise
         if problem is None:
             before = next((place.layer.choice.replicas for place in self._places), None)
             staged.choices = slot_choices(staged.target, self.place, before)
-            staged.target.digest()  # kept there: the step loop will not wait for it
+            staged.target.digest()  # cached there, so that the step loop does not compute it
         return problem
 
     def _give_channel_up(self, channel: PeerChannel, reason: str) -> _Problem:
-        """Let no peer wait for what will not come; nothing moves any more."""
+        """Close the channel, so that no peer waits for bytes that will not come. Moves stop for this epoch."""
         problem = _Problem(
             Cause.CHANNEL, f"{reason}; no expert moves any more until ranks meet in another epoch"
         )

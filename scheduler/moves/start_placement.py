@@ -1,4 +1,4 @@
-"""Where experts are when a service starts: what a file says, or evenly, with copies in the redundant slots."""
+"""Placement of experts at start: from a file, or even, with copies in the redundant slots."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +22,16 @@ def start_placement(
     hosts: Sequence[str],
     file: Path | None,
 ) -> Placement:
-    """Return the placement to load. Deterministic, so that all ranks come to the same one.
+    """Return the placement to load. Deterministic, so that all ranks compute the same one.
 
     Args:
-        eplb: its redundant experts, slots of a layer beyond one for each expert, are rounded up to full ranks; what
-            it says of nodes decides where their copies go. Not asked with a file.
-        hosts: of the ranks, in order.
-        file: a placement; None: experts evenly.
+        eplb: Redundant experts (slots of a layer beyond one per expert), rounded up to full ranks, and the node rules
+            for their copies. Ignored with a file.
+        hosts: Hosts of the ranks, in order.
+        file: File with a placement. With None, experts are placed evenly.
 
     Raises:
-        ConfigError: the file is no placement or one of another model or service; too many slots.
+        ConfigError: The file is invalid or for another model or service, or there are too many slots.
     """
     if file is not None:
         return _from_file(file, num_layers, num_experts, num_ranks)

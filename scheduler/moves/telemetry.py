@@ -1,8 +1,8 @@
-"""Read a rank's counters into a report, now and then.
+"""Periodic reports of a rank's counters.
 
-The counters are kept where things happen (`moe.load_counts`, `Dispatcher`, `Runner`); this says when a report is due
-and puts it together. A report is one copy of the table, so its rate is bounded by bytes: what all ranks send to the
-front stays below FRONT_BYTES_PER_S, whatever their number and the model's size.
+The counters are kept by `moe.load_counts`, `Dispatcher` and `Runner`. This module decides when a report is due and
+builds it. A report copies the whole table, so bytes bound its rate: all ranks together send the front less than
+FRONT_BYTES_PER_S, for any number of ranks and any model.
 """
 
 import re
@@ -21,7 +21,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Telemetry:
-    """One rank's reporter. Called by the thread that runs steps."""
+    """The reports of one rank. Called by the thread that runs steps."""
 
     def __init__(self, rank: int, counts: LoadCounts, runner: Runner) -> None:
         self._rank, self._runner = rank, runner
@@ -29,24 +29,24 @@ class Telemetry:
         self.begin_epoch(0, counts)
 
     def begin_epoch(self, epoch: int, counts: LoadCounts) -> None:
-        """Read the counters of another epoch from now on; the runner's have begun anew as well."""
+        """Read the counters of another epoch from now on. The runner has already reset its own."""
         self._epoch, self._counts = epoch, counts
         self._reported_steps = -1
         bytes_of_all = 4 * counts.table.size * self._runner.dispatcher.world_size
         self.every_s = max(REPORT_EVERY_S, bytes_of_all / FRONT_BYTES_PER_S)
 
     def is_due(self, now_s: float, *, is_sleeping: bool = False) -> bool:
-        """Whether to report now: some time has passed and steps ran since the last; or the ranks fall asleep.
+        """Whether to report now: enough time has passed and steps ran since the last report, or the ranks fall asleep.
 
         Args:
-            now_s: of any clock that only goes forward.
+            now_s: Time on any monotonic clock.
         """
         if is_sleeping:
             return True
         return now_s >= self._due_s and self._runner.num_steps != self._reported_steps
 
     def report(self, step: int, placement_version: int, now_s: float) -> LoadReport:
-        """Copy the counters."""
+        """Copy the counters into a report."""
         self._due_s = now_s + self.every_s
         self._reported_steps = self._runner.num_steps
         dispatcher = self._runner.dispatcher
@@ -78,11 +78,11 @@ class Telemetry:
 
 
 def expert_map(placement: Placement, module_names: Sequence[str], num_hidden_layers: int) -> ExpertMap:
-    """Describe a model's experts and where a placement puts them.
+    """Describe a model's experts and their placement.
 
     Args:
-        module_names: of the experts modules, in the placement's order of layers.
-        num_hidden_layers: of the model; 0 if it does not say.
+        module_names: Names of the experts modules, in the placement's order of layers.
+        num_hidden_layers: Of the model; 0 if unknown.
     """
     found = [_LAYER.search(f".{name}.") for name in module_names]
     layers = tuple(int(match.group(1)) if match else index for index, match in enumerate(found))

@@ -1,4 +1,4 @@
-"""One step's work, as a scheduler plans it and a runner runs it."""
+"""One step's work: the scheduler plans it and the runner runs it."""
 
 from collections.abc import Sequence as Series
 from typing import NamedTuple
@@ -9,25 +9,24 @@ from scheduler.policy.sequence import Sequence, SequenceStatus
 
 
 class Scheduled(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence; `samples`: the last of them yields the next token."""
+    """Tokens [start, start + num_tokens) of a sequence. If `samples`, the last one yields the next token."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
-    pieces: Series[StatePiece] = ()  # the states between them, where the model keeps any
-    drafts: Series[
-        int
-    ] = ()  # the last of the tokens, which are tried: each of them and the one before samples
+    pieces: Series[StatePiece] = ()  # the recurrent states between them, if the model keeps any
+    # The last of the tokens, if they are drafts. Each of them and the token before them samples.
+    drafts: Series[int] = ()
 
     @property
     def num_samples(self) -> int:
-        """Tokens that it samples."""
+        """Number of tokens that it samples."""
         return (1 + len(self.drafts)) * self.samples
 
     @property
     def end(self) -> int:
-        """Position after the last token to run, which is the sampled token's position."""
+        """Position after the last token to run, which is the position of the sampled token."""
         return self.start + self.num_tokens
 
 
@@ -40,7 +39,7 @@ class StepBatch(NamedTuple):
 
     @property
     def begun(self) -> list[RequestOutput]:
-        """Of a prompt that is half done, which yields nothing yet, that its request has begun; read behind the step's commit."""
+        """Return an empty output for a half-done prompt, which shows that its request has begun. Read it after `commit`."""
         return [
             RequestOutput(request_id=item.sequence.request.request_id, token_ids=[])
             for item in self.items[-1:]

@@ -1,18 +1,18 @@
-"""What a scheduler's limits must satisfy, checked once at start, and which requests they cannot serve."""
+"""Limits of a scheduler: their check at start, and the requests that exceed them."""
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import Request
 
 
 class SchedulerLimitsError(ValueError):
-    """Limits that cannot serve every request the service accepts."""
+    """Limits under which the service could not serve every request that it accepts."""
 
 
 def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
-    """Refuse limits under which some request could never run.
+    """Raise if some accepted request could never run under these limits.
 
     Raises:
-        SchedulerLimitsError: naming the limit, the value seen and the values allowed.
+        SchedulerLimitsError: The message names the limit, the value seen and the values allowed.
     """
     if max_num_seqs < 1:
         raise SchedulerLimitsError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
@@ -35,7 +35,7 @@ def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
 
 
 def why_unservable(request: Request, max_model_len: int) -> str | None:
-    """Say why a request can never run; None when it can."""
+    """Return why a request can never run, or None if it can."""
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
         return "the prompt has no tokens; give at least one"

@@ -1,8 +1,8 @@
-"""Continuous batching over one rank's blocks: what each step runs, and what becomes of what it has sampled.
+"""Continuous batching over one rank's blocks: plans each step and applies its results.
 
-Decodes come first, in every step; prompts take what is left, in chunks, in the roster's order. Who runs is preempted, the least
-urgent first, when blocks run out. A step may try several tokens of a request (drafts): as many of them are kept as plain decoding would
-have sampled. Knows no torch and no model; a batch may be planned while others are in flight.
+Every step runs decodes first. Prompts take the remaining room, in chunks, in the roster's order. If blocks run out, the
+least urgent running sequence is preempted. A step may try several tokens of a request (drafts) and keeps as many as
+plain decoding would have sampled. Does not know torch or the model. A batch may be planned while others are in flight.
 """
 
 import heapq
@@ -22,43 +22,43 @@ from scheduler.policy.tables import BlockTables
 
 
 class DuplicateRequestError(ValueError):
-    """A request id that is being served already."""
+    """The id of a request that is already being served."""
 
 
 class NextStep(NamedTuple):
-    """What the step after the batches planned so far will hold, as far as is known."""
+    """The expected content of the step after the batches planned so far."""
 
-    num_decodes: int  # tokens of these, drafts included, at most
-    has_prefill: bool  # a prompt goes on, or one that waits finds a seat and blocks
-    num_prefill: int  # tokens of such prompts, cached ones included; at most a step's
+    num_decodes: int  # most decode tokens, drafts included
+    has_prefill: bool  # a prompt continues, or a waiting one finds a seat and blocks
+    num_prefill: int  # tokens of such prompts, cached ones included; at most a step's capacity
 
 
 class DraftsTokens(Protocol):
-    """What drafts tokens; see `scheduler.drafts.drafter.Drafter`."""
+    """A source of drafts; implemented by `scheduler.drafts.drafter.Drafter`."""
 
     @property
     def num_drafts(self) -> int:
-        """Of a sequence in a step, at most."""
+        """Most drafts per sequence and step."""
 
     @property
     def num_ahead(self) -> int:
-        """Places behind a step's tokens that making drafts writes."""
+        """Number of positions after a step's tokens that drafting writes."""
 
     def limits(self, sequences: Series[Sequence]) -> list[int]:
-        """How many drafts each of the sequences that run may try in the next step."""
+        """Return, for each running sequence, how many drafts it may try in the next step."""
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft at most so many tokens, and none that the sequence's structure forbids."""
+        """Draft at most `most` tokens, none of which the sequence's structure forbids."""
 
     def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn what came of a step's drafts: the first so many were right."""
+        """Learn the result of a step's drafts: the first `num_accepted` were right."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Forget a sequence that has ended."""
 
 
 class SchedulerStats(NamedTuple):
-    """The scheduler's part of `RankStats`, under the same names."""
+    """The scheduler's fields of `RankStats`, under the same names."""
 
     num_running: int
     num_waiting: int
@@ -85,13 +85,13 @@ class Scheduler:
         rotary_limit: int | None = None,
         drafter: DraftsTokens | None = None,
     ) -> None:
-        """Take over pools that nobody else uses; `states` is None for models that keep none, `drafter` where nobody drafts.
+        """Take over the pools; nothing else may use them. `states` is None for models without recurrent states.
 
-        `rotary_limit`: tokens up to which the model computes a sequence in one way, and longer ones in another, all of
-        their tokens; None: it has one way. A sequence that grows past it begins anew.
+        `rotary_limit`: length in tokens above which the model computes all tokens of a sequence differently, if any.
+            A sequence that grows past it starts again. `drafter`: source of drafts; None disables them.
 
         Raises:
-            SchedulerLimitsError: the limits contradict each other or the pool.
+            SchedulerLimitsError: The limits contradict each other or the pool.
         """
         check_limits(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
         self._pool = pool
@@ -110,17 +110,17 @@ class Scheduler:
         self._roster = Roster()
         self._in_flight: deque[StepBatch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
-        self._refused: list[RequestOutput] = []  # ends found by `add`, handed out by `expire` or `commit`
+        self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs, is in flight, or is to be handed out."""
+        """Whether a request waits, runs or is in flight, or an output is undelivered."""
         return bool(self._roster or self._in_flight or self._refused)
 
     @property
     def next_step(self) -> NextStep:
-        """Look ahead. Requests that are added, end or are preempted from now on may change prefill, but can only
-        lower the number of decodes. One that begins though nobody could know it takes what room the step has left."""
+        """Predict the next step. Requests that are added, end or are preempted later may change prefill, but can only
+        lower the number of decodes. A request that begins unpredictably takes only the room that the step has left."""
         running, begins = self._roster.running, self._head_begins
         is_mid_prompt = bool(running) and running[-1].is_prefilling
         num_prefill = self._roster.num_prefill(self._max_num_batched_tokens, with_waiting=begins)
@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def _head_begins(self) -> bool:
-        """Whether somebody who waits can begin in the next step, as far as is known."""
+        """Whether the next step can probably begin a waiting request."""
         running, waiting = self._roster.running, self._roster.waiting
         if not waiting:
             return False
@@ -141,12 +141,12 @@ class Scheduler:
 
     @property
     def num_context(self) -> int:
-        """Tokens of the sequences that run."""
+        """Number of planned tokens of all running sequences."""
         return sum(sequence.num_planned for sequence in self._roster.running)
 
     @property
     def draft_depth(self) -> int:
-        """Drafts that a sequence may be given behind the next step, at most; look ahead as `next_step` does."""
+        """Most drafts of a sequence after the next step. A prediction, as `next_step`."""
         if self._drafter is None:
             return 0
         if self._roster.waiting:
@@ -155,17 +155,17 @@ class Scheduler:
 
     @property
     def running(self) -> Series[Sequence]:
-        """The sequences that run, in order of arrival; not to be changed."""
+        """The running sequences, in order of arrival. Read only."""
         return self._roster.running
 
     @property
     def num_open(self) -> int:
-        """Sequences that run together once those that wait have begun, at most."""
+        """Number of sequences that would run together if all that wait began, within the limit."""
         return min(self._max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counts as of now; counters run from construction."""
+        """Present counts. Counters run from construction."""
         return SchedulerStats(
             num_running=len(self._roster.running),
             num_waiting=len(self._roster.waiting) + len(self._roster.parked),
@@ -177,24 +177,24 @@ class Scheduler:
         )
 
     def forget_prefixes(self) -> None:
-        """Let requests that have not begun, and those to come, find nothing of what is cached now."""
+        """Hide the present prefix cache from requests that have not begun and from later ones."""
         self._pool.forget_prefixes()
         for sequence in self._roster.waiting:
-            sequence.held_keys.clear()  # of prefixes that it would not be given any more
+            sequence.held_keys.clear()  # of prefixes that it may no longer use
 
     def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
-        """Queue a request. One that cannot be served, or whose replayed tokens already end it, ends with the
-        next `expire` or `commit`.
+        """Queue a request. If it cannot be served, or its replayed tokens already end it, the next `expire` or
+        `commit` delivers its end.
 
         Args:
-            matcher: of the request's structure, if it asks for one; has followed the replayed tokens.
+            matcher: Matcher of the request's structure, if any, advanced over the replayed tokens.
 
         Raises:
-            DuplicateRequestError: the id is being served.
+            DuplicateRequestError: The id is being served.
         """
         if self._roster.find(request.request_id) is not None:
             raise DuplicateRequestError(
-                f"request id {request.request_id!r} is being served already; ids must be unique"
+                f"request id {request.request_id!r} is already being served; ids must be unique"
             )
         sequence = Sequence.from_request(request, matcher)
         error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else None)
@@ -207,7 +207,7 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request, also while a batch holds it; None when it is unknown or has ended."""
+        """End a request, even if a batch holds it. Returns None if it is unknown or has ended."""
         sequence = self._roster.find(request_id)
         if sequence is None:
             return None
@@ -215,7 +215,7 @@ class Scheduler:
         return _end_of(request_id, FinishReason.ABORT)
 
     def withdraw(self, request_id: str) -> RequestOutput | None:
-        """Give a request back that has not begun, so that another rank may have it; says whether; None: it is unknown."""
+        """Release a request that has not begun, for another rank. The output reports the result; None if it is unknown."""
         sequence = self._roster.find(request_id)
         if sequence is None:
             return None
@@ -225,7 +225,7 @@ class Scheduler:
         return RequestOutput(request_id=request_id, token_ids=[], is_returned=True)
 
     def expire(self, now_s: float) -> list[RequestOutput]:
-        """End the requests whose deadline is now or earlier, earliest first."""
+        """End requests with a deadline at `now_s` or before, earliest first."""
         outputs = self._take_refused()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             deadline_s, request_id = heapq.heappop(self._deadlines)
@@ -238,12 +238,12 @@ class Scheduler:
     def schedule(
         self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
     ) -> StepBatch:
-        """Plan the next step. A batch with items must be committed, in order; an empty one may be dropped.
+        """Plan the next step. Batches with items must be committed in order; an empty one may be dropped.
 
         Args:
-            prefill_budget: most prefill tokens in this step; None is no cap, 0 is decode only.
-            most_tokens: of all kinds together; at least as many as sequences run. None: as many as ever.
-            now_s: on the clock of `Request.arrival_s`, to say how long those that start have waited.
+            prefill_budget: Most prefill tokens in this step. None sets no limit; 0 plans decodes only.
+            most_tokens: Most tokens of all kinds; at least the number of running sequences. None: the configured limit.
+            now_s: Time on the clock of `Request.arrival_s`, to compute how long starting requests have waited.
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         self._roster.unpark()
@@ -259,7 +259,7 @@ class Scheduler:
         prefill_budget: int | None,
         now_s: float,
     ) -> StepBatch:
-        """Plan what is left of a step's room behind its decodes."""
+        """Fill the room of a step that its decodes leave."""
         budget = most - num_decode_tokens
         if prefill_budget is not None:
             budget = min(budget, prefill_budget)
@@ -279,18 +279,18 @@ class Scheduler:
         logprobs: list[Logprobs | None],
         prompt_logprobs: dict[str, list[Logprobs]] | None = None,
     ) -> list[RequestOutput]:
-        """Take a step's results: tokens of the items that sample, in order. Ended sequences are skipped.
+        """Apply a step's results: the tokens of the items that sample, in order. Ended sequences are skipped.
 
-        An item with drafts has sampled one token behind each: the first are its own as long as drafts are what was
-        sampled before them, and the KV behind is written again.
+        An item with drafts samples one token after each of them. Sampled tokens count up to and including the first that
+        differs from its draft. Later steps overwrite the KV after that.
 
         Args:
-            batch: the oldest one planned.
-            token_ids: sampled.
-            logprobs: of those.
-            prompt_logprobs: of the items' prompt tokens, by request id, where they are wanted.
+            batch: The oldest planned batch.
+            token_ids: Sampled tokens.
+            logprobs: Log-probabilities of these tokens.
+            prompt_logprobs: Log-probabilities of the items' prompt tokens, by request id, where requested.
 
-        Returns: what to deliver, in batch order; a stop token is delivered too.
+        Returns: Outputs in batch order. Stop tokens are included.
         """
         num_samples = sum(item.num_samples for item in batch.items)
         assert len(token_ids) == len(logprobs) == num_samples, (
@@ -315,7 +315,7 @@ class Scheduler:
         return outputs
 
     def _take(self, item: Scheduled, drawn: list[tuple[int, Logprobs | None]]) -> list[RequestOutput]:
-        """Give a sequence what its item sampled, as far as it counts; returns what to deliver."""
+        """Append an item's sampled tokens that count to its sequence. Returns the output to deliver."""
         sequence, end, taken, reason = item.sequence, item.end, 0, None
         if item.samples and sequence.matcher is not None and sequence.matcher.is_late:
             self._sit_out(item)
@@ -338,7 +338,7 @@ class Scheduler:
         return [self._deliver(sequence, drawn[:taken], reason, len(item.drafts))] if taken else []
 
     def _sit_out(self, item: Scheduled) -> None:
-        """Drop what an item sampled before it was known what its structure allows; another step computes the same logits."""
+        """Drop what an item sampled before its structure's mask was known. Another step computes the same logits."""
         sequence, end = item.sequence, item.end - len(item.drafts)
         sequence.num_planned = end
         self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
@@ -347,14 +347,14 @@ class Scheduler:
 
     def _why_ended(self, sequence: Sequence) -> FinishReason | None:
         if sequence.matcher is not None and sequence.matcher.failure:
-            return FinishReason.ERROR  # ours or the library's fault, and this request's end only
+            return FinishReason.ERROR  # an internal or library fault, which ends only this request
         return sequence.finish_reason(self._max_model_len)
 
     def _plan_decodes(self, most: int) -> list[Scheduled]:
-        """Plan a token of every sequence that can go on, and drafts behind some, `most` tokens together."""
+        """Plan a token of every sequence that can continue, and drafts after some, at most `most` tokens together."""
         items = []
         self._send_back_grown()
-        running = self._roster.by_urgency()  # preemption takes from the end: never what this step has planned
+        running = self._roster.by_urgency()  # preemption takes from the end, never what this step has planned
         room = most - len(running)
         for sequence, limit in zip(running, self._draft_limits(running), strict=True):
             if (
@@ -372,17 +372,16 @@ class Scheduler:
         return items
 
     def _draft_limits(self, running: list[Sequence]) -> list[int]:
-        """How many drafts each may try."""
         return [0] * len(running) if self._drafter is None else self._drafter.limits(running)
 
     def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft what may follow a sequence's newest token; nothing while that one is not known."""
+        """Draft tokens after a sequence's newest one. Returns nothing while that one is unknown."""
         if self._drafter is None or most <= 0 or sequence.num_pending or sequence.num_in_flight:
             return ()
         most = min(
             most,
             sequence.num_left(self._max_model_len) - 1,
-            # One block stays free for everybody: drafts preempt nobody.
+            # One block per running sequence stays free, so drafts never cause a preemption.
             self._tables.num_plannable(sequence, num_spare_blocks=len(self._roster.running)) - 1,
             self._tables.num_ready(sequence) - 1,
         )
@@ -397,28 +396,27 @@ class Scheduler:
                 self._tables.vacate(sequence)
 
     def _has_grown(self, sequence: Sequence) -> bool:
-        """Whether the next token makes the sequence too long for how it was computed so far."""
+        """Whether the next token exceeds the length for which the sequence was computed so far."""
         limit = self._rotary_limit
         return limit is not None and not sequence.is_long and sequence.num_planned >= limit
 
     def _plan_prefills(self, budget: int) -> list[Scheduled]:
-        """Plan the next chunk of a half-done prompt. It has begun last, and takes blocks from nobody:
-        those before it are decodes, which go on and end."""
+        """Plan the next chunk of a half-done prompt. Its sequence began last and takes no blocks from others: those
+        before it are decodes, which continue and end."""
         latest = self._roster.running[-1:]
         return [
             self._plan_chunk(sequence, budget) for sequence in latest if self._has_chunk(sequence, budget)
         ]
 
     def _admit(self, budget: int, now_s: float) -> list[Scheduled]:
-        """Start waiting requests in order until budget, seats or blocks end.
+        """Start waiting requests in order until the budget, the seats or the blocks are used up.
 
-        The head of the queue must find blocks for all its tokens, not for its next chunk only, and leave one free
-        for every running sequence. So nothing starts beside a prompt that is short of blocks (none are free), and
-        what this step preempted does not come straight back (what it gave up is no longer all free). Simulated
-        (300 requests, up to 64 at once): against asking for the chunk alone, preemptions fall from 585 to 101 and
-        tokens run by 26 % with short prompts and long outputs, from 151 to 0 and by 29 % with long prompts. Two
-        spare blocks per sequence gave 3 % fewer tokens, 2 % more steps; 1 % of the pool, vLLM's watermark, was
-        worse with short prompts.
+        The head of the queue must find blocks for all its tokens, not only for its next chunk, and leave one block free
+        per running sequence. So nothing starts while a running prompt is short of blocks (none are free), and what this
+        step preempted does not return at once (not all its blocks are still free). Simulated with 300 requests, up to 64
+        at once, against requiring blocks for the chunk only: preemptions fall from 585 to 101 and tokens run by 26 % with
+        short prompts and long outputs; from 151 to 0 and by 29 % with long prompts. Two spare blocks per sequence gave
+        3 % fewer tokens and 2 % more steps. vLLM's watermark (1 % of the pool) was worse with short prompts.
         """
         items: list[Scheduled] = []
         running, waiting = self._roster.running, self._roster.waiting
@@ -459,9 +457,9 @@ class Scheduler:
         return Scheduled(sequence, start, num_tokens, samples, pieces, drafts)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt the least urgent until a decode has its block; False when its turn must wait."""
+        """Preempt the least urgent until a decode has its block. Returns False if the decode must wait."""
         while self._tables.num_plannable(sequence) == 0:
-            if self._tables.leaving:  # blocks come back at the next commit
+            if self._tables.leaving:  # the next commit frees blocks
                 return False
             latest = self._roster.preempt()
             self._tables.vacate(latest)
@@ -476,7 +474,7 @@ class Scheduler:
         reason: FinishReason | None,
         num_drafts: int,
     ) -> RequestOutput:
-        """Say what a sequence has gained, and end it if it has ended."""
+        """Build the output for a sequence's new tokens. End the sequence if `reason` is given."""
         error = ""
         if reason is FinishReason.ERROR:
             assert sequence.matcher is not None, "only a structure fails"

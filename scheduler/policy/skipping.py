@@ -1,9 +1,9 @@
-"""A scheduler that can skip what only decodes: the same outcome in time by sequences, not by steps, for simulated time.
+"""A scheduler for simulated time that skips plain decodes: the same outcome, in time that depends on sequences, not steps.
 
-What a decode samples is of no matter there, so a sequence takes its newest token again. Steps that give every running sequence
-a token and do nothing else are taken at once, and in other steps those that only decode need no plan. Whether a step
-may do more is asked of the policy's own state; what cannot be known beforehand (drafts, structures, states, deadlines, batches in
-flight) is never skipped. A service does not skip. Rejected: a second, simpler policy for simulations, which would be another one.
+Simulations ignore sampled values, so a sequence repeats its newest token. Steps that only give every running sequence a
+token are taken at once, and other steps need no plan for plain decodes. The policy's own state decides whether a step
+may do more. Steps that cannot be predicted (drafts, structures, states, deadlines, batches in flight) are never skipped.
+Services do not use this. Rejected: a second, simpler policy for simulations, which would differ from the real one.
 """
 
 from scheduler.policy.batch import StepBatch
@@ -13,16 +13,16 @@ from scheduler.policy.sequence import Sequence
 
 
 class SkippingScheduler(Scheduler):
-    """A `Scheduler` of which nothing is in flight between calls."""
+    """A `Scheduler` that has nothing in flight between calls."""
 
     def schedule_rest(
         self, *, prefill_budget: int | None = None, most_tokens: int | None = None, now_s: float = 0.0
     ) -> tuple[StepBatch, list[Sequence]]:
-        """As `schedule` with nothing in flight, but what only decodes and does not end takes its newest token again at once.
+        """As `schedule` with nothing in flight, except that decodes that do not end take their newest token again at once.
 
-        What comes of it is the same as if those had sampled it, but for the numbers of blocks.
+        The outcome is the same as if they had sampled it, except for block numbers.
 
-        Returns: the others' batch, to be committed, and those that have their token.
+        Returns: The batch of the other sequences, to be committed, and the sequences that have their token.
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         decodes = [sequence for sequence in self._roster.running if not sequence.is_prefilling]
@@ -37,23 +37,23 @@ class SkippingScheduler(Scheduler):
                 self._tables.take_token(sequence)
                 taken.append(sequence)
         batch = self._plan_prompts(items, len(decodes), most, prefill_budget, now_s)
-        for sequence in taken:  # behind the plan, as a commit does
+        for sequence in taken:  # after the plan, as in a commit
             self._roster.charge(sequence, num_output_tokens=1)
         return batch, taken
 
     @property
     def _may_skip(self) -> bool:
-        """Whether nothing is known that a step might do beside running what runs, and all of it is known beforehand."""
+        """Whether the next steps are predictable and only run what is running."""
         may_do_more = self._in_flight or self._refused or self._deadlines or self._tables.leaving
         knows_steps = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
         return knows_steps and not may_do_more and all(each.matcher is None for each in self._roster.running)
 
     @property
     def num_plain_steps(self) -> int:
-        """How many steps from now on give every running sequence a token and do nothing else, unless a request is added
-        or aborted or a stop token comes; the last of them may end sequences. 0: the next one may do more.
+        """Number of coming steps that only give every running sequence a token, unless a request is added or aborted or
+        a stop token comes. The last of them may end sequences. 0 if the next step may do more.
 
-        Requests that wait go on waiting in them: no seat is free, or too few blocks. For `skip`.
+        Waiting requests keep waiting in them, for a seat or for blocks. For `skip`.
         """
         running, waiting = self._roster.running, self._roster.waiting
         if not running or not self._may_skip or any(sequence.is_prefilling for sequence in running):
@@ -66,18 +66,18 @@ class SkippingScheduler(Scheduler):
 
     @property
     def num_steps_to_end(self) -> int:
-        """After how many tokens of each the first of those that run ends; there is one."""
+        """Number of tokens per sequence until the first running one ends. At least one must run."""
         return min(sequence.num_left(self._max_model_len) for sequence in self._roster.running)
 
     def skip(self, num_steps: int) -> list[RequestOutput]:
-        """Do what `schedule` and `commit` do in so many steps, each of which samples every sequence's newest token again.
+        """Do the work of `num_steps` calls of `schedule` and `commit` that repeat every sequence's newest token.
 
-        What comes of it is the same but for the numbers of blocks. It takes time by the sequences and not by the steps.
+        The outcome is the same, except for block numbers. The time depends on the sequences, not on the steps.
 
         Args:
-            num_steps: at most `num_plain_steps`.
+            num_steps: At most `num_plain_steps`.
 
-        Returns: of the sequences that ended, all that they gained.
+        Returns: All gained tokens of the sequences that ended.
         """
         running = list(self._roster.running)
         for sequence in running:

@@ -1,7 +1,7 @@
-"""What `--speculative-config` says: how tokens are drafted, and how many. vLLM's keys, checked before any weight is read.
+"""`--speculative-config`: how tokens are drafted, and how many. Uses vLLM's keys; checked before weights are read.
 
-Three methods: the model's own layers for multi-token prediction (mtp); what followed the same few tokens before, in the
-request itself (ngram), or in it and in recent answers, by how often (suffix). Knows no torch.
+Three methods: the model's own layers for multi-token prediction (mtp); continuations of the same few tokens earlier in
+the request (ngram); or in the request and in recent answers, by frequency (suffix). Does not use torch.
 """
 
 import json
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-MOST_DRAFTS = 32  # tokens behind the newest that a step may try
+MOST_DRAFTS = 32  # drafts that a step may try after the newest token
 _OWN_KEYS = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": (
@@ -20,19 +20,19 @@ _OWN_KEYS = {
     ),
     "mtp": (),
 }
-# vLLM's older names of the same, one for each family.
+# vLLM's older names for mtp, one per model family.
 _MTP_NAMES = (
     "deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp",
 )  # fmt: skip
-_UNUSED = {"draft_tensor_parallel_size": 1}  # keys that may be given with this value, which changes nothing
+_UNUSED = {"draft_tensor_parallel_size": 1}  # keys accepted with this value only, which has no effect
 
 
 class SpeculativeConfigError(ValueError):
-    """A speculative configuration that cannot be served; the message says what is allowed."""
+    """An unsupported speculative configuration. The message names what is allowed."""
 
 
 class Method(Enum):
-    """Where drafts come from; the values are vLLM's."""
+    """Source of drafts. The values are vLLM's."""
 
     NGRAM = "ngram"
     SUFFIX = "suffix"
@@ -44,11 +44,11 @@ class SpeculativeConfig:
     """How tokens are drafted.
 
     Attributes:
-        num_drafts: tokens that are tried behind a sequence's newest, at most.
-        shortest_match, longest_match: tokens at the end of a text that must have occurred before.
-        max_cached_requests: answers that a rank remembers for later requests (suffix).
-        drafts_per_match: drafts per token of the match, at most (suffix).
-        least_share: of the times that the text went on in this way, of a draft (suffix).
+        num_drafts: Most drafts tried after a sequence's newest token.
+        shortest_match, longest_match: Number of tokens at the end of the text that must have occurred before.
+        max_cached_requests: Answers that a rank keeps as a source for later requests (suffix).
+        drafts_per_match: Most drafts per matched token (suffix).
+        least_share: Least share of earlier occurrences that continued with the draft (suffix).
     """
 
     method: Method
@@ -60,7 +60,7 @@ class SpeculativeConfig:
     least_share: float = 0.0
 
     def as_json(self) -> str:
-        """Return a text that `parse_speculative_config` reads as this value."""
+        """Return JSON that `parse_speculative_config` reads as this value."""
         keys: dict[str, Any] = {"method": self.method.value, "num_speculative_tokens": self.num_drafts}
         if self.method is Method.NGRAM:
             keys |= {"prompt_lookup_min": self.shortest_match, "prompt_lookup_max": self.longest_match}
@@ -75,18 +75,18 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(given: str) -> SpeculativeConfig:
-    """Read a configuration.
+    """Parse a configuration.
 
     Args:
-        given: a JSON object with vLLM's keys.
+        given: JSON object with vLLM's keys.
 
     Raises:
-        SpeculativeConfigError: naming what was seen and what is allowed.
+        SpeculativeConfigError: The message names the value seen and the values allowed.
     """
     try:
         keys = json.loads(given)
     except json.JSONDecodeError as error:
-        raise SpeculativeConfigError(f"it is no JSON ({error})") from error
+        raise SpeculativeConfigError(f"it is not valid JSON ({error})") from error
     if not isinstance(keys, dict):
         raise SpeculativeConfigError(
             f'it is {given}; give a JSON object such as {{"method": "ngram", "num_speculative_tokens": 4}}'
@@ -95,11 +95,11 @@ def parse_speculative_config(given: str) -> SpeculativeConfig:
     method = _method(keys)
     for key, value in _UNUSED.items():
         if keys.pop(key, value) != value:
-            raise SpeculativeConfigError(f"{key} must be {value}: drafts are made by every rank for itself")
+            raise SpeculativeConfigError(f"{key} must be {value}: every rank makes its own drafts")
     allowed = ("num_speculative_tokens", *_OWN_KEYS[method.value])
     if unknown := sorted(keys.keys() - {*allowed}):
         raise SpeculativeConfigError(
-            f"{unknown[0]} is no key of method {method.value}; there are {', '.join(allowed)}"
+            f"{unknown[0]} is not a key of method {method.value}; the keys are {', '.join(allowed)}"
         )
     readers = {Method.NGRAM: _ngram, Method.SUFFIX: _suffix, Method.MTP: _mtp}
     return readers[method](keys)
@@ -117,14 +117,14 @@ def _method(keys: dict[str, Any]) -> Method:
 
 
 def _ngram(keys: dict[str, Any]) -> SpeculativeConfig:
-    # As in vLLM one of the two stands for both, and 5 for none.
+    # As in vLLM, one of the two sets both, and 5 is the default.
     shortest, longest = keys.get("prompt_lookup_min"), keys.get("prompt_lookup_max")
     shortest, longest = shortest or longest or 5, longest or shortest or 5
     for key, value in (("prompt_lookup_min", shortest), ("prompt_lookup_max", longest)):
         _whole(key, value, 1, 64)
     if shortest > longest:
         raise SpeculativeConfigError(
-            f"prompt_lookup_min is {shortest}, prompt_lookup_max {longest}: it may not be less"
+            f"prompt_lookup_min is {shortest}; it must not exceed prompt_lookup_max, which is {longest}"
         )
     return SpeculativeConfig(
         method=Method.NGRAM, num_drafts=_num_drafts(keys), shortest_match=shortest, longest_match=longest

@@ -1,12 +1,12 @@
 """The states of sequences: which slot each step reads and writes, and which states are kept as snapshots.
 
-A sequence is promised two slots, and one for each draft that a step may try: a step reads the state that the step before wrote, and writes the other. What it read is
-given back when the step is committed, so that a step may be run again until then.
+A sequence is promised two slots, and one more per draft of a step. A step reads the state that the last step wrote and
+writes the other slot. The slot it read is released at commit, so a step may be run again until then. A step with drafts
+writes the state after each of its tokens; the states after wrong drafts are released.
 
-Snapshots are taken at the ends of blocks: where the part of a prompt that can be shared ends, where it parts from what is cached
-already (others will part there too), and every `STRIDE` tokens between. A step with drafts writes the state behind each of its tokens,
-and those behind the drafts that were wrong are given back. While tokens are generated the newest end of a
-block is one, for the conversation's next turn. They take slots that nobody was promised, and the least recently used go first.
+Snapshots are taken at the ends of blocks: at the end of a prompt's shareable part, where a prompt departs from what is
+cached (others will depart there too), and every `STRIDE` tokens in between. During generation the newest block end is a
+snapshot, for the conversation's next turn. Snapshots use unpromised slots; the least recently used are dropped first.
 """
 
 from collections.abc import Sequence as Series
@@ -16,17 +16,17 @@ from kvcache.states import NO_STATE, Beginning, StatePiece, StatePool
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.sequence import Sequence, SequenceStates
 
-STATES_OF_ONE = 2  # slots of a sequence that runs: the state that a step reads, and the one that it writes
+STATES_OF_ONE = 2  # slots of a running sequence: the state that a step reads, and the one that it writes
 STRIDE = 512  # tokens between snapshots within a prompt
 
 
 def fewest_states(*, num_drafts: int, keeps_snapshots: bool) -> int:
-    """Slots with which any sequence runs, if it is alone: its own, and the snapshot that it may begin with."""
+    """Return the fewest slots with which any single sequence runs: its own, and the snapshot that it may start from."""
     return STATES_OF_ONE + num_drafts + keeps_snapshots
 
 
 class StateTables:
-    """Keep `Sequence.states` in step with the pool."""
+    """Keep `Sequence.states` consistent with the pool."""
 
     def __init__(
         self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool, num_drafts: int = 0
@@ -34,7 +34,7 @@ class StateTables:
         """Take over a pool.
 
         Raises:
-            SchedulerLimitsError: it is too small for some sequence.
+            SchedulerLimitsError: The pool is too small for a sequence.
         """
         fewest = fewest_states(num_drafts=num_drafts, keeps_snapshots=keeps_snapshots)
         if pool.num_slots < fewest:
@@ -43,18 +43,18 @@ class StateTables:
         self._promised = STATES_OF_ONE + num_drafts
 
     def find(self, matched: Series[int]) -> Beginning:
-        """Look for the newest snapshot of a prefix, whose cached blocks are `matched`."""
+        """Return the newest snapshot of a prefix with the cached blocks `matched`."""
         if not self._keeps_snapshots:
             return Beginning(0, NO_STATE)
         return self._pool.find([self._blocks.key_of(block_id) for block_id in matched])
 
     def seat(self, sequence: Sequence, beginning: Beginning, *, num_matched: int, num_shareable: int) -> bool:
-        """Give a sequence its slots; False, and nothing, where too few are free.
+        """Give a sequence its slots. Returns False, and gives none, if too few are free.
 
         Args:
-            beginning: where it starts.
-            num_matched: blocks of its longest cached prefix.
-            num_shareable: tokens of its longest prefix that later sequences need not run.
+            beginning: The snapshot that it starts from.
+            num_matched: Number of blocks of its longest cached prefix.
+            num_shareable: Number of tokens of its longest prefix that later sequences need not run.
         """
         if not self._pool.begin(beginning.slot, self._promised):
             return False
@@ -72,11 +72,11 @@ class StateTables:
         return True
 
     def can_plan(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next step has a slot to write; not while steps in flight have taken all."""
+        """Whether the sequence's next step has a slot to write. False while steps in flight hold all of them."""
         return sequence.states.num_promised > 0
 
     def plan(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> list[StatePiece]:
-        """Choose slots for tokens [start, end), the last of which may be drafts."""
+        """Choose slots for tokens [start, end), of which the last `num_drafts` are drafts."""
         own, pieces = sequence.states, []
         read, begin = own.slots[-1] if own.slots else NO_STATE, start
         for position in sorted(each for each in own.snapshot_ends if start < each < end):
@@ -94,13 +94,13 @@ class StateTables:
         return pieces
 
     def advance(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that tokens [start, end) are computed, whose full blocks are published; keep the snapshots."""
+        """Note that tokens [start, end) are computed and their full blocks published. Keep the snapshots."""
         own = sequence.states
         while own.snapshots and own.snapshots[0][0] < end:
             position, slot = own.snapshots.pop(0)
             self._pool.publish(slot, self._key(sequence, position))
             self._pool.give(slot)
-        # The slots are those that the step read (none at the beginning of a text), wrote, and later ones in flight.
+        # The slots, in order: the one that the step read (none at a text's start), wrote, and those of later steps.
         if start > 0:
             self._pool.give(own.slots.pop(0), is_promised=not own.is_first_shared)
             own.num_promised += not own.is_first_shared
@@ -116,7 +116,7 @@ class StateTables:
                 own.newest_key = key
 
     def advance_drafted(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that tokens [start, end) are computed and the drafts behind them, if there are any, were wrong."""
+        """Note that tokens [start, end) are computed and that any drafts after them were wrong."""
         own = sequence.states
         for position in range(start, end):
             self.advance(sequence, position, position + 1)
@@ -125,7 +125,7 @@ class StateTables:
             own.num_promised += 1
 
     def vacate(self, sequence: Sequence) -> None:
-        """Give everything back."""
+        """Release all slots and promises of a sequence."""
         own = sequence.states
         for slot in (*own.slots, *(slot for _, slot in own.snapshots)):
             self._pool.give(slot)

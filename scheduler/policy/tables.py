@@ -1,10 +1,10 @@
-"""The block tables of sequences: how a sequence comes to its KV blocks, fills, publishes and leaves them.
+"""The block tables of sequences: how a sequence acquires, fills, publishes and releases its KV blocks.
 
-A table only grows while its sequence runs. Its first blocks may be shared: full, published, never written again.
-All others were acquired for this sequence alone, and tokens are written behind the shared ones only, so no two
-sequences ever write one block.
+A table only grows while its sequence runs. Its first blocks may be shared: they are full, published and never written
+again. The others are acquired for this sequence alone. Tokens are only written after the shared blocks, so no two
+sequences ever write the same block.
 
-Knows nothing of budgets and order; `scheduler.policy.scheduler` decides who runs.
+Does not know budgets or order; `scheduler.policy.scheduler` decides which sequences run.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from scheduler.policy.state_tables import StateTables
 
 
 class BlockTables:
-    """Keep `Sequence.block_ids` and the counts beside it in step with the pool."""
+    """Keep `Sequence.block_ids` and its counts consistent with the pool."""
 
     def __init__(
         self,
@@ -28,23 +28,22 @@ class BlockTables:
         keeps_snapshots: bool = True,
         num_drafts: int = 0,
     ) -> None:
-        """`num_drafts`: that a step of a sequence may try, at most."""
+        """`num_drafts`: most drafts in a step of a sequence."""
         self._pool = pool
         self._states = None
         if states is not None:
             self._states = StateTables(states, pool, keeps_snapshots=keeps_snapshots, num_drafts=num_drafts)
         self._enable_prefix_caching = enable_prefix_caching
-        self.leaving: set[Sequence] = (
-            set()
-        )  # no longer running, but in-flight batches may still write their blocks
+        # Sequences that no longer run, but in-flight batches may still write their blocks.
+        self.leaving: set[Sequence] = set()
         self.prefix_query_tokens = 0  # counter: prompt tokens looked up at a first admission
-        self.prefix_hit_tokens = 0  # counter: of those, found
+        self.prefix_hit_tokens = 0  # counter: those found
 
     def seat(self, sequence: Sequence, num_spare_blocks: int) -> bool:
-        """Give a waiting sequence its cached prefix, if the blocks for all its other tokens are free as well.
+        """Give a waiting sequence its cached prefix, if enough blocks for its other tokens are free.
 
         Args:
-            num_spare_blocks: blocks that must stay free beyond those.
+            num_spare_blocks: Number of blocks that must stay free beyond those.
         """
         num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
         num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
@@ -65,7 +64,7 @@ class BlockTables:
         return True
 
     def _find_prefix(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> list[int] | None:
-        """The cached blocks that a sequence begins with, and its state slots; None: what it wants besides is not free."""
+        """Return the cached blocks that a sequence starts with, and take its state slots. None if memory is short."""
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         if self._states is None:
             is_short = self._is_short(sequence, num_shareable, num_wanted)
@@ -81,10 +80,10 @@ class BlockTables:
         return matched[: beginning.num_blocks] if is_seated else None
 
     def _is_short(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> bool:
-        """Whether too few blocks are free, beside cached ones that a sequence begins with.
+        """Whether too few blocks are free for what the cached prefix does not cover.
 
-        Cached blocks that nobody holds are free ones, whether they are shared or taken, and looking for them costs time by
-        the prompt's length: only those that others hold help a sequence in, and these are remembered.
+        Unheld cached blocks count as free, whether shared or taken, and looking for them takes time proportional to the
+        prompt. Only cached blocks that others hold help a sequence to start, and those are remembered.
         """
         pool = self._pool
         num_held = pool.count_held(sequence.token_ids, num_shareable, sequence.held_keys, sequence.root_key)
@@ -96,14 +95,14 @@ class BlockTables:
         return self._states is not None
 
     def lacks_blocks(self, sequence: Sequence, num_spare_blocks: int) -> bool:
-        """Whether `seat` would refuse a waiting sequence; of models that keep no states."""
-        assert self._states is None, "looking for states takes them"
+        """Whether `seat` would refuse a waiting sequence. Only for models without states."""
+        assert self._states is None, "a lookup of states takes slots"
         num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
         num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
         return self._is_short(sequence, num_shareable, num_wanted)
 
     def num_plannable_steps(self, sequences: Series[Sequence], most: int) -> int:
-        """How many steps of one token of each there are blocks for, up to `most`."""
+        """Return the number of steps, up to `most`, with one token per sequence, for which there are blocks."""
         num_free = self._pool.num_free
 
         def fits(num_steps: int) -> bool:
@@ -116,11 +115,11 @@ class BlockTables:
         return bisect_left(range(most), True, key=lambda num_steps: not fits(num_steps)) - 1
 
     def is_ready(self, sequence: Sequence) -> bool:
-        """Whether another step of the sequence may be planned: not while steps in flight have all its states."""
+        """Whether another step of the sequence may be planned. False while steps in flight hold all its states."""
         return self._states is None or self._states.can_plan(sequence)
 
     def num_ready(self, sequence: Sequence) -> int:
-        """How many tokens its next step may have, if the state behind each of them is to be kept."""
+        """Return the most tokens of the next step if the state after each must be kept."""
         return (
             self._pool.num_blocks * self._pool.block_tokens
             if self._states is None
@@ -128,17 +127,17 @@ class BlockTables:
         )
 
     def num_plannable(self, sequence: Sequence, num_spare_blocks: int = 0) -> int:
-        """How many more tokens the sequence's blocks and the free ones hold, if so many of these stay free."""
+        """Return how many more tokens fit in the sequence's and the free blocks if `num_spare_blocks` stay free."""
         num_blocks = len(sequence.block_ids) + max(0, self._pool.num_free - num_spare_blocks)
         return num_blocks * self._pool.block_tokens - sequence.num_planned
 
     def plan(self, sequence: Sequence, num_tokens: int, *, num_drafts: int = 0) -> list[StatePiece]:
-        """Hold blocks for the sequence's next tokens; as many must be free as are missing.
+        """Acquire blocks for the sequence's next tokens. The missing blocks must be free.
 
-        `num_drafts`: of the tokens, the last, which may turn out not to be the sequence's.
+        `num_drafts`: number of drafts at the end, which may turn out wrong.
 
         Returns:
-            The states between them, where the model keeps any.
+            The recurrent states between the tokens, if the model keeps any.
         """
         start = sequence.num_planned
         sequence.num_planned += num_tokens
@@ -151,7 +150,7 @@ class BlockTables:
         return self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
 
     def take_token(self, sequence: Sequence) -> None:
-        """Plan and advance by a token that is known, where nothing is in flight; of models that keep no states."""
+        """Plan and advance by one known token with nothing in flight. Only for models without states."""
         pool, start = self._pool, sequence.num_planned
         end = start + 1
         if end > len(sequence.block_ids) * pool.block_tokens:
@@ -163,7 +162,7 @@ class BlockTables:
             sequence.num_computed = end
 
     def reserve(self, sequence: Sequence, num_tokens: int, num_spare_blocks: int) -> None:
-        """Hold blocks for so many tokens behind those planned, where they are free and leave others so many."""
+        """Acquire blocks for `num_tokens` after the planned ones if `num_spare_blocks` then stay free."""
         num_missing = self._pool.blocks_for(sequence.num_planned + num_tokens) - len(sequence.block_ids)
         if 0 < num_missing <= self._pool.num_free - num_spare_blocks:
             sequence.block_ids += self._pool.acquire(num_missing)
@@ -171,7 +170,7 @@ class BlockTables:
     def advance(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> None:
         """Note that tokens [start, end) are computed, and publish the blocks that they filled.
 
-        `num_drafts`: as they were planned; of those that are not among the tokens nothing is kept.
+        `num_drafts`: as planned. States of drafts outside these tokens are dropped.
         """
         assert start == sequence.num_computed, f"token {start} was run, {sequence.num_computed} was next"
         size = self._pool.block_tokens
@@ -187,7 +186,7 @@ class BlockTables:
         sequence.num_computed = end
 
     def vacate(self, sequence: Sequence) -> None:
-        """Release the blocks of a sequence that no longer runs, or note that its last batch's commit must."""
+        """Release the blocks of a sequence that no longer runs, or leave that to the commit of its last batch."""
         if sequence.num_in_flight:
             self.leaving.add(sequence)
             return
@@ -200,10 +199,10 @@ class BlockTables:
 
 
 def _num_shareable(sequence: Sequence) -> int:
-    """How many of the first tokens need not be computed if their KV is cached.
+    """Return how many of the first tokens need not be computed if their KV is cached.
 
-    The last token always is: its logits are what the sampler needs. Where the prompt's logprobs are wanted, so is
-    every token whose logits were not seen yet.
+    The last token is always computed: the sampler needs its logits. If prompt logprobs are requested, so is every token
+    without a score yet.
     """
     if sequence.wants_prompt_logprobs:
         return min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)

@@ -1,9 +1,8 @@
-"""What one request's parameters say about single tokens, whatever the model thinks: which may be sampled, which not
-now, and whose logits are shifted.
+"""One request's rules for single tokens, regardless of the model's logits: allowed, forbidden and biased tokens.
 
-Prepared once per request, because it is asked in every step. In vLLM's order: allowed ids, bad words, stop tokens
-before min_tokens, biases. A rule that would leave nothing to sample gives way to those before it, so that a row
-always has a token and what a structure or allowed_token_ids demands is never broken by a ban.
+Prepared once per request, because every step applies them. Order as in vLLM: allowed ids, bad words, stop tokens before
+min_tokens, biases. A rule that would leave nothing to sample yields to those before it. So a row always has a token,
+and a ban never breaks what a structure or allowed_token_ids demands.
 
 Legend: V vocabulary.
 """
@@ -18,7 +17,7 @@ Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 class TokenRules:
-    """One request's rules."""
+    """The rules of one request."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._allowed = np.array(params.allowed_token_ids, dtype=np.int64)
@@ -35,21 +34,21 @@ class TokenRules:
 
     @classmethod
     def of(cls, params: SamplingParams) -> "TokenRules | None":
-        """Prepare a request's rules; None where it has none."""
+        """Prepare a request's rules. Returns None if it has none."""
         rules = cls(params)
         return rules if rules.apply_at(0) else None
 
     def apply_at(self, num_generated: int) -> bool:
-        """Whether anything applies after so many generated tokens."""
+        """Whether any rule applies after `num_generated` generated tokens."""
         return self._is_lasting or (num_generated < self._min_tokens and self._stop_ids.size > 0)
 
     def apply(self, logits_V: Row, token_ids: Sequence[int], num_generated: int) -> None:
-        """Change a row in place.
+        """Apply the rules to a row, in place.
 
         Args:
             logits_V: [V].
-            token_ids: of the sequence so far; the last `num_generated` of them are generated.
-            num_generated: see there; bad words are made of generated tokens only.
+            token_ids: The sequence so far; its last `num_generated` tokens are generated.
+            num_generated: Number of generated tokens; only these can form bad words.
         """
         if self._allowed.size:
             _keep(logits_V, self._allowed)
@@ -63,7 +62,7 @@ class TokenRules:
             logits_V[self._bias_ids[known]] += self._biases[known]
 
     def _bad_now(self, token_ids: Sequence[int], num_generated: int) -> list[int]:
-        """Ids that would complete a bad word."""
+        """Return the ids that would complete a bad word."""
         if not num_generated or not self._bad_after:
             return self._always_bad
         bad = list(self._always_bad)

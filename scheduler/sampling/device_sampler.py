@@ -1,22 +1,22 @@
-"""From logits to tokens on a GPU, a whole batch at once: the order, rules and random numbers of `scheduler.sampling.sampler`.
+"""Sampling on a GPU, a whole batch at once, with the order, rules and random numbers of `scheduler.sampling.sampler`.
 
-What `scheduler.sampling.plan` sent is applied while the device still works on the logits; only what concerns a whole row
-is left to the device, in plain torch. The host reads once, after everything is launched: token ids, and of rows whose
-logprobs are asked for the few numbers that those are made of.
+The plan of `scheduler.sampling.plan` is applied while the device still computes the logits. Only work on whole rows is
+done on the device, in plain torch. After launching everything, the host reads once: the token ids, and the few numbers
+of each row with logprobs.
 
-Greedy rows take their top. Drawn rows are weighed (exp((logit - top) / temperature)), and those with filters sorted: of
-tokens by falling weight, equal ones by id, what top-k, min-p and top-p leave is a beginning. Sums are of whole units in
-int64, so that they are exact and no row's token or logprob depends on the rows beside it; tokens are the CPU's for the
-same logits, unless a draw falls within about 1e-7 of a border between two of them.
+Greedy rows take their largest logit. Sampled rows are weighted with exp((logit - top) / temperature). With filters,
+they are sorted by falling weight, equal weights by id, and top-k, min-p and top-p each keep a prefix of that order.
+Sums use whole units in int64, so that they are exact and no row's token or logprob depends on other rows. Tokens equal
+the CPU's for the same logits, unless a draw falls within about 1e-7 of a border between two tokens.
 
-Rules give way where they would leave nothing to sample. The plan judges that by the sets alone; a row of which all that
-they allow is -inf of its own is noticed, and sampled on the CPU from the logits as the model left them (a second read).
+Rules yield if they would leave nothing to sample. The plan can judge only the sets of tokens. If all allowed tokens of a
+row have logits of -inf, the row is sampled on the CPU from the model's logits (a second read).
 
-Rejected: kernels of our own in Triton that found the place in the list by bisection instead of sorting (700 lines, never
-run on a GPU; vLLM's own sampler sorts as well).
+Rejected: custom Triton kernels that bisect instead of sorting (700 lines, never run on a GPU; vLLM's own sampler also
+sorts).
 
-Legend: R rows, V vocabulary, M masked rows, W words of 32 bits, E edits of single logits, D drawn rows, K rows of logits
-that are asked about, N tokens told of beside a row's own.
+Legend: R rows, V vocabulary, M masked rows, W words of 32 bits, E edits of single logits, D sampled rows, K rows with
+kept logits, N further tokens with logprobs per row.
 """
 
 from collections.abc import Sequence as Rows
@@ -31,17 +31,17 @@ from scheduler.policy.sequence import Sequence, TokenContext
 from scheduler.sampling.plan import MOST_ROWS, LogprobQuery, SamplingPlan, make_plan, send
 from scheduler.sampling.sampler import Sampled, make_logprobs, sample
 
-_WEIGHT_UNITS = 2.0**40  # of the top's weight; what is lighter than one is never drawn
-_SUM_UNITS = 2.0**44  # of the top's exponential, for logprobs; 2^19 tokens do not overflow
-_SUM, _TOP, _MINE, _RANK, _OTHERS = range(5)  # columns of a row's answer; ids and logits of others follow
+_WEIGHT_UNITS = 2.0**40  # weight of the top; tokens lighter than 1 unit are never drawn
+_SUM_UNITS = 2.0**44  # exponential of the top, for logprobs; 2^19 tokens do not overflow
+_SUM, _TOP, _MINE, _RANK, _OTHERS = range(5)  # columns of a row's result; ids and logits of others follow
 _LOWER = 0xFFFFFFFF
 
 
 class DeviceSampler:
-    """Samples where the model computes; a `scheduler.sampling.sampler.Sampler`.
+    """Samples on the model's device; a `scheduler.sampling.sampler.Sampler`.
 
     Attributes:
-        num_host_rows: counter of rows that had to be sampled on the CPU; see the module.
+        num_host_rows: Counter of rows that had to be sampled on the CPU; see the module.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class DeviceSampler:
         self.num_host_rows = 0
 
     def warm_up(self, vocabulary: int) -> None:
-        """Load what steps use."""
+        """Load everything that steps use."""
         for temperature in (0.0, 1.0):
             plain = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.5)
             ruled = replace(plain, allowed_token_ids=(0,), presence_penalty=1.0, num_logprobs=1)
@@ -60,9 +60,8 @@ class DeviceSampler:
                 self.sample(torch.zeros(1, vocabulary, device=self._device), [sequence])
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
-        """Choose a token per row; see `Sampler`."""
         if not contexts:
-            self._wait()  # the runner may fill the step's memory on the host again once this returns
+            self._wait()  # after this returns, the runner may overwrite the step's memory on the host
             return Sampled([], [])
         logits_RV = logits_RV.contiguous()
         R, V = logits_RV.shape
@@ -76,7 +75,7 @@ class DeviceSampler:
             for each, one in zip(plan.asked, told, strict=True):
                 logprobs[each.token] = one
         for place, row in enumerate(plan.masked_rows):
-            if found[R + place]:  # nothing is left
+            if found[R + place]:  # no token is left
                 own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
                 again = sample(own_1V, [contexts[row]])
                 token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
@@ -84,7 +83,6 @@ class DeviceSampler:
         return Sampled(token_ids, logprobs)
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
-        """Say how likely each row found the token that follows it; see `Sampler`."""
         asked = [LogprobQuery(row, row, num_top) for row in range(len(next_ids))]
         token_C = send({"token": np.array(next_ids, np.int64)}, self._device)["token"]
         found = _read([measure(logits_CV.contiguous(), asked, token_C).flatten()])
@@ -96,7 +94,7 @@ class DeviceSampler:
 
 
 def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
-    """Return token ids [R]; of masked rows, whether nothing is left [M]; and what makes logprobs. All int64."""
+    """Return int64 tensors: token ids [R], whether each masked row has no token left [M], and numbers for logprobs."""
     id_R = choose_tokens(logits_RV, plan)
     parts = [id_R]
     if plan.masked_rows:
@@ -108,17 +106,17 @@ def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tens
 
 
 def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
-    """Choose a token per row; nothing waits for the device.
+    """Choose a token per row. Does not wait for the device.
 
     Args:
-        logits_RV: float32 contiguous; changed in place where a row has a mask or edits.
+        logits_RV: float32 contiguous. Rows with a mask or edits are changed in place.
 
     Returns:
         int64 [R].
     """
     if logits_RV.dtype != torch.float32 or not logits_RV.is_contiguous():
         raise ValueError(
-            f"logits_RV are {logits_RV.dtype}, strides {logits_RV.stride()}; give contiguous float32"
+            f"logits_RV is {logits_RV.dtype} with strides {logits_RV.stride()}; it must be contiguous float32"
         )
     _edit(logits_RV, plan)
     _mask(logits_RV, plan)
@@ -132,7 +130,7 @@ def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def _edit(logits_RV: Tensor, plan: SamplingPlan) -> None:
-    """Bias, repetition penalty, then frequency and presence, of the few logits that have them."""
+    """Apply bias, repetition penalty, then frequency and presence penalties to the few logits that have them."""
     if not plan.edited_E.numel():
         return
     flat = logits_RV.view(-1)
@@ -142,7 +140,7 @@ def _edit(logits_RV: Tensor, plan: SamplingPlan) -> None:
 
 
 def _mask(logits_RV: Tensor, plan: SamplingPlan) -> None:
-    """Forbid what a row's mask does not allow."""
+    """Forbid the tokens that a row's mask excludes."""
     if not plan.masked_rows:
         return
     V = logits_RV.shape[1]
@@ -153,7 +151,7 @@ def _mask(logits_RV: Tensor, plan: SamplingPlan) -> None:
 
 
 def _draw(logits_RV: Tensor, plan: SamplingPlan, of_draw: slice, id_R: Tensor, *, is_filtered: bool) -> None:
-    """Draw some rows' tokens in the place of their tops, unless nothing is left to draw, or NaN."""
+    """Replace the greedy tokens of some rows by drawn ones, except in rows without finite logits or with NaN."""
     row_D = plan.row_D[of_draw]
     x_DV = logits_RV.index_select(0, row_D)
     top_D1 = x_DV.amax(dim=1, keepdim=True)
@@ -179,15 +177,15 @@ def _draw(logits_RV: Tensor, plan: SamplingPlan, of_draw: slice, id_R: Tensor, *
 
 
 def measure(logits_KV: Tensor, asked: Rows[LogprobQuery], token_T: Tensor) -> Tensor:
-    """Find out what `Logprobs` are made of; nothing waits for the device.
+    """Compute the numbers for `Logprobs`. Does not wait for the device.
 
-    The likeliest are found by whole numbers that order as (logit, lower id first) does and are all different, so that
-    `torch.topk` has no ties to break.
+    The most likely tokens are found by distinct integers with the order (logit, lower id first), so that `torch.topk`
+    has no ties to break.
 
     Args:
         logits_KV: float32 contiguous.
         asked: L rows, at least one.
-        token_T: int64 tokens, of which each asked row has one.
+        token_T: int64 tokens; each query names one.
 
     Returns:
         int64 [L, 4 + 2 N], for `read_measured` once it is on the host.
@@ -232,11 +230,11 @@ def read_measured(
     *,
     with_rank: bool = False,
 ) -> list[Logprobs]:
-    """Put together what `measure` found.
+    """Build logprobs from the result of `measure`.
 
     Args:
-        found: what it returned, as a flat array.
-        token_ids: what `token_T` was.
+        found: The result, as a flat array.
+        token_ids: Values of `token_T`.
     """
     found_LC = found.reshape(len(asked), -1)
     width = (found_LC.shape[1] - _OTHERS) // 2
@@ -252,7 +250,7 @@ def read_measured(
 
 
 def measured_size(asked: Rows[LogprobQuery], vocabulary: int) -> int:
-    """How many numbers `measure` returns."""
+    """Return the number of values that `measure` returns."""
     return len(asked) * (_OTHERS + 2 * _width(asked, vocabulary))
 
 
@@ -265,16 +263,16 @@ def _width(asked: Rows[LogprobQuery], vocabulary: int) -> int:
 
 
 def _likeliest(x_LV: Tensor, count: int) -> Tensor:
-    """Ids by falling logit; of equal ones the lower first. int64 [L, count]."""
+    """Return ids by falling logit, lower ids first among equals. int64 [L, count]."""
     V = x_LV.shape[1]
-    bits = (x_LV + 0.0).view(torch.int32)  # the sum makes 0 of -0
+    bits = (x_LV + 0.0).view(torch.int32)  # the sum turns -0 into 0
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     key_LV = (order << 32) + torch.arange(V - 1, -1, -1, device=x_LV.device)
     return V - 1 - (key_LV.topk(count, dim=1).values & _LOWER)
 
 
 def _read(parts: list[Tensor]) -> np.ndarray:
-    """Copy numbers to the host; waits for all that was launched."""
+    """Copy numbers to the host. Waits for everything launched so far."""
     packed = parts[0] if len(parts) == 1 else torch.cat(parts)
     found: np.ndarray = packed.numpy(force=True)
     return found

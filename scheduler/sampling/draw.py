@@ -1,14 +1,14 @@
-"""Choosing tokens on the CPU: the likeliest, or drawn by temperature, min-p, top-k and top-p, in kernels that a team's threads share.
+"""Choosing tokens on the CPU: greedy, or drawn by temperature, min-p, top-k and top-p, in multi-threaded kernels.
 
-A row's weights are exp((logit - top) / temperature), in place of its logits. Plain rows are walked by the sums of chunks. Where
-tokens are left out, only those are looked at that can be in the nucleus: the lanes' largest weights say where they are.
-They fall into bins by the leading bits of their weights; whole bins are added up, and only the bins in which the nucleus ends
-and in which the drawn token lies are sorted. A token depends on its own row only.
+A row's weights are exp((logit - top) / temperature) and overwrite its logits. Rows without filters are drawn by walking
+the sums of chunks. With filters, only tokens that may be in the nucleus are examined; the lanes' largest weights locate
+them. They are put into bins by the leading bits of their weights. Whole bins are added up, and only two bins are
+sorted: the one in which the nucleus ends and the one with the drawn token. A token depends on its own row only.
 
 The random number of a position is the first of a counter-based generator keyed by (seed, position) (Philox: Salmon et
-al., 2011, as numpy counts), so that a replay draws the same tokens.
+al., 2011, with numpy's way of counting), so that a replay draws the same tokens.
 
-Legend: D rows that are drawn, V vocabulary.
+Legend: D drawn rows, V vocabulary.
 """
 
 import math
@@ -25,12 +25,11 @@ from dispatch.native import compiled, floats, pointer, words
 from dispatch.team import WORDS, Kernel, Team, program_of, run
 from scheduler.policy.request import SamplingParams
 
-LEAST_TEMPERATURE = (
-    1e-5  # below, logits over temperature leave float32's range; the draw is greedy long before
-)
-NOTHING = -1  # drawn where no logit is finite, or one is not a number
-CHUNK = 256  # weights whose sum is kept
-_SORTED = 192  # so few are sorted without bins
+# Below, logits over temperature leave float32's range; draws are greedy long before.
+LEAST_TEMPERATURE = 1e-5
+NOTHING = -1  # result if no logit is finite or one is NaN
+CHUNK = 256  # weights per stored sum
+_SORTED = 192  # up to this many are sorted without bins
 _BIN_SHIFT = 20  # of a weight's bits: bins are 12 % wide
 _NUM_BINS = (0x3F800000 >> _BIN_SHIFT) + 1  # weights are at most 1
 _MARGIN = 1.001  # for sums in float32
@@ -41,7 +40,7 @@ _ASKED, _REALS = 5, 3  # words and numbers per row
 
 @intrinsic
 def _raise_to(_typing: Any, highest: Any, x: Any) -> Any:
-    """16 lanes of `highest = max(highest, x)`; two addresses. What is not a number stays."""
+    """`highest = max(highest, x)` on 16 lanes; takes two addresses. NaN is kept."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         highest, x = load(builder, args[0]), load(builder, args[1])
@@ -55,7 +54,7 @@ def _raise_to(_typing: Any, highest: Any, x: Any) -> Any:
 
 @intrinsic
 def _weigh(_typing: Any, x: Any, top: Any, inverse: Any, sums: Any, highest: Any) -> Any:
-    """16 lanes of `x = exp((x - top) * inverse)`, added to `sums`, and `highest` raised to them."""
+    """`x = exp((x - top) * inverse)` on 16 lanes; adds it to `sums` and raises `highest` to it."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         x, top, inverse, sums, highest = args
@@ -71,7 +70,7 @@ def _weigh(_typing: Any, x: Any, top: Any, inverse: Any, sums: Any, highest: Any
 
 @intrinsic
 def _bits(_typing: Any, value: Any) -> Any:
-    """A float32's bits as a number; those of positive ones are ordered as they are."""
+    """Return a float32's bits as an integer. For positive values, both have the same order."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         return builder.zext(builder.bitcast(args[0], ir.IntType(32)), ir.IntType(64))
@@ -81,7 +80,7 @@ def _bits(_typing: Any, value: Any) -> Any:
 
 @intrinsic
 def _float(_typing: Any, bits: Any) -> Any:
-    """The float32 of some bits."""
+    """Return the float32 with these bits."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         return builder.bitcast(builder.trunc(args[0], ir.IntType(32)), ir.FloatType())
@@ -96,7 +95,7 @@ _LOWER, _HALF, _ELEVEN = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(11)
 
 @njit(nogil=True, inline="always")
 def _upper_product(a, b):  # type: ignore[no-untyped-def]
-    # The upper 64 bits of a product of 64 by 64.
+    # The upper 64 bits of a 64 by 64 bit product.
     a_low, a_high, b_low, b_high = a & _LOWER, a >> _HALF, b & _LOWER, b >> _HALF
     low, middle, other = a_low * b_low, a_high * b_low, a_low * b_high
     carry = ((low >> _HALF) + (middle & _LOWER) + (other & _LOWER)) >> _HALF
@@ -105,7 +104,7 @@ def _upper_product(a, b):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _uniform(seed, position):  # type: ignore[no-untyped-def]
-    # numpy.random.Generator(Philox(key=seed, counter=position)).random(): it counts before it makes numbers.
+    # numpy.random.Generator(Philox(key=seed, counter=position)).random(), which increments the counter first.
     one, zero = np.uint64(1), np.uint64(0)
     c0, c1, c2, c3 = np.uint64(position) + one, zero, zero, zero
     k0, k1 = np.uint64(seed), zero
@@ -123,7 +122,7 @@ def _uniform_at(seed: int, position: int) -> float:
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """The random number of a position, in [0, 1).
+    """Return the random number of a position, in [0, 1).
 
     Args:
         seed: 64 bits.
@@ -133,7 +132,7 @@ def uniform_at(seed: int, position: int) -> float:
 
 @njit(nogil=True, inline="always")
 def _find_top(row, V, lanes):  # type: ignore[no-untyped-def]
-    # Not a number where a logit is none.
+    # Returns NaN if a logit is NaN.
     lanes[:] = np.float32(-np.inf)
     at, step = lanes.ctypes.data, LANES * 4
     whole = V // (4 * LANES) * (4 * LANES)
@@ -153,7 +152,7 @@ def _find_top(row, V, lanes):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _weigh_all(row, V, top, inverse, sums, highest):  # type: ignore[no-untyped-def]
-    # Weights in place; by chunk their sum, and of every lane the largest.
+    # Replaces logits by weights. Stores the sum of each chunk and the largest weight of each lane.
     lanes, tail = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     total = 0.0
     for chunk in range(sums.shape[0]):
@@ -179,7 +178,7 @@ def _weigh_all(row, V, top, inverse, sums, highest):  # type: ignore[no-untyped-
 
 @njit(nogil=True, inline="always")
 def _walk(row, V, sums, wanted):  # type: ignore[no-untyped-def]
-    # The token at which the running sum of weights passes `wanted`.
+    # Returns the token at which the running sum of weights passes `wanted`.
     chunk, before = 0, 0.0
     while chunk < sums.shape[0] - 1 and before + sums[chunk] <= wanted:
         before += sums[chunk]
@@ -191,7 +190,7 @@ def _walk(row, V, sums, wanted):  # type: ignore[no-untyped-def]
             before += row[index]
             if before > wanted:
                 return index
-    while last < 0 or row[last] <= 0.0:  # rounding must not step past the last token that has any weight
+    while last < 0 or row[last] <= 0.0:  # rounding must not go past the last token with a weight
         last = chunk * CHUNK - 1 if last < 0 else last - 1
     return last
 
@@ -203,7 +202,7 @@ def _bin_of(weight):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _kth_largest_at_least(highest, top_k, counts):  # type: ignore[no-untyped-def]
-    # A weight that top_k tokens reach: of as many lanes, each with a token of its own.
+    # Returns a weight that at least top_k tokens reach: top_k lanes do, and each lane has its own tokens.
     counts[:] = 0
     for chunk in range(highest.shape[0]):
         for lane in range(LANES):
@@ -217,7 +216,7 @@ def _kth_largest_at_least(highest, top_k, counts):  # type: ignore[no-untyped-de
 
 @njit(nogil=True, fastmath={"reassoc", "contract", "nsz"})
 def _masses_above(row, V, t0, t1, t2, t3):  # type: ignore[no-untyped-def]
-    # In any order of addition: these only say where to look.
+    # The order of addition is free: these sums only say where to search.
     m0, m1, m2, m3 = np.float32(0.0), np.float32(0.0), np.float32(0.0), np.float32(0.0)
     zero = np.float32(0.0)
     for index in range(V):
@@ -231,7 +230,7 @@ def _masses_above(row, V, t0, t1, t2, t3):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _nucleus_at_least(row, V, least, enough):  # type: ignore[no-untyped-def]
-    # A weight that all of the nucleus reach, `least` at the least: twice four cuts between it and the largest weight.
+    # Returns a weight, at least `least`, that the whole nucleus reaches. Twice tries four cuts up to the largest weight.
     low, high = least, np.float32(1.0)
     for _ in range(2):
         ratio = np.float32((high / low) ** 0.2)
@@ -254,12 +253,12 @@ def _nucleus_at_least(row, V, least, enough):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _gather(row, V, highest, least, keys):  # type: ignore[no-untyped-def]
-    # Keys of the tokens of a weight of `least` and more: weight, then the lower id first when sorted downwards.
+    # Collects the keys of tokens with a weight of `least` or more. Sorted down, they give weights, then lower ids first.
     count = lanes = 0
     for chunk in range(highest.shape[0]):
         for lane in range(LANES):
             lanes += 1 if highest[chunk, lane] >= least else 0
-    if 4 * lanes > highest.size:  # most tokens are to be looked at: without a branch for each
+    if 4 * lanes > highest.size:  # most tokens qualify: loop without a branch per token
         smallest = max(least, np.float32(1e-45))
         for index in range(V):
             keys[count] = _bits(row[index]) << 31 | (0x7FFFFFFF - index)
@@ -295,7 +294,7 @@ def _sort_down(keys):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _draw_sorted(keys, count, top_k, top_p, uniform):  # type: ignore[no-untyped-def]
-    # Of a few tokens: all of them sorted.
+    # For few tokens: sorts all of them.
     found = keys[:count]
     _sort_down(found)
     count = min(count, top_k) if top_k > 0 else count
@@ -303,7 +302,7 @@ def _draw_sorted(keys, count, top_k, top_p, uniform):  # type: ignore[no-untyped
     for index in range(count):
         mass += _weight_of(found[index])
     kept, size = 0.0, 0
-    while size < count and (size == 0 or kept < top_p * mass):  # the one that crosses top_p stays
+    while size < count and (size == 0 or kept < top_p * mass):  # the token that crosses top_p stays
         kept += _weight_of(found[size])
         size += 1
     return _walk_sorted(found, 0, size, uniform * kept)
@@ -311,7 +310,7 @@ def _draw_sorted(keys, count, top_k, top_p, uniform):  # type: ignore[no-untyped
 
 @njit(nogil=True)
 def _walk_sorted(keys, begin, end, wanted):  # type: ignore[no-untyped-def]
-    # The token at which the running sum passes `wanted`.
+    # Returns the token at which the running sum passes `wanted`.
     running = 0.0
     for index in range(begin, end):
         running += _weight_of(keys[index])
@@ -322,7 +321,7 @@ def _walk_sorted(keys, begin, end, wanted):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _members(keys, count, bin_):  # type: ignore[no-untyped-def]
-    # A bin's keys, sorted downwards.
+    # Returns a bin's keys, sorted down.
     inside = np.empty(count, np.int64)
     size = 0
     for index in range(count):
@@ -335,14 +334,14 @@ def _members(keys, count, bin_):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True)
 def _draw_binned(keys, count, top_k, top_p, mass, uniform, counts, masses):  # type: ignore[no-untyped-def]
-    # Of many: what is left out is found by bins first. `mass` is not used where top_k leaves tokens out.
+    # For many tokens: bins determine first what is left out. `mass` is unused if top_k leaves tokens out.
     counts[:] = 0
     masses[:] = 0.0
     for index in range(count):
         bin_ = keys[index] >> (31 + _BIN_SHIFT)
         counts[bin_] += 1
         masses[bin_] += _weight_of(keys[index])
-    last, left = -1, 0  # the bin in which top_k ends, and how many of it stay
+    last, left = -1, 0  # the bin in which top_k ends, and how many of its tokens stay
     if 0 < top_k < count:
         mass, left, last = 0.0, top_k, _NUM_BINS - 1
         while counts[last] < left:
@@ -356,7 +355,7 @@ def _draw_binned(keys, count, top_k, top_p, mass, uniform, counts, masses):  # t
     while end > 0 and (counts[end] == 0 or (end != last and kept + masses[end] < enough)):
         kept += masses[end]
         end -= 1
-    before = kept  # of the bins above the one in which the nucleus ends
+    before = kept  # mass of the bins above the one in which the nucleus ends
     inside = _members(keys, count, end)
     most = left if end == last else inside.shape[0]
     size = 0
@@ -397,7 +396,7 @@ def _draw(at, tile):  # type: ignore[no-untyped-def]
     counts, masses, least = np.empty(_NUM_BINS, np.int64), np.empty(_NUM_BINS, np.float64), min_p
     if top_k > 0:
         least = max(least, _kth_largest_at_least(highest, top_k, counts))
-    elif min_p <= 0.0:  # lighter ones are together lighter than 1 - top_p
+    elif min_p <= 0.0:  # all lighter tokens together weigh less than 1 - top_p
         least = max(least, np.float32((1.0 - top_p) * total / V))
         if least > 0.0:
             least = _nucleus_at_least(row, V, least, np.float32(top_p * total * _MARGIN))
@@ -416,11 +415,11 @@ def _draw(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-_SCANNED = 4096  # tokens of an arg-max at a time
+_SCANNED = 4096  # tokens per block of an arg-max
 
 
 def _arg_max(at, tile):  # type: ignore[no-untyped-def]
-    # The first of the largest; or the first that is not a number, as numpy says.
+    # Finds the first of the largest logits, or the first NaN, as numpy does.
     w = words(at, WORDS)
     if tile < 0:
         return w[0]
@@ -444,11 +443,11 @@ DRAW, ARG_MAX = Kernel(_draw, TILES_VERSION), Kernel(_arg_max, TILES_VERSION)
 
 
 def likeliest_tokens(logits_RV: Rows[np.ndarray], team: Team | None = None) -> list[int]:
-    """Find the first of the largest logits of each row; where one is not a number, that one.
+    """Return the first of the largest logits of each row, or the first NaN.
 
     Args:
-        logits_RV: R rows of V float32, contiguous each.
-        team: threads to use; None: the caller's.
+        logits_RV: R rows of V float32, each contiguous.
+        team: Threads to use. None uses the caller's.
     """
     count, V = len(logits_RV), logits_RV[0].size
     rows, found = np.array([row.ctypes.data for row in logits_RV]), np.empty(count, np.int64)
@@ -461,16 +460,16 @@ def likeliest_tokens(logits_RV: Rows[np.ndarray], team: Team | None = None) -> l
 def draw_tokens(
     logits_DV: Rows[np.ndarray], params: Rows[SamplingParams], positions: Rows[int], team: Team | None = None
 ) -> list[int]:
-    """Draw a token per row; the rows become weights.
+    """Draw a token per row. Overwrites the rows with weights.
 
     Args:
-        logits_DV: D rows of V float32, contiguous each; changed in place.
-        params: D, with a temperature above 0.
-        positions: D, of the tokens among those that their requests have got.
-        team: threads to use; None: the caller's.
+        logits_DV: D rows of V float32, each contiguous; changed in place.
+        params: D sets of parameters with temperatures above 0.
+        positions: D positions of the tokens among their requests' generated tokens.
+        team: Threads to use. None uses the caller's.
 
     Returns:
-        D tokens; NOTHING where no logit is finite, or one is not a number.
+        D tokens. NOTHING for rows in which no logit is finite or one is NaN.
     """
     count, V = len(logits_DV), logits_DV[0].size
     asked = np.array(

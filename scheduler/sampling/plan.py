@@ -1,7 +1,7 @@
-"""How a step's rows are sampled on a GPU: what the host works out beside the step, and sends in one copy.
+"""The sampling plan of a step on a GPU: what the host computes during the step and sends in one copy.
 
-Rules, structures and penalties come from the CPU's own code, as bit masks and as changes of single logits. Random numbers
-are the CPU's as well. That costs microseconds per plain row; a structure costs a pass over the vocabulary.
+Rules, structures and penalties use the CPU's code and become bit masks and edits of single logits. Random numbers are
+the CPU's too. This takes microseconds per plain row; a structure takes a pass over the vocabulary.
 
 Legend: as `scheduler.sampling.device_sampler`.
 """
@@ -19,54 +19,54 @@ from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import LEAST_TEMPERATURE, uniform_at
 from scheduler.sampling.sampler import LEAST_PENALTY
 
-MOST_ROWS = 32  # that are sorted or measured at a time; each takes some 40 bytes x vocabulary
-_ALIGNMENT = 16  # bytes; wide enough for every type, and what loads of vectors want
+MOST_ROWS = 32  # rows sorted or measured at once; each takes about 40 bytes x vocabulary
+_ALIGNMENT = 16  # bytes; enough for every type and for vector loads
 
 
 class Draw(NamedTuple):
-    """Rows that are drawn in the same way, by their numbers."""
+    """Rows that are drawn in the same way."""
 
     rows: tuple[int, ...]
-    is_filtered: bool  # top-k, min-p or top-p may leave some tokens out
+    is_filtered: bool  # top-k, min-p or top-p may exclude tokens
 
 
 class LogprobQuery(NamedTuple):
-    """What is asked about one row."""
+    """A request for one row's logprobs."""
 
-    place: int  # of the logits
-    token: int  # which of the tokens is the row's own
-    num_top: int  # likeliest tokens to tell of beside it
-    ids: Rows[int] = ()  # instead of the likeliest
+    place: int  # index of the row's logits
+    token: int  # index of the row's own token
+    num_top: int  # number of most likely tokens to return
+    ids: Rows[int] = ()  # return these instead of the most likely
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """How a step's rows are sampled. Tensors are on the device, and what has a D is of the draws' rows in turn."""
+    """How a step's rows are sampled. Tensors are on the device; those with a D list the rows of all draws in turn."""
 
     draws: tuple[Draw, ...]
     row_D: Tensor  # int64
     inverse_temperature_D: Tensor  # float32
-    least_weight_D: Tensor  # float32, min-p: of the top's
+    least_weight_D: Tensor  # float32, min-p: share of the top's weight
     top_k_D: Tensor  # int64, at least 1
     top_p_D: Tensor  # float64
     uniform_D: Tensor  # float64 in [0, 1)
     masked_rows: tuple[int, ...]
     masked_row_M: Tensor  # int64
-    mask_MW: Tensor  # int32, a bit per token, the lowest first; 1: allowed
-    edited_E: Tensor  # int64, places in the flat logits, all different
+    mask_MW: Tensor  # int32, a bit per token, lowest first; 1: allowed
+    edited_E: Tensor  # int64, distinct places in the flat logits
     bias_E: Tensor  # float32, added first
-    penalty_E: Tensor  # float32, of repetition; 1: none
+    penalty_E: Tensor  # float32, of repetition; 1 has no effect
     subtracted_E: Tensor  # float32, frequency and presence, last
     asked: tuple[LogprobQuery, ...]
-    kept_row_K: Tensor  # int64, rows that are needed as the model left them
-    kept_rows: tuple[int, ...]  # the same on the host; empty: no logit is changed before a token is chosen
+    kept_row_K: Tensor  # int64, rows of which the model's own logits are needed later
+    kept_rows: tuple[int, ...]  # the same on the host; empty if no logit changes before tokens are chosen
 
 
 def make_plan(contexts: Rows[TokenContext], vocabulary: int, device: torch.device) -> SamplingPlan:
-    """Say how a step's rows are sampled; nothing waits for the device.
+    """Plan the sampling of a step's rows. Does not wait for the device.
 
     Args:
-        contexts: R, what is known before this token.
+        contexts: R contexts, with everything known before this token.
         vocabulary: V, the width of the logits.
     """
     masks: dict[int, np.ndarray] = {}
@@ -167,7 +167,7 @@ class _Edits:
         return edits
 
     def at_row(self, row: int, vocabulary: int) -> "_Edits":
-        """By place in the flat logits."""
+        """Return these edits by place in the flat logits."""
         return replace(self, ids=self.ids + row * vocabulary)
 
 
@@ -180,7 +180,7 @@ def _is_penalised(context: TokenContext) -> bool:
 
 
 def _ruled(context: TokenContext, vocabulary: int) -> np.ndarray | None:
-    """What the structure and the rules make of logits that are 0: -inf where forbidden, a bias, or 0; None: nothing."""
+    """Apply structure and rules to zero logits: -inf if forbidden, a bias, or 0. Returns None if there are no rules."""
     rules = context.rules
     is_ruled = rules is not None and rules.apply_at(context.num_output_tokens)
     if not context.has_structure and not is_ruled:
@@ -199,9 +199,9 @@ def _words(ruled_V: np.ndarray) -> np.ndarray:
 
 
 def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """Copy arrays to a device at once, without waiting: views of one buffer, by the same names.
+    """Copy arrays to a device at once, without waiting. Returns views of one buffer, by the same names.
 
-    For a GPU the copy starts from pinned memory, which lives until the copy is done (torch's allocator sees to it).
+    For a GPU the copy starts from pinned memory, which torch's allocator keeps until the copy is done.
     """
     ends = np.cumsum([-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in arrays.values()])
     starts = [0, *ends[:-1].tolist()]

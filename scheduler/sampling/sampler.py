@@ -1,7 +1,7 @@
-"""From logits to tokens on the CPU: greedy and seeded sampling, rules for single tokens, penalties, logprobs.
+"""Sampling on the CPU: greedy and seeded sampling, rules for single tokens, penalties, logprobs.
 
-A token depends on its own row, its request's parameters and seed, and its position, never on the batch, so that a
-replay draws the same tokens (`scheduler.sampling.draw`).
+A token depends on its own row, its request's parameters and seed, and its position, never on the batch. So a replay
+draws the same tokens (`scheduler.sampling.draw`).
 Order as in vLLM: logprobs of the raw logits, the structure's mask, allowed ids, bad words, min_tokens, biases
 (`token_rules`), repetition, frequency and presence penalties, temperature, min-p, top-k, top-p.
 Log-probabilities are those of the model's raw logits (vLLM's logprobs_mode "raw_logprobs").
@@ -21,11 +21,11 @@ from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import ARG_MAX, DRAW, NOTHING, draw_tokens, likeliest_tokens
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
-LEAST_PENALTY = 1e-6  # of repetition: what is divided by less leaves float32's range
+LEAST_PENALTY = 1e-6  # of repetition; division by less leaves float32's range
 
 
 class Sampled(NamedTuple):
-    """What a step sampled, row by row."""
+    """A step's sampled tokens, row by row."""
 
     token_ids: list[int]
     logprobs: list[Logprobs | None]
@@ -33,19 +33,19 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Chooses tokens. Returns when all that the step launched is done, whether or not there is a row to sample."""
+    """Chooses tokens. Returns when everything the step launched is done, even if there is no row to sample."""
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Choose a token per row.
 
         Args:
-            logits_RV: [R, V] float32, where the model leaves them; may be changed in place.
-            contexts: R, what is known before this token.
+            logits_RV: [R, V] float32, on the model's device; may be changed in place.
+            contexts: R contexts, with everything known before this token.
         """
         ...
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
-        """Say how likely each row found the token that follows it; see `scheduler.sampling.sampler.prompt_logprobs`."""
+        """Score the token that follows each row, as `scheduler.sampling.sampler.prompt_logprobs`."""
         ...
 
 
@@ -53,20 +53,18 @@ class HostSampler:
     """Samples on the CPU."""
 
     def __init__(self, team: Team | None = None) -> None:
-        """`team`: threads to use; None: the caller's."""
+        """`team`: threads to use; None uses the caller's."""
         self._team = team
 
     def warm_up(self) -> None:
-        """Compile what draws, before the first step."""
+        """Compile the kernels before the first step."""
         DRAW.compile()
         ARG_MAX.compile()
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
-        """See `Sampler`."""
         return sample(logits_RV.cpu(), contexts, self._team)
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
-        """See `Sampler`."""
         return prompt_logprobs(logits_CV.cpu(), next_ids, num_top)
 
 
@@ -75,8 +73,8 @@ def sample(logits_RV: Tensor, contexts: Rows[TokenContext], team: Team | None = 
 
     Args:
         logits_RV: [R, V] float32; rows may be changed in place.
-        contexts: R, what is known before this token.
-        team: threads to use; None: the caller's.
+        contexts: R contexts, with everything known before this token.
+        team: Threads to use. None uses the caller's.
     """
     rows_RV = logits_RV.numpy()
     raws = [_chosen_from(logits_V, context) for logits_V, context in zip(rows_RV, contexts, strict=True)]
@@ -88,7 +86,7 @@ def sample(logits_RV: Tensor, contexts: Rows[TokenContext], team: Team | None = 
             drawn, draw_tokens([rows_RV[row] for row in drawn], params, positions, team), strict=True
         ):
             token_ids[row] = token
-    # Greedy; or rules that exclude each other left nothing to draw from.
+    # Greedy rows, and rows in which contradictory rules left nothing to draw from.
     if left := [row for row, token in enumerate(token_ids) if token == NOTHING]:
         for row, token in zip(left, likeliest_tokens([rows_RV[row] for row in left], team), strict=True):
             token_ids[row] = token
@@ -102,7 +100,7 @@ def sample(logits_RV: Tensor, contexts: Rows[TokenContext], team: Team | None = 
 
 
 def _chosen_from(logits_V: Row, context: TokenContext) -> "RowLogprobs | None":
-    """Turn a row into what a token is chosen from, in place; returns what its logprobs are measured with, if they are wanted."""
+    """Apply rules and penalties to a row, in place. Returns the row's logprobs if they are requested."""
     is_plain, raw = _is_plain_greedy(context), None
     if context.request.params.num_logprobs is not None:
         stays = is_plain and not context.has_structure
@@ -124,7 +122,7 @@ def _is_plain_greedy(context: TokenContext) -> bool:
 
 
 def _penalise(logits_V: Row, context: TokenContext) -> None:
-    """Apply the repetition penalty to all tokens seen, frequency and presence to generated ones; in place."""
+    """Apply the repetition penalty to all tokens seen, frequency and presence to generated ones. In place."""
     params = context.request.params
     if params.repetition_penalty != 1.0:
         ids = np.unique(np.array(context.token_ids, dtype=np.int64))
@@ -137,7 +135,7 @@ def _penalise(logits_V: Row, context: TokenContext) -> None:
 
 
 class RowLogprobs:
-    """The log-probabilities of one row, which must not change while this is in use."""
+    """The log-probabilities of one row, which must not change while this object is used."""
 
     def __init__(self, logits_V: Row) -> None:
         top = logits_V.max()
@@ -145,18 +143,18 @@ class RowLogprobs:
         self._logits_V = logits_V
 
     def of(self, token: int, num_top: int, *, ids: Rows[int] = (), with_rank: bool = False) -> Logprobs:
-        """A token's, and those of the `num_top` likeliest, or of `ids` where there are any."""
+        """Return the logprob of a token, and of the `num_top` most likely tokens or of `ids` if given."""
         others = np.array(ids, dtype=np.int64) if ids else self._likeliest(num_top)
         mine = self._logits_V[token]
         rank = 1 + int(np.count_nonzero(self._logits_V > mine)) if with_rank else 0
         return make_logprobs(token, float(mine), self._base, others, self._logits_V[others], rank)
 
     def _likeliest(self, count: int) -> np.ndarray:
-        """Ids by falling logit; of equal ones the lower first."""
+        """Return ids by falling logit, lower ids first among equals."""
         count = min(count, self._logits_V.size)
         if count == 0:
             return np.empty(0, dtype=np.int64)
-        if count == 1:  # what clients that score texts ask for, a row at a time for whole prompts
+        if count == 1:  # common: clients that score whole prompts request this for every row
             return np.array([self._logits_V.argmax()])
         ids = np.argpartition(self._logits_V, -count)[-count:]
         likeliest: np.ndarray = ids[np.lexsort((ids, -self._logits_V[ids]))]
@@ -166,22 +164,22 @@ class RowLogprobs:
 def make_logprobs(
     token: int, mine: float, base: float, ids: np.ndarray, logits: np.ndarray, rank: int
 ) -> Logprobs:
-    """Put together what is known of a row.
+    """Build the logprobs of a row.
 
     Args:
-        mine: the token's logit. base: the logarithm of the sum of all logits' exponentials.
-        ids: those told of beside the token. logits: theirs, float32.
+        mine: The token's logit. base: Logarithm of the sum of all logits' exponentials.
+        ids: Further tokens. logits: Their logits, float32.
     """
     return Logprobs(token, mine - base, ids.tolist(), (logits - base).tolist(), rank)
 
 
 def prompt_logprobs(logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
-    """Say how likely each row found the token that follows it.
+    """Return the logprob of the token that follows each row.
 
     Args:
         logits_CV: [C, V] float32.
-        next_ids: C, the tokens of the prompt behind the rows.
-        num_top: likeliest tokens to tell of beside each.
+        next_ids: C tokens, those of the prompt after each row.
+        num_top: Number of most likely tokens to return for each row.
     """
     return [
         RowLogprobs(logits_V).of(token, num_top, with_rank=True)

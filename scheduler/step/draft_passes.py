@@ -1,14 +1,14 @@
-"""Behind a step: the model's layers for multi-token prediction run over its rows, and draft what may come next.
+"""Drafting after a step: the model's layers for multi-token prediction run over its rows and draft the next tokens.
 
-Every pass runs one layer and is collective, as its experts are anywhere: all ranks run as many passes, those with nothing to draft
-on padded rows. The first pass runs over all rows that the step has computed, prompts' too, because the layer attends to its own
-keys and values of all tokens before. With one layer, a deeper pass runs it once more on the newest draft of each sequence; what it
-caches for that place is written again when the place's token is known. With several, each runs over all of the step's rows, with
-tokens one place on; behind a rejected draft what the second and later ones have cached stays, so that a later draft may be a
-worse one.
+Each pass runs one layer and is collective, because its experts are on all ranks. All ranks run the same number of
+passes; ranks with nothing to draft use padded rows. The first pass runs over all rows that the step computed, prompts
+included, because the layer attends to its own keys and values of all earlier tokens. With one layer, each deeper pass
+runs it again on the newest draft of each sequence; its cache entry for that place is overwritten when the real token is
+known. With several layers, each runs over all of the step's rows, with tokens shifted one place further. After a
+rejected draft, the entries of the second and later layers stay in the cache, so a later draft may be worse.
 
-A draft is sampled as its token will be: with the request's rules, penalties, structure, and the random number of its place. So
-where layer and model agree on the chances, they draw the same.
+A draft is sampled as its token will be: with the request's rules, penalties and structure, and the random number of its
+place. So if layer and model agree on the probabilities, they draw the same token.
 """
 
 from dataclasses import dataclass, field
@@ -26,22 +26,22 @@ from scheduler.sampling.sampler import Sampler
 
 @dataclass
 class _Line:
-    """One sequence's rows that the step has computed, and drafts behind them."""
+    """The rows of one sequence that the step computed, and the drafts after them."""
 
     sequence: Sequence
     start: int
     num_rows: int
-    row: int  # of the first, in what ran last
-    most: int = 0  # drafts to make
+    row: int  # index of the first one in the newest pass
+    most: int = 0  # number of drafts to make
     drafts: list[int] = field(default_factory=list)
 
     @property
     def context(self) -> TokenContext:
-        """What the next draft is chosen by."""
+        """Context in which the next draft is chosen."""
         return DraftedContext(self.sequence, tuple(self.drafts)) if self.drafts else self.sequence
 
     def take(self, token_id: int) -> None:
-        """Add a draft; nothing is drafted behind one that ends the answer, or that the structure lets nothing follow."""
+        """Add a draft. Stop drafting after one that ends the answer or completes the structure."""
         self.drafts.append(token_id)
         sequence = self.sequence
         is_last = token_id in sequence.request.params.stop_token_ids
@@ -52,23 +52,23 @@ class _Line:
 
 
 class DraftPasses:
-    """Drafts with one model's layers."""
+    """Drafts with the layers of one model."""
 
     def __init__(
         self, model: Model, cache: PagedCache, sampler: Sampler, drafter: Drafter, made: MadeDrafts
     ) -> None:
-        """`made` is the drafter's source."""
+        """`made`: receives the drafts; the drafter's source."""
         self._model, self._cache, self._sampler = model, cache, sampler
         self._drafter, self._made = drafter, made
 
     @torch.inference_mode()
     def run(self, batch: StepBatch, depth: int, agreed_tokens: int) -> None:
-        """Draft behind a step that has just been committed; collective, and what is written to the cache is the layers' own.
+        """Draft after a step that was just committed. Collective. Writes only to the cache of the draft layers.
 
         Args:
-            batch: the step's.
-            depth: drafts to make at most; equal on all ranks, as is `agreed_tokens`.
-            agreed_tokens: the step's.
+            batch: Batch of the step.
+            depth: Most drafts per sequence; equal on all ranks, as is `agreed_tokens`.
+            agreed_tokens: Agreed tokens of the step.
         """
         lines = _lines_of(batch)
         drafting = [line for line in lines if _can_draft(line.sequence)]
@@ -87,14 +87,13 @@ class DraftPasses:
             self._made.put(line.sequence, line.drafts)
 
     def _run_all_rows(self, pass_: int, lines: list[_Line], num_decodes: int, agreed_tokens: int) -> None:
-        """Run a layer over all rows, each with the token `pass_ + 1` places on; those without one are left out."""
+        """Run a layer over all rows, each with the token `pass_ + 1` places ahead. Rows without one are left out."""
         spans, tokens, hidden, wanted, decodes = [], list[int](), list[int](), [], 0
         for line in lines:
             begin = line.start + 1 + pass_
             text = [*line.sequence.token_ids[begin : begin + line.num_rows]]
-            unknown = max(
-                0, begin - len(line.sequence.token_ids)
-            )  # drafts that come before the first row's token
+            # The number of drafts that come before the first row's token.
+            unknown = max(0, begin - len(line.sequence.token_ids))
             text += line.drafts[unknown : unknown + line.num_rows - len(text)]
             rows = len(text)
             if rows:
@@ -109,7 +108,7 @@ class DraftPasses:
         self._draft(pass_, spans, tokens, hidden, wanted, decodes, agreed_tokens)
 
     def _run_newest(self, pass_: int, lines: list[_Line], agreed_tokens: int) -> None:
-        """Run the layer on each sequence's newest draft, at its place."""
+        """Run the layer on each sequence's newest draft, at the draft's place."""
         spans, tokens, hidden, wanted = [], list[int](), list[int](), []
         block_tokens = self._model.step.block_tokens
         for line in lines:
@@ -133,7 +132,7 @@ class DraftPasses:
         num_decodes: int,
         agreed_tokens: int,
     ) -> None:
-        """Run a layer; give the sequences that want one their draft."""
+        """Run a layer and give each sequence in `wanted` its draft."""
         step = self._model.step
         step.fill(spans, num_decodes, agreed_tokens=agreed_tokens)
         inputs = step.inputs(tokens, [line.row + line.num_rows - 1 for line in wanted])
@@ -146,7 +145,7 @@ class DraftPasses:
 
 
 def _lines_of(batch: StepBatch) -> list[_Line]:
-    """The rows of sequences that go on, as far as they are theirs."""
+    """Return the rows of running sequences, without those of rejected drafts."""
     lines, row = [], 0
     for item in batch.items:
         kept = item.sequence.num_computed - item.start
@@ -157,5 +156,5 @@ def _lines_of(batch: StepBatch) -> list[_Line]:
 
 
 def _can_draft(sequence: Sequence) -> bool:
-    """Whether its newest token is known, and all before it have run."""
+    """Whether the newest token is known and all tokens before it have run."""
     return len(sequence.token_ids) == sequence.num_computed + 1

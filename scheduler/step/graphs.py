@@ -1,13 +1,13 @@
-"""Steps that only decode, replayed from CUDA graphs: one graph per padded size, all in one pool of memory.
+"""CUDA graphs for decode-only steps: one graph per padded size, all in one memory pool.
 
-A graph is captured at the start, with a step of padded rows only: nothing is cached or counted by it. A later step
-of that size has been copied to the same addresses by the time it is replayed (`kvcache.gpu.step`), so a replay needs
-no arguments. Largest sizes are captured first, so that smaller ones find their memory in the pool.
-Steps with prompts on any rank, and those whose hidden states are asked for, run as they are. Where several ranks run
-together they capture and replay the same sizes in the same order, because they agree on each step's before it.
-Rejected: capturing when a size first occurs, which would stall a service amid its work and count a step twice.
+Graphs are captured at start from a step that has only padded rows, so capturing caches and counts nothing. Before a
+replay, the step is copied to the same addresses (`kvcache.gpu.step`), so a replay needs no arguments. The largest sizes
+are captured first, so that smaller ones find memory in the pool. Steps with prompts on any rank, and those whose hidden
+states are needed, run without a graph. Several ranks capture and replay the same sizes in the same order, because they
+agree on each step's size before it. Rejected: capturing when a size first occurs, which would stall a running service
+and count a step twice.
 
-What CUDA does is behind `Recorder`; the policy is tested without a GPU.
+`Recorder` hides CUDA, so that the policy is tested without a GPU.
 """
 
 import gc
@@ -22,32 +22,32 @@ from kvcache.paged_cache import PagedCache
 from scheduler.step.runner import Forward
 
 Run = Callable[[], Tensor]
-WARM_UPS = 2  # runs before a capture: kernels are compiled and scratch memory is made in the first
+WARM_UPS = 2  # runs before a capture; the first compiles kernels and allocates scratch memory
 
 
 class GraphError(RuntimeError):
-    """A step does something that a CUDA graph cannot hold."""
+    """A step does something that a CUDA graph does not support."""
 
 
 class Recorder(Protocol):
-    """Captures what a function launches."""
+    """Captures the kernels that a function launches."""
 
     def capture(self, run: Run) -> Run:
-        """Return what replays it; the result is the same memory every time."""
+        """Return a function that replays `run`. Its result is the same memory every time."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs that share a pool."""
+    """CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Run) -> Run:
-        """See `Recorder`. Other threads may go on using CUDA meanwhile.
+        """Capture as `Recorder` does. Other threads may use CUDA meanwhile.
 
         Raises:
-            GraphError: the function does what a graph cannot hold.
+            GraphError: The function does something that a graph does not support.
         """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
@@ -57,12 +57,12 @@ class CudaRecorder:
                 run()
         current.wait_stream(side)
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # what a collection frees may be what this thread must not free while it captures
+        gc.disable()  # a collection may free objects that this thread must not free during a capture
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 result = run()
         except RuntimeError as error:
-            # The end of a capture that has failed raises once more, and says less than what came first.
+            # The end of a failed capture raises a second, less useful error. Report the first one.
             why = str(error.__context__ or error).strip().partition("\n")[0]
             raise GraphError(
                 f"a decode step cannot be captured ({why}); serve with --enforce-eager"
@@ -79,14 +79,14 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """A model's `forward`, replayed where a graph is at hand.
+    """A model's `forward`, replayed from a graph if one exists for the step's size.
 
     Attributes:
-        num_replays: counter.
+        num_replays: Counter.
     """
 
     def __init__(self, forward: Forward, step: DeviceStep, cache: PagedCache) -> None:
-        """Take a model's forward, its step and its cache. Nothing is captured yet."""
+        """Take a model's forward, step and cache. Captures nothing yet."""
         self._forward, self._step, self._cache = forward, step, cache
         self._replays: dict[int, Run] = {}
         self.num_replays = 0
@@ -105,8 +105,8 @@ class DecodeGraphs:
         """Capture graphs for these sizes.
 
         Args:
-            sizes: of `DeviceStep.graph_sizes`.
-            report: called with how many are done, of how many.
+            sizes: Some or all of `DeviceStep.graph_sizes`.
+            report: Called with (done, total) after each graph.
         """
         for done, size in enumerate(sorted(sizes, reverse=True)):
             inputs = self._step.idle(size)
@@ -120,7 +120,7 @@ class DecodeGraphs:
     def __call__(
         self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
     ) -> Tensor:
-        """Run the step; see `moe.model.Model.forward`. A replay's logits are overwritten by the next one's."""
+        """Run the step, as `moe.model.Model.forward`. The next replay overwrites the logits of a replay."""
         replay = self._replays.get(self._step.num_padded)
         if replay is None or keeps_hidden or not self._step.has_fixed_shape:
             return self._forward(token_T, cache, logits_R, keeps_hidden=keeps_hidden)

@@ -1,6 +1,6 @@
-"""Process groups and the job's store: how ranks find, compare themselves with and wake each other.
+"""Process groups and the job's store: how ranks connect, compare settings and wake each other.
 
-Groups are made here and given away; nothing else keeps them (D8 of the design).
+Groups are created here and handed to their users; nothing else keeps them (D8 of the design).
 """
 
 import socket
@@ -18,14 +18,14 @@ from scheduler.policy.config import ConfigError, EngineConfig
 def make_group(
     ranks: list[int], timeout_s: float, connect_timeout_s: float | None = None
 ) -> dist.ProcessGroup:
-    """Make a gloo group of some of the default group's ranks; collective over that.
+    """Create a gloo group of some of the default group's ranks. Collective over the default group.
 
     Args:
-        timeout_s: of collectives in it; what goes from one rank to another must say its own.
-        connect_timeout_s: of making it; None: the same.
+        timeout_s: Timeout of its collectives. Point-to-point transfers must set their own.
+        connect_timeout_s: Timeout of its creation. Defaults to `timeout_s`.
 
     Raises:
-        RuntimeError: all that gloo says of a peer that is gone.
+        RuntimeError: A peer is gone; gloo has no more specific error.
     """
     connect_s = timeout_s if connect_timeout_s is None else connect_timeout_s
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=connect_s), backend="gloo")
@@ -36,26 +36,26 @@ def make_group(
 def open_groups(
     config: EngineConfig, connect_timeout_s: float | None = None
 ) -> list[dist.ProcessGroup | None]:
-    """Make the groups of the wire and of the mailbox: they run side by side, so they need one each. Collective;
-    one rank has none.
+    """Create the groups of the wire and of the mailbox, which run concurrently and need one each. Collective.
+    A single rank has none.
 
     Args:
-        connect_timeout_s: how long making one may take; None: as long as what it is used for.
+        connect_timeout_s: Timeout of the creation of a group. Defaults to the group's own timeout.
 
     Raises:
-        WireUnavailable: ranks could not meet.
+        WireUnavailable: The ranks could not connect.
     """
     if config.world_size == 1:
         return [None, None]
     ranks = list(range(config.world_size))
     try:
         return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(2)]
-    except RuntimeError as error:  # all that gloo says of a peer that is gone
+    except RuntimeError as error:  # gloo's only error for a peer that is gone
         raise WireUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
 
 
 def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
-    """Tell the hosts of all ranks, in their order; collective over `group`, None being one rank."""
+    """Return the hosts of all ranks, in rank order. Collective over `group`; None means a single rank."""
     own = socket.gethostname()
     if group is None:
         return (own,)
@@ -63,10 +63,10 @@ def hosts_of(group: dist.ProcessGroup | None) -> tuple[str, ...]:
 
 
 def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks start from the same placement; collective over `group`, None being one rank.
+    """Check that all ranks start from the same placement. Collective over `group`; None means a single rank.
 
     Raises:
-        ConfigError: they read different files.
+        ConfigError: The ranks read different files.
     """
     if group is None:
         return
@@ -81,24 +81,24 @@ WAIT_S = 3600.0  # per call; a sleep may be longer
 
 
 class StoreDoorbell:
-    """A doorbell over two connections to the job's store."""
+    """A doorbell that uses two connections to the job's store."""
 
     def __init__(self, waiting: Store, ringing: Store) -> None:
-        """Take two clones of the store that nobody else uses."""
+        """Take two clones of the store, which nothing else may use."""
         self._waiting, self._ringing = waiting, ringing
         self._heard: str | None = None
 
     def ring(self, step: int) -> None:
-        """Wake everybody who sleeps before `step`; any thread, one at a time."""
+        """Wake all ranks that sleep before `step`. Any thread may call this, one at a time."""
         self._ringing.set(f"wake/{step}", "1")
 
     def wait(self, step: int) -> None:
-        """Sleep until somebody rings for `step`.
+        """Sleep until a rank rings for `step`.
 
         Raises:
-            dist.DistNetworkError: the store's host is gone.
+            dist.DistNetworkError: The store's host is gone.
         """
-        if self._heard is not None:  # everybody has taken a step since, so nobody waits for that key any more
+        if self._heard is not None:  # all ranks have taken a step since, so none waits for that key any more
             self._waiting.delete_key(self._heard)
         self._heard = f"wake/{step}"
         while True:

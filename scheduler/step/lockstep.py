@@ -1,12 +1,12 @@
-"""What all ranks must know of each other to take the same step, one step ahead (D6 of the design).
+"""Lock-step: what ranks exchange, one step ahead, so that all take the same step (D6 of the design).
 
-Every rank posts a small fixed header before it runs a step and reads everybody's after it, so that no rank waits
-for one inside a step. From equal headers all ranks derive the same decision; that they speak of the same step,
-epoch and placement is checked each time, because a mismatch would mix up answers silently.
+Every rank posts a small fixed header before it runs a step and reads all headers after it, so that no rank waits for a
+header inside a step. All ranks derive the same decision from the same headers. Each time they check that the headers
+agree on step, epoch and placement, because a mismatch would silently mix up answers.
 
-The decision includes how tokens travel. When no rank has a prompt to run, all know a step ahead how many tokens any
-of them can have, and dispatch in low-latency mode for that many; a step with prompts is in normal mode. Idea: the
-`auto` of SGLang's `--deepep-mode`, there decided by each rank's forward mode."""
+The decision includes the dispatch mode. If no rank has a prompt to run, all know a step ahead how many tokens each can
+have, and they dispatch in low-latency mode for that many. A step with prompts uses normal mode. Idea: the `auto` of
+SGLang's `--deepep-mode`, which there depends on each rank's forward mode."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -19,11 +19,11 @@ from scheduler.step.prefill_pace import agree_on_prefill
 
 
 class LockStepError(RuntimeError):
-    """Ranks disagree on where they are; the service must end rather than answer wrongly."""
+    """Ranks disagree on step, epoch or placement. The service must end rather than answer wrongly."""
 
 
 class HeaderExchange(Protocol):
-    """An all-gather of small integer rows, split in two; see `dispatch.wires.mailbox`."""
+    """A split all-gather of small integer rows; see `dispatch.wires.mailbox`."""
 
     def post(self, values: Sequence[int]) -> None:
         """Send this rank's row without waiting."""
@@ -32,38 +32,37 @@ class HeaderExchange(Protocol):
         """Return every rank's row of the same round."""
 
     def interrupt(self, error: DispatchError) -> None:
-        """End a wait with an error; from any thread."""
+        """End a wait with an error. Any thread may call this."""
 
     def close(self) -> None:
-        """Release what it holds; may be called twice."""
+        """Release resources. May be called twice."""
 
 
 class Header(NamedTuple):
-    """What a rank says before a step about the one after it."""
+    """What a rank posts before a step about the step after it."""
 
     step: int
     epoch: int
     placement_version: int
-    has_work: int  # 1: something waits or runs here
-    is_stopping: int  # 1: asked to end
+    has_work: int  # 1: a request waits or runs here
+    is_stopping: int  # 1: this rank is to stop
     has_prefill: int  # 1: part of a prompt waits to run
-    num_decodes: int  # tokens of running requests, drafts included, at most
-    ready_version: (
-        int  # of a placement whose experts are here and verified; the one that serves if there is no other
-    )
-    num_prefill: int  # tokens of prompts that wait to run, at most a step's
-    ordered_epoch: int  # the newest that the front has ordered; the one that serves if there is no other
-    prefill_budget: int = 0  # tokens of prompts that it could take on beside decodes; 0: any number
-    draft_depth: int = 0  # drafts that it would make behind the step
-    num_context: int = 0  # tokens of the sequences that run
+    num_decodes: int  # most tokens of running requests, drafts included
+    # The placement with experts that are all here and verified. The serving one if there is no other.
+    ready_version: int
+    num_prefill: int  # prompt tokens that wait to run, at most a step's capacity
+    ordered_epoch: int  # the newest epoch that the front ordered; the serving one if there is no other
+    prefill_budget: int = 0  # prompt tokens that it could run in addition to decodes; 0: no limit
+    draft_depth: int = 0  # drafts that it would make after the step
+    num_context: int = 0  # tokens of the running sequences
 
 
 class Decision(Enum):
-    """What all ranks do next."""
+    """The next action of all ranks."""
 
     RUN = "run"
-    SLEEP = "sleep"  # nobody has anything
-    REGROUP = "regroup"  # all have the order to meet in another epoch
+    SLEEP = "sleep"  # no rank has work
+    REGROUP = "regroup"  # all ranks have the order to meet in another epoch
     STOP = "stop"
 
 
@@ -71,24 +70,22 @@ class Agreement(NamedTuple):
     """What all ranks derive from one round of headers."""
 
     decision: Decision
-    agreed_tokens: int = (
-        0  # no rank may run more in this step, which is dispatched in low-latency mode; 0: no limit
-    )
-    switch_to: int | None = None  # the placement that serves from this step on; None: it stays
-    has_prefill: bool = False  # some rank announced parts of prompts
-    prefill_budget: int | None = None  # no rank takes on more tokens of prompts; None: no limit
-    draft_depth: int = 0  # drafts that all make behind the step, each as many as the one that makes the most
-    others_prefill: int = 0  # the most tokens of prompts that another rank announced
-    wait_cause: str = (
-        "other"  # what this rank waits for before its experts get rows, if it waits; one of WAIT_CAUSES
-    )
+    # Most tokens of any rank in this step, which is dispatched in low-latency mode. 0: no limit.
+    agreed_tokens: int = 0
+    switch_to: int | None = None  # the placement that serves from this step on; None: no change
+    has_prefill: bool = False  # some rank announced prompt tokens
+    prefill_budget: int | None = None  # most prompt tokens that a rank may run; None: no limit
+    draft_depth: int = 0  # drafts that all ranks make after the step: the maximum over ranks
+    others_prefill: int = 0  # most prompt tokens that another rank announced
+    # If this rank waits before its experts get rows, the cause; one of WAIT_CAUSES.
+    wait_cause: str = "other"
 
 
 def decide(headers: Sequence[Header]) -> Decision:
     """Derive the common decision.
 
     Raises:
-        LockStepError: headers of different steps, epochs or placements.
+        LockStepError: The headers are of different steps, epochs or placements.
     """
     places = {(header.step, header.epoch, header.placement_version) for header in headers}
     if len(places) != 1:
@@ -105,19 +102,19 @@ def decide(headers: Sequence[Header]) -> Decision:
 
 
 def agree_on_switch(headers: Sequence[Header]) -> int | None:
-    """Derive the placement that all ranks switch to now: the one that all are ready for. None: it stays."""
+    """Return the placement that all ranks switch to now: the one for which all are ready. None if it does not change."""
     ready = {header.ready_version for header in headers}
     version = headers[0].ready_version
     return version if len(ready) == 1 and version != headers[0].placement_version else None
 
 
 def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batched_tokens: int) -> int:
-    """Derive the common limit on the step's tokens; 0 for a step in normal mode.
+    """Return the common limit on the step's tokens, or 0 for a step in normal mode.
 
     Args:
-        headers: of all ranks.
-        mode: of the service.
-        max_num_batched_tokens: what a step may have at all, per rank.
+        headers: Headers of all ranks.
+        mode: Dispatch mode of the service.
+        max_num_batched_tokens: Most tokens of any step, per rank.
     """
     if mode is DispatchMode.LOW_LATENCY:
         return fitting_capacity(max_num_batched_tokens)
@@ -127,15 +124,15 @@ def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batch
 
 
 def announced_prefill(header: Header, prefill_budget: int | None) -> int:
-    """Tokens of prompts that a rank announced for the step, as far as the budget lets them in."""
+    """Return the prompt tokens that a rank announced for the step, limited by the budget."""
     return header.num_prefill if prefill_budget is None else min(header.num_prefill, prefill_budget)
 
 
 def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int | None) -> str:
-    """Say what another rank has more of in the step than this one: what costs most, if it has.
+    """Return the most expensive kind of work of which another rank has more in the step than this one.
 
     Args:
-        prefill_budget: as agreed on; what waits beyond it costs nothing in this step.
+        prefill_budget: The agreed budget. Tokens beyond it cost nothing in this step.
     """
 
     most_prefill = max(announced_prefill(header, prefill_budget) for header in headers)
@@ -147,7 +144,7 @@ def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int
 
 
 def describe_modes(mode: DispatchMode, max_decode_tokens: int, max_num_batched_tokens: int) -> str:
-    """Say in one sentence which steps are dispatched how."""
+    """Describe in one sentence which steps use which dispatch mode."""
     if mode is DispatchMode.NORMAL:
         return "every step is dispatched in normal mode"
     if mode is DispatchMode.LOW_LATENCY:
@@ -160,7 +157,7 @@ def describe_modes(mode: DispatchMode, max_decode_tokens: int, max_num_batched_t
 
 
 class LockStep:
-    """One rank's part in the exchange."""
+    """One rank's part in the exchange of headers."""
 
     def __init__(
         self,
@@ -173,14 +170,14 @@ class LockStep:
         placement_version: int = 0,
         step: int = 0,
     ) -> None:
-        """`timeout_s` bounds how long another rank's header may take; all but it are equal on all ranks.
+        """`timeout_s` bounds the wait for another rank's header. All other arguments are equal on all ranks.
 
-        `step` is the first one's number: numbers go on from epoch to epoch, so that none comes twice.
+        `step`: number of the first step. Numbers continue from epoch to epoch, so that each occurs once.
         """
         self._mailbox, self.epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
         self.placement_version, self.step = placement_version, step
-        self._own: Header | None = None  # as it was posted last
+        self._own: Header | None = None  # as last posted
 
     def post(
         self,
@@ -196,8 +193,8 @@ class LockStep:
         draft_depth: int = 0,
         num_context: int = 0,
     ) -> None:
-        """Say what this rank will have to do in the next step, which placement it could switch to, and which epoch
-        it was ordered to, if another one."""
+        """Post this rank's work of the next step, the placement to which it could switch, and the newest epoch to
+        which it was ordered."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
@@ -208,13 +205,13 @@ class LockStep:
         self._mailbox.post(self._own)
 
     def agree(self) -> Agreement:
-        """Read everybody's header of this step and move to the next; collective."""
+        """Read all headers of this step and advance to the next one. Collective."""
         rows = self._mailbox.collect(self._timeout_s)
         self.step += 1
         headers = [Header(*row[: len(Header._fields)]) for row in rows]
         decision, switch_to = decide(headers), agree_on_switch(headers)
         if decision is Decision.REGROUP:
-            switch_to = None  # the order says what serves next
+            switch_to = None  # the order determines the next placement
         if switch_to is not None:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
@@ -224,7 +221,7 @@ class LockStep:
             has_decodes=any(header.num_decodes for header in headers),
         )
         depth = max(header.draft_depth for header in headers)
-        assert self._own is not None, "a rank reads headers behind its own"
+        assert self._own is not None, "a rank posts its header before it reads the others'"
         others = [announced_prefill(header, budget) for header in headers]
         others.remove(announced_prefill(self._own, budget))
         cause = cause_of_waiting(self._own, headers, budget)
@@ -233,11 +230,11 @@ class LockStep:
         )
 
     def interrupt(self, error: DispatchError) -> None:
-        """Wait no longer for headers, now or next; from any thread."""
+        """End present and future waits for headers with an error. Any thread may call this."""
         self._mailbox.interrupt(error)
 
     def close(self) -> None:
-        """Let ranks that wait for this one's header know that none will come. May be called twice."""
+        """Wake ranks that wait for this rank's header: none will come. May be called twice."""
         self._mailbox.close()
 
 
@@ -245,7 +242,7 @@ class Doorbell(Protocol):
     """Wakes all ranks of a job."""
 
     def ring(self, step: int) -> None:
-        """Wake everybody who sleeps before `step`; any thread."""
+        """Wake all ranks that sleep before `step`. Any thread may call this."""
 
     def wait(self, step: int) -> None:
-        """Sleep until somebody rings for `step`."""
+        """Sleep until a rank rings for `step`."""

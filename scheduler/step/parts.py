@@ -1,9 +1,9 @@
-"""From an engine's settings to its parts: backend, weights, dispatcher, lock-step, forward and sampler.
+"""Build an engine's parts from its settings: backend, weights, dispatcher, lock-step, forward and sampler.
 
-Devices are `cpu`, `cuda` or `cuda:1`, and `interpreter`: the GPU path on CPU tensors, its kernels run by Triton's
-interpreter, which is how it is tested where there is no GPU (the process must set TRITON_INTERPRET=1 before it
-imports triton). Triton is an extra of the distribution, so the GPU path is imported when it is asked for.
-Dispatcher and lock-step belong to an epoch, and are opened anew for the next one.
+Devices are `cpu`, `cuda` or `cuda:1`, and `interpreter`: the GPU path on CPU tensors, with kernels run by Triton's
+interpreter, for tests on machines without a GPU (set TRITON_INTERPRET=1 before the process imports triton). Triton is
+an optional dependency, so the GPU path is imported only when it is used. Dispatcher and lock-step belong to an epoch
+and are opened again for the next one.
 """
 
 import importlib
@@ -36,10 +36,10 @@ INTERPRETER = "interpreter"
 
 
 def backend_of(config: EngineConfig) -> Backend:
-    """Return how a model is built for a device.
+    """Return the backend that builds a model for the configured device.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: The device is unknown.
     """
     if config.device == "cpu":
         return CPU
@@ -57,10 +57,10 @@ def backend_of(config: EngineConfig) -> Backend:
 def open_device_dispatcher(
     config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
-    """Return what moves tokens between experts on GPUs. Collective.
+    """Open the dispatcher of tokens between experts on GPUs. Collective.
 
     Raises:
-        WireUnavailable: what was asked for cannot work between these ranks.
+        WireUnavailable: The requested wire cannot work between these ranks.
     """
     if config.dispatch_node_size:
         raise WireUnavailable(why_no_nodes(config.dispatch_node_size))
@@ -78,11 +78,11 @@ def open_device_dispatcher(
 
 
 def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Report) -> Forward:
-    """Return what runs a model's steps: on a GPU, graphs of those that only decode, if it `replays`."""
+    """Return the function that runs steps. On a GPU with `replays`, it replays decode-only steps from graphs."""
     if model.device.type != "cuda" or not replays:
         return model.forward
     gpu = importlib.import_module("scheduler.step.graphs")
-    step: Any = model.step  # a `DeviceStep`, as the backend made it
+    step: Any = model.step  # the backend's `DeviceStep`
     graphs = gpu.DecodeGraphs(model.forward, step, cache)
     graphs.capture(step.graph_sizes, gpu.CudaRecorder(), partial(report, "graphs"))
     forward: Forward = graphs
@@ -90,7 +90,7 @@ def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Repo
 
 
 def open_sampler(config: EngineConfig, model: Model) -> Sampler:
-    """Return what makes tokens of a model's logits: loaded now; on a GPU there."""
+    """Return the sampler for a model's logits, with its kernels loaded. On a GPU it runs there."""
     if config.device == "cpu":
         host = HostSampler(model.step.team)
         host.warm_up()
@@ -101,11 +101,11 @@ def open_sampler(config: EngineConfig, model: Model) -> Sampler:
 
 
 def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
-    """Open the model's directory, or what draws a model's weights.
+    """Open the model's checkpoint, or a source of random weights.
 
     Raises:
-        ConfigError: there is no such format.
-        CheckpointError: the directory has no weights that can be read.
+        ConfigError: The load format is unknown.
+        CheckpointError: The directory has no readable weights.
     """
     if config.load_format == "auto":
         return Checkpoint(config.directory)
@@ -120,7 +120,7 @@ def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
 def open_lockstep(
     config: EngineConfig, group: dist.ProcessGroup | None, placement_version: int, step: int = 0
 ) -> LockStep:
-    """Open this rank's part in what ranks agree on before each step, of which `step` is the first. Collective."""
+    """Open this rank's part in the lock-step. `step` is the number of the first step. Collective."""
     width = len(Header._fields)
     mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
     return LockStep(
@@ -135,7 +135,7 @@ def open_lockstep(
 
 
 def can_replay(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
-    """Whether decode steps may be replayed: several ranks do so in low-latency mode only."""
+    """Whether decode steps may be replayed. Several ranks replay only in low-latency mode."""
     has_steps = config.world_size == 1 or config.dispatch_mode is not DispatchMode.NORMAL
     return dispatcher.is_replayable and has_steps and not config.enforce_eager
 
@@ -143,10 +143,10 @@ def can_replay(config: EngineConfig, dispatcher: TokenDispatcher) -> bool:
 def open_dispatcher(
     config: EngineConfig, backend: Backend, group: dist.ProcessGroup | None, slots_per_rank: int
 ) -> TokenDispatcher:
-    """Open what brings a step's rows to their experts and back. Collective.
+    """Open the dispatcher that takes a step's rows to their experts and back. Collective.
 
     Raises:
-        WireUnavailable: what was asked for cannot work between these ranks.
+        WireUnavailable: The requested wire cannot work between these ranks.
     """
     if config.device != "cpu":
         return open_device_dispatcher(config, backend, group, slots_per_rank)

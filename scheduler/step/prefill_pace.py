@@ -1,38 +1,38 @@
-"""How many prompt tokens a step may take on while streams wait for their next token.
+"""How many prompt tokens a step may run while other requests wait for their next token.
 
-A step is as long as what is in it, and everybody waits for it: beside a whole chunk of a prompt a decode takes many times
-its own time. So a step's prompt tokens are limited to what fits a target for the time between two tokens (ITL), by what
-steps took so far. Every rank says what it could take on, and all keep to the least (D6): ranks wait for each other in
-every layer. Where no rank decodes there is no limit. What a row's bits are does not depend on how prompts are cut (I2).
+All requests in a step wait for the whole step. With a full chunk of a prompt, a decode takes many times longer than
+alone. So a step's prompt tokens are limited to what fits a target for the time between two tokens (ITL), estimated from
+earlier steps. Every rank posts its own limit, and all use the smallest (D6), because ranks wait for each other in every
+layer. If no rank decodes there is no limit. Cutting prompts differently does not change any bit of a row (I2).
 
-Prompts get on in any case, by as many tokens as take four times as long as what every chunk takes for itself (its
-overheads, and experts' weights that hardly any tokens share): fewer would make prompts a quarter more work, and more.
+Prompts always advance, by at least the tokens that take four times as long as a chunk's fixed cost (overheads, and
+reading experts for few tokens). Smaller chunks would add a quarter or more to the work of prompts.
 
-Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), there fixed beforehand.
+Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), which is fixed in advance there.
 """
 
 LEAST_TOKENS = 16  # of prompts per step
-ENOUGH_TOKENS = 64  # and as many where every chunk takes so long for itself
-DECODE_STEPS = 2.2  # the target where none is given, in decode steps
+ENOUGH_TOKENS = 64  # the least if every chunk has such a high fixed cost
+DECODE_STEPS = 2.2  # the default target, in decode steps
 _WEIGHT = 0.1  # of the newest step in sums
-_LINE_WEIGHT = 0.02  # likewise in a line, which has to remember other numbers of sequences or tokens
+_LINE_WEIGHT = 0.02  # of the newest step in a line, which must remember other numbers of sequences or tokens
 
 
 class PrefillPace:
-    """One rank's estimate; times in seconds."""
+    """One rank's estimate. Times are in seconds."""
 
     def __init__(self, target_s: float | None, *, is_limited: bool = True) -> None:
-        """`target_s`: between two tokens; None: DECODE_STEPS, as measured. Not `is_limited`: no limit is ever asked for."""
+        """`target_s`: time between two tokens; None uses DECODE_STEPS, as measured. `is_limited`: False disables limits."""
         self._target_s, self._is_limited = target_s, is_limited
-        self._decode_steps = _Line()  # seconds of steps without prompts, by their sequences
-        self._chunks = _Line()  # seconds that tokens of prompts add, by how many they are
-        # Likewise in all, and how many: the ends of prompts, each a chunk of a few tokens, hardly count.
+        self._decode_steps = _Line()  # seconds of steps without prompts, by number of sequences
+        self._chunks = _Line()  # seconds that prompt tokens add, by number of tokens
+        # Sums of the same. The ends of prompts, chunks of a few tokens, hardly count in them.
         self._added_s = self._added_tokens = 0.0
 
     def note(self, seconds: float, *, num_decodes: int, num_prefill: int, is_behind: bool = False) -> None:
-        """Learn from a step that took so long, with these tokens on this rank; those without any say nothing.
+        """Learn from a step's duration and this rank's tokens in it. Steps without tokens are ignored.
 
-        `is_behind`: another rank had more tokens of prompts, so that the time tells nothing of this one's.
+        `is_behind`: another rank had more prompt tokens, so the duration does not reflect this rank's.
         """
         if num_prefill and not is_behind:
             added_s = max(0.0, seconds - self._decode_steps.at(num_decodes))
@@ -44,16 +44,16 @@ class PrefillPace:
             self._decode_steps.add(num_decodes, seconds)
 
     def budget(self, num_decodes: int, num_open: int) -> int:
-        """Prompt tokens that this rank could take on beside decodes; 0: it knows of no limit.
+        """Return how many prompt tokens this rank could run in addition to decodes, or 0 if there is no limit.
 
         Args:
-            num_decodes: sequences that will decode in the step.
-            num_open: those that would if all who wait had begun.
+            num_decodes: Sequences that will decode in the step.
+            num_open: Sequences that would decode if all waiting ones had begun.
         """
         if not self._is_limited or not self._added_tokens:
             return 0
         if self._target_s is None and not self._decode_steps.is_known:
-            return 0  # with a target, steps count as their prompts' alone until one without any has been seen
+            return 0  # with a target, a step counts as prompts only until one without prompts was measured
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
         token_s = self._added_s / self._added_tokens
@@ -66,18 +66,18 @@ class PrefillPace:
 
 
 class _Line:
-    """A straight line through what was measured, the older the less it counts."""
+    """A straight line fitted to measurements. Older ones have less weight."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def is_known(self) -> bool:
-        """Whether anything was measured."""
+        """Whether there is any measurement."""
         return self._weight > 0
 
     def add(self, x: float, y: float) -> None:
-        """Take a measurement in."""
+        """Add a measurement."""
         kept = 1 - _LINE_WEIGHT
         self._weight = kept * self._weight + 1.0
         self._x = kept * self._x + x
@@ -87,20 +87,20 @@ class _Line:
 
     @property
     def slope(self) -> float:
-        """How much it rises for each x, 0 at least; 0 where only one x is known."""
+        """Increase per unit of x, at least 0. It is 0 if only one x was measured."""
         spread = self._weight * self._xx - self._x**2
         if spread <= 1e-6 * self._weight**2:
             return 0.0
         return max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
 
     def at(self, x: float) -> float:
-        """Its value, 0 at least; 0 where nothing is known."""
+        """Return the value at x, at least 0. It is 0 without measurements."""
         if not self._weight:
             return 0.0
         return max(0.0, self._y + self.slope * (self._weight * x - self._x)) / self._weight
 
 
 def agree_on_prefill(budgets: list[int], *, has_decodes: bool) -> int | None:
-    """Derive from all ranks' budgets how many prompt tokens each may take on; None: any number."""
+    """Derive from all ranks' budgets how many prompt tokens each may run. None means no limit."""
     limits = [budget for budget in budgets if budget]
     return min(limits) if limits and has_decodes else None

@@ -1,4 +1,4 @@
-"""Run one planned batch: fill the step, call the model, sample. Knows no policy and no requests' lives."""
+"""Run one planned batch: fill the step, call the model, sample. Does not know the policy or the state of requests."""
 
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ from scheduler.step.draft_passes import DraftPasses
 
 
 class Forward(Protocol):
-    """Runs a step; see `moe.model.Model.forward`."""
+    """Runs a step, as `moe.model.Model.forward`."""
 
     def __call__(
         self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
@@ -30,11 +30,11 @@ class Forward(Protocol):
 
 
 _EXPERTS = WAIT_CAUSES.index("experts")
-SCORED_ROWS = 64  # of a prompt at a time; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
+SCORED_ROWS = 64  # prompt rows scored together; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
 class Runner:
-    """A rank's model, its cache and the step they share."""
+    """A rank's model, its cache, and the step that they share."""
 
     def __init__(
         self,
@@ -45,40 +45,40 @@ class Runner:
         sampler: Sampler,
         passes: DraftPasses | None = None,
     ) -> None:
-        """Take a model and a cache whose blocks the scheduler's pool counts.
+        """Take a model and a cache with the blocks of the scheduler's pool.
 
         Args:
-            dispatcher: the model's, of this epoch.
-            forward: the model's, or what replays it.
-            passes: make drafts with the model's own layers; None: nobody does.
+            dispatcher: The model's dispatcher of this epoch.
+            forward: The model's forward, or a function that replays it.
+            passes: Drafts with the model's own layers. None disables this.
         """
         self._model, self._cache, self._sampler = model, cache, sampler
         self._passes = passes
         self.begin_epoch(dispatcher, forward)
 
     def _clear_counters(self) -> None:
-        self.num_steps = self.busy_ns = 0  # as is the next, of the epoch
-        self.between_ns = 0  # from the end of a step to the next one's begin, sleeps left out
+        self.num_steps = self.busy_ns = 0  # of the epoch, as all counters here
+        self.between_ns = 0  # from the end of a step to the start of the next, without sleeps
         self._ended_ns: int | None = None
         self.num_tokens = [0] * NUM_PHASES  # prefill, decode
         self.num_draft_tokens = 0  # of decode
-        self.num_prefill_steps = self.prefill_busy_ns = 0  # of all steps, those with prompts on some rank
+        self.num_prefill_steps = self.prefill_busy_ns = 0  # of steps with prompts on any rank
         self.prefill_experts_s = 0.0
-        self.waited_ns = [0] * len(WAIT_CAUSES)  # for other ranks, by cause
+        self.waited_ns = [0] * len(WAIT_CAUSES)  # waits for other ranks, by cause
 
     def begin_epoch(self, dispatcher: TokenDispatcher, forward: Forward) -> None:
-        """Go on among other ranks, and count anew; the arguments are those of the start."""
+        """Continue with the ranks of another epoch and reset the counters. The arguments are those of the constructor."""
         self.dispatcher, self._forward = dispatcher, forward
         self._clear_counters()
 
     @property
     def cache(self) -> PagedCache:
-        """The cache that it writes."""
+        """The cache that steps write."""
         return self._cache
 
     @property
     def forward(self) -> Forward:
-        """What runs its steps: the model's, or what replays it."""
+        """The function that runs steps: the model's forward, or one that replays it."""
         return self._forward
 
     @property
@@ -95,16 +95,16 @@ class Runner:
         has_prefill: bool = False,
         wait_cause: str = "other",
     ) -> Sampled:
-        """Run a batch, or padded rows if it is empty; collective over the model's group.
+        """Run a batch, or padded rows if it is empty. Collective over the model's group.
 
         Args:
-            batch: what to run.
-            agreed_tokens: see `lockstep.Agreement`; equal on all ranks.
-            has_prefill: likewise; it is counted as a step of that kind.
-            wait_cause: what this rank waits for in dispatches, as far as it waits for ranks.
+            batch: Batch to run.
+            agreed_tokens: `lockstep.Agreement.agreed_tokens`; equal on all ranks.
+            has_prefill: `lockstep.Agreement.has_prefill`; counts the step as one with prompts.
+            wait_cause: Why this rank waits in dispatches, if it waits for ranks.
 
         Returns:
-            The items' samples, in order, and the logprobs of prompt tokens where they are wanted.
+            The items' samples, in order, and the logprobs of prompt tokens if requested.
         """
         begun_ns, waits = self._begin(), self.dispatcher.waits
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
@@ -131,7 +131,7 @@ class Runner:
         return sampled
 
     def rest(self) -> None:
-        """Take it that what comes next does not follow on what came before: the rank sleeps."""
+        """Note that the rank sleeps, so that the time until the next step is not counted as overhead."""
         self._ended_ns = None
 
     def _begin(self) -> int:
@@ -147,9 +147,9 @@ class Runner:
         return took_ns
 
     def _note_waits(self, before: Waits, cause: str) -> None:
-        """Add what the step waited for ranks: at dispatches for their attention, at combines for their experts.
+        """Add the step's waits for ranks: at dispatches for their attention, at combines for their experts.
 
-        Wires take part of both alike, and are nobody's fault.
+        Half of the wire time is subtracted from each, because no rank causes it.
         """
         now = self.dispatcher.waits
         wire_ns = now.wire_ns - before.wire_ns
@@ -159,11 +159,11 @@ class Runner:
 
     @property
     def makes_drafts(self) -> bool:
-        """Whether `make_drafts` is to be called behind every step, on all ranks."""
+        """Whether `make_drafts` must be called after every step, on all ranks."""
         return self._passes is not None
 
     def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int, *, wait_cause: str) -> None:
-        """See `DraftPasses.run`; wait_cause is the step's."""
+        """Run the draft passes after a step; see `DraftPasses.run`. `wait_cause` is the step's."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
         begun_ns, waits = self._begin(), self.dispatcher.waits
         self._passes.run(batch, depth, agreed_tokens)
@@ -172,7 +172,7 @@ class Runner:
         self._note_waits(waits, wait_cause)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
-        """Say how likely each of the rows found the prompt token after it, a bounded number of them at a time."""
+        """Return how likely each row found the next prompt token. Scores a bounded number of rows at a time."""
         found: list[Logprobs] = []
         for first in range(0, len(scored.rows), SCORED_ROWS):
             rows = scored.rows[first : first + SCORED_ROWS]
@@ -183,14 +183,14 @@ class Runner:
 
 
 def _contexts(item: Scheduled) -> list[TokenContext]:
-    """What each of an item's samples is chosen by."""
+    """Return the context of each of an item's samples."""
     sequence = item.sequence
     drafted = (DraftedContext(sequence, item.drafts[:count]) for count in range(1, len(item.drafts) + 1))
     return [sequence, *drafted] if item.samples else []
 
 
 class _Scored(NamedTuple):
-    """A sequence's rows whose logits say how likely the next prompt token was."""
+    """Rows of a sequence with logits that score the next prompt token."""
 
     request_id: str
     rows: range  # of the step
@@ -214,10 +214,10 @@ def _scored(batch: StepBatch) -> list[_Scored]:
 
 
 def fill_step(step: Step, batch: StepBatch, agreed_tokens: int) -> Inputs:
-    """Put a batch into a step; the rows whose logits are wanted are those that are sampled from.
+    """Put a batch into a step. Logits are computed for the rows that are sampled.
 
     Args:
-        agreed_tokens: see `lockstep.Agreement`.
+        agreed_tokens: `lockstep.Agreement.agreed_tokens`.
     """
     spans: list[Span] = []
     tokens: list[int] = []

@@ -1,14 +1,14 @@
-"""Compiles the structures that requests ask for, in two threads beside the step loop.
+"""Compiles the structures of requests in two threads, outside the step loop.
 
-A request waits here until its structure is compiled and others go on. Most structures compile in milliseconds, the slowest that
-the front lets through (`server.front.structure.structure_checks`) in two seconds. So owners of API keys take turns, an owner's shortest
-structure comes first, and one thread is kept free of an owner's second long one. A thread's stack is far larger than the one
-on which the front's checker compiles, because llguidance recurses along a chain of references and overflowing the stack
-would end the rank: what fits there fits here. What imports llguidance (`scheduler.structure.grammar`) is imported when the
-first request asks for a structure, so an engine that nobody asks runs without it.
+A request waits here until its structure is compiled, while other requests continue. Most structures compile in
+milliseconds; the slowest that the front accepts (`server.front.structure.structure_checks`) takes two seconds. So owners
+of API keys take turns, an owner's shortest structure comes first, and one thread stays free of an owner's second long
+one. Threads have a far larger stack than the front's checker, because llguidance recurses along chains of references
+and a stack overflow would end the rank: what the checker compiles also compiles here. `scheduler.structure.grammar`,
+which imports llguidance, is imported for the first request with a structure; without such requests it is not needed.
 
-A `Vocabulary` is all that a grammar needs to know of a tokenizer, the tokens as bytes. Whoever builds one knows the
-tokenizer (`server.front.tokenizer`); ranks compile with it, and the front's checker process gets it as JSON.
+A `Vocabulary` holds all that a grammar needs of a tokenizer: the tokens as bytes. The code that builds one knows the
+tokenizer (`server.front.tokenizer`). Ranks compile with it, and the front's checker process gets it as JSON.
 """
 
 import heapq
@@ -28,23 +28,23 @@ from scheduler.structure.masks import MaskThreads
 
 
 class StructureError(ValueError):
-    """A form that cannot be compiled; the message says why, in words for the client."""
+    """A structure that cannot be compiled. The message gives the reason, for the client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
     """Tokens by id."""
 
-    tokens: tuple[bytes, ...]  # what each stands for; special tokens by their names, unused ids empty
-    special_ids: frozenset[int]  # tokens that are no text
-    end_ids: frozenset[int]  # of those, the ones that end an answer
+    tokens: tuple[bytes, ...]  # text of each; special tokens by their names, unused ids empty
+    special_ids: frozenset[int]  # tokens without text
+    end_ids: frozenset[int]  # the special tokens that end an answer
 
 
 LoadVocabulary = Callable[[], Vocabulary]
 
 
 def vocabulary_to_json(vocabulary: Vocabulary) -> str:
-    """Encode on one line."""
+    """Encode a vocabulary as one line of JSON."""
     return json.dumps(
         {
             "tokens": [token.decode("latin-1") for token in vocabulary.tokens],
@@ -55,7 +55,7 @@ def vocabulary_to_json(vocabulary: Vocabulary) -> str:
 
 
 def vocabulary_from_json(text: str) -> Vocabulary:
-    """Decode."""
+    """Decode the result of `vocabulary_to_json`."""
     content = json.loads(text)
     return Vocabulary(
         tokens=tuple(token.encode("latin-1") for token in content["tokens"]),
@@ -64,21 +64,21 @@ def vocabulary_from_json(text: str) -> Vocabulary:
     )
 
 
-CLIENTS_FAULT = "the structure is too "  # so begins a failure that is the structure's, not ours
+CLIENTS_FAULT = "the structure is too "  # start of all failures that the structure causes, not the service
 NUM_THREADS = 2
-LONG_CHARS = 2_000  # what is shorter compiles in milliseconds, as a rule
-STACK_BYTES = 64 << 20  # of address space; pages that nobody touches cost nothing
+LONG_CHARS = 2_000  # shorter structures usually compile in milliseconds
+STACK_BYTES = 64 << 20  # of address space; untouched pages use no memory
 
 
 class Structured(NamedTuple):
-    """A request that may be served now."""
+    """A request that is ready to be served."""
 
     request: Request
     matcher: StructureMatcher
 
 
 class MatcherSource(Protocol):
-    """See `grammar.Forms`."""
+    """Compiled structures; implemented by `grammar.Forms`."""
 
     def matcher_for(self, request: Request) -> StructureMatcher:
         """Raises: StructureError."""
@@ -89,12 +89,12 @@ OnReady = Callable[[Structured | RequestOutput], None]
 
 
 def no_vocabulary() -> Vocabulary:
-    """Stand in where nobody said how to load the tokenizer."""
+    """Default for engines without a tokenizer."""
     raise StructureError("this engine was started without a tokenizer")
 
 
 def _threads_with_stack(count: int, num_bytes: int) -> ThreadPoolExecutor:
-    """Start threads; the size of stacks is a setting of the process, for threads that start from then on."""
+    """Start threads. The stack size is a setting of the process that applies to threads started after it is set."""
     before, all_run = threading.stack_size(num_bytes), threading.Barrier(count + 1)
     try:
         threads = ThreadPoolExecutor(count, thread_name_prefix="structure")
@@ -108,34 +108,34 @@ def _threads_with_stack(count: int, num_bytes: int) -> ThreadPoolExecutor:
 
 class _Job(NamedTuple):
     size: int  # of the structure's text, in characters
-    number: int  # then in order of arrival
+    number: int  # then by arrival
     request: Request
     on_ready: OnReady
 
     @property
     def is_long(self) -> bool:
-        """Whether it may take long."""
+        """Whether it may take long to compile."""
         return self.size > LONG_CHARS
 
 
 class _Line:
-    """Who compiles next: owners take turns, the shortest of an owner first."""
+    """The order of compilation: owners take turns, an owner's shortest first."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[str, list[_Job]] = OrderedDict()  # heaps by owner, whose turn it is first
+        self._jobs: OrderedDict[str, list[_Job]] = OrderedDict()  # heaps by owner; the next owner comes first
         self._running: dict[str, list[_Job]] = {}
         self._numbers = itertools.count()
 
     def add(self, request: Request, on_ready: OnReady) -> None:
-        """Queue a request behind its owner's shorter ones."""
-        assert request.params.structure is not None, "only requests that ask for a form come here"
+        """Queue a request after its owner's shorter ones."""
+        assert request.params.structure is not None, "only requests with a structure are queued"
         job = _Job(len(request.params.structure.text), next(self._numbers), request, on_ready)
         heapq.heappush(self._jobs.setdefault(request.key_id, []), job)
 
     def take(self) -> _Job | None:
-        """Return what to compile; None if there is nothing, or only what waits for its owner's other one.
+        """Return the next job. Returns None if there is none, or if all wait for another job of their owner.
 
-        Beside a long one of the same owner only a short one is taken; beside a short one nothing, so that they keep their order.
+        During an owner's long job only a short one of that owner is taken; during a short one none, to keep their order.
         """
         for owner, jobs in self._jobs.items():
             running = self._running.get(owner, [])
@@ -150,7 +150,7 @@ class _Line:
         return None
 
     def end(self, job: _Job) -> None:
-        """Note that it is compiled."""
+        """Note that a job is done."""
         running = self._running[job.request.key_id]
         running.remove(job)
         if not running:
@@ -158,14 +158,14 @@ class _Line:
 
 
 class StructureCompiler:
-    """What compiles, keeps and waits. `submit` and `forget` may be called from any thread."""
+    """Compiles structures for waiting requests. Any thread may call `submit` and `forget`."""
 
     def __init__(self, load_vocabulary: LoadVocabulary = no_vocabulary) -> None:
-        """Args: load_vocabulary is called once, in a thread, when the first request asks for a form."""
+        """`load_vocabulary` is called once, in a thread, for the first request with a structure."""
         self._load_vocabulary = load_vocabulary
         self._lock = threading.Lock()
         self._is_closed = False
-        self._waiting: set[str] = set()  # ids of requests whose forms are being compiled
+        self._waiting: set[str] = set()  # ids of requests with structures in the queue or being compiled
         self._line = _Line()
         self._threads = _threads_with_stack(NUM_THREADS, STACK_BYTES)
         self.masks = MaskThreads()
@@ -173,9 +173,9 @@ class StructureCompiler:
         self._forms: MatcherSource | None = None
 
     def submit(self, request: Request, on_ready: OnReady) -> None:
-        """Compile what a request asks for; `on_ready` is called in a thread, with the request or with its end.
+        """Compile a request's structure. Then call `on_ready` in a thread, with the request or with its end.
 
-        It is called under the lock: whoever hears from `forget` that nothing waits finds the request handed over.
+        The call holds the lock. So if `forget` returns False, the request was already handed over.
         """
         with self._lock:
             self._waiting.add(request.request_id)
@@ -183,20 +183,20 @@ class StructureCompiler:
         self._threads.submit(self._work)
 
     def forget(self, request_id: str) -> bool:
-        """Drop a request that waits here; False when none does."""
+        """Drop a waiting request. Returns False if it does not wait here."""
         with self._lock:
             waits = request_id in self._waiting
             self._waiting.discard(request_id)
         return waits
 
     def close(self) -> None:
-        """End the threads once they have compiled what they are at; nothing may be submitted any more."""
+        """End the threads after their present jobs. Nothing may be submitted afterwards."""
         self._is_closed = True
         self._threads.shutdown(cancel_futures=True)
         self.masks.close()
 
     def _work(self) -> None:
-        """Compile until nothing may be begun."""
+        """Compile until no job may begin."""
         while not self._is_closed:
             with self._lock:
                 job = self._line.take()
@@ -210,7 +210,7 @@ class StructureCompiler:
         ready: Structured | RequestOutput
         try:
             ready = Structured(request, self._matcher_for(request))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the request that waits must end
+        except Exception as error:  # noqa: BLE001 - the waiting request must end after any error
             why = str(error) if isinstance(error, StructureError) else repr(error)
             ready = RequestOutput(
                 request_id=request.request_id,
@@ -235,6 +235,6 @@ def _open_forms(vocabulary: Vocabulary, masks: MaskThreads) -> MatcherSource:
     try:
         module = importlib.import_module("scheduler.structure.grammar")
     except ImportError as error:
-        raise StructureError(f"this rank cannot import llguidance ({error}); install it there") from error
+        raise StructureError(f"this rank cannot import llguidance ({error}); install it") from error
     forms: MatcherSource = module.Forms(vocabulary, masks)
     return forms

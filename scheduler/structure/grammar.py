@@ -1,12 +1,11 @@
-"""From a form to a grammar that can be followed token by token, within limits.
+"""Grammars of structures, which can be followed token by token within limits.
 
-The work is llguidance's (MIT licence; Rust): an Earley parser over a lexer of derivative automata, which are built
-while they are walked, so that a form compiles in about a millisecond and the cost of a token stays bounded by the
-limits below, whatever the form. Rejected: xgrammar (Apache-2.0; C++), whose figures beside ours are in docs/LOG.md.
-It needs torch, which the front must not load.
+Uses llguidance (MIT licence; Rust): an Earley parser over a lexer of derivative automata that are built lazily. So a
+structure compiles in about a millisecond, and the limits below bound the cost of a token for any structure. Rejected:
+xgrammar (Apache-2.0; C++), compared in docs/LOG.md, which needs torch; the front must not load torch.
 
-A form may not look behind or ahead in regexes (neither library can). What llguidance does not know of JSON Schema
-(`not`, `if`, `uniqueItems`, `format`s of its own invention) is an error and never silently dropped."""
+Regexes may not look behind or ahead (neither library supports this). JSON Schema keywords that llguidance does not
+support (`not`, `if`, `uniqueItems`, custom `format`s) are an error and never silently dropped."""
 
 import json
 import random
@@ -30,55 +29,54 @@ from scheduler.structure.compiler import CLIENTS_FAULT, StructureError, Vocabula
 from scheduler.structure.masks import MASK_BUDGET_PER_TOKEN_S, MASK_BUDGET_S, Mask, MaskThreads
 from scheduler.structure.schema import enforceable
 
-# Room between the parts of JSON, as much as indented text needs: a few blanks, or one or two line ends and an indentation.
-# Without a bound a weak model writes blanks until max_tokens. llama.cpp's grammars allow one blank, or two line ends and 20 blanks.
+# Whitespace between the parts of JSON, enough for indented text: a few blanks, or one or two line ends and an indentation.
+# Without a bound, a weak model writes blanks until max_tokens. llama.cpp allows one blank, or two line ends and 20 blanks.
 WHITESPACE = r"([\x20\x09]{1,4}|(\x0D?\x0A){1,2}[\x20\x09]{0,64})"
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,  # an object of 500 optional properties
-    initial_lexer_fuel=1_000_000,  # 50,000 a millisecond, says llguidance
-    step_lexer_fuel=100_000,  # 14,000 a millisecond
-    # 20,000 a millisecond, but 500 where a grammar is ambiguous. An object of 500 optional properties needs 4,000.
+    initial_lexer_fuel=1_000_000,  # 50,000 per millisecond, according to llguidance
+    step_lexer_fuel=100_000,  # 14,000 per millisecond
+    # 20,000 per millisecond, but 500 in an ambiguous grammar. An object of 500 optional properties needs 4,000.
     step_max_items=6_000,
-    max_lexer_states=20_000,  # 1 to 2 KB each, of all copies of a form together
+    max_lexer_states=20_000,  # 1 to 2 KB each, for all copies of a structure together
     max_grammar_size=200_000,
-    verbose_errors=False,  # the client's schema stays out of messages
+    verbose_errors=False,  # keeps the client's schema out of messages
 )
 
 MAX_MESSAGE = 500  # characters
 _TOO_LARGE = re.compile("Too many items|Current row has|too many items")
 NUM_REHEARSALS, REHEARSED_TOKENS = 3, 8
-QUICK_S = 0.002  # of a mask; a form with slower ones is not drafted for
+QUICK_S = 0.002  # of a mask; structures with slower ones get no drafts
 _REMEDY = (
-    "Write the grammar so that a text can be read in one way only, such as `e: t (op t)*` for `e: e op e`, or `e: t+` for "
+    "Write the grammar so that every text has only one derivation, such as `e: t (op t)*` for `e: e op e`, or `e: t+` for "
     "`e: e e | t`"
 )
 
 _BODY = "structure"
 
 _ONE_OF = (
-    "a value may fit two branches of a oneOf: let them differ by type, by const or enum, or by a required property with "
+    "a value may match two branches of a oneOf: make them differ by type, by const or enum, or by a required property with "
     "different constants, or use anyOf"
 )
 
-_OPTIONS = (
-    '{"no_forcing": true}'  # else only one spelling is allowed where a text has no choice but its spelling
-)
+# Without this, text that the grammar fixes may be spelled with one sequence of tokens only.
+_OPTIONS = '{"no_forcing": true}'
 
 
 def open_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
-    """Build llguidance's token tree; takes a tenth of a second.
+    """Build llguidance's token tree. Takes a tenth of a second.
 
-    One token is added behind the vocabulary and stands for the end, because a model has any number of such tokens.
+    One token after the vocabulary represents the end, because a model may have several end tokens.
     """
     return LLTokenizer(TokenizerWrapper(_Tokens(vocabulary)))
 
 
 def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile a form; releases the interpreter's lock while it works.
+    """Compile a structure. Releases the interpreter's lock meanwhile.
 
     Raises:
-        StructureError: it is no valid form, or beyond the limits.
+        StructureError: The structure is invalid or exceeds the limits.
     """
     matcher = LLMatcher(tokenizer, grammar_of(structure), log_level=0, limits=LIMITS)
     error = error_of(matcher)
@@ -88,9 +86,9 @@ def compile_structure(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher
 
 
 def rehearse(matcher: LLMatcher) -> str | None:
-    """Follow the first tokens of a few answers, as a request will; returns what goes wrong, None if nothing does.
+    """Follow the first tokens of a few random answers. Returns the first error, or None.
 
-    A form may compile and exceed a limit at its third token, if hundreds of alternatives begin alike.
+    A structure may compile and still exceed a limit at its third token, if hundreds of alternatives begin alike.
     """
     for walk in range(NUM_REHEARSALS):
         draw, copy = random.Random(walk), matcher.deep_copy()
@@ -106,10 +104,10 @@ def rehearse(matcher: LLMatcher) -> str | None:
 
 
 def error_of(matcher: LLMatcher) -> str | None:
-    """What went wrong in a matcher, None if nothing did; llguidance's methods do not raise."""
+    """Return a matcher's error, or None. llguidance's methods do not raise."""
     error = matcher.get_error().replace("<non-verbose/>", "").strip()
     if error == "NoExtensionBias":
-        return "no token of this model can go on with the structure"
+        return "no token of this model can continue the structure"
     if error.startswith("oneOf constraints are not supported"):
         return _ONE_OF
     if _TOO_LARGE.search(error):
@@ -118,10 +116,10 @@ def error_of(matcher: LLMatcher) -> str | None:
 
 
 def grammar_of(structure: Structure) -> str:
-    """Return llguidance's own description of a form.
+    """Return llguidance's description of a structure.
 
     Raises:
-        StructureError: the text is not even JSON, where it must be, or no grammar in any known notation.
+        StructureError: The text is not valid JSON, if it must be, or not a grammar in a known notation.
     """
     try:
         grammar = _grammar_of_kind(structure)
@@ -148,19 +146,19 @@ def _grammar_of_kind(structure: Structure) -> dict[str, Any]:
     if structure.kind == "choice":
         choices = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
         if not choices:
-            raise StructureError("there is nothing to choose from")
+            raise StructureError("the list of choices is empty; give at least one")
         return {"lark_grammar": f"start: CHOICE\nCHOICE: {' | '.join(choices)}\n"}
     if structure.kind in ("grammar", "tool_calls"):
         return {"lark_grammar": any_to_lark(text)}
-    raise StructureError(f"{structure.kind!r} is no kind of structure")
+    raise StructureError(f"{structure.kind!r} is not a kind of structure")
 
 
 def _json_grammar(schema: Any) -> dict[str, Any]:
-    """A schema's grammar; what the schema itself says about blanks goes before our bound."""
+    """Return a schema's grammar. The schema's own whitespace options take precedence over `WHITESPACE`."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
-        raise StructureError("a schema is an object, or true")
+        raise StructureError("a schema must be an object or true")
     said = schema.get("x-guidance")
     if not isinstance(said, dict | None):
         raise StructureError("x-guidance must be an object")
@@ -171,20 +169,20 @@ def _json_grammar(schema: Any) -> dict[str, Any]:
 
 
 def _without_anchors(regex: str) -> str:
-    """Drop ^ and $ at the ends: a regex is for the whole answer anyway, and llguidance knows no anchors."""
+    """Drop ^ and $ at the ends: a regex matches the whole answer anyway, and llguidance has no anchors."""
     start = regex.removeprefix("^")
     backslashes = len(start[:-1]) - len(start[:-1].rstrip("\\"))
     return start[:-1] if start.endswith("$") and backslashes % 2 == 0 else start
 
 
 def _in_one_line(message: str) -> str:
-    """What a parser says over several lines, without the carets that point into the line above."""
+    """Join the lines of a parser's message, without the carets that point into the line above."""
     lines = [line.strip() for line in message.splitlines() if line.strip(" ^\t")]
     return " ".join(lines)[:MAX_MESSAGE] or "unknown error"
 
 
 class _Tokens:
-    """A vocabulary in the shape that llguidance reads."""
+    """A vocabulary in llguidance's form."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = [*vocabulary.tokens, b"<end of the structure>"]
@@ -196,16 +194,16 @@ class _Tokens:
         }
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenize byte by byte: llguidance asks when it wants to spell what can only go on in one way."""
+        """Tokenize byte by byte. llguidance uses this to spell text that the grammar fixes."""
         data = text.encode() if isinstance(text, str) else text
         return [self._id_of_byte[byte] for byte in data if byte in self._id_of_byte]
 
 
 class GrammarMatcher:
-    """Follows one request's tokens. Its masks are computed beside the step loop, from when their token is known (`masks`).
+    """Follows one request's tokens. Threads compute its masks (`masks`) as soon as the last token is known.
 
-    Copies of a matcher share their lexer, and with it the limits and an error: where one copy has reached a limit, all fail. So
-    a request that fails begins anew once, with a lexer that neither other requests nor drafts have used, and drafts no more.
+    Copies of a matcher share their lexer with its limits and errors: if one copy reaches a limit, all fail. So a request
+    that fails restarts once with a new lexer, which no other request or draft has used, and gets no more drafts.
     """
 
     def __init__(
@@ -217,39 +215,36 @@ class GrammarMatcher:
         compile_own: Callable[[], LLMatcher] | None = None,
         threads: MaskThreads | None = None,
     ) -> None:
-        """Take over a copy, made with `open_tokenizer(vocabulary)`.
+        """Take over a matcher that was made with `open_tokenizer(vocabulary)`.
 
         Args:
-            compile_own: compiles the form again; None: the copy is the only one.
-            threads: compute masks; None: `mask` does.
+            compile_own: Compiles the structure again. None if the matcher has no copies.
+            threads: Threads that compute masks. With None, `mask` computes them.
         """
         self._matcher, self._compile_own, self._threads = matcher, compile_own, threads
         self._followed: list[int] = []
-        self._is_own = False  # it has begun anew
-        self._is_behind = False  # it has not followed its newest token, and begins anew with the next mask
+        self._is_own = False  # it has restarted with its own lexer
+        self._is_behind = False  # its newest token is not followed yet; it restarts with the next mask
         self._end_ids = sorted(vocabulary.end_ids)
-        self._end_place = len(vocabulary.tokens)  # of the token that stands for the end
+        self._end_place = len(vocabulary.tokens)  # index of the token that represents the end
         self._ignore_eos = ignore_eos
         self.has_ended = matcher.is_stopped()
         self.failure: str | None = None
         self.is_late = False
-        self._coming: Future[Mask] | None = None  # what may come next; dropped when a token has come
-        self._last_s = self._cpu_s = 0.0  # of processor time: the last mask's, all masks'
-        self._ahead: list[np.ndarray] = []  # what may come behind each of the drafts that were looked at
+        self._coming: Future[Mask] | None = None  # the next mask; dropped when a token arrives
+        self._last_s = self._cpu_s = 0.0  # processor time of the last mask, and of all masks
+        self._ahead: list[np.ndarray] = []  # the masks after each draft in `look_ahead`
 
     @property
     def is_ready(self) -> bool:
-        """See `scheduler.policy.sequence.StructureMatcher`."""
         return self._coming is None or self._coming.done()
 
     def begin_step(self) -> None:
-        """See `scheduler.policy.sequence.StructureMatcher`."""
         self.is_late = False
         if self._threads is not None and not self.failure and not self.has_ended:
             self._begin_mask()
 
     def mask(self, logits_V: Row, after: Series[int] = ()) -> None:
-        """See `scheduler.policy.sequence.StructureMatcher`."""
         if self.failure:
             return
         bits = self._ahead[len(after) - 1] if after else self._next_bits()
@@ -262,9 +257,9 @@ class GrammarMatcher:
         np.copyto(logits_V, -np.inf, where=~allowed[: logits_V.size])
 
     def _next_bits(self) -> np.ndarray | None:
-        """Return what may come next; None if it is not known in time, or if there was a failure."""
+        """Return the next mask. Returns None if it is not ready in time or after a failure."""
         coming = self._begin_mask()
-        # A form that was slow is not waited for: it sits out until its mask is there.
+        # A structure that was slow is not waited for: the request sits out until its mask is ready.
         may_wait = self._threads is not None and self._last_s <= QUICK_S
         if not coming.done() and not (may_wait and self._threads and self._threads.wait(coming)):
             self.is_late = True
@@ -275,7 +270,7 @@ class GrammarMatcher:
         return None if self.failure else found.bits
 
     def _begin_mask(self) -> "Future[Mask]":
-        """Compute what may come next, unless that is done or under way."""
+        """Start to compute the next mask, unless it is done or running."""
         if self._coming is None and self._threads is not None:
             self._coming = self._threads.start(self._compute, self._last_s)
         elif self._coming is None:
@@ -283,21 +278,21 @@ class GrammarMatcher:
         return self._coming
 
     def _take_cost(self, found: Mask) -> None:
-        """Charge a mask to the request, and end it when its budget is spent."""
+        """Charge a mask's processor time to the request. End the request if its budget is spent."""
         if found.cpu_s == 0:
             return
-        self._coming = _done(found._replace(cpu_s=0.0))  # a mask is charged once
+        self._coming = _done(found._replace(cpu_s=0.0))  # charge each mask once
         self._last_s = found.cpu_s
         self._cpu_s += found.cpu_s
         allowed_s = MASK_BUDGET_S + MASK_BUDGET_PER_TOKEN_S * len(self._followed)
         if self._cpu_s > allowed_s:
             self.failure = (
-                f"{CLIENTS_FAULT}ambiguous to follow: to find what may come next took {self._cpu_s:.1f} s of "
-                f"processor time for {len(self._followed)} tokens, and {allowed_s:.1f} s are allowed. {_REMEDY}"
+                f"{CLIENTS_FAULT}ambiguous to follow: finding the allowed tokens took {self._cpu_s:.1f} s of processor "
+                f"time for {len(self._followed)} tokens; {allowed_s:.1f} s are allowed. {_REMEDY}"
             )
 
     def _compute(self) -> Mask:
-        """Find what may come next; in a thread, while nothing else uses this matcher."""
+        """Compute the next mask, in a thread. Nothing else may use this matcher meanwhile."""
         begun_s = time.thread_time()
         if self._is_behind and not self._begin_anew():
             return Mask(None, self._cannot_go_on(self._followed[-1]))
@@ -307,14 +302,14 @@ class GrammarMatcher:
             bits = _allowed_bits(self._matcher)
             failure = error_of(self._matcher)
         if not failure and time.thread_time() - begun_s > QUICK_S:
-            self._begin_anew()  # a copy locks the lexer of all copies while it computes, also against the step loop
+            self._begin_anew()  # otherwise it locks the lexer of all copies, also for the step loop
         return Mask(bits, failure or "", time.thread_time() - begun_s)
 
     def look_ahead(self, drafts: Series[int]) -> int:
-        """See `scheduler.policy.sequence.StructureMatcher`.
+        """Compute the masks after drafts.
 
-        On a copy: what goes wrong behind a draft that will be rejected is no failure of the request's. Its masks are computed in
-        the step, so a form whose masks are slow gets no drafts.
+        Uses a copy, because an error after a rejected draft is not the request's failure. The step waits for these masks, so
+        a structure with slow masks gets no drafts.
         """
         self._ahead = []
         if self.failure or self.has_ended or self._is_own or self._is_behind or self._last_s > QUICK_S:
@@ -336,10 +331,9 @@ class GrammarMatcher:
         return len(self._ahead)
 
     def advance(self, token_id: int) -> None:
-        """Follow a token that was sampled; one that the form does not allow is a failure."""
         if self.failure:
             return
-        assert self.is_ready, "a token is sampled behind its mask"
+        assert self.is_ready, "a token is sampled after its mask was computed"
         self._coming = None
         if token_id in self._end_ids:
             self.has_ended = True
@@ -353,10 +347,10 @@ class GrammarMatcher:
             self._is_behind = True
 
     def _cannot_go_on(self, token_id: int) -> str:
-        return f"the structure cannot go on with token {token_id}: {error_of(self._matcher)}"
+        return f"the structure does not allow token {token_id}: {error_of(self._matcher)}"
 
     def _begin_anew(self) -> bool:
-        """Follow all tokens again with a lexer of its own; False, and nothing, the second time, and where that fails too."""
+        """Follow all tokens again with a new lexer. Returns False, without effect, after a restart or if this fails."""
         if self._compile_own is None or self._is_own:
             return False
         own, self._is_own = self._compile_own(), True
@@ -373,32 +367,32 @@ def _done(mask: Mask) -> "Future[Mask]":
 
 
 def _allowed_bits(matcher: LLMatcher) -> np.ndarray:
-    """What may come next: a bit per token, the lowest first."""
+    """Return the allowed next tokens: a bit per token, lowest first."""
     return np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
 
 
-MAX_KEPT = 64  # compiled forms
+MAX_KEPT = 64  # compiled structures
 
 
 class Forms:
-    """The compiled forms. `matcher_for` may be called from several threads; two compile the same form at the same time if
-    both need it first."""
+    """The compiled structures. Several threads may call `matcher_for`. If two need the same new structure, both compile
+    it."""
 
     def __init__(self, vocabulary: Vocabulary, threads: MaskThreads | None = None) -> None:
-        """Build the token tree. `threads` compute the masks of its matchers; None: `mask` does."""
+        """Build the token tree. `threads` compute the masks of matchers; with None, `mask` does."""
         self._threads = threads
         self._vocabulary, self._tokenizer = vocabulary, open_tokenizer(vocabulary)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
 
     def matcher_for(self, request: Request) -> GrammarMatcher:
-        """Return a copy of the request's form that has followed the tokens which an earlier attempt delivered.
+        """Return a matcher for the request's structure, advanced over the tokens that an earlier attempt delivered.
 
         Raises:
-            StructureError: it cannot be compiled.
+            StructureError: The structure cannot be compiled.
         """
         params = request.params
-        assert params.structure is not None, "only requests that ask for a form come here"
+        assert params.structure is not None, "only requests with a structure need a matcher"
         compiled = self._compile(params.structure)
         ignore_eos = not self._vocabulary.end_ids & set(params.stop_token_ids)
         matcher = GrammarMatcher(

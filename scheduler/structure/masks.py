@@ -1,13 +1,14 @@
-"""Computes what structures allow beside the step loop, and bounds how long a step waits for that.
+"""Computes the masks of structures in threads, and bounds how long a step waits for them.
 
-A mask usually takes a fraction of a millisecond. A strange grammar can make it take tens of them, for each of a request's choices, and a
-step is shared by all requests of all ranks. So threads compute a request's next mask from when a step is planned, while the
-model runs; llguidance releases the interpreter's lock. All masks of a step together are waited for WAIT_S. A request whose mask
-is not ready by then sits out: the scheduler parks it, and it goes on when its mask is there. What was quick before is computed first.
+A mask usually takes a fraction of a millisecond, but a strange grammar can make it take tens of them for each choice of
+a request, and all requests of all ranks share a step. So threads compute a request's next mask from the planning of a
+step on, while the model runs; llguidance releases the interpreter's lock. A step waits at most WAIT_S for all its masks
+together. A request without its mask by then sits out: the scheduler parks it until the mask is ready. Requests with
+quick earlier masks come first.
 
-A request also has a budget of processor time. It grows with the request's tokens, and what exceeds it ends with an error.
-Rejected: a limit by the clock, which would end requests of a machine that is busy; a process per request (a mask costs less than a message).
-"""
+A request also has a budget of processor time that grows with its tokens. Exceeding it ends the request with an error.
+Rejected: a wall-clock limit, which would end requests on a busy machine; a process per request, because a mask costs
+less than a message."""
 
 import contextlib
 import itertools
@@ -20,31 +21,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-WAIT_S = 0.02  # of one step, for all its masks
+WAIT_S = 0.02  # most that a step waits for all its masks
 NUM_THREADS = 2
-MASK_BUDGET_S, MASK_BUDGET_PER_TOKEN_S = 0.2, 0.001  # of processor time, of one request
-STACK_BYTES = (
-    64 << 20
-)  # llguidance recurses along a chain of references; pages that nobody touches cost nothing
+MASK_BUDGET_S, MASK_BUDGET_PER_TOKEN_S = 0.2, 0.001  # processor time of one request
+# llguidance recurses along a chain of references; untouched pages use no memory.
+STACK_BYTES = 64 << 20
 
 
 class Mask(NamedTuple):
-    """What may come next, or why that is not known."""
+    """The allowed next tokens, or why they are unknown."""
 
-    bits: np.ndarray | None  # a bit per token, the lowest first; None: see `failure`
+    bits: np.ndarray | None  # a bit per token, lowest first; None: see `failure`
     failure: str = ""
     cpu_s: float = 0.0
 
 
 class _Job(NamedTuple):
-    quickness_s: float  # what the mask before took: the smallest first
-    number: int  # then in order
+    quickness_s: float  # duration of the request's last mask; smallest first
+    number: int  # then by order of arrival
     compute: Callable[[], Mask] | None  # None ends a thread
     result: "Future[Mask]"
 
 
 class MaskThreads:
-    """The threads, and how long the present step may still wait. `start` may be called from any thread, the rest by the step loop."""
+    """Mask threads, and the present step's remaining wait. Any thread may call `start`; the rest is for the step loop."""
 
     def __init__(self, *, wait_s: float = WAIT_S, num_threads: int = NUM_THREADS) -> None:
         self._wait_s = self._left_s = wait_s
@@ -54,10 +54,10 @@ class MaskThreads:
         self._lock = threading.Lock()
 
     def start(self, compute: Callable[[], Mask], last_s: float) -> "Future[Mask]":
-        """Compute a mask beside the caller.
+        """Compute a mask in a thread.
 
         Args:
-            last_s: how long the request's mask before took.
+            last_s: Duration of the request's last mask.
         """
         result: Future[Mask] = Future()
         with self._lock:
@@ -67,11 +67,11 @@ class MaskThreads:
         return result
 
     def begin_step(self) -> None:
-        """Give the coming step its time to wait."""
+        """Reset the time that the coming step may wait."""
         self._left_s = self._wait_s
 
     def wait(self, mask: "Future[Mask]") -> bool:
-        """Wait for a mask, as long as the step may; returns whether it is there."""
+        """Wait for a mask for as long as the step may. Returns whether it is ready."""
         begun_s = time.monotonic()
         with contextlib.suppress(TimeoutError):
             mask.exception(max(self._left_s, 0.0))
@@ -79,7 +79,7 @@ class MaskThreads:
         return mask.done()
 
     def close(self) -> None:
-        """End the threads once they have computed what they are at."""
+        """End the threads after their present masks."""
         with self._lock:
             for _ in self._threads:
                 self._jobs.put(_Job(-1.0, next(self._numbers), None, Future()))
@@ -89,12 +89,12 @@ class MaskThreads:
         while (job := self._jobs.get()).compute is not None:
             try:
                 job.result.set_result(job.compute())
-            except Exception as error:  # noqa: BLE001 - the request ends with it, the thread goes on
+            except Exception as error:  # noqa: BLE001 - the request ends with it; the thread continues
                 job.result.set_result(Mask(None, f"its mask cannot be computed: {error!r}"))
 
 
 def _threads_with_stack(run: Callable[[], None], count: int) -> list[threading.Thread]:
-    """Start threads; the size of stacks is a setting of the process, for threads that start from then on."""
+    """Start threads. The stack size is a setting of the process that applies to threads started after it is set."""
     before = threading.stack_size(STACK_BYTES)
     try:
         threads = [threading.Thread(target=run, name=f"masks-{at}", daemon=True) for at in range(count)]

@@ -1,13 +1,13 @@
-"""JSON schemas as trees: where subschemas stand, what references mean, and which branches of a oneOf exclude each other.
+"""JSON schemas as trees: places of subschemas, targets of references, and oneOf branches that exclude each other.
 
-llguidance enforces a oneOf only if it can tell that no value fits two branches, and it looks neither through `$ref` nor at
-constants outside of objects. Branches that exclude each other mean the same under anyOf, which it always enforces, so a
-oneOf is rewritten if `excludes` proves it: by type, by constants, by ranges of numbers, by a property that both demand and
-that cannot have one value, or that one demands and the other forbids. What it cannot prove stays a oneOf.
+llguidance enforces a oneOf only if it can prove that no value fits two branches, and its proof ignores `$ref` and
+constants outside of objects. If branches exclude each other, oneOf means the same as anyOf, which llguidance always
+enforces. So a oneOf is rewritten if `excludes` proves exclusion: by type, by constants, by ranges of numbers, by a
+property that both require but that cannot have a common value, or that one requires and the other forbids. Otherwise it
+stays a oneOf.
 
-The vocabulary is that of https://json-schema.org/draft/2020-12 with the older names `definitions`, `dependencies` and lists
-under `items`. Constants, enumerations, defaults and examples are data: what looks like a schema in them is none.
-"""
+The vocabulary is that of https://json-schema.org/draft/2020-12, with the older names `definitions`, `dependencies` and
+lists under `items`. Constants, enumerations, defaults and examples are data, even if they look like schemas."""
 
 import json
 import math
@@ -23,12 +23,12 @@ _ONE = (
     *("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
 )
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-_OF_FRAGMENTS = "/?:@!$&'()*+,;=-._~"  # what stands for itself there (RFC 3986)
+_OF_FRAGMENTS = "/?:@!$&'()*+,;=-._~"  # characters that need no escape in fragments (RFC 3986)
 _NAMED = ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
 
 
 def with_subschemas(schema: Schema, change: Callable[[Schema, tuple[str, ...]], Schema]) -> Schema:
-    """Return a schema whose direct subschemas are changed; `change` gets each one and its path."""
+    """Return a schema with changed direct subschemas. `change` gets each one and its path."""
     if not isinstance(schema, Mapping):
         return schema
     changed = dict(schema)
@@ -46,11 +46,11 @@ def with_subschemas(schema: Schema, change: Callable[[Schema, tuple[str, ...]], 
 
 
 def relocated(schema: Schema, root: str) -> Schema:
-    """Return a schema that stands at another place of a larger one, with references to itself that still hold.
+    """Return a schema for another place in a larger one, with adapted references to itself.
 
     Args:
-        schema: whole; its own root is `#`.
-        root: the new place, as a fragment such as "#/$defs/0".
+        schema: A whole schema with the root `#`.
+        root: Its new place, as a fragment such as "#/$defs/0".
     """
     document = Document(schema)
 
@@ -62,7 +62,7 @@ def relocated(schema: Schema, root: str) -> Schema:
         if target is not None:
             moved["$ref"] = root + "".join(f"/{_escaped(step)}" for step in target)
         for key in ("$anchor",) if path else ("$anchor", "$id", "$schema"):
-            moved.pop(key, None)  # two functions may have the same
+            moved.pop(key, None)  # schemas of two functions may use the same
         return moved
 
     return move(schema, ())
@@ -78,7 +78,7 @@ def _escaped(step: str) -> str:
 
 
 class Document:
-    """A whole schema, in which references are looked up."""
+    """A whole schema, for looking up references."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -87,19 +87,19 @@ class Document:
         self._num_left = _MOST_LOOKS
 
     def is_too_much(self) -> bool:
-        """Count a look at a schema; true once there were so many that no more should be proven."""
+        """Count one look at a schema. Returns True if the budget for proofs is spent."""
         self._num_left -= 1
         return self._num_left < 0
 
     def path_of(self, reference: Any) -> tuple[str, ...] | None:
-        """Return the path of what a reference means, None if it is no reference into this schema."""
+        """Return the path of a reference's target, or None if it does not refer to this schema."""
         if not isinstance(reference, str):
             return None
         try:
             base, fragment = urldefrag(urljoin(self._base, reference))
             if base != urldefrag(self._base)[0]:
                 return None
-        except ValueError:  # it is no URI
+        except ValueError:  # not a URI
             return None
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -107,7 +107,7 @@ class Document:
         return tuple(step.replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:])
 
     def at(self, reference: Any) -> Schema | None:
-        """Return what a reference means, None if nothing here."""
+        """Return a reference's target, or None if it is not in this schema."""
         path = self.path_of(reference)
         if path is None:
             return None
@@ -136,10 +136,9 @@ class Document:
 
 
 def enforceable(schema: Schema) -> Schema:
-    """Return a schema of the same meaning, of which llguidance enforces more.
+    """Return an equivalent schema of which llguidance enforces more.
 
-    Each oneOf whose branches exclude each other is an anyOf, and references are spelled as URIs: `#/$defs/A B`, which many
-    write, is none.
+    A oneOf with exclusive branches becomes an anyOf. References are escaped: the common `#/$defs/A B` is not a valid URI.
     """
     document = Document(schema)
 
@@ -163,7 +162,7 @@ def enforceable(schema: Schema) -> Schema:
 
 
 def is_resource(schema: Schema, path: tuple[str, ...]) -> bool:
-    """Tell whether a subschema has a name of its own: references in it start there, and are left alone."""
+    """Whether a subschema has its own `$id`. References in it start there and are left unchanged."""
     return bool(path) and isinstance(schema, Mapping) and "$id" in schema
 
 
@@ -174,23 +173,23 @@ _TYPES = {atom: frozenset((atom,)) for atom in _ATOMS - {"fraction"}} | {
     "number": frozenset(("integer", "fraction"))
 }
 _MOST_SHAPES = 64  # of one schema
-_MOST_PAIRS = 5_000  # of branches that are compared one by one: 0.1 s
-# At schemas and pairs of shapes, together: 0.1 s. Unions that refer to each other would take forever.
+_MOST_PAIRS = 5_000  # of branches compared one by one: 0.1 s
+# Schemas and pairs of shapes examined, in total: 0.1 s. Unions that refer to each other would take forever.
 _MOST_LOOKS = 10_000
-_MOST_DEPTH = 8  # of references and properties that are followed
+_MOST_DEPTH = 8  # of references and properties followed
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """A superset of the values that a schema takes."""
+    """A superset of the values that a schema accepts."""
 
     atoms: frozenset[str] = _ATOMS
-    values: frozenset[str] | None = None  # all that there are, as keys
+    values: frozenset[str] | None = None  # all possible values, as keys
     low: float = -math.inf  # of numbers
     high: float = math.inf
     properties: Mapping[str, tuple[Schema, ...]] = field(default_factory=dict)
     required: frozenset[str] = frozenset()  # of objects
-    closed: tuple[frozenset[str], ...] = ()  # each: the only names of properties that there may be
+    closed: tuple[frozenset[str], ...] = ()  # each: the only allowed names of properties
 
     def and_also(self, other: "_Shape") -> "_Shape":
         values = other.values if self.values is None else self.values
@@ -211,7 +210,7 @@ class _Shape:
 
 
 def excludes(branches: Sequence[Schema], document: Document) -> bool:
-    """Tell whether it is certain that no value fits two of the branches."""
+    """Whether it is certain that no value fits two of the branches."""
     shapes = [_shapes(branch, document, _MOST_DEPTH) for branch in branches]
     if not branches:
         return False
@@ -223,7 +222,7 @@ def excludes(branches: Sequence[Schema], document: Document) -> bool:
 
 
 def _differ_by_value(shapes: Sequence[Sequence[_Shape]]) -> bool:
-    """Tell whether all branches are lists of constants, none of which is in two."""
+    """Whether all branches are lists of constants without a common value."""
     of_branches = [_values(each) for each in shapes]
     known = [values for values in of_branches if values is not None]
     return len(known) == len(shapes) and len(frozenset().union(*known)) == sum(map(len, known))
@@ -235,7 +234,7 @@ def _values(shapes: Sequence[_Shape]) -> frozenset[str] | None:
 
 
 def _differ_by_property(shapes: Sequence[Sequence[_Shape]], document: Document) -> bool:
-    """Tell whether all branches are objects with a property that tells them apart: the usual tagged union, in one pass."""
+    """Whether all branches are objects with a property of distinct constants (a tagged union). Needs one pass."""
     if any(shape.atoms != {"object"} for each in shapes for shape in each):
         return False
     names = frozenset.intersection(*(shape.required for each in shapes for shape in each))
@@ -290,7 +289,7 @@ def _property_shapes(shape: _Shape, name: str, document: Document, depth: int) -
 
 
 def _shapes(schema: Schema, document: Document, depth: int) -> list[_Shape]:
-    """Return shapes that together are a superset of a schema's values; [] if it takes none."""
+    """Return shapes that together cover a schema's values. Returns [] if it accepts no value."""
     if schema is False:
         return []
     if not isinstance(schema, Mapping) or depth == 0 or document.is_too_much():
@@ -319,13 +318,13 @@ def _union(schemas: Sequence[Schema], document: Document, depth: int) -> list[_S
 def _intersections(parts: Sequence[Sequence[_Shape]]) -> list[_Shape]:
     found = [_Shape()]
     for part in parts:
-        if len(found) * len(part) <= _MOST_SHAPES:  # else it is left out, which makes the superset larger
+        if len(found) * len(part) <= _MOST_SHAPES:  # otherwise it is left out, which enlarges the superset
             found = [one.and_also(other) for one in found for other in part]
     return found
 
 
 def _own_shape(schema: Mapping[str, Any]) -> _Shape:
-    """Return what the schema's own words say, without its subschemas."""
+    """Return the shape that a schema's own keywords describe, without its subschemas."""
     atoms, values = _ATOMS, None
     kinds = schema.get("type")
     if kinds is not None:
@@ -373,7 +372,7 @@ def _atom(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """Return a text that is equal for equal values of JSON, where 1 is 1.0 and is not true."""
+    """Return a text that is equal for equal JSON values. 1 equals 1.0 but not true."""
     if isinstance(value, list):
         return f"[{','.join(map(_key, value))}]"
     if isinstance(value, dict):

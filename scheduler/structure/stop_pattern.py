@@ -1,8 +1,8 @@
 """Regexes that end an answer (SGLang's stop_regex), matched as its text grows.
 
-The automaton is llguidance's, made of derivatives: a character costs what it costs, whatever the regex, and limits bound what
-new states cost, so that no regex holds up the event loop in which it runs. Measured: 1 to 7 us a byte, 0.7 ms to compile.
-Rejected: Python's `re` over the answer's end, as SGLang has it: a regex with nested repetitions takes exponential time.
+Uses llguidance's derivative automaton: the cost per character does not depend on the regex, and limits bound the cost of
+new states, so no regex blocks the event loop in which it runs. Measured: 1 to 7 us per byte, 0.7 ms to compile.
+Rejected: Python's `re` over the answer's end, as in SGLang: a regex with nested repetitions takes exponential time.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from scheduler.structure.compiler import StructureError
 from scheduler.structure.grammar import error_of
 
-ANYTHING = "(?s:.*)"  # may come before
+ANYTHING = "(?s:.*)"  # the text before a match
 _LIMITS = LLParserLimits(
     max_items_in_row=200,
     initial_lexer_fuel=50_000,  # 1 ms
@@ -26,7 +26,7 @@ _END_ID = 256
 
 
 class _Bytes:
-    """A vocabulary of bytes in the shape that llguidance reads."""
+    """A vocabulary of bytes in llguidance's form."""
 
     def __init__(self) -> None:
         self.tokens = [*(bytes([byte]) for byte in range(_END_ID)), b"<end>"]
@@ -35,19 +35,18 @@ class _Bytes:
         self.special_token_ids = [_END_ID]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokenize."""
         return list(text.encode() if isinstance(text, str) else text)
 
 
 class StopPattern:
-    """A compiled regex; `open` gives each choice a matcher of its own."""
+    """A compiled regex. `open` returns a separate matcher for each choice."""
 
     def __init__(self, regex: str) -> None:
         """Compile.
 
         Raises:
-            StructureError: it is no regex, has what llguidance has not (anchors at the beginning, lookarounds), fits the
-                empty text, or is beyond the limits.
+            StructureError: The regex is invalid, uses features that llguidance lacks (anchors at the beginning,
+                lookarounds), matches the empty text, or exceeds the limits.
         """
         self.regex = regex
         grammar = LLMatcher.grammar_from_regex(f"{ANYTHING}(?:{regex})")
@@ -57,10 +56,10 @@ class StopPattern:
         if error:
             raise StructureError(error)
         if self._matcher.is_accepting():
-            raise StructureError("it fits the empty text, which would end every answer at once")
+            raise StructureError("it matches the empty text, which would end every answer at once")
 
     def open(self) -> "StopMatcher":
-        """Return a matcher at the beginning of a text."""
+        """Return a matcher at the start of a text."""
         return StopMatcher(self._matcher.deep_copy())
 
 
@@ -71,14 +70,14 @@ class StopMatcher:
         self._matcher = matcher
 
     def push(self, text: str) -> int | None:
-        """Take more text; return how many of its characters end the first match, None if there is none.
+        """Take more text. Returns the number of its characters up to the end of the first match, or None.
 
         Raises:
-            StructureError: the regex is too much work.
+            StructureError: The regex takes too much work.
         """
         for number, char in enumerate(text, start=1):
             if not all(map(self._matcher.consume_token, char.encode())):
-                raise StructureError(f"it is too much work: {error_of(self._matcher)}")
+                raise StructureError(f"it takes too much work: {error_of(self._matcher)}")
             if self._matcher.is_accepting():
                 return number
         return None
@@ -88,7 +87,7 @@ def compile_all(regexes: Sequence[str]) -> tuple[StopPattern, ...]:
     """Compile regexes.
 
     Raises:
-        StructureError: naming the one that cannot be.
+        StructureError: The message names the regex that cannot be used.
     """
     patterns = []
     for regex in regexes:

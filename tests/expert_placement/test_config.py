@@ -19,7 +19,7 @@ def test_vllms_keys_and_defaults_are_taken() -> None:
     [
         ("{", "not JSON"),
         ("[]", "must be an object"),
-        ('{"windowsize": 1}', "windowsize is not known; there are window_size"),
+        ('{"windowsize": 1}', "windowsize is not known; the keys are window_size"),
         ('{"window_size": 0}', "window_size is 0; it must be at least 1"),
         ('{"window_size": 1.5}', "window_size is 1.5; it must be a whole number"),
         ('{"window_size": true}', "window_size is True; it must be a whole number"),

@@ -62,7 +62,7 @@ def changed(**changes: Any) -> str:
         ("{", "is not a placement"),
         ("[]", 'it must be an object with "format": "wideep-placement"'),
         (changed(format_version=2), "format_version is 2; 1 can be read"),
-        (changed(colour=1), "colour is not known; there are digest, format"),
+        (changed(colour=1), "colour is not known; the keys are digest, format"),
         (changed(layers=[]), "layers must be a list"),
         (changed(num_ranks=3), "slots has 2 lists per layer for 3 ranks"),
         (changed(num_ranks=0), "slots has 2 lists per layer for 0 ranks"),
@@ -89,7 +89,7 @@ def test_a_missing_file_and_a_recorded_load_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "load.npz"
     np.savez(path, load=np.ones((1, 2, 4)))
     with pytest.raises(
-        PlacementFileError, match="a recorded load, of which `wideep experts plan` makes a placement"
+        PlacementFileError, match="a recorded load, from which `wideep experts plan` makes a placement"
     ):
         load_placement(path)
     with pytest.raises(PlacementFileError, match=r"is written as JSON; give it a name that ends in \.json"):
@@ -143,5 +143,5 @@ def test_without_a_file_it_lasts_as_long_as_the_process() -> None:
 
 def test_a_file_that_is_no_history_is_refused_by_its_line(tmp_path: Path) -> None:
     (tmp_path / "h").write_text('{"kind": "repair"}\n[]\n')
-    with pytest.raises(ValueError, match="line 2: an entry is an object"):
+    with pytest.raises(ValueError, match="line 2: an entry must be an object"):
         History(tmp_path / "h")

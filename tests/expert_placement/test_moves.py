@@ -79,7 +79,9 @@ def test_equal_placements_need_no_stage_and_shares_alone_need_one() -> None:
 def test_a_layer_that_needs_more_spare_slots_than_there_are_is_refused() -> None:
     current = linear_placement(1, 8, 2)
     new = Placement(np.array([[4, 5, 6, 7, 0, 1, 2, 3]]), 8, 2)
-    with pytest.raises(ValueError, match="4 experts would come to one rank in one layer; 3 spare slots"):
+    with pytest.raises(
+        ValueError, match="4 experts would move to one rank in one layer, but it has 3 spare slots"
+    ):
         stages(current, new, 3)
 
 

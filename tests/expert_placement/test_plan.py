@@ -163,7 +163,7 @@ def test_what_cannot_be_planned_is_refused_by_name(load: np.ndarray, slots: int,
 
 
 def test_rules_that_do_not_fit_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="min_nodes is 3; it must be 1 to the 2 nodes"):
+    with pytest.raises(ValueError, match="min_nodes is 3; it must be from 1 to the number of nodes, 2"):
         Rules(cluster=Cluster(num_ranks=4, num_nodes=2), min_nodes=3)
     with pytest.raises(ValueError, match="5 ranks on 2 nodes"):
         Cluster(num_ranks=5, num_nodes=2)

@@ -50,9 +50,9 @@ def test_releasing_twice_and_sharing_unpublished_blocks_are_caught() -> None:
     with pytest.raises(AssertionError, match="never published"):
         pool.share(table)
     pool.release(table)
-    with pytest.raises(AssertionError, match="nobody holds it"):
+    with pytest.raises(AssertionError, match="has no holder"):
         pool.release(table)
-    with pytest.raises(AssertionError, match="nobody holds it"):
+    with pytest.raises(AssertionError, match="has no holder"):
         pool.publish(table[0], [1, 2], None)
 
 

@@ -48,9 +48,7 @@ def test_who_waits_is_woken_by_an_order_and_by_the_end() -> None:
 def test_a_rank_that_nobody_orders_says_so_and_ends() -> None:
     orders = Orders()
     orders.give(order(3))
-    with pytest.raises(
-        MembershipError, match=r"epoch 3 ended and the front has ordered no other within 0\.01 s"
-    ):
+    with pytest.raises(MembershipError, match=r"epoch 3 ended and the front ordered no other within 0\.01 s"):
         orders.wait(3, 0.01)
 
 

@@ -194,9 +194,9 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
 @pytest.mark.parametrize(
     ("how", "said", "cause"),
     [
-        ("flipped bit", "another check sum", Cause.CHECK_SUM),
+        ("flipped bit", "a checksum that differs from the source's", Cause.CHECK_SUM),
         pytest.param("missing tensor", "it must be {", Cause.MANIFEST, marks=pytest.mark.slow),
-        pytest.param("wrong expert", "answers 8 rows otherwise", Cause.ANSWER, marks=pytest.mark.slow),
+        pytest.param("wrong expert", "has other outputs for 8 rows", Cause.ANSWER, marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(

@@ -42,7 +42,7 @@ def test_copies_go_to_other_nodes_where_that_is_wished() -> None:
 
 
 def test_more_redundancy_than_ranks_can_use_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 8 beside the model's 8 experts"):
+    with pytest.raises(ConfigError, match="at most 8 in addition to the model's 8 experts"):
         start(1, 8, 2, redundant=9)
     with pytest.raises(ConfigError, match="at most 0"):
         start(1, 8, 1, redundant=1)

@@ -43,7 +43,10 @@ def test_one_lookup_length_stands_for_both() -> None:
         ('{"method": "ngram"}', "num_speculative_tokens is missing"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "is 0; it must be a whole number from 1 to 32"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "is True"),
-        ('{"method": "ngram", "num_speculative_tokens": 4, "model": "x"}', "model is no key of method ngram"),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 4, "model": "x"}',
+            "model is not a key of method ngram",
+        ),
         (
             '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
             "prompt_lookup_min is 5, prompt_lookup_max 2",

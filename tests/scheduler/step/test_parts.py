@@ -30,7 +30,7 @@ def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
     ("settings", "problem"),
     [
         ({"device": "cpu"}, "for GPUs; the CPU's kernels are compiled already"),
-        ({"device": "interpreter", "batch_invariant": True}, "does not go with --batch-invariant"),
+        ({"device": "interpreter", "batch_invariant": True}, "cannot be combined with --batch-invariant"),
     ],
 )
 def test_a_compiler_is_refused_beside_what_it_does_not_go_with(

@@ -117,7 +117,7 @@ async def test_a_regex_that_is_too_much_work_ends_its_own_choice_with_a_400() ->
     answer = desk.open("a", patterns=compile_all(["[ab]*a[ab]{12}x"]))
     other = desk.open("b")
     desk.deliver("a", "".join(random.Random(1).choices("ab", k=9000)))
-    with pytest.raises(ApiError, match="stop_regex: it is too much work") as caught:
+    with pytest.raises(ApiError, match="stop_regex: it takes too much work") as caught:
         await answer.next()
     assert (caught.value.status, caught.value.param) == (400, "stop_regex")
     assert desk.ranks.aborted == [(desk.rank_of("a"), "a")]

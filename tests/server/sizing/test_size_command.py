@@ -136,7 +136,7 @@ def test_given_ranks_that_miss_a_target_are_status_1(
         (["--device", "h100", "--context", "200k"], "--max-model-len is 200000; this model has 131072 positions"),
         (["--device", "h100", "-dp", "9"], "9 ranks on 2 nodes of 8 are not equally many on each; give 8 or 10"),
         (["--device", "h100", "--tpot-ms", "inf"], "--tpot-ms is inf; it must be above 0"),
-        (["--device", "h100", "-dp", "1", "--eplb-config", '{"num_redundant_experts": 4}'], "1 rank has use for at most 0 beside"),
+        (["--device", "h100", "-dp", "1", "--eplb-config", '{"num_redundant_experts": 4}'], "1 rank has use for at most 0 in addition"),
         (["--device", "h100", "--quantization", "fp8"], "are quantised as mxfp4"),
         (["--device", "h100", "--quantization", "int4"], "are already quantised (mxfp4)"),
     ],

@@ -69,7 +69,9 @@ def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ran
     """The launcher said once that fewer are kept, and ranks then ended."""
     directory = write_checkpoint(tmp_path)
     options = options_for(directory, f'--eplb-config={{"num_redundant_experts": {asked}}}')
-    with pytest.raises(PreflightError, match=f"use for at most {most} beside the model's 4 experts") as early:
+    with pytest.raises(
+        PreflightError, match=f"use for at most {most} in addition to the model's 4 experts"
+    ) as early:
         check_start(options, num_ranks=num_ranks, num_local_ranks=num_ranks, has_front=False)
     with pytest.raises(ConfigError) as late:
         start_placement(1, 4, num_ranks, eplb=options.eplb_config, hosts=("a",) * num_ranks, file=None)
