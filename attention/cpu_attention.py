@@ -121,10 +121,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
 ATTEND = Kernel(_attend, TILES_VERSION)
 
 
-TILES, NUM_TILES = (
-    14,
-    15,
-)  # positions in `attention_row`'s row of the address and the number of the step's tiles
+TILES, NUM_TILES = 14, 15  # positions in `attention_row`'s row: address and number of the step's tiles
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:

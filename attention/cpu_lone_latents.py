@@ -21,9 +21,7 @@ MOST = 4  # groups of heads over all tokens; more of them keep a team busy witho
 _BLOCKS = 16  # blocks per tile of scores
 _MOST_PARTS = 8  # parts into which the dims of a row are cut
 _LEAST_DIMS = 4 * LANES  # dims per tile of sums
-_BLOCK_BYTES = (
-    LANES * LANES + LANES
-) * 4  # scores, later weights [heads, B]; then the factors on earlier sums
+_BLOCK_BYTES = (LANES * LANES + LANES) * 4  # scores, later weights [heads, B]; factors on earlier sums
 
 
 @njit(nogil=True, inline="always")
