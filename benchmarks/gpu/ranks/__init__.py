@@ -1,1 +1,1 @@
-"""The GPU day, by processes that serve as ranks."""
+"""The parts of the GPU day whose processes act as ranks."""
