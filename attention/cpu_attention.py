@@ -3,7 +3,7 @@
 A task is one KV head of up to `TILE_ROWS` query rows of one sequence (query tokens times the heads that share the KV
 head). It walks the sequence's blocks from the first visible one to the last and keeps a running maximum and sum (online
 softmax: Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). The keys of a row are never split between
-threads, so a row's result depends only on its own query, keys and values. Blocks outside a row's window get weight
+threads, so a row's result depends only on its own query, keys and values. Blocks that a row cannot see get weight
 zero, which changes no bit of its result.
 Rejected: split-KV for a single long decode (its reduction order would depend on the split).
 
@@ -185,7 +185,7 @@ def paged_attention(
         step: Rows, contexts and block tables. The pages already hold the step's own tokens.
         scale: Factor on the scores.
         window: Number of tokens that a row sees, including itself; 0 for all.
-        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Not with a window.
+        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value (gpt-oss).
 
     Returns:

@@ -1,7 +1,7 @@
 """One pass over heads between their projection and attention: norms, rotary embedding and the cache.
 
 This is a kernel of programs. A tile is one KV head with its query heads, for all rows, so no two tiles write the same
-part of a block. The tile that starts a block clears the block's tail, as `kvcache.paged_cache` does.
+part of a block. The row that starts a block clears the block's tail, as in `kvcache.paged_cache`.
 
 Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim, B tokens of a block (16).
 """

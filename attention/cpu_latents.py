@@ -312,7 +312,7 @@ def latent_rows(
     queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
     rotary_dim: int, scale: float, window: int, out: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Return rows of a program that serve any batch which `step` describes when it runs; the same number per chunk of tiles.
+    """Return rows of a program for the batch that `step` describes when it runs; every chunk of tiles has the same rows.
 
     Args:
         out: Address of [T, H, padded V] float32.

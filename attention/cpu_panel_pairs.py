@@ -1,6 +1,6 @@
 """Multiply rows by two panels of float32 or bfloat16 weights at once.
 
-With many rows, each loaded value is multiplied twice. With few, two chains of additions hide the latency of each other
+With many rows, each loaded value is multiplied twice. With few, two chains of additions hide each other's latency
 (1.2 to 1.3 x the speed for bfloat16 read from memory). Every output is the same chain as in `cpu_tiles` for one panel.
 
 Legend: as in `cpu_tiles`.

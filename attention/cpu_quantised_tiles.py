@@ -244,7 +244,7 @@ def _one_panel(coding: Coding, name: str) -> Any:
 def _two_panels(coding: Coding, name: str, one_panel: Any) -> Any:
     """Return njit `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
 
-    With few rows, two chains of additions hide the latency of each other. With many rows and 32 registers, decoding
+    With few rows, two chains of additions hide each other's latency. With many rows and 32 registers, decoding
     while multiplying is faster than a buffer.
     """
     one, two, three, four, six, eight, twelve = (

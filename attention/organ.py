@@ -35,7 +35,7 @@ def attend(
     indices: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend the packed batch to the paged cache. Return no attention weights.
+    """Attend the packed batch to the paged cache.
 
     Args:
         module: The attention module. `layer_idx` selects its pages.
@@ -48,7 +48,7 @@ def attend(
             that change results are rejected before a model is loaded (`moe.rehearsal`). The window comes with the shapes.
 
     Returns:
-        [1, T, H, V] float32, and None.
+        [1, T, H, V] float32, and None instead of attention weights.
     """
     own, step = int(module.layer_idx), pages.step
     if isinstance(attention_mask, ChosenMask):

@@ -26,7 +26,7 @@ from attention.gpu.tiles import device_names, shape_key, tile_of
 __all__ = ["DecodeScratch", "DecodeTile", "attend_splits", "decode_tile", "paged_decode"]
 
 LEAST_ROWS = 16  # rows of a product on tensor cores
-_LEAST_SEQUENCES = 16  # for which kernels are compiled: fewer make no difference
+_LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer make no difference
 
 
 class DecodeTile(NamedTuple):
@@ -133,7 +133,7 @@ def paged_decode(
         block_table_SM: int64 [S, M], rows contiguous.
         scratch: Scratch memory for at least these sequences, heads and values.
         scale: Factor on the scores. window: number of tokens that a row sees, including itself; 0 for all.
-        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Not with a window.
+        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         soft_cap: Bound on the scores (see `pages.capped`); 0 for none. sinks_H: [H] logits that carry no value (gpt-oss).
         out: [S, H, V] contiguous to write into; by default a new tensor.
         tile: Tile to use; by default from the table.

@@ -93,7 +93,7 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
     if large > LARGEST_STATE:
         return f"recurrent states of {large} rows; the GPU kernels take up to {LARGEST_STATE}"
     if any(shape.index_dim > LARGEST_INDEX for shape in shapes):
-        return f"an index of more than {LARGEST_INDEX} values per token, which is the most that the GPU kernels take"
+        return f"an index of more than {LARGEST_INDEX} values per token, the limit of the GPU kernels"
     of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
     dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)

@@ -4,7 +4,7 @@
 With the up-projections folded into the query and the output (DeepSeek-V2, 2024), all heads share one "KV head". Its key is
 the whole cached row and its value is the latent part of it. Each row of the pages is read from memory once for a tile of
 heads. The tiles of heads of one split run in consecutive programs, so that they find the row in the L2 cache.
-Bytes: L + E per token. Operations: 2 * H * (2 L + E) per token, which takes as long on an H100 with 128 heads.
+Bytes: L + E per token. Operations: 2 * H * (2 L + E) per token. With 128 heads, both take equally long on an H100.
 Splits and their merge are those of `splits`, which also explains why a row's bits do not depend on the batch.
 
 Legend: S sequences, H query heads, L latent dim, E rotary dim, N blocks, B tokens of a block.

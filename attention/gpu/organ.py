@@ -60,7 +60,7 @@ def attend(
         indices: [1, P, K] int32 cache slots that the rows attend to (latents only); None for all visible tokens.
 
     Returns:
-        [1, P, H, V], padded rows zero, and None (no attention weights).
+        [1, P, H, V], padded rows zero, and None instead of attention weights.
     """
     own_layer, step = int(module.layer_idx), pages.step
     assert step is not None, "a step must be set before the model runs"

@@ -136,7 +136,7 @@ def paged_prefill(
         query_THD: [T, H, D], heads contiguous.
         keys_NGBD, values_NGBV: Pages of the same type, contiguous. They already hold the rows' own tokens.
         tiles_X3: int64 [X, 3] from `Step.tiles(tile_tokens(...))`. A tile of 0 tokens does nothing.
-        query_start_S: int64 [S + 1]; sequence s has rows [s] to [s + 1]. context_S: int64 [S], tokens after this step.
+        query_start_S: int64 [S + 1], first row of each sequence and the end. context_S: int64 [S], tokens after this step.
         block_table_SM, scale, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
         out: [T, H, V] to write into, heads contiguous; by default a new tensor of zeros.
         tile: Tile to use; by default from the table.

@@ -43,7 +43,7 @@ def read_table(path: Path = TABLE) -> Table:
                 for field, value in fields.items():
                     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                         at = f"{device} / {kernel} / {shape} / {field}"
-                        raise ValueError(f"{path.name}: {at} is {value!r}; it must be a whole number from 1")
+                        raise ValueError(f"{path.name}: {at} is {value!r}; it must be a whole number above 0")
     return table
 
 

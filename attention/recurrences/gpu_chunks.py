@@ -11,7 +11,7 @@ continued by decodes, which walk (`attention.recurrences.gpu_kernels`), does not
 Rejected: letting a decode repeat its chunk's products from the state and the rows before it. That keeps the bits but
 takes eight times the threads for one token.
 
-The products among the rows are solved row by row, which is stable for all keys. Inverting by squaring is not stable if keys
+The dependencies between rows are solved row by row, which is stable for all keys. Inverting by squaring is not stable if keys
 are similar. Decay per channel is applied as differences, because exp(-g) alone would overflow.
 
 Legend: P rows, H heads, K key dim, V value dim, D decays of a head (1 or K), TILE columns of a program, CHUNK positions.

@@ -40,7 +40,7 @@ def pass_time(
     time, rates, biases, passed, decay, time_stride, low, high,
     H: tl.constexpr, H_PAD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Turn Mamba-2's time steps into decays and rates: program (row). `rates`, `biases` [H]; `passed`, `decay` [P, H]."""
+    """Run as program (row): make decays and rates of Mamba-2's time steps. `rates`, `biases` [H]; `passed`, `decay` [P, H]."""
     row, head = tl.program_id(0).to(tl.int64), tl.arange(0, H_PAD)
     is_head = head < H
     value = tl.load(time + row * time_stride + head, mask=is_head, other=0.0).to(tl.float32)

@@ -206,7 +206,7 @@ def choose_tokens(
 def choose_from_pages(
     pages: PagedCache, layer: int, query_TID: Tensor, weight_TI: Tensor, scale: float, count: int
 ) -> Tensor:
-    """Choose tokens for `sparse_index.exchange` (see `choose_tokens`)."""
+    """Choose tokens from a cache's pages, as in `choose_tokens`, for `sparse_index.exchange`."""
     assert pages.step is not None, "a step must be set before the model runs"
     return choose_tokens(query_TID, weight_TI, pages.indexes[layer], pages.step, scale=scale, count=count)[
         None

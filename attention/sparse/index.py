@@ -1,4 +1,4 @@
-"""The index of sparse attention (DeepSeek Sparse Attention, 2025), replaced by following the model's own code.
+"""The index of sparse attention (DeepSeek Sparse Attention, 2025), derived from the model's own code.
 
 An indexer projects queries, one key per token and a weight per head. For every row it chooses the tokens with the largest
 `sum over heads of weight * relu(query . key)`. Its module computes that densely, over one sequence per batch row. We run the
