@@ -1,10 +1,10 @@
 """How much time does a long context add to a decode step, and how much do snapshots save? Compared with `transformers`' generate.
 
 One rank decodes with random models: Qwen3-Next's shape with attention in all layers and with attention in one of four layers
-(the others are recurrent), DeepSeek-V3's latents, and V3.2's latents with an index of 512 tokens. Then prompts, each one of 8
-shared beginnings and a unique end, run one by one, with and without snapshots, to measure the time to the first token.
+(the others are recurrent), DeepSeek-V3's latents, and V3.2's latents with an index of 512 tokens. Then prompts of one of 8 shared
+beginnings and a unique end run one by one, with and without snapshots, for the time to the first token.
 
-Expected bound: recurrent layers and chosen tokens cost the same at any context. Attention grows with it, an index by its keys.
+Expected bound: recurrent layers and chosen tokens cost the same at any context; attention grows with it, an index only by its keys.
 
 Run: `python -m benchmarks.contexts [--contexts 128,1024,4096,8192] [--threads 2] [--save]`.
 """

@@ -1,4 +1,4 @@
-"""How much does an answer's form add to a step?
+"""How much time does an answer's form add to a step?
 
 Decode steps of the demo model (no HTTP, no scheduler) in which all rows, half of them or none are sampled under a form, in
 turn in one process, so that noise of the machine affects all. Rows follow documents that are valid under their forms, so the

@@ -1,4 +1,4 @@
-"""How much does counting experts' load add to a step?
+"""How much time does counting experts' load add to a step?
 
 Decode steps of a model (no HTTP, no scheduler), with and without counting in turn in one process, so that noise of the
 machine affects both. With counting, a report is made once a second, as in the engine. The parts are also timed alone,

@@ -4,7 +4,7 @@
 choices or a form, streamed and whole. Faults occur one after the other, each kind in turn or (`--random`) drawn with a seed. A
 client that is cut off when a front ends retries with its Idempotency-Key. Each answer is compared with the answer to the same
 request before the first fault. After the last fault the service must be in its initial state: no running request, no block in
-use, no open descriptor.
+use, no leaked descriptor.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
 groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
@@ -115,8 +115,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _print_summary(result: dict[str, Any]) -> None:
     print(
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
-        f"changed; {result['refused']} new requests were told to retry, {result['asked_again']} cut-off "
-        "requests were retried with their key"
+        f"changed; {result['refused']} new requests refused with 503, {result['asked_again']} cut-off "
+        "requests retried with their key"
     )
     for kind, times in result["kinds"].items():
         told = ", ".join(

@@ -1,4 +1,4 @@
-"""Clients of one service, and their observations during the faults that are injected.
+"""Clients of one service, and their observations during injected faults.
 
 Each answer is compared with the answer to the same request before the first fault.
 """

@@ -160,8 +160,7 @@ class Call:
     Attributes:
         run: The kernel. prepare: restores inputs that a run changes in place, and overwrites its output, before a checked run.
         result: The part of a run's outcome to check.
-        oracle: The same in float32 and plain torch. control: the answer for other inputs, which the kernel's must not be
-            close to.
+        oracle: The same in float32 and plain torch. control: the answer for other inputs; the kernel's must be far from it.
         num_bytes: Bytes that must at least move through memory. operations: operations of the matrix units.
         peers: Other kernels for the same inputs, by name.
     """

@@ -51,7 +51,7 @@ _BROKEN = ("CUDA", "AcceleratorError", "out of memory")  # a context may be unus
 
 
 class RunningWorker(Protocol):
-    """Worker interface that a day needs (see `child.Worker`)."""
+    """Worker interface that a day needs (see `ranks.worker.Worker`)."""
 
     def units(self, timeout_s: float) -> list[str]: ...
     def run(self, unit: str, known: Mapping[str, float], timeout_s: float, rows: list[Row]) -> None: ...

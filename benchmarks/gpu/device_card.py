@@ -1,4 +1,4 @@
-"""Machine of a day: the benchmarks' environment card, the driver's facts about the GPU, and the installed packages.
+"""The machine of a day: the benchmarks' environment card, the driver's facts about the GPU, and the installed packages.
 
 The facts come from `nvidia-smi`, so that the process with the results never opens the device.
 """

@@ -23,7 +23,7 @@ _NORMS = ("norm.weight", "layernorm.weight")
 
 
 def foresee(tensors: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """Change a checkpoint's tensors so that its MTP layers predict it.
+    """Change a checkpoint's tensors so that its MTP layers predict its output.
 
     Args:
         tensors: Random tensors by name, including those of MTP layers.

@@ -43,7 +43,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 MODEL_LENGTH = 1024
 OURS = "wideep"
 _SHAPES = [shape for shape in SHAPES if shape != "deepseek-v3-deep"]  # it lacks tokens that occur in texts
-_ATTEMPTS = 3  # at a row without noise
+_ATTEMPTS = 3  # to measure a row without noise
 _METRICS = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 _HEAD = ("tok/s", "TTFT p50", "ITL p50", "p99", "PSS MiB", "start s")
 

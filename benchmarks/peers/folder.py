@@ -1,4 +1,4 @@
-"""Folder in which other programs are installed, outside every checkout: once, by commands that are printed."""
+"""Installation of other programs, once, in a folder outside every checkout. The commands are printed."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A server under benchmark: a separate process tree, and a client that streams from it; ours is `wideep serve`.
+"""A server to measure: a separate process tree, and a client that streams from it; ours is `wideep serve`.
 
 The client is that of `wideep bench`.
 """

@@ -92,7 +92,7 @@ def load(directory: Path) -> float:
 
 
 def write(name: str, directory: Path, num_bytes: float) -> int:
-    """Write a checkpoint in a format of `PUBLISHED`. Return its bytes. All layers and experts are equal, which loading ignores."""
+    """Write a checkpoint in a format of `PUBLISHED`. Return its bytes. All layers and experts are equal, which does not affect loading."""
     published = None if name == PLAIN else PUBLISHED[name]
     generator = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,8 @@
 """How much quality does `--quantization` cost? KL divergence and agreement with the unquantised model.
 
-Every prompt runs once through the unquantised model and once through each quantised form, one after the other in one process
-on one rank. The next-token distributions of all positions are compared: the mean and the 99th percentile of KL(unquantised || quantised) in nats, and the share of positions with the same likeliest token. A model compared with itself gives 0 and 1.
+Every prompt runs through the unquantised model and through each quantised form, one after the other in one process on one rank.
+Next-token distributions of all positions are compared: mean and 99th percentile of KL(unquantised || quantised) in nats, and the
+share of positions with the same likeliest token. A model compared with itself gives 0 and 1.
 
 Run: `python -m benchmarks.weights.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
 A line of a file is an object with `prompt`, or with `turns`, of which the first is used.
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=100, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=256, help="largest number of tokens read of a prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens read per prompt")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     card = environment_card()

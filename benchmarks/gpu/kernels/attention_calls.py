@@ -199,7 +199,7 @@ def _table(bench: Bench, generator: torch.Generator, contexts: Sequence[int]) ->
 
 
 def _longest(contexts: Sequence[int]) -> int:
-    """Return the length to size scratch memory for: a service's longest sequence if contexts are realistic."""
+    """Return the sequence length for scratch memory: a service's longest sequence if contexts are realistic."""
     return max(contexts) if max(contexts) < _SERVED_TOKENS // 64 else max(_SERVED_TOKENS, *contexts)
 
 
@@ -208,7 +208,7 @@ def _begins(counts: Sequence[int]) -> list[int]:
 
 
 def _tiles(bench: Bench, spans: Sequence[tuple[int, int]], shape: AttentionShape) -> Tensor:
-    """Return the tiles that a step makes of these spans, as for a model."""
+    """Return the tiles into which a step cuts these spans, as for a model."""
     step = Step(
         max_tokens=sum(length for _, length in spans), max_sequences=len(spans), block_tokens=BLOCK,
         max_blocks=max(-(-(start + length) // BLOCK) for start, length in spans),

@@ -1,1 +1,1 @@
-"""The parts of the GPU day whose processes act as ranks."""
+"""Parts of the GPU day that run processes as ranks."""

@@ -32,7 +32,7 @@ from dispatch.wires.wire import Wire
 
 
 def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int) -> Call:
-    """Build a call that sorts choices by slot; each tenth choice is none."""
+    """Build a call that sorts choices by slot; every tenth choice is empty."""
     slots_TK = _choices(bench, seed, rows, choices, slots)
     orders = PairOrders(slots, bench.device)
 
@@ -187,7 +187,7 @@ def _on_device(bench: Bench, layer: Layer) -> Layer:
 def _replaying(bench: Bench, shape: Shape, layer: Layer) -> Layer:
     """Capture a layer on fixed input tensors. Return a function that copies inputs into them and replays the layer."""
     own = _draw(shape, _LAYERS + 1).to(bench.device)
-    for _ in range(2):  # allocates memory, for results that take turns, and compiles kernels
+    for _ in range(2):  # allocates memory for alternating results and compiles kernels
         layer(own)
     held: list[tuple[Tensor, ...]] = []
     if bench.device.type == "cuda":
@@ -249,7 +249,7 @@ def _equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 
 
 def _draw(shape: Shape, seed: int) -> CallInputs:
-    """Draw inputs on the CPU, in bfloat16. A token's choices differ, as a router's do, and a fifth of them is none."""
+    """Draw inputs on the CPU, in bfloat16. A token's choices differ, as a router's do, and a fifth of them is empty."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     T, K = shape.max_tokens, shape.choices
     topk_TK = torch.rand(T, 2 * shape.experts_per_rank, generator=generator).argsort(1)[:, :K].contiguous()

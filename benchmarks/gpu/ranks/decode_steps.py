@@ -135,7 +135,7 @@ def forward_of(assembled: Assembled, work: StepBatch) -> Callable[[Any], Tensor]
 
 
 def _median_s(call: Callable[[], object], runs: int) -> float:
-    """Return the median seconds on the host's clock without the first two runs; the call returns when tokens are there."""
+    """Return the median seconds on the host's clock without the first two runs; the call returns its tokens."""
     seconds = []
     for _ in range(runs):
         begun_s = time.perf_counter()

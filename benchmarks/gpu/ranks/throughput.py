@@ -32,7 +32,7 @@ _BATCH_TOKENS = 8192  # of one step, in our engine and in the peer's
 
 
 def units(setting: Setting) -> list[str]:
-    """Return the units: our engine and the peer with a goal, per model; `generate` last, because it compiles for long."""
+    """Return the units: our engine and the peer with a goal, per model; `generate` last, because its compilation takes long."""
     served = [
         f"{name} {program}"
         for name in MODELS

@@ -1,6 +1,6 @@
 """Two ranks on one device, for correctness only, because they share it. Their exchanges must have the same bits as on CPUs.
 
-Each unit starts two processes with a group over gloo; `rank_checks` has their checks. In the interpreter, shared memory
+Each unit starts two processes with a group over gloo; `checks` has their work. In the interpreter, shared memory
 replaces the device's symmetric memory, and nothing can be captured. Two NCCL ranks need two devices, so NCCL's bits are not
 checked here.
 """

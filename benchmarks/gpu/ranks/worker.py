@@ -36,7 +36,7 @@ class DeadWorkerError(RuntimeError):
 
 
 class FailedUnitError(RuntimeError):
-    """A unit raised an error, which is the message."""
+    """A unit raised an error; the message quotes it."""
 
 
 class LateWorkerError(RuntimeError):
