@@ -113,12 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NUMBERS",
         help="requests per round, one number per concurrency (default: 2 per client up to 16, at least one per client)",
     )
-    add(
-        "--ranks",
-        default="1x2,2x1",
-        metavar="LAYOUTS",
-        help="WideEP's ranks x threads (default: %(default)s)",
-    )
+    add("--ranks", default="1x2,2x1", metavar="LAYOUTS", help="ranks x threads (default: %(default)s)")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-tokens", type=int, metavar="N", help="(default: 64)")
     add(
