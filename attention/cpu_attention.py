@@ -1,11 +1,11 @@
 """Paged attention on CPU: flash-style, one fixed order of blocks, any number of query rows.
 
-A task is one KV head of up to `TILE_ROWS` query rows of one sequence (query tokens times the heads that share
-the KV head). It walks the sequence's blocks from the first visible to the last, keeps a running maximum and sum
-(online softmax: Milakov and Gimelshein 2018, FlashAttention, Dao et al. 2022), and never splits a row's keys
-between threads: a row's result depends on its own query, keys and values only. Blocks that a row may not see
-get weight zero, which changes no bit of it.
-Rejected: split-KV for a lone long decode (its reduction order would depend on the split).
+A task is one KV head of up to `TILE_ROWS` query rows of one sequence (query tokens times the heads that share the KV
+head). It walks the sequence's blocks from the first visible one to the last and keeps a running maximum and sum (online
+softmax: Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). The keys of a row are never split between
+threads, so a row's result depends only on its own query, keys and values. Blocks that a row cannot see get weight
+zero, which changes no bit of its result.
+Rejected: split-KV for a single long decode (its reduction order would depend on the split).
 
 Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, B tokens of a block, S sequences.
 """
@@ -32,7 +32,7 @@ from dispatch.native import bits_of, float_of, floats, words
 from dispatch.team import WORDS, Kernel, program_of, run
 from kvcache.step import Step
 
-PRODUCTS_PER_NS = 20  # of one thread, about
+PRODUCTS_PER_NS = 20  # approximate rate of one thread
 TILE_ROWS = 48  # query rows per task: their scratch (queries, sums, scores) stays in L1
 
 
@@ -69,8 +69,8 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
         w[17] + sequence * w[18],
     )
     rows = count * group
-    begin = context - (starts[1] - starts[0])  # cached before this step
-    position = begin + first  # of the tile's first query token
+    begin = context - (starts[1] - starts[0])  # tokens cached before this step
+    position = begin + first  # position of the tile's first query token
     q = np.empty((rows, key_dim), np.float32)
     scores = np.empty((rows, LANES), np.float32)
     sums = np.zeros((rows, value_lanes), np.float32)
@@ -121,16 +121,16 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
 ATTEND = Kernel(_attend, TILES_VERSION)
 
 
-TILES, NUM_TILES = 14, 15  # places in `attention_row`'s row of the address and the number of the step's tiles
+TILES, NUM_TILES = 14, 15  # positions in `attention_row`'s row: address and number of the step's tiles
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
-    """Query tokens of a tile: `Step.tiles` takes it."""
+    """Return the number of query tokens in a tile, for `Step.tiles`."""
     return max(1, TILE_ROWS // (heads // kv_heads))
 
 
 class Queries(NamedTuple):
-    """Where the query rows are: address, bytes from a token to the next, bytes from a head to the next."""
+    """Location of the query rows: address, bytes from one token to the next, bytes from one head to the next."""
 
     address: int
     token_stride: int
@@ -151,11 +151,11 @@ def attention_row(
     sinks: int,
     out: int,
 ) -> list[int]:
-    """One row of a program, for the batch that `step` describes now; see `paged_attention`.
+    """Return one row of a program, for the batch that `step` describes now. Arguments as in `paged_attention`.
 
     Args:
-        value_dim: of a head in `out`, at most V. sinks: address of [H] float32; 0: none.
-        out: address of [T, H, value_dim] float32; rows of padding are not written.
+        value_dim: Values per head in `out`, at most V. sinks: address of [H] float32, or 0 without sinks.
+        out: Address of [T, H, value_dim] float32. Rows of padding are not written.
     """
     _, kv_heads, key_dim, _ = keys_NGDB.shape
     tiles, table = step.tiles(tile_tokens(heads, kv_heads)), step.block_table_SM
@@ -177,15 +177,15 @@ def paged_attention(
     chunk: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend every row of the step to its own sequence's cached tokens, itself included.
+    """Attend every row of the step to the cached tokens of its sequence, including itself.
 
     Args:
-        query_HTD: [H, T, D] float32, last dim contiguous; the rows that `step` describes come first.
-        keys_NGDB: [N, G, D, 16] float32 pages. values_NGBV: [N, G, 16, V]; V a multiple of 16.
-        step: rows, contexts and block tables; the pages already hold the step's own tokens.
-        scale: factor on the scores.
-        window: tokens a row sees, itself included; 0 is all.
-        chunk: rows see their own chunk of so many tokens, counted from the first; 0: no chunks. Not with a window.
+        query_HTD: [H, T, D] float32, last dim contiguous. The rows that `step` describes come first.
+        keys_NGDB: [N, G, D, 16] float32 pages. values_NGBV: [N, G, 16, V], V a multiple of 16.
+        step: Rows, contexts and block tables. The pages already hold the step's own tokens.
+        scale: Factor on the scores.
+        window: Number of tokens that a row sees, including itself; 0 for all.
+        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value (gpt-oss).
 
     Returns:
@@ -195,7 +195,7 @@ def paged_attention(
     block_tokens, value_dim = values_NGBV.shape[2:]
     if block_tokens != LANES or value_dim % LANES:
         raise ValueError(
-            f"CPU attention needs {LANES} tokens per block and value heads of a multiple of {LANES} values; "
+            f"CPU attention needs blocks of {LANES} tokens and value heads with a multiple of {LANES} values; "
             f"got {block_tokens} and {value_dim}"
         )
     out_THV = torch.zeros(tokens, heads, value_dim)

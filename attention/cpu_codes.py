@@ -1,15 +1,15 @@
-"""How codes of eight or four bits become float32 weights in registers, 16 columns of a panel at a time.
+"""Decode codes of eight or four bits into float32 weights in registers, 16 columns of a panel at a time.
 
-The product of a value and its scale is rounded once; nothing else is. How a byte becomes a number without a table of 256:
-e4m3's exponent and mantissa, moved to a float32's places, are the value times 2^-120, for subnormals too. 2^120 is put into
-the scale, which must therefore stay below 2^8 (`moe.load.quantised_weight` refuses others). float16 is moved likewise, times
-2^112. Four bits are looked up: among 16 float32 numbers where a register holds as many, else as the e4m3 byte that equals
-an e2m1 value (16 bytes in one register). NaN is not decoded (likewise). Rejected: a table in memory, which AVX2 gathers
-from one element at a time.
+The product of a value and its scale is rounded once; nothing else is rounded. Bytes are decoded without a table of 256:
+the exponent and mantissa of e4m3, moved to their positions in a float32, give the value times 2^-120, for subnormals too.
+The factor 2^120 is put into the scale, which must therefore stay below 2^8 (`moe.load.quantised_weight` rejects others).
+float16 is moved in the same way, times 2^112. Four-bit codes are looked up: among 16 float32 numbers if a register holds
+that many, otherwise as the e4m3 byte that equals an e2m1 value (16 bytes in one register). NaN is not decoded (such
+weights are rejected too). Rejected: a table in memory, from which AVX2 gathers one element at a time.
 
-Layout of a panel's scales: 16 float32 that are factors of every block's scales, where there are any; then for each block of
-K 16 scales, or one float32 for all columns, and 16 zeros where there are any, in 8 bytes: those of columns 0 to 7 in the
-lower halves.
+Layout of a panel's scales: first 16 float32 factors of every block's scales, if there are row scales. Then for each
+block of K: 16 scales, or one float32 for all columns; then 16 zeros in 8 bytes, if there are zeros, with those of columns
+0 to 7 in the lower halves.
 """
 
 from typing import NamedTuple
@@ -24,42 +24,42 @@ ZEROS_BYTES = LANES // 2
 
 I8, I8V = ir.IntType(8), ir.VectorType(ir.IntType(8), LANES)
 I8_HALF = ir.VectorType(I8, ZEROS_BYTES)
-UNBIAS = 2.0**120  # of e4m3's exponent in a float32's place
+UNBIAS = 2.0**120  # corrects e4m3's exponent in a float32's position
 E4M3_PLACES = 0x87F00000 - (1 << 32)  # sign, exponent and mantissa after sign extension and a shift by 20
 FLOAT16_UNBIAS = 2.0**112
-FLOAT16_PLACES = 0x8FFFE000 - (1 << 32)  # the same after a shift by 13
+FLOAT16_PLACES = 0x8FFFE000 - (1 << 32)  # the same for float16, after a shift by 13
 # e2m1 as e4m3 bytes: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same negative.
 E2M1_AS_E4M3 = tuple(code | sign for sign in (0, 0x80) for code in (0, 48, 56, 60, 64, 68, 72, 76))
-HAS_TABLES = compiles_for("avx512f")  # of 16 float32 in a register
+HAS_TABLES = compiles_for("avx512f")  # tables of 16 float32 in a register
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LEAST_E8M0 = 0x00400000  # 2^-127 as a subnormal float32: scale byte 0
-MIDDLE = 8  # what an int4 code of 0 is above, where there are no zeros
+MIDDLE = 8  # subtracted from int4 codes without zeros
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
 
 
 class Coding(NamedTuple):
-    """What a panel's codes and scales are."""
+    """Format of a panel's codes and scales."""
 
-    kind: str  # of codes: e4m3, int8, e2m1 or int4
-    scale: str  # one of SCALE_BYTES
-    is_shared: bool = False  # one scale, a float32, for all columns
+    kind: str  # format of the codes: e4m3, int8, e2m1 or int4
+    scale: str  # a key of SCALE_BYTES
+    is_shared: bool = False  # one float32 scale for all columns
     has_row_scales: bool = False
     has_zeros: bool = False
 
     @property
     def inputs_per_byte(self) -> int:
-        """Of codes."""
+        """Number of codes in a byte."""
         return 2 if self.kind in ("e2m1", "int4") else 1
 
     @property
     def block_bytes(self) -> int:
-        """From a block's scales to the next one's."""
+        """Bytes from one block's scales to the next."""
         scales = SCALE_BYTES[self.scale] * (1 if self.is_shared else LANES)
         return scales + (ZEROS_BYTES if self.has_zeros else 0)
 
     @property
     def first_bytes(self) -> int:
-        """Before the first block's."""
+        """Bytes before the first block's scales."""
         return ROW_SCALES_BYTES if self.has_row_scales else 0
 
 
@@ -68,7 +68,7 @@ def _same(kind: ir.VectorType, value: int) -> ir.Constant:
 
 
 def _look_up(builder: ir.IRBuilder, index: ir.Value) -> ir.Value:
-    """Look 16 bytes below 16 up in `E2M1_AS_E4M3`: one instruction on x86 and ARM, lane by lane elsewhere."""
+    """Look up 16 bytes below 16 in `E2M1_AS_E4M3`: one instruction on x86 and ARM, lane by lane elsewhere."""
     table = ir.Constant(I8V, [code - 256 if code > 127 else code for code in E2M1_AS_E4M3])
     machine = binding.get_default_triple().partition("-")[0]
     is_x86 = machine in ("x86_64", "i386", "i686") and compiles_for("ssse3")
@@ -84,13 +84,13 @@ def _look_up(builder: ir.IRBuilder, index: ir.Value) -> ir.Value:
 
 
 def _placed(builder: ir.IRBuilder, bits: ir.Value, shift: int, places: int) -> ir.Value:
-    """Put a small float's bits where a float32 has them; what they mean is too small by a power of two."""
+    """Move a small float's bits to their positions in a float32. The value is then too small by a power of two."""
     moved = builder.shl(builder.sext(bits, I32V), _same(I32V, shift))
     return builder.bitcast(builder.and_(moved, _same(I32V, places)), F32V)
 
 
 def _e4m3(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Turn bytes into their values times 2^-120."""
+    """Return the values of e4m3 bytes, times 2^-120."""
     return _placed(builder, codes, 20, E4M3_PLACES)
 
 
@@ -102,7 +102,6 @@ def _e8m0(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def _scale(builder: ir.IRBuilder, coding: Coding, address: ir.Value) -> ir.Value:
-    """Load a block's scales as float32."""
     if coding.is_shared:
         return splat(builder, builder.load(builder.inttoptr(address, F32.as_pointer()), align=1))
     if coding.scale == "e8m0":
@@ -118,14 +117,14 @@ def _scale(builder: ir.IRBuilder, coding: Coding, address: ir.Value) -> ir.Value
 
 
 class BlockFactors(NamedTuple):
-    """What the codes of one block are decoded with."""
+    """Factors for decoding the codes of one block."""
 
     scale: ir.Value  # 16 float32
     zero: ir.Value  # 16 bytes
 
 
 def emit_block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address: ir.Value) -> BlockFactors:
-    """Load one; `scales` is where the panel's begin."""
+    """Load the factors of the block at `address`. `scales` is the start of the panel's scales."""
     scale = _scale(builder, coding, address)
     if coding.has_row_scales:
         scale = builder.fmul(scale, load(builder, scales))
@@ -144,7 +143,7 @@ def emit_block(builder: ir.IRBuilder, coding: Coding, scales: ir.Value, address:
 def emit_decoded(
     builder: ir.IRBuilder, coding: Coding, codes: ir.Value, block: BlockFactors
 ) -> list[ir.Value]:
-    """Turn 16 bytes of codes into the weights of one input or two."""
+    """Decode 16 bytes of codes into the weights of one or two inputs."""
     if coding.kind == "e4m3":
         values = [_e4m3(builder, codes)]
     elif coding.kind == "int8":
@@ -164,14 +163,14 @@ def emit_decoded(
 
 
 def _table(coding: Coding) -> tuple[float, ...]:
-    """What codes of four bits mean, or mean before their zeros are taken away."""
+    """Return the values of four-bit codes, before any zeros are subtracted."""
     if coding.kind == "e2m1":
         return (*_E2M1, *(-value for value in _E2M1))
     return tuple(float(code - (0 if coding.has_zeros else MIDDLE)) for code in range(16))
 
 
 def _looked_up(builder: ir.IRBuilder, table: tuple[float, ...], codes: ir.Value) -> list[ir.Value]:
-    """Look both halves of 16 bytes up among 16 float32, with AVX-512's instruction, which sees four bits of an index."""
+    """Look up both halves of 16 bytes among 16 float32, with AVX-512's instruction, which uses four bits of an index."""
     wide = builder.zext(codes, I32V)
     signature = ir.FunctionType(F32V, [F32V, I32V])
     permute = cgutils.get_or_insert_function(builder.module, signature, "llvm.x86.avx512.permvar.sf.512")

@@ -1,7 +1,7 @@
-"""What happens to heads between their projection and attention, in one pass: norms, rotary embedding, the cache.
+"""One pass over heads between their projection and attention: norms, rotary embedding and the cache.
 
-A kernel of programs. A tile is one KV head with its query heads, of all rows: no two tiles write the same part of a
-block, and a block's tail is cleared by who begins it, as `kvcache.paged_cache` does.
+This is a kernel of programs. A tile is one KV head with its query heads, for all rows, so no two tiles write the same
+part of a block. The row that starts a block clears the block's tail, as in `kvcache.paged_cache`.
 
 Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim, B tokens of a block (16).
 """
@@ -63,7 +63,7 @@ def _heads(at, tile):  # type: ignore[no-untyped-def]
         block, offset = slots[row] // LANES * kv_heads + tile, slots[row] % LANES
         key_page = floats(keys + block * key_dim * LANES * 4, key_dim * LANES)
         value_page = floats(values + block * value_lanes * LANES * 4, value_lanes * LANES)
-        if offset == 0:  # a block's tail is read with weight 0, which only a finite value survives
+        if offset == 0:  # a block's tail is read with weight 0: its values must be finite
             key_page[:] = np.float32(0.0)
             value_page[:] = np.float32(0.0)
         for dim in range(key_dim):
@@ -77,7 +77,7 @@ HEADS = Kernel(_heads, TILES_VERSION)
 
 
 class HeadNorms(NamedTuple):
-    """The weights [D] that query and key heads are normed with: addresses, 0 for none."""
+    """Addresses of the norm weights [D] of query and key heads; 0 without a norm."""
 
     query: int = 0
     key: int = 0
@@ -88,14 +88,14 @@ def heads_row(
     x: int, stride: int, heads: int, value_dim: int, rotary_dim: int, norms: HeadNorms, pages: tuple[Tensor, Tensor],
     step: Step, *, query_dim: int,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: norm and rotate the heads of rows [q | k | v] in place, and cache keys and values.
+    """Return one row of a program: norm and rotate the heads of rows [q | k | v] in place, and cache keys and values.
 
     Args:
-        x: address of [T, H * query_dim + G * D + G * V] float32. stride: bytes from a row to the next.
-        heads: H. value_dim: V. rotary_dim: E, of whose angles the cosines and sines are given by `with_angles`.
-        pages: of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
-        step: whose rows these are.
-        query_dim: from a query head to the next; more than D where something else is between them, which stays.
+        x: Address of [T, H * query_dim + G * D + G * V] float32. stride: bytes from one row to the next.
+        heads: H. value_dim: V. rotary_dim: E. `with_angles` sets the cosines and sines.
+        pages: Pages of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
+        step: The step with these rows.
+        query_dim: Values from one query head to the next; more than D if other values lie in between. Those are not changed.
     """
     keys_NGDB, values_NGBV = pages
     _, kv_heads, key_dim, _ = keys_NGDB.shape
@@ -106,7 +106,5 @@ def heads_row(
     )  # fmt: skip
 
 
-COSINES, SINES = (
-    8,
-    9,
-)  # places in `heads_row`'s row of the addresses of [T, E] float32, which every step has its own of
+# Positions in `heads_row`'s row of the addresses of [T, E] float32, which change every step.
+COSINES, SINES = 8, 9

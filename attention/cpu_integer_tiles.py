@@ -1,16 +1,16 @@
 """Register tiles that multiply integers: rows of eight bits times int8 and int4 weights, in panels of 16 columns.
 
-A row is quantised once, 32 inputs under one scale (`quantise_block`), and every 32 products of a column are summed as
-integers, which is exact in any order: so bits do not depend on the machine's instructions, VNNI's or AVX2's or neither,
-nor on the rows beside. Then they become float32 and are multiplied by both scales and added, block after block, one
-chain of fused multiply-adds per output. Idea: llama.cpp's Q8_0 times Q8_0 and Q4_0.
+A row is quantised once, with one scale per 32 inputs (`quantise_block`). Every 32 products of a column are summed as
+integers, which is exact in any order, so bits depend neither on the machine's instructions (VNNI, AVX2 or neither) nor on
+neighbouring rows. The sums are converted to float32, multiplied by both scales and added block after block, in one chain
+of fused multiply-adds per output. Idea: llama.cpp's Q8_0 times Q8_0 and Q4_0.
 
-Weights are kept as unsigned numbers, 128 or 8 more than they mean, because VNNI multiplies unsigned by signed bytes; the
-sum of a block's inputs, which is kept with them, takes that back.
+Weights are stored as unsigned numbers with an offset of 128 or 8, because VNNI multiplies unsigned by signed bytes. The
+sum of a block's inputs, stored with the inputs, is used to subtract the offset.
 
-Layout of a panel, K inputs of 16 output columns: four inputs of a column side by side, as a lane of a register has them.
-int8 codes [K / 4, 16, 4]; int4 codes [K / 8, 16, 4], of which the lower halves are inputs 0 to 3 of 8 and the upper ones
-4 to 7; both with 16 bfloat16 scales per block. A quantised row has per block 32 int8, a float32 scale and an int32 sum.
+Layout of a panel, K inputs of 16 output columns: four inputs of a column are adjacent, as in a lane of a register.
+int8 codes [K / 4, 16, 4]; int4 codes [K / 8, 16, 4], with inputs 0 to 3 of 8 in the lower halves and 4 to 7 in the upper
+ones; both with 16 bfloat16 scales per block. A quantised row has 32 int8, a float32 scale and an int32 sum per block.
 
 Legend: x rows [m, k] quantised; w panel [k, 16]; out rows [m, 16] float32.
 """
@@ -46,9 +46,9 @@ from attention.cpu_tiles import (
 )
 from dispatch.native import Addressed, renamed
 
-BLOCK = 32  # inputs under one scale, of rows and of weights
+BLOCK = 32  # inputs per scale, in rows and in weights
 QUANTISED_BLOCK_BYTES = BLOCK + 8
-_SCALE, _SUM = BLOCK, BLOCK + 4  # where a block's scale and sum are
+_SCALE, _SUM = BLOCK, BLOCK + 4  # offsets of a block's scale and sum
 _GROUP = 4  # inputs in a lane
 _SCALE_BYTES = 2 * LANES
 I8 = ir.IntType(8)
@@ -66,7 +66,7 @@ def _call(builder: ir.IRBuilder, name: str, returns: ir.Type, *args: ir.Value) -
 class _Vnni:
     """Four products and their sum in one instruction."""
 
-    offset_stays = True  # of the weights' numbers
+    offset_stays = True  # the weights keep their offset
 
     @staticmethod
     def prepared(_builder: ir.IRBuilder, weights: ir.Value, _offset: int) -> Any:
@@ -78,7 +78,7 @@ class _Vnni:
 
 
 class _Avx2:
-    """Pairs of products in 16 bits, which 127 x 127 x 2 fits and 255 x 127 x 2 does not; halves of 8 columns."""
+    """Pairs of products in 16 bits, which hold 127 x 127 x 2 but not 255 x 127 x 2; halves of 8 columns."""
 
     offset_stays = False
 
@@ -103,7 +103,7 @@ class _Avx2:
 
 
 class _Plain:
-    """On any machine: a byte of every lane at a time."""
+    """Any machine: one byte of every lane at a time."""
 
     offset_stays = True
 
@@ -132,31 +132,31 @@ _PRODUCTS = _Vnni if compiles_for("avx512vnni") else _Avx2 if compiles_for("avx2
 
 
 def _next(builder: ir.IRBuilder, codes: ir.Value, place: int) -> ir.Value:
-    """The block's vector of codes at a place; what is read later is asked for."""
+    """Load the block's vector of codes at an index and prefetch later ones."""
     at = builder.add(codes, ir.Constant(I64, 64 * place))
     prefetch(builder, builder.add(at, ir.Constant(I64, AHEAD_BYTES)))
     return load(builder, at, I32V)
 
 
 class _Int8:
-    """A byte per weight, 128 more than it means."""
+    """One byte per weight, with an offset of 128."""
 
     offset, block_bytes = 128, BLOCK * LANES
 
     @staticmethod
     def groups(builder: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
-        """The block's vectors of four inputs in each lane."""
+        """Return the block's vectors, with four inputs in each lane."""
         return [_next(builder, codes, group) for group in range(BLOCK // _GROUP)]
 
 
 class _Int4:
-    """Half a byte per weight, 8 more than it means."""
+    """Half a byte per weight, with an offset of 8."""
 
     offset, block_bytes = 8, BLOCK * LANES // 2
 
     @staticmethod
     def groups(builder: ir.IRBuilder, codes: ir.Value) -> list[ir.Value]:
-        """The block's vectors of four inputs in each lane."""
+        """Return the block's vectors, with four inputs in each lane."""
         low, groups = 0x0F0F0F0F, []
         for pair in range(BLOCK // _GROUP // 2):
             both = _next(builder, codes, pair)
@@ -171,7 +171,7 @@ _Kind = type[_Int8] | type[_Int4]
 
 
 def _tile(kind: _Kind, rows: int) -> Any:
-    """Intrinsic `(x, x_stride, codes, scales, blocks, out, out_stride)`; one block or more."""
+    """Return intrinsic `(x, x_stride, codes, scales, blocks, out, out_stride)` for at least one block."""
 
     def tile(
         _typing: Any, x: Any, xs: Any, codes: Any, scales: Any, blocks: Any, out: Any, stride: Any
@@ -209,7 +209,7 @@ def _emit_block(
     builder: ir.IRBuilder, kind: _Kind, block: ir.Value, x_rows: list[ir.Value], codes: ir.Value, scales: ir.Value,
     totals: list[ir.Value],
 ) -> list[ir.Value]:  # fmt: skip
-    """Emit the products of one block, added to each row's totals."""
+    """Emit the products of one block and add them to each row's totals."""
     at = builder.mul(block, ir.Constant(I64, QUANTISED_BLOCK_BYTES))
     x_blocks = [builder.add(row, at) for row in x_rows]
     weights = kind.groups(builder, builder.add(codes, builder.mul(block, ir.Constant(I64, kind.block_bytes))))
@@ -242,7 +242,7 @@ def _word(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
 
 @intrinsic
 def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
-    """`(x, out)`: quantise 32 float32; where one is infinite or not a number the scale is not a number."""
+    """`(x, out)`: quantise 32 float32. The scale is NaN if one of them is infinite or NaN."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         x, out = args
@@ -254,7 +254,7 @@ def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
             lambda one, other: vector_call(builder, "maximum", one, other),
         )
         is_finite = builder.fcmp_ordered("<", highest, ir.Constant(F32, float("inf")))
-        # Below some 1e-30 the inverse would be infinite: such rows are 0.
+        # Below about 1e-30 the inverse would be infinite: such rows become 0.
         is_seen = builder.and_(is_finite, builder.fcmp_ordered(">", highest, ir.Constant(F32, 1e-30)))
         scale = builder.fdiv(highest, ir.Constant(F32, 127.0))
         inverse = splat(builder, builder.fdiv(ir.Constant(F32, 127.0), highest))
@@ -296,7 +296,7 @@ def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
 
 
 def _rows_function(kind: _Kind, name: str) -> Any:
-    """Return njit `(x, x_stride, codes, scales, k, out, out_stride, rows)`: any number of rows."""
+    """Return njit `(x, x_stride, codes, scales, k, out, out_stride, rows)` for any number of rows."""
     one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, ROWS + 1))
     most, most_rows = _tile(kind, MOST_ROWS), MOST_ROWS
 

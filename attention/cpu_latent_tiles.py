@@ -1,4 +1,4 @@
-"""What attention to latents does with a block of them: weights of 16 heads, a lane each, and what they add to sums.
+"""Operations on one block of latents for 16 heads, one head per lane: softmax weights, and the weighted sums of latents.
 
 Legend: B tokens of a block (16), L latent dim.
 """
@@ -28,10 +28,10 @@ from attention.cpu_tiles import (
 def softmax_lanes(
     _typing: Any, scores: Any, scale: Any, low: Any, high: Any, top: Any, total: Any, shrink: Any
 ) -> Any:
-    """Turn [16 tokens, 16 heads] of raw scores into weights in place, a softmax in each lane that goes on.
+    """Turn raw scores [16 tokens, 16 heads] into weights in place, continuing one softmax per lane.
 
-    `(scores, scale, low, high, top, total, shrink)`: tokens outside [low, high) get weight 0; the running maxima at
-    `top` and sums at `total` become the new ones; at `shrink` is left what earlier sums are to be multiplied by.
+    `(scores, scale, low, high, top, total, shrink)`: tokens outside [low, high) get weight 0. The running maxima at
+    `top` and sums at `total` are updated. The factors by which to multiply earlier sums are written to `shrink`.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
@@ -65,7 +65,7 @@ def softmax_lanes(
 
 @njit(nogil=True, inline="always")
 def transpose_block(scores, weights):  # type: ignore[no-untyped-def]
-    """[B, 16 heads] to [16 heads, B]."""
+    """Transpose [B, 16 heads] to [16 heads, B]."""
     for lane in range(LANES):
         for token in range(LANES):
             weights[lane, token] = scores[token, lane]
@@ -73,9 +73,9 @@ def transpose_block(scores, weights):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def mix_block(weights, shrink, page, row_bytes, sums, sum_bytes, first, last, heads):  # type: ignore[no-untyped-def]
-    """Let sums of latents go on: multiplied by what `shrink` says of each head, then a block's latents added by their weights.
+    """Continue sums of latents: multiply each head's by its factor in `shrink`, then add a block's weighted latents.
 
-    Addresses: weights [heads, B], shrink [heads], a page's rows, sums [heads, L]; of dims [first, last) in steps of 16.
+    Addresses: weights [heads, B], shrink [heads], a page's rows, sums [heads, L]. Covers dims [first, last) in steps of 16.
     """
     for lane in range(heads):
         factor = load_f32(shrink + lane * 4)

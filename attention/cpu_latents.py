@@ -1,14 +1,14 @@
-"""Attention to cached latents on CPU, absorbed: a latent is read as it lies, once for all heads, and never expanded.
+"""Absorbed attention to cached latents on CPU: each latent is read once for all heads and never expanded.
 
-With one half of `kv_b_proj` multiplied into the query and the other into the output (DeepSeek-V2, 2024), all heads of a
-token share one key and value, the latent. So heads stand where `attention.cpu_attention` has a block's tokens: 16 heads
-of a query token side by side are a panel of `attention.cpu_tiles`, and a block's 16 latents are the rows that it
-multiplies. Softmax goes lane by lane, one head each. A row's result depends on its own query and latents only: every
-output is one chain over dims or tokens in order, whatever is computed beside it (D3 of the design).
-Rejected: expanding prompts, which above some 170 rows would cost half as much, but other bits than a decode's.
+One half of `kv_b_proj` is multiplied into the query and the other into the output (DeepSeek-V2, 2024), so all heads of a
+token share one key and value, the latent. Heads therefore take the place that a block's tokens have in
+`attention.cpu_attention`: 16 heads of a query token form a panel of `attention.cpu_tiles`, and a block's 16 latents are
+the rows multiplied by it. Softmax is computed per lane, one head each. A row's result depends only on its own query and
+latents: every output is one chain over dims or tokens in order, regardless of the other rows (D3 of the design).
+Rejected: expanding prompts. Above about 170 rows it would cost half as much, but its bits would differ from a decode's.
 
 Legend: T rows of the batch, H query heads, U unrotated dims of the key, E rotary dims, C = U + E, L latent dim, V value
-dim, W width of a page's row (L + E, padded), N blocks, B tokens of a block, R rows of the tiles at hand, G groups of 16 heads.
+dim, W width of a page's row (L + E, padded), N blocks, B tokens of a block, R rows of the current tiles, G groups of 16 heads.
 """
 
 from dataclasses import dataclass
@@ -38,14 +38,13 @@ from dispatch.team import WORDS, Kernel, program_of, run
 from kvcache.step import Step
 
 TILE_TOKENS = 4  # query tokens per task: a block's latents stay in L1 from one to the next
-TILES_AT_ONCE = (
-    64  # whose queries and sums in latent space are in memory: some 140 MB for DeepSeek-V3's 128 heads
-)
+# Tiles with queries and sums in memory at a time, in latent space: about 140 MB for DeepSeek-V3's 128 heads.
+TILES_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class AbsorbedWeight:
-    """`kv_b_proj`'s halves in panels, float32 or bfloat16; from `moe.cpu.panels.pack`."""
+    """The halves of `kv_b_proj` in panels, float32 or bfloat16, from `moe.cpu.panels.pack`."""
 
     key: Tensor  # [H, ceil(L / 16), U, 16]: multiplies the query
     value: Tensor  # [H, ceil(V / 16), L, 16]: multiplies the sum of latents
@@ -53,7 +52,7 @@ class AbsorbedWeight:
 
 
 def _absorb(at, tile):  # type: ignore[no-untyped-def]
-    # A tile multiplies one head's queries by one panel of its key half, into the head's lane of `out` [R, G, C, 16].
+    # A tile multiplies one head's queries by one panel of its key half and writes to the head's lane of `out` [R, G, C, 16].
     w = words(at, WORDS)
     query, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
     heads, groups, unrotated, latent, rotary, out = w[6], w[7], w[8], w[9], w[10], w[12]
@@ -91,7 +90,7 @@ def _absorb(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _attend(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is 16 heads of up to TILE_TOKENS tokens; `out` [R, G, 16, padded L] are the weighted means of latents.
+    # A tile is 16 heads of up to TILE_TOKENS tokens. It writes the weighted means of latents to `out` [R, G, 16, padded L].
     w = words(at, WORDS)
     query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
     num_tiles, base = chunk[1], chunk[2]
@@ -107,8 +106,8 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
         words(w[7] + sequence * 8, 1)[0],
         w[8] + sequence * w[9],
     )
-    position = context - (starts[1] - starts[0]) + first  # of the tile's first query token
-    place = starts[0] + first - base  # its row in `query` and `out`
+    position = context - (starts[1] - starts[0]) + first  # position of the tile's first query token
+    place = starts[0] + first - base  # that token's row in `query` and `out`
     scores = np.empty((LANES, LANES), np.float32)  # [token, head]
     weights = np.empty((LANES, LANES), np.float32)  # [head, token]
     top = np.full((count, LANES), -np.inf, np.float32)
@@ -155,7 +154,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _expand(at, tile):  # type: ignore[no-untyped-def]
-    # A tile multiplies one head's means of latents by one panel of its value half, into `out` [R, H, padded V].
+    # A tile multiplies one head's means of latents by one panel of its value half and writes to `out` [R, H, padded V].
     w = words(at, WORDS)
     found, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
     heads, latent, out, value_lanes = w[6], w[7], w[9], w[10]
@@ -174,7 +173,7 @@ def _expand(at, tile):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _rotated(x, cosine, sine, rotary, is_interleaved, out):  # type: ignore[no-untyped-def]
-    # Pairs are (i, i + E/2) in `out`; in `x` those, or (2i, 2i + 1).
+    # Pairs are (i, i + E/2) in `out`. In `x` they are the same, or (2i, 2i + 1) if interleaved.
     half = rotary // 2
     for i in range(half):
         a = x[2 * i] if is_interleaved != 0 else x[i]
@@ -183,12 +182,12 @@ def _rotated(x, cosine, sine, rotary, is_interleaved, out):  # type: ignore[no-u
         out[half + i] = b * cosine[half + i] + a * sine[half + i]
 
 
-_ROTATED_ROWS = 8  # of a tile
+_ROTATED_ROWS = 8  # rows of a tile
 
 
 def _place(at, tile):  # type: ignore[no-untyped-def]
-    # Tile 0 norms and caches latents with their rotated keys, of all rows: a block's tail is cleared by who begins it. The
-    # others rotate queries in place.
+    # Tile 0 norms the latents of all rows and caches them with their rotated keys. It is a single tile because the row
+    # that starts a block clears its tail. The other tiles rotate queries in place.
     w = words(at, WORDS)
     latents, latent_stride, latent, weight, eps = w[0], w[1], w[2], w[3], float_of(w[4])
     queries, token_bytes, cosines, sines, rotary, is_interleaved = w[5], w[6], w[7], w[8], w[9], w[10]
@@ -239,18 +238,18 @@ def place_row(
     latents: int, stride: int, norm: tuple[Tensor, float], queries: int, token_bytes: int, heads: int, unrotated: int,
     rotary_dim: int, pages_NBW: Tensor, step: Step, *, is_interleaved: bool,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: norm and cache latents and their rotated keys, rotate queries in place.
+    """Return one row of a program: norm latents, cache them with their rotated keys, and rotate queries in place.
 
-    The addresses of [T, E] cosines and sines are told every step, at `cpu_heads.COSINES` and `SINES`.
+    The addresses of [T, E] cosines and sines are set every step, at `cpu_heads.COSINES` and `SINES`.
 
     Args:
-        latents: address of [T, L + E] float32. stride: bytes from a row to the next.
-        norm: of the latents: weight [L] and epsilon.
-        queries: address of [T, H, U + E] float32. token_bytes: from a token to the next.
+        latents: Address of [T, L + E] float32. stride: bytes from one row to the next.
+        norm: Weight [L] and epsilon of the latents' norm.
+        queries: Address of [T, H, U + E] float32. token_bytes: bytes from one token to the next.
         heads: H. unrotated: U. rotary_dim: E.
-        pages_NBW: the layer's.
-        step: whose rows these are.
-        is_interleaved: pairs to rotate are neighbours; they are put apart.
+        pages_NBW: Pages of the layer.
+        step: The step with these rows.
+        is_interleaved: Rotate neighbours as pairs, and store the two halves apart.
     """
     weight, eps = norm
     return PLACE.row(
@@ -261,7 +260,7 @@ def place_row(
 
 
 class LatentRooms(NamedTuple):
-    """Memory for queries and sums in latent space: what `room_floats` says for each of `ROWS_AT_ONCE` rows."""
+    """Memory for queries and sums in latent space: `room_floats` values for each of `ROWS_AT_ONCE` rows."""
 
     query: Tensor
     found: Tensor
@@ -272,7 +271,7 @@ ROWS_AT_ONCE = TILES_AT_ONCE * TILE_TOKENS
 
 
 def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
-    """float32 values of `LatentRooms` for each row. Where H is no multiple of 16 those of queries are 0 at first."""
+    """Return the float32 values of `LatentRooms` per row. Zero the room for queries first if H is no multiple of 16."""
     groups = -(-heads // LANES)
     return groups * (latent + rotary_dim) * LANES, groups * LANES * -(-latent // LANES) * LANES
 
@@ -280,11 +279,11 @@ def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
 def absorb_row(
     queries: Queries, heads: int, weight: AbsorbedWeight, chunk: int, room: Tensor, rotary_dim: int
 ) -> list[int]:
-    """One row of a program: multiply the queries of a chunk's rows into latent space, at `room`.
+    """Return one row of a program: multiply the queries of a chunk's rows into latent space, at `room`.
 
     Args:
-        chunk: address of its four words, see `Step.chunks`.
-        others: see `latent_attention` and `LatentRooms`.
+        chunk: Address of the four words of a chunk (see `Step.chunks`).
+        others: As in `latent_attention` and `LatentRooms`.
     """
     unrotated, latent = weight.key.shape[2], weight.value.shape[2]
     return ABSORB.row(
@@ -295,7 +294,7 @@ def absorb_row(
 
 
 def expand_row(room: Tensor, heads: int, weight: AbsorbedWeight, chunk: int, out: int) -> list[int]:
-    """One row of a program: multiply the means of latents at `room` to values at `out`; see `absorb_row`."""
+    """Return one row of a program: multiply the means of latents at `room` into values at `out` (see `absorb_row`)."""
     latent = weight.value.shape[2]
     latent_lanes = -(-latent // LANES) * LANES
     return EXPAND.row(
@@ -313,11 +312,11 @@ def latent_rows(
     queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
     rotary_dim: int, scale: float, window: int, out: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Rows of a program, for whatever batch `step` describes when it runs; as many for each chunk of its tiles.
+    """Return rows of a program for the batch that `step` describes when it runs; every chunk of tiles has the same rows.
 
     Args:
-        out: address of [T, H, padded V] float32.
-        others: see `latent_attention`.
+        out: Address of [T, H, padded V] float32.
+        others: As in `latent_attention`.
     """
     width, latent = latents_NBW.shape[2], weight.value.shape[2]
     groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
@@ -352,16 +351,16 @@ def latent_attention(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Attend every row of the step to its own sequence's cached latents, its own included.
+    """Attend every row of the step to the cached latents of its sequence, including its own.
 
     Args:
-        query_HTD: [H, T, U + E] float32, last dim contiguous; the rows that `step` describes come first.
-        latents_NBW: [N, 16, W] float32 pages of L latent, E rotary and any finite values, W a multiple of 16.
-        step: rows, contexts and block tables; the pages already hold the step's own tokens.
-        weight: `kv_b_proj`'s halves.
+        query_HTD: [H, T, U + E] float32, last dim contiguous. The rows that `step` describes come first.
+        latents_NBW: [N, 16, W] float32 pages: L latent values, E rotary values, then any finite values. W is a multiple of 16.
+        step: Rows, contexts and block tables. The pages already hold the step's own tokens.
+        weight: The halves of `kv_b_proj`.
         rotary_dim: E.
-        scale: factor on the scores.
-        window: tokens a row sees, itself included; 0 is all.
+        scale: Factor on the scores.
+        window: Number of tokens that a row sees, including itself; 0 for all.
 
     Returns:
         [T, H, V] float32, new; padded rows are zero.
@@ -371,15 +370,15 @@ def latent_attention(
     latent = weight.value.shape[2]
     if block_tokens != LANES or width % LANES or width < latent + rotary_dim:
         raise ValueError(
-            f"latent attention needs {LANES} tokens per block and rows of a multiple of {LANES} values that hold "
-            f"{latent} + {rotary_dim}; got {block_tokens} and {width}"
+            f"latent attention needs blocks of {LANES} tokens and rows that hold {latent} + {rotary_dim} values, "
+            f"padded to a multiple of {LANES}; got {block_tokens} and {width}"
         )
     out_THV = torch.zeros(num_rows, heads, weight.value.shape[1] * LANES)
     products = step.num_pairs * heads * 2 * latent + step.num_tokens * (
         weight.key.numel() + weight.value.numel()
     )
     at_once = min(ROWS_AT_ONCE, step.num_tokens)
-    make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
+    make = torch.zeros if heads % LANES else torch.empty  # unused lanes of the last group must be 0
     query, found = (make(at_once, size) for size in room_floats(heads, latent, rotary_dim))
     rooms = LatentRooms(query, found, torch.empty(MOST, lone_floats(step.block_table_SM.shape[1])))
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)

@@ -1,8 +1,8 @@
-"""Attention to latents of a few decodes with long contexts: one row's work, shared by a team's threads.
+"""Attention to latents for a few decodes with long contexts: the threads of a team share the work of one row.
 
-`attention.cpu_latents` gives a row's context to one thread, because a sum is one chain of its tokens. Here scores are made by
-many (a block's depend on nothing else), then one walks them, then sums are made by many, each of some dims: every chain is as
-long as before, over the same tokens in the same order, and the bits are the same.
+`attention.cpu_latents` gives a row's whole context to one thread, because a sum is one chain over its tokens. Here many
+threads compute the scores (those of a block depend on nothing else), one thread turns them into weights, and many threads
+compute the sums, each for some dims. Every chain runs over the same tokens in the same order, so the bits are the same.
 
 Legend: G groups of 16 heads, N blocks of a context, B tokens of a block (16), L latent dim.
 """
@@ -17,22 +17,22 @@ from dispatch.native import bits_of, copy, float_of, floats, words
 from dispatch.team import WORDS, Kernel
 from kvcache.step import Step
 
-MOST = 4  # groups of heads of all tokens; with more there is enough for a team
-_BLOCKS = 16  # of a tile's scores
-_MOST_PARTS = 8  # of a row's dims
-_LEAST_DIMS = 4 * LANES  # of a tile's sums
-_BLOCK_BYTES = (LANES * LANES + LANES) * 4  # scores, then weights [heads, B]; and what shrinks sums before
+MOST = 4  # groups of heads over all tokens; more of them keep a team busy without these kernels
+_BLOCKS = 16  # blocks per tile of scores
+_MOST_PARTS = 8  # parts into which the dims of a row are cut
+_LEAST_DIMS = 4 * LANES  # dims per tile of sums
+_BLOCK_BYTES = (LANES * LANES + LANES) * 4  # scores, later weights [heads, B]; factors on earlier sums
 
 
 @njit(nogil=True, inline="always")
 def is_lone(chunk, groups, most):  # type: ignore[no-untyped-def]
-    """Whether these kernels take a chunk of `Step.chunks`: so few groups of heads, in tiles of one token."""
+    """Return whether these kernels take a chunk of `Step.chunks`: at most `most` groups of heads, in tiles of one token."""
     return chunk[1] * groups <= most and chunk[3] == chunk[1]
 
 
 @njit(nogil=True, inline="always")
 def _row_of(w, task):  # type: ignore[no-untyped-def]
-    # Of a task, a tile's group: which row of `query` and `out`, its block table, its first block, blocks, and position.
+    # Returns for a task (a tile's group): row in `query` and `out`, block table, first block, number of blocks, position.
     chunk, groups, window = words(w[0], 4), w[1], w[8]
     part = words(chunk[0] + task // groups * 24, 3)
     starts, context = words(w[4] + part[0] * 8, 2), words(w[5] + part[0] * 8, 1)[0]
@@ -43,7 +43,7 @@ def _row_of(w, task):  # type: ignore[no-untyped-def]
 
 
 def _score(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is some blocks' scores [B, 16 heads].
+    # A tile is the scores [B, 16 heads] of some blocks.
     w = words(at, WORDS)
     chunk, groups, latents, row_bytes, query, width = words(w[0], 4), w[1], w[2], w[3], w[9], w[10]
     room, task_bytes = w[12], w[13]
@@ -77,7 +77,7 @@ def _score(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _weigh(at, tile):  # type: ignore[no-untyped-def]
-    # A tile turns a row's scores into weights, block after block; the total is left behind the last.
+    # A tile turns a row's scores into weights, block after block. The total is stored behind the last block.
     w = words(at, WORDS)
     chunk, groups, window, scale, room, task_bytes = words(w[0], 4), w[1], w[8], float_of(w[11]), w[12], w[13]
     if tile < 0:
@@ -146,12 +146,12 @@ LONE_KERNELS = tuple(Kernel(each, TILES_VERSION) for each in (_score, _weigh, _m
 
 
 def most_lone(step: Step) -> int:
-    """How many groups these kernels take: they cost more, and pay where half the team would have nothing to do."""
+    """Return the largest number of groups for these kernels. They cost more and pay off if half the team would be idle."""
     return 0 if step.team is None else min(MOST, int(step.team.num_threads) // 2)
 
 
 def lone_floats(max_blocks: int) -> int:
-    """float32 values of the room for each of MOST groups, of contexts of at most so many blocks."""
+    """Return the float32 values of the room for each of MOST groups, with contexts of up to `max_blocks` blocks."""
     return max_blocks * _BLOCK_BYTES // 4 + LANES
 
 
@@ -159,11 +159,11 @@ def lone_rows(
     chunk: int, query: int, out: int, room: int, latents_NBW: Tensor, step: Step, *, heads: int, width: int,
     latent_lanes: int, scale: float, window: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Rows of a program for what `cpu_latents.ATTEND` leaves of a chunk; they do nothing for others.
+    """Return rows of a program for the chunks that `cpu_latents.ATTEND` skips; they do nothing for other chunks.
 
     Args:
-        room: address of [MOST, `lone_floats`] float32.
-        others: see `cpu_latents.latent_rows`.
+        room: Address of [MOST, `lone_floats`] float32.
+        others: As in `cpu_latents.latent_rows`.
     """
     table = step.block_table_SM
     words_of_row = (

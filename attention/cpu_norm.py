@@ -1,6 +1,6 @@
-"""RMSNorm on CPU: of whole rows, and of the heads that attention norms (Zhang and Sennrich, 2019).
+"""RMSNorm on CPU, for whole rows and for attention heads (Zhang and Sennrich, 2019).
 
-A row's sum of squares is 16 chains over every 16th value, folded as a fixed tree: its bits depend on the row alone.
+A row's sum of squares is 16 chains over every 16th value, folded as a fixed tree, so its bits depend on the row alone.
 
 Legend: T rows, D dims.
 """
@@ -21,7 +21,7 @@ _TILE_VALUES = 1 << 14
 
 @njit(nogil=True, inline="always")
 def norm_row(x, weight, eps, dim, out, lanes):  # type: ignore[no-untyped-def]
-    """`out = weight * (x / sqrt(mean(x * x) + eps))`; views of `dim` float32, `lanes` of 16. `out` may be `x`."""
+    """Compute `out = weight * (x / sqrt(mean(x * x) + eps))` on views of `dim` float32; `lanes` has 16. `out` may be `x`."""
     lanes[:] = np.float32(0.0)
     whole = dim // LANES * LANES
     for first in range(0, whole, LANES):
@@ -68,7 +68,7 @@ def _norm(at, tile):  # type: ignore[no-untyped-def]
 
 
 NORM = Kernel(_norm, TILES_VERSION)
-NORMED = 1  # the place of `x` in `norm_rows`' row, counted from the kernel's address
+NORMED = 1  # position of `x` in `norm_rows`' row, counted from the kernel's address
 
 
 def norm_rows(
@@ -84,12 +84,12 @@ def norm_rows(
     stride: int = 0,
     out_stride: int = 0,
 ) -> list[int]:
-    """One row of a program: `out = norm(x)`; or `sums = x + added` and `out = norm(sums)`.
+    """Return one row of a program: `out = norm(x)`; or `sums = x + added` and `out = norm(sums)`.
 
     Args:
-        x, out, added, sums: addresses of [T, D] float32; `added` 0: nothing. weight: address of [D] float32.
+        x, out, added, sums: Addresses of [T, D] float32; `added` is 0 to add nothing. weight: address of [D] float32.
         dim: D. rows_at: address of T, read when the program runs.
-        stride, out_stride: bytes from a row of `x` and of `out` to the next; 0: they follow each other.
+        stride, out_stride: Bytes from one row of `x` or `out` to the next; 0 if the rows are contiguous.
     """
     strides = stride or 4 * dim, out_stride or 4 * dim
     return NORM.row(x, added, sums, out, weight, bits_of(eps), dim, rows_at, *strides)

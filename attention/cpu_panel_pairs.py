@@ -1,7 +1,7 @@
-"""Rows times two panels of float32 or bfloat16 weights at once.
+"""Multiply rows by two panels of float32 or bfloat16 weights at once.
 
-For many rows a value that was loaded is multiplied twice; for few there are two chains of additions, where one would wait for
-itself (1.2 to 1.3 x of bfloat16's speed from memory). Every output is the chain that `cpu_tiles` makes of one panel.
+With many rows, each loaded value is multiplied twice. With few, two chains of additions hide each other's latency
+(1.2 to 1.3 x the speed for bfloat16 read from memory). Every output is the same chain as in `cpu_tiles` for one panel.
 
 Legend: as in `cpu_tiles`.
 """
@@ -35,7 +35,7 @@ from dispatch.native import Addressed, renamed
 
 
 def _two_panels(rows: int, bf16: bool) -> Any:
-    """Intrinsic `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)`: rows times two panels."""
+    """Return intrinsic `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)`: rows times two panels."""
 
     def tile(
         _typing: Any, x: Any, xs: Any, w: Any, other: Any, ws: Any, k: Any, out: Any, other_out: Any, os: Any
@@ -80,7 +80,7 @@ def _two_panels(rows: int, bf16: bool) -> Any:
 
 
 def _two_panels_function(bf16: bool) -> Any:
-    """Return njit `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows)`: any number of rows."""
+    """Return njit `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows)` for any number of rows."""
     one, two, three, four, six, eight, twelve = (_two_panels(rows, bf16) for rows in (1, 2, 3, 4, 6, 8, 12))
     single = rows_times_panel_bf16 if bf16 else rows_times_panel_f32
 
@@ -138,7 +138,7 @@ def _times_two_bf16(x, x_stride, panel, other, _scales, _others, k, _block, out,
     return 0
 
 
-# What `times_two_panels` is given, by how panels are kept; more in `cpu_quantised_tiles`.
+# Functions for `times_two_panels`, by panel format; others are in `cpu_quantised_tiles`.
 TIMES_TWO_F32, TIMES_TWO_BF16 = (Addressed(each, TILES_VERSION) for each in (_times_two_f32, _times_two_bf16))
 
 
@@ -147,7 +147,7 @@ def times_two_panels(
     _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, other: Any, scales: Any, other_scales: Any, k: Any,
     block: Any, out: Any, other_out: Any, out_stride: Any, rows: Any,
 ) -> Any:  # fmt: skip
-    """Rows times two panels: the function, by address, then its arguments."""
+    """Multiply rows by two panels of any format: the function's address, then its arguments."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         called = builder.inttoptr(args[0], ir.FunctionType(I64, [I64] * 12).as_pointer())

@@ -1,14 +1,13 @@
-"""Register tiles for checkpoints' weights that stay quantised in memory: codes of eight or four bits, in panels of 16 columns.
+"""Register tiles for weights that stay quantised in memory: codes of eight or four bits, in panels of 16 columns.
 
-A weight becomes the float32 number that it stands for, value times scale with one rounding, in registers
-(`attention.cpu_codes`), and is then multiplied and added just as `cpu_tiles` does it: every output is the very chain of fused
-multiply-adds that the dequantised weight would give. Weights are decoded as they are multiplied; where there are many rows
-and few registers, up to 128 inputs are decoded once into a buffer that stays in the first-level cache, and float32 tiles run
-over it. What codes are and what scales are is put together freely, and only what a model has is compiled
-(`times_quantised`).
+A weight is decoded in registers to its float32 number, value times scale with one rounding (`attention.cpu_codes`), then
+multiplied and added exactly as in `cpu_tiles`: every output is the same chain of fused multiply-adds as with the
+dequantised weight. Weights are decoded as they are multiplied. With many rows and few registers, up to 128 inputs are
+decoded once into a buffer that stays in the first-level cache, and float32 tiles run over it. Formats of codes and scales
+can be combined freely; only the combinations that a model has are compiled (`times_quantised`).
 
-Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byte [K / 2, 16], the even input in the lower
-half; its scales as `cpu_codes` says.
+Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byte [K / 2, 16] with the even input in the
+lower half. `cpu_codes` describes the layout of the scales.
 """
 
 from functools import cache
@@ -44,7 +43,7 @@ DECODED = 128  # inputs that the decoded buffer holds
 
 
 class _Loop:
-    """A loop that is being emitted: an index, and vectors that it carries from turn to turn."""
+    """A loop being emitted: an index, and vectors that are carried from one iteration to the next."""
 
     def __init__(self, builder: ir.IRBuilder, first: ir.Value, carried: list[ir.Value]) -> None:
         self._builder = builder
@@ -58,7 +57,7 @@ class _Loop:
             phi.add_incoming(value, entry)
 
     def close(self, step: ir.Value, end: ir.Value, carried: list[ir.Value]) -> None:
-        """Go on while the index stays below `end`; what is emitted next comes after the loop."""
+        """Repeat while the index stays below `end`. Code emitted next follows the loop."""
         builder, after = self._builder, self._builder.append_basic_block("after")
         following = builder.add(self.index, step)
         self.index.add_incoming(following, builder.block)
@@ -69,7 +68,7 @@ class _Loop:
 
 
 class _Panel(NamedTuple):
-    """Where a panel's codes and scales are, and where its columns of the result go."""
+    """Addresses of a panel's codes and scales, and of its columns of the result."""
 
     codes: ir.Value
     scales: ir.Value
@@ -79,7 +78,7 @@ class _Panel(NamedTuple):
 def _emit_tile(
     builder: ir.IRBuilder, coding: Coding, rows: int, x: TileRows, panels: list[_Panel], k: ir.Value, block: ir.Value
 ) -> None:  # fmt: skip
-    """Emit so many rows times panels: `out[m, :] = sum_k x[m, k] * w[k, :]`."""
+    """Emit the product of rows and panels: `out[m, :] = sum_k x[m, k] * w[k, :]`."""
     x_rows = [x.at(builder, row) for row in range(rows)]
     firsts = [builder.add(panel.scales, ir.Constant(I64, coding.first_bytes)) for panel in panels]
     blocks = _Loop(builder, ir.Constant(I64, 0), [*firsts, *[constant(0.0)] * (rows * len(panels))])
@@ -114,7 +113,7 @@ def _emit_tile(
 
 
 def _tile(coding: Coding, rows: int) -> Any:
-    """Intrinsic `(x, x_stride, codes, scales, k, block, out, out_stride)`: so many rows times a panel."""
+    """Return intrinsic `(x, x_stride, codes, scales, k, block, out, out_stride)`: rows times a panel."""
 
     def tile(
         _typing: Any, x: Any, xs: Any, codes: Any, scales: Any, k: Any, block: Any, out: Any, os: Any
@@ -131,7 +130,7 @@ def _tile(coding: Coding, rows: int) -> Any:
 
 
 def _tile_of_two(coding: Coding, rows: int) -> Any:
-    """Intrinsic `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)`."""
+    """Return intrinsic `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)`."""
 
     def tile(
         _typing: Any, x: Any, xs: Any, codes: Any, others: Any, scales: Any, other_scales: Any, k: Any, block: Any,
@@ -150,7 +149,7 @@ def _tile_of_two(coding: Coding, rows: int) -> Any:
 
 
 def _decoder(coding: Coding) -> Any:
-    """Intrinsic `(codes, scales, block_at, count, out)`: decode inputs of one block into a buffer."""
+    """Return intrinsic `(codes, scales, block_at, count, out)`: decode inputs of one block into a buffer."""
 
     def decode(_typing: Any, codes: Any, scales: Any, block_at: Any, count: Any, out: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
@@ -177,7 +176,7 @@ def _decoder(coding: Coding) -> Any:
 
 @intrinsic
 def _buffer(_typing: Any) -> Any:
-    """The address of memory for decoded inputs, on the stack of the function that calls this."""
+    """Return the address of memory for decoded inputs, on the stack of the calling function."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: list[ir.Value]) -> Any:
         return builder.ptrtoint(cgutils.alloca_once(builder, F32, DECODED * LANES), I64)
@@ -197,9 +196,9 @@ def _clear(_typing: Any, out: Any) -> Any:
 
 
 def _one_panel(coding: Coding, name: str) -> Any:
-    """Return njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)`: any number of rows.
+    """Return njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)` for any number of rows.
 
-    `block` is the inputs under one scale, any number; even, as k is, where a byte has two codes.
+    `block` is the number of inputs per scale. `block` and `k` must be even if a byte has two codes.
     """
     one, two, three, four, five, six = (_tile(coding, rows) for rows in range(1, ROWS + 1))
     decode = _decoder(coding)
@@ -243,10 +242,10 @@ def _one_panel(coding: Coding, name: str) -> Any:
 
 
 def _two_panels(coding: Coding, name: str, one_panel: Any) -> Any:
-    """The same for two: `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
+    """Return njit `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
 
-    For few rows there are two chains of additions, where one would wait for itself. For many, and as many registers,
-    decoding as one multiplies is quicker than a buffer.
+    With few rows, two chains of additions hide each other's latency. With many rows and 32 registers, decoding
+    while multiplying is faster than a buffer.
     """
     one, two, three, four, six, eight, twelve = (
         _tile_of_two(coding, rows) for rows in (1, 2, 3, 4, 6, 8, 12)
@@ -312,15 +311,15 @@ def _times_two(  # type: ignore[no-untyped-def]
 
 
 class Times(NamedTuple):
-    """What is called for one panel and for two."""
+    """The functions for one panel and for two."""
 
-    one: Addressed  # by `cpu_tiles.times_panel`
-    two: Addressed  # by `cpu_panel_pairs.times_two_panels`
+    one: Addressed  # called by `cpu_tiles.times_panel`
+    two: Addressed  # called by `cpu_panel_pairs.times_two_panels`
 
 
 @cache
 def times_quantised(coding: Coding) -> Times:
-    """Return the functions for panels of a coding; compiled when their addresses are asked for."""
+    """Return the functions for panels of a coding. They are compiled when their addresses are read."""
     name = "_".join(map(str, coding))
     one = _one_panel(coding, name)
     two = _two_panels(coding, name, one)
@@ -328,6 +327,6 @@ def times_quantised(coding: Coding) -> Times:
 
 
 def _addressed(call: FunctionType, rows_times: Any) -> Addressed:
-    """In globals of its own, not a closure: numba's cache on disk would take every process's for another one."""
+    """Build a function with its own globals, not a closure: numba's disk cache would confuse closures across processes."""
     known = {**call.__globals__, "_rows_times": rows_times}
     return Addressed(FunctionType(call.__code__, known, call.__name__), TILES_VERSION)

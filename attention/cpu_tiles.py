@@ -1,15 +1,15 @@
-"""Register tiles for CPU kernels: the few vector loops that attention and experts are made of.
+"""Register tiles for CPU kernels: the vector loops of which attention and experts are built.
 
-Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ..., whatever the number of rows in
-the tile, so a row's bits never depend on the rows beside it (D3 of the design). Library GEMMs break that for
-few rows. The weights are *panels*: 16 output columns side by side, `w[k][16]`, so that one vector load serves
-all rows and no horizontal sum is needed (the outer-product micro-kernel of Goto and van de Geijn, 2008).
+Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ..., for any number of rows in the tile, so
+the bits of a row never depend on neighbouring rows (D3 of the design). Library GEMMs break that for few rows. The
+weights are *panels*: 16 output columns side by side, `w[k][16]`, so that one vector load serves all rows and no
+horizontal sum is needed (the outer-product micro-kernel of Goto and van de Geijn, 2008).
 
-The tiles are LLVM vector code emitted through numba's `@intrinsic`, because LLVM's own vectoriser keeps
-neither the accumulators in registers nor the order of additions. They know addresses and strides only: a
-caller owns shapes, types and bounds. They live in `attention` because it is the lower of their two users.
-Rejected: a C extension (needs a compiler on the user's machine), padding rows for a library GEMM (2 to 4 x
-slower at 1 to 8 rows, docs/LOG.md).
+The tiles are LLVM vector code emitted through numba's `@intrinsic`, because LLVM's own vectoriser keeps neither the
+accumulators in registers nor the order of additions. They work on addresses and strides only: the caller is responsible
+for shapes, types and bounds. They live in `attention` because it is the lower of the two packages that use them.
+Rejected: a C extension (needs a compiler on the user's machine); padding rows for a library GEMM (2 to 4 x slower at
+1 to 8 rows, docs/LOG.md).
 
 Legend: x rows [m, k] float32; w panel [k, 16] float32 or bfloat16; out rows [m, 16] float32.
 """
@@ -31,21 +31,20 @@ LANES = 16  # output columns of a panel; also the tokens of a KV block
 
 
 def compiles_for(feature: str) -> bool:
-    """Whether the machine that numba compiles for has an instruction set, by LLVM's name."""
+    """Return whether numba compiles for a machine with this instruction set (LLVM's name)."""
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")
     return bool(binding.get_host_cpu_features().get(feature, False))
 
 
-# How far ahead of what is read memory is asked for: the processor by itself stops at the end of a page. Measured 1.3 to 1.4 x
-# at 1 to 16 rows of bfloat16 (512 to 8,192 tried, docs/LOG.md).
+# Prefetch distance, needed because the processor's own prefetching stops at the end of a page. Measured 1.3 to 1.4 x at
+# 1 to 16 rows of bfloat16 (512 to 8,192 tried, docs/LOG.md).
 AHEAD_BYTES = 4096
-ROWS = 6  # of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
-MOST_ROWS = (
-    12 if compiles_for("avx512f") else ROWS
-)  # of the largest: 12 accumulators of 16 floats fit 32 registers
+ROWS = 6  # rows of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
+# Rows of the largest tile: 12 accumulators of 16 floats fit 32 registers.
+MOST_ROWS = 12 if compiles_for("avx512f") else ROWS
 
-# Of all that kernels inline from this folder's `cpu_` files and from `native`: part of every kernel's name.
+# Hash of all code that kernels inline, from this folder's `cpu_` files and from `native`. It is part of every kernel's name.
 TILES_VERSION = zlib.crc32(
     b"".join(
         path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("cpu_*.py")), Path(native.__file__))
@@ -55,7 +54,7 @@ TILES_VERSION = zlib.crc32(
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32V, I16V, I32V = (ir.VectorType(scalar, LANES) for scalar in (F32, I16, I32))
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693145751953125, 1.428606765330187e-06
-EXP_LOWEST = -87.0  # exp() of less is 0 here; float32's smallest normal is exp(-87.3)
+EXP_LOWEST = -87.0  # exp() is 0 here for smaller arguments; float32's smallest normal number is exp(-87.3)
 # Minimax polynomial for exp(r), |r| <= ln(2)/2 (the coefficients of Cephes' expf).
 EXP_TERMS = (
     1.9875691500e-4,
@@ -68,26 +67,26 @@ EXP_TERMS = (
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """Emit a vector with a scalar in every lane."""
+    """Emit a vector with the scalar in every lane."""
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(I32V, [0] * LANES))
 
 
 def constant(value: float) -> ir.Constant:
-    """A vector with a number in every lane."""
+    """Return a constant vector with the number in every lane."""
     return ir.Constant(F32V, [value] * LANES)
 
 
 def vector_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
-    """Emit LLVM's intrinsic of a name on float32 vectors."""
+    """Emit a call of an LLVM intrinsic on float32 vectors."""
     signature = ir.FunctionType(F32V, [F32V] * len(args))
     function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{LANES}f32")
     return builder.call(function, args)
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, vector: ir.Type = F32V) -> ir.Value:
-    """Emit the load of a vector, float32 unless said otherwise."""
+    """Emit the load of a vector, float32 by default."""
     return builder.load(builder.inttoptr(address, vector.as_pointer()), align=2)
 
 
@@ -105,7 +104,7 @@ def load_weights(builder: ir.IRBuilder, address: ir.Value, bf16: bool) -> ir.Val
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Emit that the cache line at an address will be read once, soon; any address will do."""
+    """Emit a prefetch of the cache line at an address that is read once, soon. The address may be invalid."""
     pointer = ir.IntType(8).as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
@@ -114,13 +113,13 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 class TileRows(NamedTuple):
-    """Rows of float32 in memory: the address of the first and the bytes from one to the next."""
+    """Rows of float32 in memory: the address of the first row and the bytes from one row to the next."""
 
     address: ir.Value
     stride: ir.Value
 
     def at(self, builder: ir.IRBuilder, row: int) -> ir.Value:
-        """The address of a row."""
+        """Emit the address of a row."""
         return builder.add(self.address, builder.mul(self.stride, ir.Constant(I64, row)))
 
 
@@ -137,8 +136,8 @@ def emit_products(
     """Emit `out[m, :] (+)= sum_k x[m, k] * w[k, :]`.
 
     Args:
-        weights: emits the next vectors w[k, :] for step 0, 1, 2, ...; as many for every step.
-        steps: 1 or more.
+        weights: Emits the vectors w[k, :] of step 0, 1, 2, ...; the same number for every step.
+        steps: At least 1.
     """
     x_rows = [x.at(builder, row) for row in range(rows)]
     out_rows = [out.at(builder, row) for row in range(rows)]
@@ -198,7 +197,7 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
 
 
 def _rows_function(bf16: bool, accumulate: bool) -> Any:
-    """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)`: any number of rows; k at least 1."""
+    """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)` for any number of rows and k of at least 1."""
     one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
     most, most_rows = _tile(MOST_ROWS, bf16, accumulate), MOST_ROWS
 
@@ -242,7 +241,7 @@ def _times_bf16(x, x_stride, panel, _scales, k, _block, out, out_stride, rows): 
     return 0
 
 
-# What `times_panel` is given, by how a panel is kept; more in `cpu_quantised_tiles` and `cpu_integer_tiles`.
+# Functions for `times_panel`, by panel format; others are in `cpu_quantised_tiles` and `cpu_integer_tiles`.
 TIMES_F32, TIMES_BF16 = Addressed(_times_f32, TILES_VERSION), Addressed(_times_bf16, TILES_VERSION)
 
 
@@ -251,9 +250,9 @@ def times_panel(
     _typing: Any, function: Any, x: Any, x_stride: Any, panel: Any, scales: Any, k: Any, block: Any, out: Any,
     out_stride: Any, rows: Any,
 ) -> Any:  # fmt: skip
-    """Rows times a panel kept in any way, 16 columns of `out`: the way's function, by address, then its arguments.
+    """Multiply rows by a panel of any format into 16 columns of `out`: the function's address, then its arguments.
 
-    A kernel that calls it is compiled once for all ways.
+    A kernel that calls it is compiled once for all formats.
     """
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
@@ -264,7 +263,7 @@ def times_panel(
 
 
 def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Emit exp(x) for x <= 88, to 2 ulp; 0 below `EXP_LOWEST` (so that a masked score adds exactly nothing)."""
+    """Emit exp(x) for x <= 88, to 2 ulp; 0 below `EXP_LOWEST`, so that a masked score adds exactly nothing."""
     clamped = vector_call(builder, "maxnum", x, constant(EXP_LOWEST))
     n = vector_call(builder, "floor", vector_call(builder, "fma", clamped, constant(LOG2E), constant(0.5)))
     r = vector_call(builder, "fma", n, constant(-LN2_HIGH), clamped)
@@ -281,7 +280,7 @@ def emit_exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def fold(
     builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]
 ) -> ir.Value:
-    """Fold the lanes as a fixed binary tree; returns the scalar."""
+    """Fold the lanes as a fixed binary tree and return the scalar."""
     width = LANES
     while width > 1:
         width //= 2
@@ -308,7 +307,7 @@ def softmax_block(_typing: Any, scores: Any, scale: Any, low: Any, high: Any, ru
         scaled = builder.select(inside, scaled, constant(float("-inf")))
         top = fold(builder, scaled, lambda a, b: vector_call(builder, "maxnum", a, b))
         top = builder.select(builder.fcmp_ordered(">", top, running), top, running)
-        # A block without a lane inside leaves the maximum at -inf; weigh against 0 then, to stay clear of NaN.
+        # A block without a visible lane leaves the maximum at -inf. Its weights are taken against 0 to avoid NaN.
         empty = builder.fcmp_ordered("==", top, ir.Constant(F32, float("-inf")))
         base = builder.select(empty, ir.Constant(F32, 0.0), top)
         weights = emit_exp(builder, builder.fsub(scaled, splat(builder, base)))
@@ -323,11 +322,11 @@ def softmax_block(_typing: Any, scores: Any, scale: Any, low: Any, high: Any, ru
 
 @intrinsic
 def silu_times(_typing: Any, gate: Any, up: Any, out: Any) -> Any:
-    """16 lanes of `out = gate / (1 + exp(-gate)) * up`; three addresses."""
+    """Compute 16 lanes of `out = gate / (1 + exp(-gate)) * up`. Takes three addresses."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         gate, up = load(builder, args[0]), load(builder, args[1])
-        # Below -88 exp(-gate) would overflow and silu is 1e-36 and less; NaN stays NaN.
+        # Below -88 exp(-gate) would overflow and silu is at most 1e-36. NaN stays NaN.
         low = builder.fcmp_ordered("<", gate, constant(-88.0))
         gate = builder.select(low, constant(-88.0), gate)
         divisor = builder.fadd(constant(1.0), emit_exp(builder, builder.fneg(gate)))
@@ -339,7 +338,7 @@ def silu_times(_typing: Any, gate: Any, up: Any, out: Any) -> Any:
 
 @intrinsic
 def load_f32(_typing: Any, address: Any) -> Any:
-    """The float32 at an address."""
+    """Load the float32 at an address."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
         return builder.load(builder.inttoptr(args[0], F32.as_pointer()), align=4)
@@ -360,5 +359,5 @@ def scale_block(_typing: Any, address: Any, factor: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def address_of(array):  # type: ignore[no-untyped-def]
-    """The address of an array's first element."""
+    """Return the address of an array's first element."""
     return array.ctypes.data

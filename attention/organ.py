@@ -1,9 +1,9 @@
-"""The attention organ: what `transformers`' attention modules call instead of eager or SDPA attention.
+"""The attention organ: the function that `transformers`' attention modules call instead of eager or SDPA attention.
 
-Registered once under `NAME`, and without a mask function, for which `transformers` builds no mask: causality and
-sliding windows are the kernels' business. The pages come from the model's `PagedCache`, which has written the step's keys and values by
-the time this is called. Multi-head latent attention caches latents, which are read as they are: its modules carry
-their `absorbed` weight (`moe.cpu.backend`).
+It is registered once under `NAME`. No mask function is registered, so `transformers` builds no mask: the kernels apply
+causality and sliding windows. The pages come from the model's `PagedCache`, which already holds the step's keys and
+values when this is called. Multi-head latent attention caches latents, which are read directly: its modules carry their
+`absorbed` weight (`moe.cpu.backend`).
 """
 
 from typing import Any
@@ -38,17 +38,17 @@ def attend(
     """Attend the packed batch to the paged cache.
 
     Args:
-        module: the attention module; `layer_idx` names its pages.
+        module: The attention module. `layer_idx` selects its pages.
         query: [1, H, T, D] float32. key, value: the step's own rows, already cached; only their shape is used.
-        scaling: factor on the scores.
-        pages: the cache, passed through `model.forward(pages=...)`.
-        s_aux: sink logits [H].
-        indices: [1, T, K] int32 slots of the cache that rows attend to, of latents; None: all that they see.
-        attention_mask: a `ChosenMask` has `indices`; others are not read, and neither are `options`. What changes results among them is refused before a model is loaded
-            (`moe.rehearsal`); the window comes with the cache's shapes, because that is where the mask says it.
+        scaling: Factor on the scores.
+        pages: The cache, passed through `model.forward(pages=...)`.
+        s_aux: Sink logits [H].
+        indices: [1, T, K] int32 cache slots that the rows attend to (latents only); None for all visible tokens.
+        attention_mask: Its `indices` are used if it is a `ChosenMask`. Other masks and `options` are ignored: those
+            that change results are rejected before a model is loaded (`moe.rehearsal`). The window comes with the shapes.
 
     Returns:
-        [1, T, H, V] float32, and no attention weights.
+        [1, T, H, V] float32, and None instead of attention weights.
     """
     own, step = int(module.layer_idx), pages.step
     if isinstance(attention_mask, ChosenMask):
@@ -56,7 +56,7 @@ def attend(
     shape = pages.shapes[own]
     layer = own if shape.source is None else shape.source
     assert step is not None, "a step must be set before the model runs"
-    if not step.num_tokens:  # nothing to do here: this rank takes part in the others' exchanges
+    if not step.num_tokens:  # no work, but this rank still takes part in the exchanges
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     query_HTD = query[0] if query.stride(-1) == 1 else query[0].contiguous()
     if shape.latent:
@@ -86,7 +86,7 @@ def attend(
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under its names; may be called again."""
+    """Register the organ with `transformers` under its names. It may be called again."""
     for name in (NAME, NAME + INDEXED):
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME + INDEXED, lambda **_options: ANY_MASK)

@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the oracle of every kernel. Slow, obvious, one sequence at a time.
+"""Paged attention in plain torch: the oracle for every kernel. Slow and obvious, one sequence at a time.
 
 Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, B tokens of a block, C context.
 """
@@ -21,7 +21,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend every row of the step to its own sequence's cached tokens; see `cpu_attention.paged_attention`.
+    """Attend every row of the step to the cached tokens of its sequence, like `cpu_attention.paged_attention`.
 
     With `soft_cap`, scores become soft_cap * tanh(scores / soft_cap).
     """

@@ -1,9 +1,9 @@
-"""Every name of `transformers` that differs between the versions that we support; the range is in `server.process.preflight.versions`.
+"""Names that differ between the supported versions of `transformers` (the range is in `server.process.preflight.versions`).
 
-Since 5.24 models, layers, mixers and outputs call the cache `cache`. Before, mixers called it `cache_params` and everything else
-`past_key_values`. The name is read from a function's signature, so builds between two releases work as well.
-Rejected: passing the old name everywhere. transformers renames it, but warns in every layer, and programs that take a module's place
-receive the new name. Rejected: comparing version numbers, which builds from the main branch do not follow.
+Since 5.24 models, layers, mixers and outputs call the cache `cache`. Before, mixers called it `cache_params` and
+everything else `past_key_values`. The name is read from a function's signature, so builds between two releases work too.
+Rejected: passing the old name everywhere. `transformers` renames it but warns in every layer, and code that replaces a
+module receives the new name. Rejected: comparing version numbers, which builds from the main branch do not follow.
 """
 
 import inspect
@@ -27,11 +27,11 @@ def _cache_name() -> str:
 
 
 CACHE = _cache_name()
-"""The keyword with which models and layers take the cache, and the field of their outputs."""
+"""Keyword that passes the cache to models and layers, and the field of their outputs."""
 MIXER_CACHES = (CACHE, "cache_params")
-"""The keywords with which mixers may take it."""
+"""Keywords that may pass it to mixers."""
 
 
 def mixer_cache(options: Mapping[str, Any]) -> Any:
-    """Return the cache among a mixer's keywords, or None."""
+    """Return the cache from a mixer's keywords, or None."""
     return next((options[name] for name in MIXER_CACHES if options.get(name) is not None), None)

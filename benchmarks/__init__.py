@@ -1,1 +1,1 @@
-"""Benchmarks: each answers one question and ends in one JSON line."""
+"""Benchmarks: each answers one question and ends with one JSON line."""

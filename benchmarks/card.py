@@ -1,7 +1,7 @@
-"""What a benchmark ran on, and how it ends: an environment card at the top, one JSON object as the last line.
+"""Environment card and result of a benchmark: the card is printed at the top, one JSON object as the last line.
 
-A figure without its machine, versions and commit says nothing, so every benchmark prints the card first and puts it
-into its result. Knows nothing about what is measured. No path of the machine enters a card.
+A figure is meaningless without its machine, versions and commit, so every benchmark prints the card first and includes it in
+its result. This module knows nothing about the measurements. A card contains no path of the machine.
 """
 
 import datetime
@@ -46,7 +46,7 @@ def print_tail(result: dict[str, Any]) -> None:
 
 
 def save_result(name: str, result: dict[str, Any]) -> Path:
-    """Write a result that has a card under "environment" to `benchmarks/results/<name>-<date>-<cpu>.json`."""
+    """Write a result with a card under "environment" to `benchmarks/results/<name>-<date>-<cpu>.json`."""
     card = result["environment"]
     path = RESULTS / f"{name}-{card['date'][:10]}-{slug(card['cpu'])}.json"
     path.parent.mkdir(exist_ok=True)
@@ -55,12 +55,12 @@ def save_result(name: str, result: dict[str, Any]) -> Path:
 
 
 def slug(text: str) -> str:
-    """Return text as a part of a file name: "AMD EPYC 7B13 @ 2.4GHz" is amd-epyc-7b13-2-4ghz."""
+    """Return text for use in a file name: "AMD EPYC 7B13 @ 2.4GHz" becomes amd-epyc-7b13-2-4ghz."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def _cpu_name() -> str:
-    """Return the processor's name as /proc/cpuinfo has it, else its architecture."""
+    """Return the processor's name from /proc/cpuinfo, or its architecture."""
     text = Path("/proc/cpuinfo").read_text()
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.machine()
@@ -74,7 +74,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return the checkout's commit, with a mark where tracked files differ from it."""
+    """Return the checkout's commit, marked if tracked files differ from it."""
     commit = _git("rev-parse", "--short=12", "HEAD")
     return commit + (" with changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
 

@@ -1,10 +1,10 @@
-"""What does a long context cost a decode step, and what do snapshots save a prompt? Beside `transformers`' own generate.
+"""How much time does a long context add to a decode step, and how much do snapshots save? Compared with `transformers`' generate.
 
-One rank decodes with random models: Qwen3-Next's shape with attention in all layers, and in one of four, the others being recurrent;
-DeepSeek-V3's latents, and V3.2's, an index of 512 tokens. Then prompts of one
-of 8 shared beginnings and ends of their own run one by one, with and without snapshots: the time to their first tokens.
+One rank decodes with random models: Qwen3-Next's shape with attention in all layers and with attention in one of four layers
+(the others are recurrent), DeepSeek-V3's latents, and V3.2's latents with an index of 512 tokens. Then prompts of one of 8 shared
+beginnings and a unique end run one by one, with and without snapshots, for the time to the first token.
 
-Expected bound: recurrent layers and chosen tokens cost the same at any context; attention grows with it, an index with its keys only.
+Expected bound: recurrent layers and chosen tokens cost the same at any context; attention grows with it, an index only by its keys.
 
 Run: `python -m benchmarks.contexts [--contexts 128,1024,4096,8192] [--threads 2] [--save]`.
 """
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print tables and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.contexts",
-        description="What a long context costs, and what snapshots save.",
+        description="The cost of a long context, and the savings from snapshots.",
     )
     parser.add_argument("--contexts", default="128,1024,4096,8192")
     parser.add_argument("--threads", type=int, default=2)
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def max_length(directory: Path) -> int:
-    """Positions of a model."""
+    """Return the largest number of positions of a model."""
     return int(
         AutoModelForCausalLM.from_pretrained(
             directory, trust_remote_code=False, device_map="meta"
@@ -86,7 +86,7 @@ def max_length(directory: Path) -> int:
 
 
 def engine(directory: Path, threads: int, **settings: Any) -> Assembled:
-    """A lone rank."""
+    """Build an engine of a single rank."""
     return assemble(
         EngineConfig(
             **{
@@ -102,7 +102,7 @@ def engine(directory: Path, threads: int, **settings: Any) -> Assembled:
 
 
 def step_times(directory: Path, contexts: list[int], threads: int) -> dict[int, float]:
-    """Median milliseconds of a decode step, by context; the contexts take turns."""
+    """Return the median milliseconds of a decode step by context; the contexts are measured in turn."""
     built = engine(directory, threads)
     blocks = max(contexts) // BLOCK_TOKENS + 1
     cache = PagedCache(built.model.skeleton.cache_shapes, blocks, 2)
@@ -120,7 +120,7 @@ def step_times(directory: Path, contexts: list[int], threads: int) -> dict[int, 
 
 
 def peer_time(directory: Path, context: int, threads: int) -> float:
-    """Milliseconds per token of `generate` behind a prompt of so many tokens."""
+    """Return the milliseconds per token of `generate` after a prompt of `context` tokens."""
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(
         directory, trust_remote_code=False, dtype=torch.float32
@@ -146,7 +146,7 @@ def peer_time(directory: Path, context: int, threads: int) -> float:
 
 
 def first_token_time(directory: Path, threads: int, mode: str) -> float:
-    """Median milliseconds until the first token of prompts whose beginnings were served before."""
+    """Return the median milliseconds to the first token of prompts with beginnings that were served before."""
     built = engine(directory, threads, max_model_len=_SHARED_TOKENS + _OWN_TOKENS + 2, mamba_cache_mode=mode)
     generator = torch.Generator().manual_seed(0)
     vocabulary = built.model.lm_head.shape[0]

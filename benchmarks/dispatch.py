@@ -1,15 +1,15 @@
-"""What does one dispatch plus one combine cost between ranks of this host, in both modes, over shm and over gloo?
+"""What does one dispatch plus one combine cost between ranks on one host, in both modes, over shm and over gloo?
 
-Peer: `all_to_all_single` over gloo with the same rows, sizes known beforehand. Bound: a layer's bytes over the
-wire's ceiling, measured in the same run with messages of 2 MiB that are copied in, exchanged and copied out.
+Peer: `all_to_all_single` over gloo with the same rows and sizes known in advance. Bound: a layer's bytes over the wire's
+ceiling, measured in the same run with messages of 2 MiB that are copied in, exchanged and copied out.
 Goals: normal mode at most 1.3 x the peer on gloo; shm at least 3 x as fast as gloo at 1 to 64 tokens.
-`all_gather` is the floor of a mode that would give every token to every rank (dispatch alone): where it is not below
-low latency's dispatch, such a mode cannot win.
+`all_gather` is a lower bound for a mode that would send every token to every rank (dispatch only). If it is not below low
+latency's dispatch, such a mode cannot be faster.
 
     python -m benchmarks.dispatch [--ranks 2 4] [--tokens 1 4 16 64 128 512] [--choices 8] [--runs 100] [--save]
 
-The ways take turns in blocks, so that noise of the machine meets all of them. Figures are medians and 99th
-percentiles over the runs of rank 0. The last line is one JSON object.
+The ways take turns in blocks, so that noise of the machine affects all of them. Figures are medians and 99th percentiles
+over the runs of rank 0. The last line is one JSON object.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from benchmarks.dispatch_ways import CHOICES, SCALE, WIRES, Measured, Times, mea
 from tests.support.ranks import RankPool
 
 MODES = ("normal", "low_latency", "fp8")
-MANY_TOKENS = 128  # from here on runs are long: a third of them is enough
+MANY_TOKENS = 128  # from this number of tokens, a third of the (long) runs is enough
 GOAL_PLAIN, GOAL_SHM, GOAL_SHM_TOKENS = 1.3, 3.0, 64
 
 
 def summarise(times: list[Times]) -> dict[str, float]:
-    """Median of each way, and median and 99th percentile of both, in microseconds."""
+    """Return the median of each way, and the median and 99th percentile of both, in microseconds."""
     both = np.array(times) * 1e6
     total = both.sum(axis=1)
     return {
@@ -40,7 +40,7 @@ def summarise(times: list[Times]) -> dict[str, float]:
 
 
 def row_of(ranks: int, tokens: int, measured: Measured) -> dict[str, Any]:
-    """One size's figures: every way, and how it stands to peer, goal and bound."""
+    """Return the figures of one size: every way, compared with peer, goal and bound."""
     ways = {name: summarise(times) for name, times in measured.seconds.items()}
     plain_us = ways["plain"]["p50_us"]
     row: dict[str, Any] = {
@@ -68,7 +68,7 @@ def row_of(ranks: int, tokens: int, measured: Measured) -> dict[str, Any]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """Print one size, a line per way."""
+    """Print one size, one line per way."""
     ceiling = ", ".join(f"{name} {rate} GB/s" for name, rate in row["ceiling_gb_s"].items())
     print(f"{row['ranks']} ranks, {row['tokens']} tokens each, {row['runs']} runs; ceiling {ceiling}")
     for name, way in row["ways"].items():
@@ -85,7 +85,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Hold the rows against the goals; losses are named."""
+    """Compare the rows with the goals and list those that miss them."""
     plain = {(r["ranks"], r["tokens"]): r["over_plain"]["gloo normal"] for r in rows}
     shm = {
         (r["ranks"], r["tokens"]): r["gloo_over_shm"]["normal"]
@@ -101,7 +101,7 @@ def verdicts(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run every size on every number of ranks and print the table."""
+    """Run every size with every number of ranks and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""The ways to exchange one MoE layer's tokens that `benchmarks.dispatch` times: what each rank runs.
+"""Ways to exchange the tokens of one MoE layer, as run by each rank and timed by `benchmarks.dispatch`.
 
-DeepSeek-V3's MoE layer scaled down: hidden 7168 / 7, 256 experts / 4, top-8 kept, routed uniformly. Rows are float32,
-as the service's on CPU; experts are the identity. Every way is checked against the sum that needs no exchange.
+DeepSeek-V3's MoE layer scaled down: hidden 7168 / 7, 256 experts / 4, top-8 unchanged, uniform routing. Rows are float32, as
+in the service on CPU; experts are the identity. Every way is checked against the sum computed without an exchange.
 """
 
 import time
@@ -20,17 +20,17 @@ from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
 
-HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless the command line has another
+HIDDEN, CHOICES, EXPERTS = 1024, 8, 64  # K is 8 unless set on the command line
 SCALE = "DeepSeek-V3 with hidden 7168 / 7 = 1024, experts 256 / 4 = 64, top-8; float32 rows"
 WIRES = ("shm", "gloo")
 BLOCK = 10  # runs of one way before the next has its turn
 CEILING_BYTES = 2 << 20  # per pair
 CEILING_RUNS = 7
-Times = tuple[float, float]  # seconds of the way to the experts and of the way back
+Times = tuple[float, float]  # seconds to the experts and back
 
 
 class Layer(NamedTuple):
-    """What one rank brings."""
+    """Input of one rank."""
 
     x_TH: Tensor
     slots_TK: Tensor
@@ -38,15 +38,15 @@ class Layer(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one rank saw."""
+    """Measurements of one rank."""
 
     seconds: dict[str, list[Times]]  # every run, by way
     sent_bytes: dict[str, tuple[int, int]]  # per layer to other ranks: dispatch, combine
-    ceiling: dict[str, float]  # bytes per second that a rank sends at most, by wire
+    ceiling: dict[str, float]  # largest bytes per second that a rank sends, by wire
 
 
 def measure(tokens: int, choices: int, runs: int) -> Measured:
-    """Time every way on this rank, turn about in blocks; the first block is the warm-up. Collective."""
+    """Time every way on this rank, taking turns in blocks; the first block is the warm-up. Collective."""
     torch.manual_seed(dist.get_rank())
     layer = make_layer(tokens, choices)
     ways: dict[str, Callable[[], Times]] = {}
@@ -94,7 +94,7 @@ def open_dispatcher(name: str, rows: str) -> Dispatcher:
 
 
 def time_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> Times:
-    """Return the seconds of one dispatch and of one combine; the experts' share is left out."""
+    """Return the seconds of one dispatch and of one combine, without the experts."""
     begin = time.perf_counter()
     dispatched = dispatcher.dispatch(layer.x_TH, layer.slots_TK, mode)
     middle = time.perf_counter()
@@ -105,7 +105,7 @@ def time_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> Times:
 
 
 def check_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> None:
-    """Compare with the sum that needs no exchange, bit for bit."""
+    """Compare with the sum computed without an exchange, bit for bit."""
     dispatched = dispatcher.dispatch(layer.x_TH, layer.slots_TK, mode)
     combined = dispatcher.combine(dispatched.x_NH[dispatched.row_P], layer.weights_TK, dispatched)
     is_fp8 = dispatcher.row_format != row_format("auto").name
@@ -116,10 +116,10 @@ def check_layer(dispatcher: Dispatcher, layer: Layer, mode: Mode) -> None:
 
 
 def all_gather_floor(dispatcher: Dispatcher, layer: Layer) -> Callable[[], Times]:
-    """Return what times the least that a mode could cost which gives every token to every rank.
+    """Return a function that times the least cost of a mode that sends every token to every rank.
 
-    Rows and slots are copied in, exchanged, all rows copied out; left out is finding the pairs, and dropping rows
-    that are not for this rank. The combine after it is the usual one, so that caches are as cold as elsewhere.
+    Rows and slots are copied in, exchanged, and all rows are copied out. Not included: finding the pairs, and dropping
+    rows for other ranks. The usual combine follows, so that caches are as cold as in the other ways.
     """
     wire, dispatched = dispatcher.wire, dispatcher.dispatch(layer.x_TH, layer.slots_TK)
     slots, x = (tensor.view(-1).view(torch.uint8) for tensor in (layer.slots_TK, layer.x_TH))
@@ -171,10 +171,10 @@ def _equal_sizes(wire: Wire, num_bytes: int) -> RankTable:
 
 
 def plain_exchange(dispatcher: Dispatcher, layer: Layer) -> tuple[Callable[[], Times], tuple[int, int]]:
-    """Return what times all_to_all_single (gloo) with the rows of the dispatch, then of the combine, and their bytes.
+    """Return a function that times all_to_all_single (gloo) with the rows of dispatch, then of combine; and their bytes.
 
-    Sizes are known beforehand, which a dispatch's are not, and rows lie ready. Between the two the experts' rows are
-    gathered as in the other ways, so that caches are as cold.
+    Sizes are known in advance, unlike those of a dispatch, and rows are ready to send. Between the two calls the experts'
+    rows are gathered as in the other ways, so that caches are as cold.
     """
     group, rank = dist.group.WORLD, dist.get_rank()
     dispatched = dispatcher.dispatch(layer.x_TH, layer.slots_TK)
@@ -183,7 +183,7 @@ def plain_exchange(dispatcher: Dispatcher, layer: Layer) -> tuple[Callable[[], T
     receives = [torch.empty_like(counts) for counts in sends]
     for sent, received in zip(sends, receives, strict=True):
         dist.all_to_all_single(received, sent, group=group)
-    receives[1], sends[1] = sends[1], receives[1]  # answers go the other way
+    receives[1], sends[1] = sends[1], receives[1]  # answers travel in the opposite direction
     splits = [(sent.tolist(), received.tolist()) for sent, received in zip(sends, receives, strict=True)]
     buffers = [(torch.zeros(sum(s), HIDDEN), torch.zeros(sum(r), HIDDEN)) for s, r in splits]
 

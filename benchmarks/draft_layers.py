@@ -1,9 +1,9 @@
-"""What does a draft of a model's own layer cost beside one of its decoder layers?
+"""How much does a draft of a model's own layer cost compared with one of its decoder layers?
 
-One rank decodes with DeepSeek-V3's and Qwen3-Next's shapes (attention in all layers), with random weights that are nowhere on disk.
-The same shape is built with fewer layers as well: the difference of the steps' times is the layers', and what is left of a
-step with none of them its ends', of which the output projection is nearly all. Then the layer for multi-token prediction drafts
-behind each step, one row per sequence; that its logits have the bits of its modules is checked before.
+One rank decodes with DeepSeek-V3's and Qwen3-Next's shapes (attention in all layers), with random weights that are not on
+disk. The same shape is also built with fewer layers. The difference of the step times is the time of the layers; the rest of a
+step is its ends, mostly the output projection. Then the layer for multi-token prediction drafts after each step, one row per
+sequence. Its logits are first checked to have the same bits as those of its modules.
 
 Expected bound: one decoder layer, the ends, and a projection of twice the hidden dim.
 
@@ -37,7 +37,7 @@ Run = Callable[[], Any]
 
 
 class DraftingRank(NamedTuple):
-    """A rank with a layer that drafts, its pages, and how many layers it has."""
+    """A rank with a drafting layer, its pages, and its number of layers."""
 
     built: Assembled
     cache: PagedCache
@@ -47,7 +47,7 @@ class DraftingRank(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     """Print a table and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.draft_layers", description="What a draft costs beside a decoder layer."
+        prog="python -m benchmarks.draft_layers", description="The cost of a draft and of a decoder layer."
     )
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--threads", type=int, default=2)
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 def open_engine(
     directory: Path, shape: str, num_layers: int | None, batch: int, options: argparse.Namespace
 ) -> DraftingRank:
-    """Build a shape with so many layers (None: its own) and one that drafts."""
+    """Build a shape with `num_layers` layers (by default its own number) and one drafting layer."""
     more = {} if num_layers is None else {"num_hidden_layers": num_layers}
     if num_layers is not None and "layer_types" in SHAPES[shape].sizes:
         more["layer_types"] = SHAPES[shape].sizes["layer_types"][:num_layers]
@@ -105,7 +105,7 @@ def open_engine(
 
 
 def measure(engines: list[DraftingRank], batch: int, context: int) -> dict[str, float]:
-    """Median milliseconds of a step, of one of its layers, of its ends, and of a draft; all take turns."""
+    """Return the median milliseconds of a step, one layer, the ends, and a draft; all are measured in turn."""
     steps = [decode(engine.built, engine.cache, batch, context) for engine in engines]
     draft = drafting(engines[0], batch)
     check_bits(engines[0], steps[0], draft)
@@ -124,7 +124,7 @@ def measure(engines: list[DraftingRank], batch: int, context: int) -> dict[str, 
 
 
 def drafting(engine: DraftingRank, batch: int) -> Run:
-    """What drafts behind a step that has just decoded, one row per sequence: at its place, from its hidden state."""
+    """Return a function that drafts after a decode step, one row per sequence, from the step's hidden states."""
     model, step = engine.built.model, engine.built.model.step
     vocabulary = model.lm_head.shape[0]
     tokens = torch.randint(vocabulary, (batch,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -138,15 +138,15 @@ def drafting(engine: DraftingRank, batch: int) -> Run:
 
 
 def check_bits(engine: DraftingRank, decode_once: Run, draft: Run) -> None:
-    """See that drafts run as a program, with the bits of the modules.
+    """Check that drafts run as a program, with the same bits as the modules.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: They do not.
     """
     layers = drafting_of(engine.built.model.net)
     if layers is None or not layers.programs:
-        raise RuntimeError("no program drafts")
-    for _ in range(_WARM_UPS):  # until samples of what experts are given are kept
+        raise RuntimeError("drafts do not run as a program")
+    for _ in range(_WARM_UPS):  # until samples of the experts' inputs are kept
         decode_once()
         ours = draft()
     programs = dict(layers.programs)
@@ -154,7 +154,7 @@ def check_bits(engine: DraftingRank, decode_once: Run, draft: Run) -> None:
     theirs = draft()
     layers.programs.update(programs)
     if not torch.equal(ours, theirs):
-        raise RuntimeError("the program's drafts are not those of the modules")
+        raise RuntimeError("the drafts of the program differ from those of the modules")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Do drafts pay, over HTTP? n-grams on the demo model, where answers repeat their prompts; a model's own layers on a constructed one.
+"""Do drafts pay off over HTTP? n-grams on the demo model, with answers that repeat their prompts; MTP layers on a constructed model.
 
-Two services run side by side, one of them with drafts, and are asked the same, turn about, one client at a time;
-the other sleeps. Answers must be equal. A task asks for a text again with a small change (code edits, from HumanEval's prompts) or for
-its contents (MT-Bench's turns); ratios are told apart by how many of a request's drafts were accepted. The models' own
-layers are those of `benchmarks.models.foreseeing`, right in about four of five drafts, behind prompts of random tokens and drawn with a seed: in a deep model
-of whose steps the layer is a small part, and in one whose output projection is most of what a step or a draft reads.
+Two services run side by side, one of them with drafts. They get the same requests in turn, from one client, while the other
+sleeps. Answers must be equal. A task asks for a text with a small change (code edits, from HumanEval's prompts) or for its
+contents (MT-Bench's turns). Ratios are grouped by how many of a request's drafts were accepted. The models with MTP layers are
+those of `benchmarks.models.foreseeing`, with about four of five drafts right, on prompts of random tokens and seeded sampling: a
+deep model in which the layer is a small part of a step, and one in which a step or a draft mostly reads the output projection.
 
-Expected bound: a step of 1 + d rows costs what the rows' experts weigh in bytes; with acceptance p it gives (1 - p^(d+1)) / (1 - p) tokens.
+Expected bound: a step of 1 + d rows costs the bytes of the rows' experts; with acceptance p it yields (1 - p^(d+1)) / (1 - p) tokens.
 
 Run: `python -m benchmarks.drafts PROMPTS.jsonl ... [--tasks 24] [--tokens 160] [--drafts 4] [--threads 2] [--save]`.
 """
@@ -28,14 +28,14 @@ from benchmarks.models.foreseeing import ensure_foreseeing_model
 from benchmarks.serving.service import HOST, Service
 
 Tasks = list[str] | list[list[int]]
-SHARES = {"deepseek-v3-deep": 0.015, "deepseek-v3": 0.04}  # of what layers add: see `foresee`
-LIKELY = 0.6  # acceptance above which drafts ought to pay
+SHARES = {"deepseek-v3-deep": 0.015, "deepseek-v3": 0.04}  # share of the layers' outputs, see `foresee`
+LIKELY = 0.6  # acceptance above which drafts should pay off
 _EDIT = "Here is some Python code:\n\n{}\nWrite the same code again, with `# checked` as its first line."
 _RECALL = "Here is a text:\n\n{}\n\nSay again what the text says, in its own words."
 
 
 class TimedAnswer(NamedTuple):
-    """What a service gave for a task."""
+    """Answer of a service to a task."""
 
     text: str
     tokens: int
@@ -45,25 +45,25 @@ class TimedAnswer(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A task's answers without and with drafts."""
+    """Answers to a task without and with drafts."""
 
     plain: TimedAnswer
     drafting: TimedAnswer
 
     @property
     def ratio(self) -> float:
-        """Tokens per second with drafts, of those without."""
+        """Tokens per second with drafts over those without."""
         return self.plain.seconds / self.drafting.seconds
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafts that were right."""
+        """Share of drafts that were accepted."""
         return self.drafting.accepted / self.drafting.drafted if self.drafting.drafted else 0.0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print tables and one JSON line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description="Whether drafts pay.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description="Do drafts pay off?")
     parser.add_argument(
         "prompts", nargs="+", type=Path, help="JSON lines with `prompt` (code) or `turns` (text)"
     )
@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tasks_of(files: list[Path], count: int) -> list[str]:
-    """Return tasks whose answers repeat parts of them, of all files in turn."""
+    """Return tasks with answers that repeat parts of them, taking the files in turn."""
     found = []
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -115,13 +115,13 @@ def tasks_of(files: list[Path], count: int) -> list[str]:
 
 
 def random_prompts(count: int) -> list[list[int]]:
-    """Return prompts of token ids that all models here have."""
+    """Return prompts of token ids that are valid in all models here."""
     rng = random.Random(0)
     return [[rng.randrange(100, 4000) for _ in range(64)] for _ in range(count)]
 
 
 def run(model: str, speculative: dict[str, Any], tasks: Tasks, options: argparse.Namespace) -> list[Pair]:
-    """Ask two services turn about."""
+    """Send requests to two services in turn."""
     common = [
         "-dp",
         "1",
@@ -146,8 +146,8 @@ def run(model: str, speculative: dict[str, Any], tasks: Tasks, options: argparse
 
 
 def ask(service: Service, task: object, num_tokens: int) -> TimedAnswer:
-    """Stream the answer to a message, or what follows token ids."""
-    is_chat = isinstance(task, str)  # else token ids
+    """Stream the answer to a chat message or the completion of token ids."""
+    is_chat = isinstance(task, str)
     asked = (
         {"messages": [{"role": "user", "content": task}]}
         if is_chat
@@ -183,7 +183,7 @@ def ask(service: Service, task: object, num_tokens: int) -> TimedAnswer:
 
 
 def summary(name: str, pairs: list[Pair]) -> dict[str, Any]:
-    """Print and return medians, of requests whose drafts were mostly right and of the others."""
+    """Print and return medians, for requests with mostly accepted drafts and for the others."""
     told: dict[str, Any] = {}
     for title, group in (
         ("likely", [pair for pair in pairs if pair.acceptance > LIKELY]),

@@ -1,17 +1,17 @@
-"""What does the way over HTTP cost: per token and per request, in time to the first token, and in tokens per second?
+"""How much does HTTP cost: per token and per request, in time to the first token, and in tokens per second?
 
 Four parts, each with its own question.
 cost: CPU seconds of the front process per token and per request at 500 streams. Ranks without a model yield one token
-  per stream and step; a run of one-token answers gives a request's cost, a run of long ones the rest. CPU time and not
-  wall time, so that it holds on a busy machine. Expected bound: a token is one decode, one JSON object and one write
-  to a socket, some 30 us of Python and 10 us of kernel on this class of core.
-ttft: what the front adds to the time to the first token: one chat at a time, whose rank answers at once. Everything
-  is in it: connection, parse, template, tokenizer, the way to the rank and back, the first event. Goal: 5 ms.
+  per stream and step. A run of one-token answers gives the cost of a request, a run of long ones the rest. CPU time is used
+  instead of wall time so that the result is valid on a busy machine. Expected bound: a token is one decode, one JSON object
+  and one write to a socket, about 30 us of Python and 10 us of kernel on this class of core.
+ttft: time that the front adds to the first token: one chat at a time, answered immediately by its rank. It includes
+  everything: connection, parse, template, tokenizer, transfer to the rank and back, the first event. Goal: 5 ms.
 loss: tokens/s of one engine in its own process, and of the same engine behind HTTP with a client on the same machine,
-  turn about with the same prompts. Goal: at most 5 % less. With as many threads as cores, the front competes with
-  the engine for a core; with fewer it has its own.
-bench: CPU seconds of `wideep bench` per token at 1,000 tokens/s, each a chunk of its own: what long answers take more than short
-  ones, so that its start is not in it. Goal: below 5 % of a core.
+  in turn with the same prompts. Goal: at most 5 % less. With as many threads as cores, the front competes with the
+  engine for a core; with fewer threads it has its own.
+bench: CPU seconds of `wideep bench` per token at 1,000 tokens/s, one chunk per token: long answers minus short ones, which
+  excludes its start. Goal: below 5 % of a core.
 
 Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench] [--streams 500] [--tokens 40] [--model demo|random]
 [--threads 1,2] [--rounds 3] [--quick] [--save]`.
@@ -53,17 +53,17 @@ PROMPT_TOKENS = 128
 LOSS_TOKENS, LOSS_CONCURRENCY = 64, 16
 CHATS = 200
 BENCH_STREAMS, BENCH_TOKENS_PER_S = 16, 1000
-BENCH_TOKENS = (50, 650)  # of an answer: a short and a long run
+BENCH_TOKENS = (50, 650)  # per answer: a short and a long run
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontOptions:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     parts: tuple[str, ...]
     model: str
     streams: int
-    tokens: int  # of each stream
+    tokens: int  # per stream
     step_s: float  # between a stream's tokens
     threads: tuple[int, ...]  # of the engine, one measurement of the loss each
     rounds: int
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     card = environment_card()
     print_card(card)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
     directory = ensure_demo_model() if options.model == "demo" else ensure_random_model()
     measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss, "bench": measure_bench}
     result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options)}
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_cost(directory: Path, options: FrontOptions) -> dict[str, Any]:
-    """CPU of the front per request and per token, many streams at once."""
+    """Measure the CPU time of the front per request and per token, with many concurrent streams."""
     lot = _prompts(directory).take(options.streams)
     with _front(directory, options.step_s) as front:
         _stream_all(front.port, lot, 1, options.streams)  # warm
@@ -120,7 +120,7 @@ def measure_cost(directory: Path, options: FrontOptions) -> dict[str, Any]:
 
 
 def _cpu_of(front: FrontAlone, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
-    """Stream all prompts at once; returns the front's CPU seconds and the seconds it took."""
+    """Stream all prompts at once. Return the front's CPU seconds and the elapsed seconds."""
     before_s, begun_s = front.cpu_s, time.perf_counter()
     _stream_all(front.port, prompts, num_tokens, len(prompts))
     return front.cpu_s - before_s, time.perf_counter() - begun_s
@@ -132,7 +132,7 @@ def _stream_all(port: int, prompts: list[list[int]], num_tokens: int, concurrenc
 
 
 def measure_ttft(directory: Path, options: FrontOptions) -> dict[str, Any]:
-    """Seconds from a chat's start to its first event, where the rank takes no time."""
+    """Measure the seconds from a chat's start to its first event if the rank takes no time."""
     tokenizer = Tokenizer(str(directory))
     texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in _prompts(directory).take(CHATS + 20)]
     with _front(directory, 0.0) as front:
@@ -162,7 +162,7 @@ async def _first_event_s(port: int, text: str) -> float:
 
 
 def measure_loss(directory: Path, options: FrontOptions) -> dict[str, Any]:
-    """Tokens per second over HTTP beside those of the engine alone, by the engine's threads."""
+    """Compare tokens per second over HTTP with those of the engine alone, by the engine's threads."""
     return {f"1x{threads}": _measure_loss(directory, options, threads) for threads in options.threads}
 
 
@@ -179,7 +179,7 @@ def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[
         log = stack.enter_context(tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log"))
         service = stack.enter_context(Service(str(directory), flags, log))
         engine = stack.enter_context(EngineAlone(config))
-        for number in range(-1, options.rounds):  # the first is to warm both up
+        for number in range(-1, options.rounds):  # the first round is a warm-up for both
             lot = prompts.take(2 * LOSS_CONCURRENCY)
             pair = [("engine", engine.run), ("http", service.run)]
             rates = {
@@ -195,7 +195,7 @@ def _measure_loss(directory: Path, options: FrontOptions, threads: int) -> dict[
 
 
 def measure_bench(directory: Path, options: FrontOptions) -> dict[str, Any]:
-    """CPU of `wideep bench` per token, of ranks that yield BENCH_TOKENS_PER_S."""
+    """Measure the CPU time of `wideep bench` per token, with ranks that yield BENCH_TOKENS_PER_S."""
     rows, (few, many) = [], BENCH_TOKENS
     with _front(directory, BENCH_STREAMS / BENCH_TOKENS_PER_S) as front:
         for _ in range(options.rounds):
@@ -219,7 +219,7 @@ def measure_bench(directory: Path, options: FrontOptions) -> dict[str, Any]:
 
 
 def _cpu_of_bench(port: int, num_tokens: int) -> tuple[float, float]:
-    """Run it with one request per client; returns its CPU seconds and the tokens per second that it saw."""
+    """Run `wideep bench` with one request per client. Return its CPU seconds and the tokens per second it measured."""
     load = f"--concurrency={BENCH_STREAMS} --num-requests={BENCH_STREAMS} --prompt-tokens=16 --ignore-eos"
     words = [f"http://{HOST}:{port}", *load.split(), f"--output-tokens={num_tokens}", "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -247,28 +247,28 @@ def _front(directory: Path, step_s: float) -> Iterator[FrontAlone]:
 
 def _parse(arguments: Sequence[str] | None) -> FrontOptions:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.front", description="What the front costs.", allow_abbrev=False
+        prog="python -m benchmarks.front", description="The cost of the front.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="of cost, ttft, loss and bench (default: all)")
+    add("--parts", default=",".join(PARTS), help="some of cost, ttft, loss and bench (default: all)")
     add("--model", choices=("demo", "random"), default="demo", help="(default: %(default)s)")
-    add("--streams", type=int, default=500, metavar="N", help="at once (default: %(default)s)")
-    add("--tokens", type=int, metavar="N", help="of each stream (default: 40)")
+    add("--streams", type=int, default=500, metavar="N", help="concurrent streams (default: %(default)s)")
+    add("--tokens", type=int, metavar="N", help="tokens per stream (default: 40)")
     add(
         "--step-s",
         type=float,
         default=0.25,
         metavar="S",
-        help="between a stream's tokens (default: %(default)s)",
+        help="seconds between a stream's tokens (default: %(default)s)",
     )
     add(
         "--threads",
         default="1,2",
         metavar="NUMBERS",
-        help="of the engine, for the loss (default: %(default)s)",
+        help="engine threads for measuring the loss (default: %(default)s)",
     )
     add("--rounds", type=int, metavar="N", help="(default: 3)")
-    add("--quick", action="store_true", help="does everything work? one round, 8 tokens, 1 thread")
+    add("--quick", action="store_true", help="smoke test: one round, 8 tokens, 1 thread")
     add("--save", action="store_true", help="write benchmarks/results/front-<date>-<cpu>.json")
     args = parser.parse_args(arguments)
     parts = tuple(args.parts.split(","))

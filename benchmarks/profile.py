@@ -1,13 +1,12 @@
 """Where does a decode step's time go?
 
-Runs decode steps of a model directly (no HTTP, no scheduler) under Python's profiler and sums each function's own
-time by what it belongs to. The profiler itself adds some microseconds per call, so shares are shown, and the step
-time is taken without it. Expected bound: bytes of active weights over memory bandwidth at batch 1, operations over
-rate at batch 32.
+Runs decode steps of a model directly (no HTTP, no scheduler) under Python's profiler and sums the own time of functions by
+kind. The profiler adds some microseconds per call, so only shares are shown; the step time is measured without it.
+Expected bound: bytes of active weights over memory bandwidth at batch 1, operations over rate at batch 32.
 
 Run: `python -m benchmarks.profile [DIRECTORY] [--batch 1,16,32] [--threads 1] [--ranks 1] [--context 150] [--steps 10]
-[--quantization int8]`; DIRECTORY defaults to the random model of `benchmarks.serve`. A batch is that of all ranks, of
-which the first is shown.
+[--quantization int8]`. DIRECTORY defaults to the random model of `benchmarks.serve`. A batch is spread over all ranks; the
+figures of the first rank are shown.
 """
 
 import argparse
@@ -34,30 +33,30 @@ from kvcache.step import Span
 from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 
-KINDS = {  # the first whose words are all in "file:function" takes a function's own time
+KINDS = {  # a function belongs to the first kind with all words of a tuple in "file:function"
     "programs of kernels": (("dispatch/team.py", ":_run"), ("paged_cache.py", ":_write")),
     "dispatch and combine": (("dispatch/",), ("moe/cpu/spread_experts.py",)),
     "our Python around kernels": (("moe/",), ("attention/",), ("kvcache/",)),
     "transformers' Python": (("transformers/",),),
     "torch's small operations and modules": (("torch",), ("~",)),
 }
-_WARM_UPS = 5  # samples of what experts are given are taken outside programs
+_WARM_UPS = 5  # samples of the experts' inputs are taken outside programs
 
 
 class NoDoorbell:
-    """A lone rank that never sleeps."""
+    """Doorbell of a single rank that never sleeps."""
 
     def ring(self, step: int) -> None:
-        """Nobody to wake."""
+        """Do nothing: there is no other rank."""
 
     def wait(self, step: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: the rank never sleeps."""
 
 
 def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Callable[[], None]:
     """Return a function that runs one decode step of `batch` sequences with `context` tokens each.
 
-    Where the model keeps states, every sequence reads one of the cache's and writes another.
+    If the model keeps states, every sequence reads one of the cache's states and writes another.
     """
     blocks = -(-context // built.runner.step.block_tokens)
     has_states = built.runner.step.has_states
@@ -71,7 +70,7 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
         for row in range(batch)
     ]
     rows = torch.arange(batch)
-    # Tokens of all kinds: equal ones would go to the same experts.
+    # Use different tokens: equal ones would be routed to the same experts.
     vocabulary, most = built.model.lm_head.shape[0], len(built.runner.step.token_T)
     tokens = torch.randint(vocabulary, (most,), generator=torch.Generator().manual_seed(0))
 
@@ -84,7 +83,7 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
 
 
 def kind_of(file: str, function: str) -> str:
-    """What a profiled function belongs to."""
+    """Return the kind of a profiled function."""
     name = f"{file}:{function}"
     for kind, alternatives in KINDS.items():
         if any(all(word in name for word in words) for words in alternatives):
@@ -93,7 +92,7 @@ def kind_of(file: str, function: str) -> str:
 
 
 def shares(run: Callable[[], None], steps: int) -> dict[str, float]:
-    """Each kind's share of the profiled time."""
+    """Return each kind's share of the profiled time."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
@@ -110,7 +109,7 @@ def shares(run: Callable[[], None], steps: int) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a table per batch and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.profile", description="Where a decode step's time goes."
+        prog="python -m benchmarks.profile", description="Shares of a decode step's time."
     )
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--batch", default="1,16,32")
@@ -144,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(rank: int, options: argparse.Namespace, port: int, found: Any) -> None:
-    """Run one rank's part; the first prints and puts what it found."""
+    """Run one rank's part. The first rank prints its figures and puts them into `found`."""
     if options.ranks > 1:
         place = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=options.ranks)

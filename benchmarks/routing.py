@@ -1,12 +1,12 @@
-"""What do the service's router and its moves gain over plain round robin, on recorded traffic?
+"""How much do the service's router and its moves gain over plain round robin, on recorded traffic?
 
-Two services run side by side, one with `--routing-policy prefix` (and moves of what waits), one with `round-robin` (and none). They
-are sent the same requests turn about, in an open loop; the other sleeps. Lengths, shared prefixes and gaps between arrivals are
-a trace's (Azure's CSV, Mooncake's JSON lines), with lengths and rate scaled to this machine; texts are Python's documentation.
-Load generator and figures are those of `wideep bench`. Waits are the part of all ranks' time in steps, by cause.
+Two services run side by side, one with `--routing-policy prefix` (and moves of waiting requests), one with `round-robin` (without
+moves). They get the same requests in turn, in an open loop, while the other sleeps. Lengths, shared prefixes and arrival gaps
+come from a trace (Azure's CSV, Mooncake's JSON lines), with lengths and rate scaled to this machine; texts come from Python's
+documentation. Load generator and figures are those of `wideep bench`. Waits are shares of all ranks' time in steps, by cause.
 
-Expected bound: where prompts share prefixes (Mooncake), round robin on R ranks finds a conversation's prefix at 1 of R of its turns'
-ranks; where they do not (Azure), routers differ only in how even load is, and on a machine that is not loaded not at all.
+Expected bound: if prompts share prefixes (Mooncake), round robin on R ranks finds a conversation's prefix in one of R turns. If
+they do not (Azure), routers differ only in how evenly they spread load, and not at all on a machine with little load.
 
 Run: `python -m benchmarks.routing TRACE ... [--model demo] [--ranks 2] [--rate 1.5] [--prompt-tokens 150] [--output-tokens 30] [--duration 20] [--rounds 2]
 [--slo ttft:2000,tpot:200] [--save]`.
@@ -38,13 +38,13 @@ from server.clients.connection import Connection, ServiceError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
 POLICIES = ("prefix", "round-robin")
-MOST_TIMES = 8  # the mean length: longer prompts are cut
+MOST_TIMES = 8  # largest multiple of the mean length: longer prompts are cut
 
-Body = tuple[float, dict[str, Any]]  # with the time at which it is sent
+Body = tuple[float, dict[str, Any]]  # send time in seconds, request
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; return the exit status: 1 if a request failed."""
+    """Run the benchmark; return the exit status, which is 1 if a request failed."""
     args = _parser().parse_args(arguments)
     card = environment_card()
     print_card(card)
@@ -75,15 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         "--rate", type=positive, default=1.5, help="mean requests per second (default: %(default)s)"
     )
     parser.add_argument(
-        "--prompt-tokens", type=positive, default=150.0, help="their mean (default: %(default)s)"
+        "--prompt-tokens", type=positive, default=150.0, help="mean tokens per prompt (default: %(default)s)"
     )
     parser.add_argument(
-        "--output-tokens", type=positive, default=30.0, help="their mean, of answers (default: %(default)s)"
+        "--output-tokens", type=positive, default=30.0, help="mean tokens per answer (default: %(default)s)"
     )
     parser.add_argument(
         "--duration", type=positive, default=20.0, help="seconds of arrivals (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=whole, default=2, help="of each service (default: %(default)s)")
+    parser.add_argument("--rounds", type=whole, default=2, help="rounds per service (default: %(default)s)")
     parser.add_argument(
         "--slo", type=objectives, default={"ttft": 2000.0, "tpot": 200.0}, metavar="NAME:MS,..."
     )
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Ask both services turn about; return rows by trace and policy."""
+    """Send requests to both services in turn. Return rows by trace and policy."""
     flags = [f"-dp={args.ranks}", f"--max-num-seqs={args.seats}", "--disable-access-log"]
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
@@ -117,7 +117,7 @@ def _measure_trace(
 ) -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for number in range(args.rounds):
-        prompts.begin_level()  # every round has prompts of its own: caches keep nothing of the one before
+        prompts.begin_level()  # new prompts for every round, so that caches hold nothing of the one before
         bodies = bodies_of(args, trace, prompts, model)
         for policy in POLICIES if number % 2 == 0 else POLICIES[::-1]:
             row = _ask_all(services[policy], bodies, args.slo)
@@ -127,7 +127,7 @@ def _measure_trace(
 
 
 def bodies_of(args: argparse.Namespace, trace: Path, prompts: Prompts, model: str) -> list[Body]:
-    """Make a round's requests, with a trace's lengths and gaps scaled to the wanted means."""
+    """Build a round's requests, with a trace's lengths and gaps scaled to the wanted means."""
     sample = list(itertools.islice(read_trace(trace), max(2, round(args.rate * args.duration))))
     own_rate = len(sample) / max(sample[-1].arrival_s, 1.0)
     scale = args.prompt_tokens / statistics.fmean(each.input_tokens for each in sample)
@@ -158,7 +158,7 @@ def _lengths(request: TracedRequest, scale: float, output_scale: float, mean_tok
 
 
 def _ask_all(service: Service, bodies: Sequence[Body], slo: Mapping[str, float]) -> dict[str, Any]:
-    """Send a round's requests to a service; return its figures."""
+    """Send a round's requests to a service. Return its figures."""
     url = f"http://{HOST}:{service.port}"
     with Connection(url) as connection:
         before = _counters(connection)
@@ -196,14 +196,14 @@ async def _ask(
 
 
 def _counters(connection: Connection) -> Counter[str]:
-    """Return seconds in steps ("step") and waited, by cause, over all ranks, and requests moved ("moved")."""
+    """Return totals over all ranks: seconds in steps ("step"), waits by cause, and moved requests ("moved")."""
     names = {"wideep:step_seconds_total": "step", "wideep:moved_requests_total": "moved"}
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(connection.get_bytes("/metrics").decode()):
         for sample in family.samples:
             cause = sample.labels.get("cause") if sample.name == "wideep:step_wait_seconds_total" else None
             if name := cause or names.get(sample.name):
-                found[name] += sample.value  # a Counter of seconds
+                found[name] += sample.value  # seconds, or a number of requests
     return found
 
 

@@ -1,13 +1,13 @@
-"""How fast does the service serve, beside `transformers` continuous batching on the same machine?
+"""How fast does the service serve, compared with `transformers` continuous batching on the same machine?
 
-A closed loop at several concurrencies, prompts of 128 and answers of 64 tokens, greedy, streamed: over HTTP from our
-service (1 rank with 2 threads, 2 ranks with 1 thread each), in its own process from the peer. All are loaded at once
-and take turns round by round with the same prompts; before any time is taken their greedy tokens must be equal. The
-peer runs with the fastest of its settings at each concurrency, found in its warm-up.
+A closed loop at several concurrencies, with prompts of 128 and answers of 64 tokens, greedy and streamed: over HTTP from our
+service (1 rank with 2 threads, 2 ranks with 1 thread each), in its own process from the peer. All are loaded at once and take
+turns round by round with the same prompts. Their greedy tokens must be equal before anything is timed. The peer runs with its
+fastest settings at each concurrency, found in its warm-up.
 
 Expected bound: a decode step reads every active weight once, so at concurrency 1 tokens/s is at most memory bandwidth
 over active bytes (19 GB/s over 172 MB of the random model: 110); with a large batch, operations over rate.
-A row during which others used more than 0.1 core is marked noisy (~) and counts only where no quiet one is.
+A row in which other processes used more than 0.1 core is marked noisy (~) and is used only if there is no quiet row.
 
 Run: `make bench-serve` or `python -m benchmarks.serve [--models demo,random] [--concurrency 1,4,16,32] [--rounds 3]
 [--requests-per-level 2,8,16,32] [--ranks 1x2,2x1] [--static] [--quick] [--save]`.
@@ -40,12 +40,12 @@ WARM_UP_TOKENS = 16
 
 
 class CheckError(RuntimeError):
-    """Two programs gave different tokens; nothing was timed."""
+    """Raised if two programs gave different tokens; nothing was timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBench:
-    """One model, loaded by everybody."""
+    """One model, loaded by all services and the peer."""
 
     services: dict[str, Service]  # by the layout's name
     peer: TransformersPeer
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     card = environment_card()
     print_card(card)
-    # A kill unwinds as Ctrl-C does, so that what was started is ended.
+    # SIGTERM unwinds like Ctrl-C, so that started processes are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         models = {name: measure_model(name, options) for name in options.models}
@@ -93,7 +93,7 @@ def measure_model(name: str, options: ServingOptions) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def everything_running(directory: Path, options: ServingOptions) -> Iterator[ServeBench]:
-    """Start the services and the peer, one after the other, and end them."""
+    """Start the services and the peer one after the other, and stop them at the end."""
     tokenizer = Tokenizer(str(directory))
     with contextlib.ExitStack() as stack:
         services = {
@@ -134,7 +134,7 @@ def check_tokens(bench: ServeBench) -> None:
     """Compare every service's greedy tokens with the peer's.
 
     Raises:
-        CheckError: naming the service, the place and the tokens there.
+        CheckError: Names the service, the position and the tokens there.
     """
     bench.peer.configure(bench.options.peer_settings[0])
     for prompt in bench.prompts.take(CHECKED_PROMPTS):
@@ -144,20 +144,20 @@ def check_tokens(bench: ServeBench) -> None:
             for place, (our, their) in enumerate(zip(ours, theirs, strict=True)):
                 if our != their:
                     raise CheckError(
-                        f"{name} and {PEER} differ at token {place} ({our!r} and {their!r}) after a prompt that "
-                        f"ends in {bench.tokenizer.decode(prompt[-12:], skip_special_tokens=False)!r}"
+                        f"{name} and {PEER} differ at token {place} ({our!r} and {their!r}) after a prompt "
+                        f"ending in {bench.tokenizer.decode(prompt[-12:], skip_special_tokens=False)!r}"
                     )
 
 
 def measure_level(bench: ServeBench, concurrency: int, num_requests: int) -> dict[str, Any]:
-    """Warm up, then let everybody take turns at one concurrency."""
+    """Warm up, then measure all programs in turn at one concurrency."""
     options = bench.options
     setting, tried = warm_up(bench, concurrency)
     rows: list[dict[str, Any]] = []
     for round_number in range(options.rounds):
         prompts = bench.prompts.take(num_requests)
         names = [*bench.services, PEER]
-        turn = round_number % len(names)  # nobody always follows the same other
+        turn = round_number % len(names)  # changes the order, so that no program always follows the same one
         for name in names[turn:] + names[:turn]:
             row = measure_row(bench, name, prompts, concurrency)
             rows.append({"round": round_number, **row})

@@ -1,8 +1,8 @@
-"""How long until the service answers, and what does a rank take of the memory?
+"""How long does the service take to start, and how much memory does a rank use?
 
-`wideep serve demo` from a warm cache, for 1, 2 and 4 ranks: seconds from the command to /health 200, then a small
-load, and the peaks of the engine processes (one per rank): PSS, in which shared pages are divided among those who
-share them, and RSS, in which they are not.
+`wideep serve demo` from a warm cache, for 1, 2 and 4 ranks: seconds from the command to /health 200, then a small load, and
+the peak memory of the engine processes (one per rank): PSS, which divides shared pages among the processes that share them,
+and RSS, which does not.
 
 Expected bound: a start reads the checkpoint once per machine (page cache: about 1 s per GB) and imports torch and
 transformers in every engine (4 to 5 s of one core each), so with more ranks than cores it grows with the ranks. A
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", allow_abbrev=False)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="starts of each (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="starts per rank count (default: %(default)s)")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/startup-<date>-<cpu>.json"
     )
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_card(card)
     tokenizer = Tokenizer(str(ensure_demo_model()))
     rows = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
     try:
         for repeat in range(args.repeats):
             for ranks in map(int, args.ranks.split(",")):
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_start(ranks: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Start once, load it a little, and read what its processes took."""
+    """Start once, send a small load, and read the memory of the processes."""
     prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), LOAD_PROMPT_TOKENS)
     flags = [f"--data-parallel-size={ranks}"]
     with tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log, Service("demo", flags, log) as service:

@@ -1,16 +1,16 @@
-"""What does an answer's form cost a step?
+"""How much time does an answer's form add to a step?
 
-Decode steps of the demo model (no HTTP, no scheduler), in which every row samples under a form, some row does, or none,
-turn about in one process, so that the machine's moods fall on all. Rows walk through documents that are valid under
-their forms, so that the states are those of real answers. The parts are timed alone too, because a difference of some
-percent drowns in the noise of a shared machine: the mask's bits, their application to a row, one token's advance, and
-compiling, with and without the text's cache. The goal is below 10 % of a step.
+Decode steps of the demo model (no HTTP, no scheduler) in which all rows, half of them or none are sampled under a form, in
+turn in one process, so that noise of the machine affects all. Rows follow documents that are valid under their forms, so the
+states are those of real answers. The parts are also timed alone, because a difference of a few percent is lost in the noise
+of a shared machine: the mask's bits, their application to a row, the advance by one token, and compiling, with and without
+the text's cache. The goal is below 10 % of a step.
 
-Expected bound: the bits are microseconds to tens of them (llguidance names 50 us on the average for 128k tokens); their
+Expected bound: the bits take microseconds to tens of them (llguidance reports 50 us on average for 128k tokens); their
 application is one pass over V floats.
 
-Run: `python -m benchmarks.structure [DIRECTORY] [--batch 1,8,32] [--threads 1] [--context 150] [--rounds 20] [--save]`;
-DIRECTORY defaults to the demo model, which must have been made (`wideep serve` makes it). About a minute.
+Run: `python -m benchmarks.structure [DIRECTORY] [--batch 1,8,32] [--threads 1] [--context 150] [--rounds 20] [--save]`.
+DIRECTORY defaults to the demo model, which must exist (`wideep serve` creates it). It takes about a minute.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_
 from server.front.tokenizer import Tokenizer
 from server.process.preflight.model import resolve_model
 
-GOAL = 0.10  # of a step
+GOAL = 0.10  # of a step's time
 PERSON = {
     "type": "object",
     "properties": {
@@ -65,7 +65,7 @@ DOCUMENT = {
     "tags": ["new", "vip"],
     "address": {"street": "12 St James's Square", "city": "London"},
 }
-FORMS = {  # and a text that is valid under each
+FORMS = {  # each with a text that is valid under it
     "json_schema": (Structure("json_schema", json.dumps(PERSON)), json.dumps(DOCUMENT, indent=1)),
     "json_object": (Structure("json_object"), json.dumps(DOCUMENT)),
     "regex": (
@@ -83,7 +83,7 @@ FORMS = {  # and a text that is valid under each
 
 
 class Walk:
-    """One row's answers under a form, again and again."""
+    """Answers of one row under a form, repeated."""
 
     def __init__(self, name: str, tokenizer: Tokenizer, tokens: LLTokenizer, vocabulary: Vocabulary) -> None:
         self.structure, text = FORMS[name]
@@ -96,11 +96,11 @@ class Walk:
         self._left: Iterator[int] = iter(())
 
     def start(self) -> GrammarMatcher:
-        """A matcher at the form's start."""
+        """Return a matcher at the form's start."""
         return GrammarMatcher(self._compiled.deep_copy(), self._vocabulary, ignore_eos=False)
 
     def step(self) -> None:
-        """Follow the document's next token, as commit does the sampled one."""
+        """Advance by the document's next token, as commit does with the sampled one."""
         token_id = next(self._left, None)
         matcher = self.sequence.matcher
         if token_id is None or matcher is None:
@@ -110,7 +110,7 @@ class Walk:
         assert not matcher.failure, matcher.failure
 
     def parts(self, vocabulary_size: int) -> dict[str, list[float]]:
-        """Seconds of each part, token by token through the document."""
+        """Return the seconds of each part, token by token through the document."""
         times: dict[str, list[float]] = {"bits": [], "mask": [], "advance": []}
         matcher, row = self.start(), np.zeros(vocabulary_size, dtype=np.float32)
         for token_id in self._ids:
@@ -129,7 +129,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def parts(walks: dict[str, Walk], tokens: LLTokenizer, size: int) -> dict[str, dict[str, float]]:
-    """Microseconds of what a form consists of: medians over its document's tokens, and the dearest mask."""
+    """Return microseconds per part of a form: medians over its document's tokens, and the slowest mask."""
     found = {}
     for name, walk in walks.items():
         runs = [walk.parts(size) for _ in range(5)]
@@ -160,7 +160,7 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
 
 
 def step_times(run: Callable[[], torch.Tensor], walks: list[Walk], rounds: int) -> dict[str, list[float]]:
-    """Seconds of steps in which all rows have a form, half of them, or none, turn about."""
+    """Return the seconds of steps in which all rows, half of them or none have a form, measured in turn."""
     free = [Sequence.from_request(walk.sequence.request) for walk in walks]
     mixes = {
         "all": [walk.sequence for walk in walks],
@@ -187,7 +187,7 @@ def measure(
     found: dict[str, dict[str, float]],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All figures of one batch size."""
+    """Return all figures of one batch size."""
     run = decode(built, cache, len(walks), options.context)
     for walk in walks:
         walk.step()
@@ -208,7 +208,7 @@ def measure(
 def main(arguments: list[str] | None = None) -> int:
     """Print tables and one JSON line; return the exit status: 1 if the goal is missed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.structure", description="What a form costs a step."
+        prog="python -m benchmarks.structure", description="The cost of a form per step."
     )
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--batch", default="1,8,32")
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _once(make: Callable[[], Any]) -> Callable[[], Any]:
-    """Remember what `make` returns the first time."""
+    """Return a function that calls `make` once and keeps its result."""
     made: list[Any] = []
 
     def get() -> Any:

@@ -1,12 +1,12 @@
 """Question: which tiles are fastest on this GPU for the shapes of known models, and by how much?
 
-Expected: decode is bound by bytes, so a tile wins by keeping more loads on their way; prefill by its products, so by
-registers and shared memory. Every candidate is checked against float32 before it is timed; one that is not at least 2 %
-faster than the kernel's own choice is not written.
+Expected: decode is bound by bytes, so a tile wins by keeping more loads in flight; prefill is bound by its products, so by
+registers and shared memory. Every candidate is checked against float32 before it is timed. A candidate is written only if it
+is at least 2 % faster than the kernel's own choice.
 
 Run: `python -m benchmarks.tune_kernels [--table attention/gpu/tiles.json] [--only decode]` on a machine with the GPU. The
-table is read and written whole; entries of other devices and kernels stay. Tiles decide in which order numbers are added:
-a new table is a change of every answer's last bits, for all ranks at once (see `attention.gpu.tiles`).
+whole table is read and written; entries of other devices and kernels do not change. Tiles determine the order in which numbers
+are added: a new table changes the last bits of every answer, for all ranks at once (see `attention.gpu.tiles`).
 """
 
 import argparse
@@ -50,15 +50,15 @@ def main() -> None:
         found[name] = {"tile": fields, "times": round(best.times, 3)}
         print(f"{name}: {fields}, {best.times:.3f} times as fast", flush=True)
         table = with_entry(table, (device, case.kernel, case.shape), best.tile)
-        write_table(args.table, table)  # at once: the device's time may be over any moment
+        write_table(args.table, table)  # immediately: access to the device may end at any time
     print_tail({"device": device, "table": args.table.name, "found": found})
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_kernels", description="Choose tiles.")
     parser.add_argument("--device", choices=("cuda", "interpreter"), default="cuda")
-    parser.add_argument("--table", type=Path, default=TABLE, help="the table to write (%(default)s)")
-    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--table", type=Path, default=TABLE, help="table to write (default: %(default)s)")
+    parser.add_argument("--only", default="", help="tune only kernels with this in their name")
     return parser.parse_args()
 
 

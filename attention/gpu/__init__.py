@@ -1,1 +1,1 @@
-"""Attention on GPUs: Triton kernels. Nothing here is imported unless the device is a GPU: triton is an extra."""
+"""Attention on GPUs: Triton kernels. They are imported only if the device is a GPU, because triton is an extra."""

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Paged decode attention on GPUs: one query token per sequence, its context cut into splits that run side by side.
+"""Paged decode attention on GPUs: one query token per sequence, with its context cut into splits that run in parallel.
 
-Bound by bytes: every key and value of the contexts is read once, 2 * G * (D + V) bytes per token in a two-byte type,
-and beside them only the splits' parts (`splits`). The query heads that share a KV head are the rows of one product, so
-a tile is loaded once for all of them. How contexts are split, and why bits do not depend on the batch: see `splits`.
+Bound by bytes: every key and value of the contexts is read once, 2 * G * (D + V) bytes per token in a two-byte type, plus
+the parts of the splits (`splits`). The query heads that share a KV head are the rows of one product, so a tile is loaded
+once for all of them. `splits` explains how contexts are split and why bits do not depend on the batch.
 
 Ideas: FlashDecoding (Dao et al., 2023), the query heads of a KV head as rows of one product (GQA packing).
 
-Legend: S sequences, H query heads, G KV heads, D key dim, V value dim, N blocks, B tokens of a block, M blocks a
-sequence may have.
+Legend: S sequences, H query heads, G KV heads, D key dim, V value dim, N blocks, B tokens of a block, M largest number of
+blocks of a sequence.
 """
 
 from typing import NamedTuple
@@ -25,16 +25,16 @@ from attention.gpu.tiles import device_names, shape_key, tile_of
 
 __all__ = ["DecodeScratch", "DecodeTile", "attend_splits", "decode_tile", "paged_decode"]
 
-LEAST_ROWS = 16  # of a product on tensor cores
-_LEAST_SEQUENCES = 16  # that kernels are compiled for: fewer make no difference
+LEAST_ROWS = 16  # rows of a product on tensor cores
+_LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer make no difference
 
 
 class DecodeTile(NamedTuple):
-    """The shape of a program's work; all but `programs` decide in which order numbers are added."""
+    """Size of a program's work. All fields but `programs` determine the order in which numbers are added."""
 
-    tokens: int = 32  # of one product
+    tokens: int = 32  # tokens per product
     warps: int = 4
-    stages: int = 3  # of the pipeline: two tiles are on their way while one is computed
+    stages: int = 3  # of the pipeline: two tiles are being loaded while one is computed
     programs: int = 4  # per multiprocessor
 
 
@@ -46,7 +46,7 @@ def attend_splits(
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Take turns at (split, KV head): leave its unnormalised sums [GROUP, V], maxima (base 2) and sums of weights."""
+    """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights."""
     splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
@@ -93,9 +93,9 @@ def attend_splits(
 def decode_tile(
     dtype: torch.dtype, key_dim: int, value_dim: int, group: int, device: torch.device
 ) -> DecodeTile:
-    """Return the tile for heads of a shape on a device."""
+    """Return the tile for heads of this shape on a device."""
     fallback = DecodeTile()
-    if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:  # twice the registers and the shared memory
+    if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:  # twice the registers and shared memory
         fallback = DecodeTile(programs=2)
     if max(key_dim, value_dim) > WIDE_DIM:
         fallback = DecodeTile(tokens=16, warps=8, stages=2, programs=2)
@@ -104,7 +104,7 @@ def decode_tile(
 
 
 def padded_sequences(sequences: int) -> int:
-    """Return for how many sequences a kernel is compiled that has these."""
+    """Return the padded number of sequences for which the kernel is compiled."""
     return max(_LEAST_SEQUENCES, int(triton.next_power_of_2(sequences)))
 
 
@@ -124,25 +124,25 @@ def paged_decode(
     out: Tensor | None = None,
     tile: DecodeTile | None = None,
 ) -> Tensor:
-    """Attend each sequence's one query token to its cached tokens, itself included.
+    """Attend each sequence's one query token to its cached tokens, including itself.
 
     Args:
         query_SHD: [S, H, D], heads contiguous; bfloat16, float16 or float32.
-        keys_NGBD, values_NGBV: pages of the same type, contiguous; they already hold the step's own tokens.
-        context_S: int64 [S], tokens of each sequence, itself included; 0 for a padded row.
+        keys_NGBD, values_NGBV: Pages of the same type, contiguous. They already hold the step's own tokens.
+        context_S: int64 [S], tokens of each sequence, including the query token; 0 for a padded row.
         block_table_SM: int64 [S, M], rows contiguous.
-        scratch: for at least these sequences, heads and values.
-        scale: factor on the scores. window: tokens a row sees, itself included; 0 is all.
-        chunk: rows see their own chunk of so many tokens, counted from the first; 0: no chunks. Not with a window.
-        soft_cap: see `pages.capped`; 0 is off. sinks_H: [H] logits that carry no value (gpt-oss).
-        out: [S, H, V] contiguous to write into; None: a new one.
-        tile: None: the table's.
+        scratch: Scratch memory for at least these sequences, heads and values.
+        scale: Factor on the scores. window: number of tokens that a row sees, including itself; 0 for all.
+        chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
+        soft_cap: Bound on the scores (see `pages.capped`); 0 for none. sinks_H: [H] logits that carry no value (gpt-oss).
+        out: [S, H, V] contiguous to write into; by default a new tensor.
+        tile: Tile to use; by default from the table.
 
     Returns:
         `out`; zeros for padded rows.
 
     Raises:
-        ValueError: heads, a type or a layout that the kernel lacks, or a scratch that is too small.
+        ValueError: The kernel does not support the heads, type or layout, or the scratch is too small.
     """
     S, H, D = query_SHD.shape
     _, G, block, V = values_NGBV.shape

@@ -1,7 +1,7 @@
-"""Which heads the GPU kernels take, and what memory they need beside the pages. Knows no Triton.
+"""Shapes that the GPU kernels support, and the memory they need in addition to the pages. Does not import Triton.
 
-What they lack is said before a weight is read (`why_not`), and checked again at every launch. The memory is counted
-before the KV cache's size is chosen, so that nothing is allocated for the first time amid the service.
+Unsupported shapes are reported before a weight is read (`why_not`) and checked again at every launch. The memory is
+counted before the size of the KV cache is chosen, so that no first allocation happens while serving.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,41 +12,41 @@ from torch import Tensor
 from kvcache.paged_cache import LayerShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LEAST_DIM, LARGEST_DIM = 16, 512  # of a key or a value: a product on tensor cores, and what registers hold
-WIDE_DIM = 256  # more take tiles of fewer rows (Gemma 4's full attention: 512)
+LEAST_DIM, LARGEST_DIM = 16, 512  # of a key or a value: limited by products on tensor cores and by registers
+WIDE_DIM = 256  # larger dims use tiles of fewer rows (Gemma 4's full attention: 512)
 LARGEST_LATENT = 512
-MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a KV head, the rows of one product; of wide heads
+MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a (wide) KV head, the rows of one product
 LATENT_VALUES = 512  # from this value dim on, heads share cached latents
-# Keys and values of prompts' contexts that are expanded at once, of one layer, as the product makes them and as pages: more
-# are expanded head by head. DeepSeek's 128 heads of 128k tokens would take 10.7 GB, and as much again for the copy.
+# Size of the keys and values expanded at once from the contexts of prompts, for one layer: the product and its copy as pages.
+# Larger ones are expanded head by head: 128 heads (DeepSeek) of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
-SCORE_BYTES = 256 << 20  # of an index's scores that exist at once, but for decodes: those are scored together
-# Values per token: a key; of an index over pools a gate too, and a part of a pool's key.
+SCORE_BYTES = 256 << 20  # of an index's scores at a time; decodes, scored together, may exceed it
+# Values per token: a key. An index over pools adds a gate and a part of a pool's key.
 LARGEST_INDEX = 3 * 256
-LARGEST_STATE = 512  # rows of a head's state, or of a channel's: a program has some columns of all of them
+LARGEST_STATE = 512  # rows of the state of a head or channel: a program holds all rows of some columns
 
 
 def check_heads(heads: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    """Raise ValueError where paged decode or prefill lack a shape or type."""
+    """Raise ValueError if paged decode and prefill do not support the shape or type."""
     if dtype not in DTYPES:
-        raise ValueError(f"attention in {dtype} has no GPU kernel; there are bfloat16, float16 and float32")
+        raise ValueError(f"attention in {dtype} has no GPU kernel; use bfloat16, float16 or float32")
     most = MAX_WIDE_GROUP if max(key_dim, value_dim) > WIDE_DIM else MAX_GROUP
     if kv_heads < 1 or heads % kv_heads or heads // kv_heads > most:
         raise ValueError(
             f"{heads} query heads on {kv_heads} KV heads have no GPU kernel; "
-            f"each KV head takes the same number of query heads, at most {most}"
+            f"each KV head must have the same number of query heads, at most {most}"
         )
     if not LEAST_DIM <= min(key_dim, value_dim) <= max(key_dim, value_dim) <= LARGEST_DIM:
         raise ValueError(
             f"heads with keys of {key_dim} and values of {value_dim} have no GPU kernel; "
-            f"there are {LEAST_DIM} to {LARGEST_DIM}"
+            f"both must be {LEAST_DIM} to {LARGEST_DIM}"
         )
 
 
 def check_latents(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
-    """Raise ValueError where absorbed latent decode lacks a shape or type."""
+    """Raise ValueError if absorbed latent decode does not support the shape or type."""
     if dtype not in DTYPES:
-        raise ValueError(f"attention in {dtype} has no GPU kernel; there are bfloat16, float16 and float32")
+        raise ValueError(f"attention in {dtype} has no GPU kernel; use bfloat16, float16 or float32")
     if latent_dim & (latent_dim - 1) or not LEAST_DIM <= latent_dim <= LARGEST_LATENT:
         raise ValueError(
             f"latent_dim is {latent_dim}; the kernel takes powers of 2 from {LEAST_DIM} to {LARGEST_LATENT} "
@@ -57,26 +57,24 @@ def check_latents(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
 
 
 def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
-    """Raise ValueError where a kernel would read other numbers than are meant."""
+    """Raise ValueError if a kernel would read the wrong numbers."""
     _, heads, dim = query_THD.shape
     if query_THD.stride(2) != 1 or (heads > 1 and query_THD.stride(1) != dim):
         raise ValueError(
-            f"the query's heads lie {query_THD.stride(1)} and its dims {query_THD.stride(2)} numbers apart; "
-            f"the kernels take {dim} and 1: call contiguous() on it"
+            f"the query's heads have stride {query_THD.stride(1)} and its dims stride {query_THD.stride(2)}; "
+            f"the kernels need {dim} and 1: call contiguous() on it"
         )
     for page in pages:
         if page.dtype != query_THD.dtype:
             raise ValueError(
-                f"the query is {query_THD.dtype} and the pages are {page.dtype}; they must be alike"
+                f"the query is {query_THD.dtype} and the pages are {page.dtype}; they must have the same type"
             )
         if not page.is_contiguous():
-            raise ValueError(
-                "the pages are no contiguous tensor; the kernels take one layer's pages as allocated"
-            )
+            raise ValueError("the pages are not contiguous; the kernels take one layer's pages as allocated")
 
 
 def check_tile(tokens: int, block_tokens: int) -> None:
-    """Raise ValueError where a tile does not consist of whole blocks."""
+    """Raise ValueError if a tile does not consist of whole blocks."""
     if tokens % block_tokens:
         raise ValueError(
             f"a tile has {tokens} tokens; the kernels take multiples of a block's {block_tokens}"
@@ -84,10 +82,10 @@ def check_tile(tokens: int, block_tokens: int) -> None:
 
 
 def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | None:
-    """Say what the kernels lack; None if nothing.
+    """Return what the kernels do not support, or None.
 
     Args:
-        shapes: what each layer caches.
+        shapes: The cache shape of each layer.
         latent_ranks: `kv_lora_rank` of the layers that cache latents.
     """
     states = [shape.state.recurrent for shape in shapes if shape.state and len(shape.state.recurrent) > 1]
@@ -95,16 +93,14 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
     if large > LARGEST_STATE:
         return f"recurrent states of {large} rows; the GPU kernels take up to {LARGEST_STATE}"
     if any(shape.index_dim > LARGEST_INDEX for shape in shapes):
-        return (
-            f"an index that keeps more than {LARGEST_INDEX} values per token; the GPU kernels take up to that"
-        )
+        return f"an index of more than {LARGEST_INDEX} values per token, the limit of the GPU kernels"
     of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
     dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)
     if bad:
         return f"heads of {bad[0]} values; the GPU kernels take {LEAST_DIM} to {LARGEST_DIM}"
     if any(shape.latent and shape.window for shape in shapes):
-        return "a sliding window over latents; the GPU kernels have none"
+        return "a sliding window over latents, which the GPU kernels do not support"
     for rank in latent_ranks:
         if rank & (rank - 1) or not LEAST_DIM <= rank <= LARGEST_LATENT:
             return (
@@ -115,27 +111,27 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
 
 
 def split_sizes(value_dim: int, max_tokens: int) -> tuple[int, int]:
-    """Return the tokens of decode's shortest splits, and into how many a context of up to `max_tokens` is cut."""
+    """Return the tokens of decode's shortest splits and the largest number of splits of a context of `max_tokens`."""
     tokens, most = (1024, 32) if value_dim >= LATENT_VALUES else (256, 64)
     return tokens, max(1, min(most, -(-max_tokens // tokens)))
 
 
 def scratch_bytes(*, max_sequences: int, heads: int, value_dim: int, max_tokens: int) -> int:
-    """Return what a `DecodeScratch` takes: per sequence, head and split the values' sums, a maximum and a total, float32."""
+    """Return the bytes of a `DecodeScratch`: per sequence, head and split the values' sums, a maximum and a total, float32."""
     _, num_splits = split_sizes(value_dim, max_tokens)
     return max_sequences * heads * num_splits * (value_dim + 2) * 4
 
 
 def score_rows(max_rows: int, max_sequences: int, max_tokens: int) -> int:
-    """Return how many rows' scores of up to `max_tokens` tokens exist at once: those of all decodes at least."""
+    """Return how many rows' scores of up to `max_tokens` tokens exist at once: at least those of all decodes."""
     return min(max_rows, max(max_sequences, SCORE_BYTES // (4 * max_tokens)))
 
 
 def score_bytes(max_sequences: int, max_tokens: int) -> int:
-    """Return what they take at most."""
+    """Return the largest size of these scores in bytes."""
     return max(SCORE_BYTES, max_sequences * max_tokens * 4)
 
 
 def expanded_bytes_of_token(key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Return what one token of one head takes while prompts' latents are expanded: the product, and its copy as pages."""
+    """Return the bytes per token and head while prompts' latents are expanded: the product and its copy as pages."""
     return 2 * (key_dim + value_dim) * itemsize

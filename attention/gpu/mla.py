@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Multi-head latent attention's decode on GPUs, absorbed: queries meet the cached latents, which are never expanded.
+"""Absorbed decode for multi-head latent attention on GPUs: queries are multiplied with the cached latents directly.
 
-With the up-projections folded into the query and the output (DeepSeek-V2, 2024), all heads share one "KV head" whose key
-is the whole cached row and whose value is its latent part. Each row of the pages is read from memory once for a tile of
-heads; the tiles of heads of one split follow each other among the programs, so that they meet it in the L2 cache.
-Bytes: L + E per token; operations: 2 * H * (2 L + E) per token, which with 128 heads takes as long on an H100.
-Splits and their merge are those of `splits`, and so is what makes a row's bits its own.
+With the up-projections folded into the query and the output (DeepSeek-V2, 2024), all heads share one "KV head". Its key is
+the whole cached row and its value is the latent part of it. Each row of the pages is read from memory once for a tile of
+heads. The tiles of heads of one split run in consecutive programs, so that they find the row in the L2 cache.
+Bytes: L + E per token. Operations: 2 * H * (2 L + E) per token. With 128 heads, both take equally long on an H100.
+Splits and their merge are those of `splits`, which also explains why a row's bits do not depend on the batch.
 
 Legend: S sequences, H query heads, L latent dim, E rotary dim, N blocks, B tokens of a block.
 """
@@ -25,10 +25,10 @@ from attention.gpu.tiles import device_names, shape_key, tile_of
 
 
 class LatentTile(NamedTuple):
-    """The shape of a program's work; all but `programs` decide in which order numbers are added."""
+    """Size of a program's work. All fields but `programs` determine the order in which numbers are added."""
 
-    tokens: int = 32  # of one product
-    heads: int = 32  # whose sums of 512 values fit registers everywhere; the table has 64 where those do
+    tokens: int = 32  # tokens per product
+    heads: int = 32  # their sums of 512 values fit registers on every GPU; the table has 64 where those fit
     warps: int = 8
     stages: int = 2
     programs: int = 1  # per multiprocessor
@@ -40,7 +40,7 @@ def attend_latent_splits(
     S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Take turns at (split, tile of heads), as `decode.attend_splits`."""
+    """Take turns at (split, tile of heads), like `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, 0, 0)
     num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
@@ -78,9 +78,9 @@ def attend_latent_splits(
 
 
 def latent_tile(dtype: torch.dtype, heads: int, latent_dim: int, device: torch.device) -> LatentTile:
-    """Return the tile for latents of a shape on a device."""
+    """Return the tile for latents of this shape on a device."""
     fallback = LatentTile()
-    if heads < 64 or dtype.itemsize > 2:  # few, as after a split over ranks: smaller tiles, more of them
+    if heads < 64 or dtype.itemsize > 2:  # few heads, for example split over ranks: more and smaller tiles
         fallback = LatentTile(tokens=16, heads=16, stages=3 if dtype.itemsize == 2 else 2, programs=2)
     return tile_of("latent_decode", shape_key(dtype, H=heads, L=latent_dim), fallback, device_names(device))
 
@@ -97,19 +97,19 @@ def latent_decode(
     out: Tensor | None = None,
     tile: LatentTile | None = None,
 ) -> Tensor:
-    """Attend each sequence's one query token to its cached latents, its own included.
+    """Attend each sequence's one query token to its cached latents, including its own.
 
     Args:
         query_SHC: [S, H, L + E], heads contiguous: the absorbed query, then its rotary part.
         latents_NBC: [N, B, L + E] pages of the same type, contiguous.
-        context_S, block_table_SM, scratch, scale, out: as `decode.paged_decode`, V being L.
-        latent_dim: L, a power of 2. tile: None: the table's.
+        context_S, block_table_SM, scratch, scale, out: As in `decode.paged_decode`, with L for V.
+        latent_dim: L, a power of 2. tile: by default from the table.
 
     Returns:
         `out` [S, H, L], to be multiplied by the value up-projection; zeros for padded rows.
 
     Raises:
-        ValueError: latents, a type or a layout that the kernel lacks, or a scratch that is too small.
+        ValueError: The kernel does not support the latents, type or layout, or the scratch is too small.
     """
     S, H, width = query_SHC.shape
     rope_dim = width - latent_dim

@@ -1,4 +1,4 @@
-"""The attention organ as one operator of PyTorch, for models that torch.compile compiles; see `kvcache.gpu.operators`."""
+"""The attention organ as one PyTorch operator, for models compiled by torch.compile (see `kvcache.gpu.operators`)."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """See `organ.attend`; [1, P, H, V] is contiguous."""
+    """Attend like `organ.attend`. The result [1, P, H, V] is contiguous."""
     out_1PHV: Tensor = torch.ops.wideep.attend(
         query, value, s_aux, pages.order_1, pages.number, module.attention_number, scaling
     )
@@ -48,12 +48,12 @@ def attend(
 
 
 def enter(net: nn.Module) -> None:
-    """Give a model's attention modules their numbers."""
+    """Number a model's attention modules, so that the operator can find them."""
     for module in net.modules():
         if hasattr(module, "layer_idx"):
             module.attention_number = _MODULES.enter(module)  # type: ignore[assignment]
 
 
 def register() -> None:
-    """Make the operator known to `transformers` under `NAME`; may be called again."""
+    """Register the operator with `transformers` under `NAME`. It may be called again."""
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

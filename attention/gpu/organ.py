@@ -1,9 +1,9 @@
-"""The attention organ on GPUs: what `transformers`' attention modules call when the model was built for one.
+"""The attention organ on GPUs: the function that `transformers`' attention modules call if the model is on a GPU.
 
-Decodes go through the split kernel, prompts through the tiled one, in the same step too: a row's bits must not depend
-on whether prompts run beside it. Multi-head latent attention decodes absorbed, on the latents themselves (the two parts
-of `kv_b_proj` move into the query and the output), and expands the latents of prompts only, within a bound.
-Nothing here waits for the device, and a step that only decodes reads nothing of the host but its padded size.
+Decodes use the split kernel and prompts the tiled one, even in the same step, because a row's bits must not depend on
+whether prompts run in its step. Multi-head latent attention decodes absorbed, on the latents themselves (the two parts of
+`kv_b_proj` move into the query and the output). Only the latents of prompts are expanded, within a memory bound.
+Nothing here waits for the device. A step that only decodes reads nothing from the host but its padded size.
 
 Legend: P rows of the step, padding included, H query heads, D key dim, V value dim, L latent dim, E rotary dim,
 N blocks, B tokens of a block, X blocks in use, U the part of the key dim that is not rotary.
@@ -12,7 +12,7 @@ N blocks, B tokens of a block, X blocks in use, U the part of the key dim that i
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,7 +32,7 @@ NAME = "wideep_paged_gpu"
 
 
 class Pages(NamedTuple):
-    """What the kernels read of one layer."""
+    """Pages of one layer for the kernels."""
 
     keys_NGBD: Tensor
     values_NGBV: Tensor
@@ -52,15 +52,15 @@ def attend(
     indices: Tensor | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend the packed batch to the paged cache; see `attention.organ.attend`.
+    """Attend the packed batch to the paged cache, like `attention.organ.attend`.
 
     Args:
-        query: [1, H, P, D] of the cache's type. key, value: the step's own rows, already cached; of value, the shape
+        query: [1, H, P, D] of the cache's type. key, value: the step's own rows, already cached; only the shape of value
             is used.
-        indices: [1, P, K] int32 slots of the cache that rows attend to, of latents; None: all that they see.
+        indices: [1, P, K] int32 cache slots that the rows attend to (latents only); None for all visible tokens.
 
     Returns:
-        [1, P, H, V], padded rows zero, and no attention weights.
+        [1, P, H, V], padded rows zero, and None instead of attention weights.
     """
     own_layer, step = int(module.layer_idx), pages.step
     assert step is not None, "a step must be set before the model runs"
@@ -99,14 +99,14 @@ def attend(
 
 
 def _rows(query: Tensor) -> Tensor:
-    """View [1, H, P, D] as [P, H, D], each row's heads contiguous."""
+    """View [1, H, P, D] as [P, H, D] with each row's heads contiguous."""
     query_PHD = query[0].transpose(0, 1)
     is_plain = query_PHD.stride(2) == 1 and query_PHD.stride(1) == query_PHD.shape[2]
     return query_PHD if is_plain else query_PHD.contiguous()
 
 
 def _scratch(pages: DeviceCache, heads: int, value_dim: int) -> DecodeScratch:
-    """One for all layers of these sizes; they run after each other."""
+    """Return the scratch memory shared by all layers of these sizes, which run one after the other."""
     step = pages.step
     assert step is not None
     return pages.room(
@@ -139,19 +139,19 @@ def _halves(module: Any, query_PHD: Tensor) -> Halves:
 
 
 def _absorbed(query_PHD: Tensor, key_HUL: Tensor) -> Tensor:
-    """Bring queries to latents: [P, H, L + E]."""
+    """Multiply queries into latent space: [P, H, L + E]."""
     U = key_HUL.shape[1]
     query_HPL = torch.bmm(query_PHD[..., :U].transpose(0, 1), key_HUL)
     return torch.cat((query_HPL.transpose(0, 1), query_PHD[..., U:]), dim=-1)
 
 
 def _expanded_values(mean_PHL: Tensor, value_HVL: Tensor) -> Tensor:
-    """Bring means of latents to values: [P, H, V]."""
+    """Multiply means of latents into values: [P, H, V]."""
     return torch.bmm(mean_PHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
 
 
 def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: int, scale: float) -> Tensor:
-    """Absorbed: [S, H, V]."""
+    """Decode absorbed: [S, H, V]."""
     step = pages.step
     assert step is not None
     S, H, _ = query_SHD.shape
@@ -168,7 +168,7 @@ def _attend_chosen(
     module: Any, query_PHD: Tensor, pages: DeviceCache, layer: int, chosen_PK: Tensor, scale: float,
     sinks_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Absorbed, as many rows at once as EXPANDED_BYTES hold: [P, H, V]."""
+    """Attend absorbed to chosen latents, for as many rows at a time as fit EXPANDED_BYTES: [P, H, V]."""
     P, H, _ = query_PHD.shape
     key_HUL, value_HVL = _halves(module, query_PHD)
     L, V = key_HUL.shape[2], value_HVL.shape[1]
@@ -188,9 +188,9 @@ def _attend_chosen(
 def _prefill_latents(
     module: Any, query_PHD: Tensor, latents_NBC: Tensor, step: DeviceStep, out_PHV: Tensor, scale: float
 ) -> None:
-    """Prefill with the latents of prompts' contexts expanded, as many heads and sequences at once as EXPANDED_BYTES hold.
+    """Prefill with expanded latents of the prompts' contexts, for as many heads and sequences at a time as fit EXPANDED_BYTES.
 
-    A head's result depends on its own keys and values only, so that it does not matter which are expanded together.
+    A head's result depends only on its own keys and values, so the grouping changes no result.
     """
     (_, H, D), V, B = query_PHD.shape, out_PHV.shape[-1], latents_NBC.shape[1]
     most_tokens = EXPANDED_BYTES // expanded_bytes_of_token(D, V, latents_NBC.element_size())
@@ -204,7 +204,7 @@ def _prefill_latents(
 
 
 def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, here: slice) -> Pages:
-    """Expand latents into pages of some heads, as the module's `expand_kv` does it for all."""
+    """Expand latents into pages of some heads, as the module's `expand_kv` does for all heads."""
     X, B, C = latent_XBC.shape
     E, V = module.qk_rope_head_dim, module.v_head_dim
     weight_HYL = module.kv_b_proj.weight.view(heads, -1, C - E)[here]
@@ -217,7 +217,7 @@ def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, her
 
 
 def register() -> None:
-    """Make the organ known to `transformers` under its names; may be called again."""
+    """Register the organ with `transformers` under its names. It may be called again."""
     for name in (NAME, NAME + INDEXED):
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME + INDEXED, lambda **_options: ANY_MASK)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""What the paged attention kernels share: where a token's row lies in the pages, and one tile of online softmax.
+"""Code shared by the paged attention kernels: the location of a token's row in the pages, and one tile of online softmax.
 
 Pages on a GPU are token-major, [blocks, KV heads, tokens of a block, dim]: a warp reads a token's row in one go, and a
-block of one layer is contiguous. (The CPU's pages are panels, see `kvcache.paged_cache`.) Scores are kept in base 2:
-exp2 is one instruction. Online softmax: Milakov and Gimelshein (2018).
+block of one layer is contiguous. (The CPU's pages are panels, see `kvcache.paged_cache`.) Scores are kept in base 2,
+because exp2 is one instruction. Online softmax: Milakov and Gimelshein (2018).
 """
 
 import triton
@@ -18,19 +18,19 @@ def _same(value):
 
 
 def _number(value):
-    """The interpreter's scalars are arrays of one number, which Python's range does not take."""
+    """Unwrap the interpreter's scalars: they are arrays of one number, which Python's range does not take."""
     return int(value.handle.data.item())
 
 
-bound = _number if triton.knobs.runtime.interpret else _same  # makes a computed int32 the bound of a loop
+bound = _number if triton.knobs.runtime.interpret else _same  # lets a computed int32 be the bound of a loop
 
 
 @triton.jit
 def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Return the row numbers in the pages of TILE tokens from `begin`, a multiple of BLOCK as TILE is.
+    """Return the row numbers in the pages of TILE tokens from `begin`; both are multiples of BLOCK.
 
-    From `stop` on they mean nothing. A block's entry in the table is one load for all its tokens, not one per token:
-    loads that others wait for are not pipelined twice then, and keys and values are on their way a tile earlier.
+    Row numbers from `stop` on are meaningless. A block's table entry is loaded once for all its tokens, not once per
+    token. Dependent loads are then not pipelined twice, and keys and values are loaded one tile earlier.
     """
     offset = tl.arange(0, TILE)
     row = tl.zeros([TILE], tl.int64)
@@ -44,7 +44,7 @@ def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the first token that rows at positions see: of the last WINDOW, or of their own chunk of CHUNK; 0 is off."""
+    """Return the first token visible at each position: within the last WINDOW tokens or its chunk of CHUNK; 0 disables either."""
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
@@ -55,7 +55,7 @@ def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def capped(scores, SOFT_CAP: tl.constexpr):
-    """Squash scores (base e) into (-SOFT_CAP, SOFT_CAP), as Gemma does; 0 is off."""
+    """Squash scores (base e) into (-SOFT_CAP, SOFT_CAP), as Gemma does; 0 disables it."""
     if SOFT_CAP > 0:
         folded = tl.exp2(2 * LOG2_E * tl.minimum(scores / SOFT_CAP, 20.0))  # beyond 20 tanh is 1
         scores = SOFT_CAP * (1 - 2 / (folded + 1))
@@ -64,10 +64,10 @@ def capped(scores, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(scores, is_seen, top, total):
-    """Take in one tile of scores (base 2): return its weights, the new maximum and sum, and what sums shrink by."""
+    """Take one tile of scores (base 2). Return its weights, the new maximum and sum, and the factor for earlier sums."""
     scores = tl.where(is_seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no token yet
     weights = tl.exp2(scores - shift[:, None])
     shrink = tl.exp2(top - shift)
     return weights, new_top, total * shrink + tl.sum(weights, axis=1), shrink

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Chunked prefill over a paged prefix on GPUs: rows of many sequences, each seeing its own cached tokens up to itself.
+"""Chunked prefill over a paged prefix on GPUs: each row attends to the cached tokens of its own sequence up to itself.
 
-A program has a tile of query tokens of one sequence, for one KV head, and walks the context in tiles from the first
-visible token, in one fixed order: a row's bits do not depend on the chunk that it came in, because a tile that a row may
-not see weighs nothing and every tile begins at a multiple of its size. Bound by operations, 4 * H * D per pair of tokens,
-where chunks are long; every tile of rows reads its context again, mostly from the L2 cache.
+A program has a tile of query tokens of one sequence, for one KV head, and walks the context in tiles from the first visible
+token, in one fixed order. A row's bits do not depend on the chunk it arrived in, because invisible tiles have weight zero
+and every tile begins at a multiple of its size. With long chunks it is bound by operations, 4 * H * D per pair of tokens.
+Every tile of rows reads its context again, mostly from the L2 cache.
 
 Ideas: FlashAttention (Dao et al., 2022), GQA packing as in `decode`.
 
@@ -24,9 +24,9 @@ from attention.gpu.tiles import device_names, shape_key, tile_of
 
 
 class PrefillTile(NamedTuple):
-    """The shape of a program's work beside its rows; it decides in which order numbers are added."""
+    """Size of a program's work, except for its rows. It determines the order in which numbers are added."""
 
-    tokens: int = 64  # of the context in one product
+    tokens: int = 64  # tokens of the context per product
     warps: int = 8
     stages: int = 3
 
@@ -38,7 +38,7 @@ def attend_tile(
     V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). `tiles` int64 [tiles, 3]: sequence, first query token within its rows, query tokens."""
+    """Run as program (tile, KV head). `tiles` int64 [tiles, 3]: sequence, first query token within its rows, query tokens."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + tile * 3)
     first, count = tl.load(tiles + tile * 3 + 1).to(tl.int32), tl.load(tiles + tile * 3 + 2).to(tl.int32)
@@ -90,11 +90,11 @@ def attend_tile(
 def prefill_tile(
     dtype: torch.dtype, key_dim: int, value_dim: int, group: int, device: torch.device
 ) -> PrefillTile:
-    """Return the tile for heads of a shape on a device."""
+    """Return the tile for heads of this shape on a device."""
     fallback = PrefillTile()
     if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:
         fallback = PrefillTile(tokens=32)
-    if max(key_dim, value_dim) > WIDE_DIM:  # twice again, which leaves shared memory for two stages
+    if max(key_dim, value_dim) > WIDE_DIM:  # twice the memory again, which leaves room for two stages
         fallback = (
             PrefillTile(stages=2, tokens=32) if dtype.itemsize <= 2 else PrefillTile(stages=1, tokens=16)
         )
@@ -103,13 +103,13 @@ def prefill_tile(
 
 
 def tile_rows(key_dim: int, value_dim: int) -> int:
-    """Return how many rows a program has: query tokens times the heads that share a KV head."""
+    """Return the number of rows of a program: query tokens times the heads that share a KV head."""
     widest = max(key_dim, value_dim)
     return 128 if widest <= 128 else 64 if widest <= WIDE_DIM else 32
 
 
 def tile_tokens(heads: int, kv_heads: int, key_dim: int = LARGEST_DIM, value_dim: int = LARGEST_DIM) -> int:
-    """Return how many query tokens a tile may have, for `Step.tiles`; right for all dims if none are given."""
+    """Return the largest number of query tokens in a tile, for `Step.tiles`. The default dims are safe for all heads."""
     return max(1, tile_rows(key_dim, value_dim) // (heads // kv_heads))
 
 
@@ -130,22 +130,22 @@ def paged_prefill(
     out: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
-    """Attend every row to its own sequence's cached tokens up to itself.
+    """Attend every row to the cached tokens of its own sequence up to itself.
 
     Args:
         query_THD: [T, H, D], heads contiguous.
-        keys_NGBD, values_NGBV: pages of the same type, contiguous; they already hold the rows' own tokens.
-        tiles_X3: int64 [X, 3] as `Step.tiles(tile_tokens(...))` gives them; a tile of 0 tokens does nothing.
-        query_start_S: int64 [S + 1], rows of sequence s are [s], [s + 1]. context_S: int64 [S], tokens after this step.
-        block_table_SM, scale, window, chunk, soft_cap, sinks_H: as `decode.paged_decode`.
-        out: [T, H, V] to write into, heads contiguous; None: a new one of zeros.
-        tile: None: the table's.
+        keys_NGBD, values_NGBV: Pages of the same type, contiguous. They already hold the rows' own tokens.
+        tiles_X3: int64 [X, 3] from `Step.tiles(tile_tokens(...))`. A tile of 0 tokens does nothing.
+        query_start_S: int64 [S + 1], first row of each sequence and the end. context_S: int64 [S], tokens after this step.
+        block_table_SM, scale, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
+        out: [T, H, V] to write into, heads contiguous; by default a new tensor of zeros.
+        tile: Tile to use; by default from the table.
 
     Returns:
-        `out`; rows that no tile covers are left as they are.
+        `out`; rows that no tile covers are not changed.
 
     Raises:
-        ValueError: heads, a type or a layout that the kernel lacks.
+        ValueError: The kernel does not support the heads, type or layout.
     """
     T, H, D = query_THD.shape
     _, G, block, V = values_NGBV.shape

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Rotary position embedding on GPUs, in place, for queries and keys in one launch.
 
-The angles come as `transformers` computes them, [T, E] with both halves alike; dims past E are left alone (partial
-rotary). Pairs are (i, i + E/2), or (2i, 2i + 1) where a family interleaves (Su et al., 2021; GPT-NeoX, GPT-J).
-Every number is read and written once, in float32 between; a program has several heads, which share their row's angles.
+The angles are those that `transformers` computes, [T, E] with two equal halves. Dims after E are not changed (partial
+rotary). Pairs are (i, i + E/2), or (2i, 2i + 1) for interleaved families (Su et al., 2021; GPT-NeoX, GPT-J).
+Every number is read and written once, with float32 in between. A program has several heads, which share their row's angles.
 
 Legend: T rows, H heads, G KV heads, D head dim, E rotary dim.
 """
@@ -20,7 +20,7 @@ def rotate_heads(
     x, cosines, sines, row, first, heads, row_stride, head_stride,
     E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of one row's heads from `first`."""
+    """Rotate one tile of a row's heads, starting at `first`."""
     head, pair = first + tl.arange(0, HEADS), tl.arange(0, HALF)
     is_in = (head[:, None] < heads) & (pair[None, :] < E // 2)
     place = x + row * row_stride + head[:, None] * head_stride
@@ -41,7 +41,7 @@ def rotate_rows(
     E: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
     HAS_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile of heads): first those of `x`, then those of `keys`."""
+    """Run as program (row, tile of heads): first the tiles of `x`, then those of `keys`."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tile < x_tiles:
         rotate_heads(
@@ -62,12 +62,12 @@ def rotate(
     keys_TGD: Tensor | None = None,
     is_interleaved: bool = False,
 ) -> None:
-    """Rotate the first E dims of every head; in place.
+    """Rotate the first E dims of every head in place.
 
     Args:
-        x_THD: the last dim contiguous.
-        cosines_TE, sines_TE: contiguous, E even and at most D; only the first half of each row is read.
-        keys_TGD: rotated in the same launch; the last dim contiguous.
+        x_THD: Queries; the last dim is contiguous.
+        cosines_TE, sines_TE: Contiguous, E even and at most D. Only the first half of each row is read.
+        keys_TGD: Keys to rotate in the same launch; the last dim is contiguous.
 
     Raises:
         ValueError: E is odd or more than D.
@@ -75,7 +75,7 @@ def rotate(
     T, H, D = x_THD.shape
     rotary_dim = cosines_TE.shape[1]
     if rotary_dim % 2 or rotary_dim > D:
-        raise ValueError(f"the angles have {rotary_dim} dims; heads of {D} take an even number up to that")
+        raise ValueError(f"the angles have {rotary_dim} dims; the number must be even and at most {D}")
     x_tiles = triton.cdiv(H, _TILE_HEADS)
     kv_heads, key_strides = (0, (0, 0)) if keys_TGD is None else (keys_TGD.shape[1], keys_TGD.stride()[:2])
     rotate_rows[(T, x_tiles + triton.cdiv(kv_heads, _TILE_HEADS))](

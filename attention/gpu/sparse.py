@@ -1,15 +1,15 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Sparse attention on GPUs: an index chooses tokens from a sequence's pages, attention reads the latents of those only.
+"""Sparse attention on GPUs: an index chooses tokens from a sequence's pages, and attention reads only their latents.
 
-As on CPU (`attention.sparse.cpu`): a row's index heads score all tokens that it sees, the largest scores win, and of equal
-ones those that came first. What is chosen are slots of the cache, in the order of the text. Scores lie in memory of fixed
-size, of some rows at a time; a row is scored, chosen for and attended by programs of its own, so that its bits are its own
-too. Rejected: torch.topk, which says nothing about ties.
+As on CPU (`attention.sparse.cpu`), a row's index heads score all tokens that it sees. The tokens with the largest scores
+win; ties go to the earlier token. Chosen tokens are given as cache slots, in the order of the text. Scores are kept in
+memory of fixed size, for some rows at a time. Separate programs score, choose for and attend each row, so its bits do not
+depend on other rows. Rejected: torch.topk, which does not define the order of ties.
 
-Ideas: DeepSeek Sparse Attention (2025); selection digit by digit, as radix sort.
+Ideas: DeepSeek Sparse Attention (2025); selection digit by digit, as in radix sort.
 
-Legend: P rows of the step, padding included, R rows at a time, H query heads, I index heads, D index dim, K tokens chosen
-at most, N blocks, B tokens of a block, M blocks a sequence may have, L latent dim, E rotary dim, C tokens a row may see.
+Legend: P rows of the step, padding included, R rows at a time, H query heads, I index heads, D index dim, K most tokens
+chosen, N blocks, B tokens of a block, M most blocks of a sequence, L latent dim, E rotary dim, C most tokens seen by a row.
 """
 
 import torch
@@ -24,22 +24,22 @@ from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
 from attention.sparse.pools import Pooling
 from kvcache.gpu.cache import DeviceCache
 
-_SCORED = 64  # tokens in one product
-_SCORED_BY = 16  # programs of a row, which take turns
+_SCORED = 64  # tokens per product
+_SCORED_BY = 16  # programs per row, which take turns
 _SCANNED = 1024  # scores at a time
-_POOLED_BY = 8  # programs of a sequence, likewise
+_POOLED_BY = 8  # programs per sequence, which take turns
 
 
 @triton.jit
 def seen_by(position, cache_slot, row):
-    """Return how many tokens a row sees, itself included; 0 for padding."""
+    """Return how many tokens a row sees, including itself; 0 for padding."""
     count = tl.load(position + row).to(tl.int32) + 1
     return tl.where(tl.load(cache_slot + row) < 0, 0, count)
 
 
 @triton.jit
 def table_of(table, query_start, row, num_sequences, table_stride, S_PAD: tl.constexpr):
-    """Return where the blocks of a row's sequence are listed."""
+    """Return the address of the block table of a row's sequence."""
     number = tl.arange(0, S_PAD)
     end = tl.load(query_start + 1 + number, mask=number < num_sequences, other=1 << 30)
     sequence = tl.sum((end <= row).to(tl.int64), axis=0)
@@ -48,15 +48,15 @@ def table_of(table, query_start, row, num_sequences, table_stride, S_PAD: tl.con
 
 @triton.jit
 def slots_of(own_table, token, is_wanted, BLOCK: tl.constexpr):
-    """Return where tokens of a sequence are in the cache: block * BLOCK + offset."""
+    """Return the cache slots of a sequence's tokens: block * BLOCK + offset."""
     return tl.load(own_table + token // BLOCK, mask=is_wanted, other=0) * BLOCK + token % BLOCK
 
 
 @triton.jit
 def pooled_at(slot, dim, D: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Return where values of a pool's key are: each of its tokens' rows has D / SIZE of them behind its own key and gates.
+    """Return the positions of a pool's key. Each row of its tokens holds D / SIZE values, after the token's key and gates.
 
-    `slot`: of the pool's first token.
+    `slot` is that of the pool's first token.
     """
     return (slot + dim // (D // SIZE)) * WIDTH + 2 * D + dim % (D // SIZE)
 
@@ -66,7 +66,7 @@ def make_pool_keys(
     keys, bias, query_start, context, table, table_stride, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, turn): keys of the pools that the step completes. `bias` [SIZE, D] float32."""
+    """Run as program (sequence, turn): make keys of the pools that the step completes. `bias` [SIZE, D] float32."""
     sequence, turns = tl.program_id(0), tl.num_programs(1)
     rows = tl.load(query_start + sequence + 1) - tl.load(query_start + sequence)
     end = tl.load(context + sequence)
@@ -95,7 +95,7 @@ def score_items(
     scores_stride, scale, S_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, turn): `scores` [R, C] float32 of every tile of tokens, or of pools of SIZE, that it has a turn at."""
+    """Run as program (row, turn): write `scores` [R, C] float32 of its tiles of tokens, or of pools of SIZE tokens."""
     row = first_row + tl.program_id(0)
     count = seen_by(position, cache_slot, row) // SIZE
     own_table = table_of(table, query_start, row, num_sequences, table_stride, S_PAD)
@@ -123,7 +123,7 @@ def score_items(
 
 @triton.jit
 def ranked(scores, token, count):
-    """Return scores as whole numbers that are ordered as they are."""
+    """Return scores as whole numbers in the same order."""
     score = tl.load(scores + token, mask=token < count, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.uint32, bitcast=True)  # no -0
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
@@ -135,8 +135,8 @@ def choose_best(
     S_PAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): `chosen` [P, K * SIZE + SIZE - 1], slots of the tokens of its best K items, then of the tokens behind the
-    last item; -1 behind them."""
+    """Run as program (row): write `chosen` [P, K * SIZE + SIZE - 1], the slots of the tokens of its best K items, then those of
+    the tokens after the last item, then -1."""
     row = first_row + tl.program_id(0)
     seen = seen_by(position, cache_slot, row)
     count = seen // SIZE
@@ -146,7 +146,7 @@ def choose_best(
     within = tl.arange(0, SIZE_PAD)
     lane, digits = tl.arange(0, TILE), tl.arange(0, 256)
     tiles = tl.cdiv(count, TILE)
-    # The K-th largest, a digit at a time: `least`; of those equal to it `left` are wanted. Few items are all wanted.
+    # Find `least`, the K-th largest, a digit at a time; `left` items equal to it are wanted. Fewer than K are all wanted.
     least, mask, left = tl.zeros([], tl.uint32), tl.zeros([], tl.uint32), tl.zeros([], tl.int32) + K
     for digit in tl.static_range(4):
         shift = 24 - 8 * digit
@@ -191,7 +191,7 @@ def attend_chosen(
     L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile of heads): `out` [R, H, L]; `query` [R, H, L + E] of the same rows."""
+    """Run as program (row, tile of heads): `out` [R, H, L]; `query` [R, H, L + E] of the same rows."""
     row, own = first_row + tl.program_id(0), tl.program_id(0).to(tl.int64)
     own_chosen = chosen + row.to(tl.int64) * K
     number = tl.arange(0, K_PAD)
@@ -231,13 +231,13 @@ def choose_from_pages(
     """Choose for every row of the step the tokens of its own sequence that its index heads score highest.
 
     Args:
-        pages: their step is set; they hold the step's own index keys.
+        pages: The cache. Its step is set and it holds the step's own index keys.
         query_PID: [P, I, D], weight_PI: [P, I].
-        scale: factor on products, before their positive part is taken.
+        scale: Factor on products, before their positive part is taken.
         count: K.
 
     Returns:
-        [1, P, K] int32 slots of the cache, in the order of the text, -1 behind them; rows of padding choose nothing.
+        [1, P, K] int32 cache slots in the order of the text, then -1. Rows of padding choose nothing.
     """
     return _choose(pages, layer, query_PID, weight_PI, scale, count, 1)
 
@@ -245,7 +245,7 @@ def choose_from_pages(
 def choose_pools(
     pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, pooling: Pooling
 ) -> Tensor:
-    """Choose pools of tokens, see `attention.sparse.cpu_pools.choose_pools`, with rows as in `choose_from_pages`."""
+    """Choose pools of tokens, like `attention.sparse.cpu_pools.choose_pools`, with rows as in `choose_from_pages`."""
     step, keys = pages.step, pages.indexes[layer]
     assert step is not None, "a step must be set before the model runs"
     on, dim, size = step.on_device, query_PID.shape[2], pooling.pool_tokens
@@ -260,7 +260,7 @@ def choose_pools(
 def _choose(
     pages: DeviceCache, layer: int, query_PID: Tensor, weight_PI: Tensor, scale: float, count: int, size: int
 ) -> Tensor:
-    """`count` items of `size` tokens, and the tokens behind the last one: [1, P, count * size + size - 1]."""
+    """Choose `count` items of `size` tokens, and the tokens after the last item: [1, P, count * size + size - 1]."""
     step, keys = pages.step, pages.indexes[layer]
     assert step is not None, "a step must be set before the model runs"
     P, heads, dim = query_PID.shape
@@ -304,17 +304,17 @@ def chosen_attention(
     """Attend some rows of the step to the latents that were chosen for them.
 
     Args:
-        query_RHC: [R, H, L + E], heads contiguous: the absorbed query, then its rotary part; of rows from `first_row` on.
+        query_RHC: [R, H, L + E], heads contiguous: the absorbed query, then its rotary part. Its rows start at `first_row`.
         latents_NBC: [N, B, L + E] pages of the same type, contiguous.
-        chosen_PK: from `choose_from_pages` or `choose_pools`, of the step's rows.
-        scale: factor on the scores. sinks_H: [H] logits that take part in the softmax and carry no value.
-        latent_dim: L, a power of 2. tile: None: the table's.
+        chosen_PK: Slots for the step's rows, from `choose_from_pages` or `choose_pools`.
+        scale: Factor on the scores. sinks_H: [H] logits that take part in the softmax and carry no value.
+        latent_dim: L, a power of 2. tile: by default from the table.
 
     Returns:
         [R, H, L], new; zeros for padded rows.
 
     Raises:
-        ValueError: latents, a type or a layout that the kernel lacks.
+        ValueError: The kernel does not support the latents, type or layout.
     """
     R, H, width = query_RHC.shape
     rope_dim = width - latent_dim

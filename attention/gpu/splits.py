@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""How decode cuts contexts into splits that run side by side, and puts their parts together again.
+"""How decode cuts contexts into splits that run in parallel, and merges their parts.
 
-Where a context is cut depends on its own length and on the shape of the heads, never on the batch (I2): splits have
-`split_tokens`, and twice, three times, ... that where a context would have more than `num_splits` of them. Which program
-computes a split changes no bit, so that is free: as many programs as the GPU runs at once take turns at all splits of
-all sequences, and find them from the contexts on the device. One long context among short ones is thus spread over the
-whole GPU, programs behind a sequence's end do not exist, and a CUDA graph can replay the launches for any contexts.
+The cuts of a context depend on its own length and on the shape of the heads, never on the batch (I2): splits have
+`split_tokens`, or two, three, ... times that if a context would otherwise have more than `num_splits` of them. Any program
+may compute any split without changing a bit: as many programs as the GPU runs at once take turns at all splits of all
+sequences, and find them from the contexts on the device. One long context among short ones is thus spread over the whole
+GPU, no program starts past the end of a sequence, and a CUDA graph can replay the launches for any contexts.
 
-What it moves, beside the cache: per split and head V + 2 float32 written and read once. With 8 heads on a KV head and
-256 tokens that is 6 % of the split's keys and values; latents have all heads on one row, so their splits are longer.
-One sequence of 8k tokens on 4 KV heads makes 128 parts, near the 132 multiprocessors of an H100 or H200; 256 sequences
+Memory traffic besides the cache: per split and head V + 2 float32 written and read once. With 8 heads on a KV head and
+256 tokens that is 6 % of the split's keys and values. Latents have all heads on one row, so their splits are longer.
+One sequence of 8k tokens on 4 KV heads makes 128 parts, near the 132 multiprocessors of an H100 or H200. 256 sequences
 of 2k make 8,192 parts, 16 for each of 528 programs, so the last round costs 3 %.
-Rejected: splits by what fills the GPU (FlashDecoding), whose sums depend on the batch; a grid over sequences and the
-longest context allowed, most of whose programs find nothing to do.
+Rejected: splits chosen to fill the GPU (FlashDecoding), whose sums depend on the batch; a grid over sequences and the
+longest context allowed, in which most programs find nothing to do.
 
-Ideas: FlashDecoding (Dao et al., 2023); one persistent program per seat, as FlashMLA and FlashInfer plan theirs.
+Ideas: FlashDecoding (Dao et al., 2023); one persistent program per seat, as in FlashMLA and FlashInfer.
 
 Legend: S sequences, H query heads, V value dim, C splits.
 """
@@ -27,15 +27,15 @@ from torch import Tensor
 from attention.gpu.limits import split_sizes
 from attention.gpu.pages import LOG2_E, bound, first_seen
 
-_MERGED_PARTS = 8  # of a row at a time
-_INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns there too
+_MERGED_PARTS = 8  # parts of a row merged at a time
+_INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns in the interpreter too
 
 
 @triton.jit
 def cut(
     end, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return where contexts' first splits begin (a multiple of TILE), tokens of a split, and how many there are."""
+    """Return where contexts' first splits begin (a multiple of TILE), the tokens of a split, and the number of splits."""
     first = first_seen(tl.maximum(end - 1, 0), WINDOW, CHUNK) // TILE * TILE
     tokens = SPLIT * tl.maximum(tl.cdiv(end - first, SPLIT * SPLITS), 1)
     return first, tokens, tl.cdiv(end - first, tokens)
@@ -47,7 +47,7 @@ def count_splits(
     S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return [S_PAD] the number of splits of each sequence and all before it."""
+    """Return [S_PAD], the number of splits of each sequence and all before it."""
     sequence = tl.arange(0, S_PAD)
     end = tl.load(context + sequence, mask=sequence < num_sequences, other=0).to(tl.int32)
     _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
@@ -59,7 +59,7 @@ def find_split(
     context, number, splits_up_to,
     TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sequence of the number-th split of all, its number there, the first token, and the one past its end."""
+    """Return for split `number`: its sequence, its number within the sequence, its first token, and the one past its end."""
     is_before = splits_up_to <= number
     sequence = tl.sum(is_before.to(tl.int32), axis=0)
     split = number - tl.max(tl.where(is_before, splits_up_to, 0), axis=0)
@@ -75,7 +75,7 @@ def merge_parts(
     V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head): add the parts in order, the sink first, and divide; a padded row becomes zero."""
+    """Run as program (sequence, head): add the parts in order, the sink first, and divide. A padded row becomes zero."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     heads, dim = tl.num_programs(1), tl.arange(0, V_PAD)
     end = tl.load(context + sequence).to(tl.int32)
@@ -104,8 +104,8 @@ def merge_parts(
 
 
 class DecodeScratch:
-    """Where splits leave their parts, and how contexts are split. One serves all layers of a shape; nothing in it is
-    read across launches."""
+    """Memory for the parts of splits, and the way contexts are split. One scratch serves all layers of a shape; launches do
+    not read what earlier ones left."""
 
     def __init__(
         self,
@@ -118,11 +118,11 @@ class DecodeScratch:
         split_tokens: int | None = None,
         max_splits: int | None = None,
     ) -> None:
-        """Allocate for contexts of up to `max_tokens`; longer ones are computed as well, in longer splits.
+        """Allocate for contexts of up to `max_tokens`. Longer ones are computed as well, in longer splits.
 
         Args:
-            split_tokens: of the shortest splits. max_splits: of a context. None: by the shape of the heads. A row's
-                bits depend on both.
+            split_tokens: Tokens of the shortest splits. max_splits: largest number of splits of a context. Both default to
+                values for the shape of the heads. A row's bits depend on both.
         """
         self.split_tokens, self.num_splits = split_sizes(value_dim, max_tokens)
         if split_tokens is not None or max_splits is not None:
@@ -137,13 +137,13 @@ class DecodeScratch:
         self.totals = torch.empty_like(self.tops)
 
     def check(self, sequences: int, heads: int, value_dim: int, tile_tokens: int) -> None:
-        """Raise ValueError where a launch does not fit."""
+        """Raise ValueError if a launch does not fit."""
         parts = sequences * heads * self.num_splits
         if parts > self.tops.numel() or parts * value_dim > self.sums.numel():
             raise ValueError(
                 f"{sequences} sequences of {heads} heads with values of {value_dim} do not fit this DecodeScratch, "
                 f"which has room for {self.tops.numel() // self.num_splits} rows and {self.sums.numel()} values; "
-                "make it for the largest batch and layer"
+                "allocate it for the largest batch and layer"
             )
         if self.split_tokens % tile_tokens:
             raise ValueError(
@@ -160,7 +160,7 @@ def launch_merge(
     window: int,
     chunk: int,
 ) -> None:
-    """Write `out_SHV` from the parts that a launch over the same contexts has just left."""
+    """Write `out_SHV` from the parts that the preceding launch over the same contexts has stored."""
     S, H, V = out_SHV.shape
     merge_parts[(S, H)](
         scratch.sums, scratch.tops, scratch.totals, context_S, sinks_H, out_SHV, V=V, V_PAD=triton.next_power_of_2(V),

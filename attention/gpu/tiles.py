@@ -1,12 +1,12 @@
-"""Which tiles a kernel runs with on which GPU: a table checked in as data, and what is used where it says nothing.
+"""Tiles of kernels by GPU: a table checked in as data, with fallbacks for missing entries.
 
-`tiles.json` holds {device: {kernel: {shape: {field: number}}}}: a device is a name as CUDA gives it ("NVIDIA H200") or
-an architecture ("sm_90"), a shape is what `shape_key` writes, or "e2m1 *" for all of a kind that the device has no
-entry of, and the fields are those of the kernel's tile that differ from its fallback. The tuner of the benchmarks writes
-it; what an architecture has no room for (registers, shared memory) is in it because a compile test says so. Tiles decide
-in which order numbers are added, so a table is part of a release: it is never tuned while serving, and ranks of one
-service read the same one (I2).
-Rejected: Triton's own autotuner, which times kernels when they first run and may choose otherwise on another rank.
+`tiles.json` holds {device: {kernel: {shape: {field: number}}}}. A device is a CUDA device name ("NVIDIA H200") or an
+architecture ("sm_90"). A shape is a result of `shape_key`, or "e2m1 *" for all other shapes of a kind. The fields are
+those of the kernel's tile that differ from its fallback. The tuner in the benchmarks writes the table; it also has entries
+for architectures with too few registers or too little shared memory, found by a compile test. Tiles determine the order in
+which numbers are added, so a table is part of a release: it is never tuned while serving, and all ranks of a service
+read the same one (I2).
+Rejected: Triton's own autotuner, which times kernels when they first run and may choose differently on another rank.
 """
 
 import functools
@@ -25,7 +25,7 @@ Table = Mapping[str, Mapping[str, Mapping[str, Fields]]]
 
 
 def shape_key(kind: torch.dtype | str, **sizes: int | str) -> str:
-    """Name a class of shapes: `shape_key(torch.bfloat16, D=128, V=128)` is "bfloat16 D128 V128"."""
+    """Return the name of a class of shapes: `shape_key(torch.bfloat16, D=128, V=128)` is "bfloat16 D128 V128"."""
     return " ".join([str(kind).removeprefix("torch."), *(f"{name}{size}" for name, size in sizes.items())])
 
 
@@ -34,7 +34,7 @@ def read_table(path: Path = TABLE) -> Table:
     """Read a table.
 
     Raises:
-        ValueError: it is no table of positive whole numbers.
+        ValueError: The table contains a value that is not a positive whole number.
     """
     table: Table = json.loads(path.read_text())
     for device, kernels in table.items():
@@ -43,13 +43,13 @@ def read_table(path: Path = TABLE) -> Table:
                 for field, value in fields.items():
                     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                         at = f"{device} / {kernel} / {shape} / {field}"
-                        raise ValueError(f"{path.name}: {at} is {value!r}; tiles are whole numbers from 1 on")
+                        raise ValueError(f"{path.name}: {at} is {value!r}; it must be a whole number above 0")
     return table
 
 
 @functools.cache
 def device_names(device: torch.device) -> tuple[str, ...]:
-    """How a table may name a device, the closest first; nothing for the CPU."""
+    """Return the names of a device in a table, the most specific first; none for the CPU."""
     if device.type != "cuda":
         return ()
     major, minor = torch.cuda.get_device_capability(device)
@@ -62,13 +62,13 @@ def tile_of(
     """Return a kernel's tile.
 
     Args:
-        kernel: as the table names it. shape: see `shape_key`.
-        fallback: what is used where the table is silent, a NamedTuple.
-        names: of the device, see `device_names`.
-        table: None: the one that is checked in.
+        kernel: Name of the kernel in the table. shape: a result of `shape_key`.
+        fallback: NamedTuple to use if the table has no entry.
+        names: Names of the device, from `device_names`.
+        table: Table to use; by default the one that is checked in.
 
     Raises:
-        ValueError: the table has a field that the tile lacks.
+        ValueError: The table has a field that the tile does not have.
     """
     table = read_table() if table is None else table
     for name in names:
@@ -80,7 +80,7 @@ def tile_of(
 
 
 def _with(fallback: Tile, fields: Fields, at: str) -> Tile:
-    tile = cast(Any, fallback)  # what all named tuples have, mypy does not know of a type variable
+    tile = cast(Any, fallback)  # mypy does not know the methods of named tuples on a type variable
     unknown = sorted(set(fields) - set(tile._fields))
     if unknown:
         raise ValueError(f"tiles.json: {at} has {', '.join(unknown)}; its tile has {', '.join(tile._fields)}")

@@ -1,4 +1,4 @@
-"""Recurrences on CPU, as mixers call them and as rows of programs; the kernels are `attention.recurrences.cpu_kernels`'.
+"""Recurrences on CPU, as functions for mixers and as rows of programs. The kernels are in `attention.recurrences.cpu_kernels`.
 
 Legend: T rows of the batch, C channels, H heads, K key dim, V value dim, P head dim, N state dim, Z state slots, G groups.
 """
@@ -23,11 +23,11 @@ from dispatch.native import bits_of
 from dispatch.team import program_of, run
 from kvcache.step import Step
 
-_VALUES_PER_NS = 4  # of state, of one thread, about
+_VALUES_PER_NS = 4  # approximate rate of one thread, in values of the state
 
 
 def _of_step(slots: Tensor, step: Step) -> list[int]:
-    """Words that all recurrences read: where states are, and the batch."""
+    """Return the words that all recurrences read: the location of the states, and the batch."""
     stride = slots.stride(0) * 4
     return [
         slots.data_ptr(), stride, step.piece_P3.data_ptr(), step.piece_start_S.data_ptr(), step.query_start_S.data_ptr(),
@@ -36,13 +36,13 @@ def _of_step(slots: Tensor, step: Step) -> list[int]:
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
-    """Rows whose values lie side by side: [T, width], a view where that is possible."""
+    """Return rows with contiguous values: [T, width], a view if possible."""
     rows = x.reshape(x.shape[0], width) if x.dim() > 2 else x
     return rows if rows.stride(1) == 1 and rows.dtype is torch.float32 else rows.float().contiguous()
 
 
 class Side(NamedTuple):
-    """Where one of queries, keys and values is: address, bytes from a row to the next, heads."""
+    """Location of queries, keys or values: address, bytes from one row to the next, number of heads."""
 
     address: int
     stride: int
@@ -52,10 +52,10 @@ class Side(NamedTuple):
 def convolve_row(
     x: int, x_stride: int, out: int, taps_KC: Tensor, bias_C: Tensor | None, tails: Tensor, step: Step, *, has_silu: bool
 ) -> list[int]:  # fmt: skip
-    """One row of a program: see `convolve`.
+    """Return one row of a program that runs `convolve`.
 
     Args:
-        x: address of rows of C float32, `x_stride` bytes from one to the next. out: of [T, C].
+        x: Address of rows of C float32, `x_stride` bytes from one to the next. out: address of [T, C] float32.
         taps_KC: [taps, C] float32.
     """
     taps, channels = taps_KC.shape
@@ -69,10 +69,10 @@ def delta_row(
     query: Side, key: Side, value: Side, decay: int, rate: int, states: Tensor, out: int, step: Step, *, decay_dim: int,
     mode: int,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: see `delta_rule`.
+    """Return one row of a program that runs `delta_rule`.
 
     Args:
-        decay: address of [T, H, decay_dim] float32. rate: of [T, H].
+        decay: Address of [T, H, decay_dim] float32. rate: address of [T, H].
         states: [Z, H, K, V]. out: address of [T, H, V].
         mode: SCALED, UNIT_LENGTH or ADDED.
     """
@@ -92,7 +92,7 @@ def convolve(
     activation: str | None = None,
     **_options: Any,
 ) -> Tensor:
-    """Convolve every sequence's channels with its own last inputs.
+    """Convolve every sequence's channels with the last inputs of that sequence.
 
     Args:
         hidden_states: [1, C, T]. weight: [C, taps]. bias: [C].
@@ -132,7 +132,7 @@ def delta_rule(
     Args:
         query, key: [1, T, key heads, K]. value: [1, T, H, V].
         g: [1, T, H], or [1, T, H, K]. beta: [1, T, H].
-        use_qk_l2norm_in_kernel: give queries and keys length one first.
+        use_qk_l2norm_in_kernel: Normalise queries and keys to length one first.
 
     Returns:
         [1, T, H, V], rows of padding zero; and the states of all slots, [Z, H, K, V].
@@ -198,7 +198,7 @@ def scan_heads(
         hidden_states: [1, T, H, P]. dt: [1, T, H]. A, D, dt_bias: [H]. B, C: [1, T, G, N].
 
     Returns:
-        [1, T, H, P], rows of padding zero; with `return_final_states` the states of all slots as well, [Z, H, N, P].
+        [1, T, H, P], rows of padding zero; with `return_final_states` also the states of all slots, [Z, H, N, P].
     """
     step, states = call.pages.step, call.pages.states[call.layer]
     tokens, heads, head_dim = hidden_states.shape[1:]
@@ -237,7 +237,7 @@ def scan_channels(
         hidden_states, dt, z: [1, C, T]. A: [C, N]. B, C: [1, N, T]. D, delta_bias: [C].
 
     Returns:
-        [1, C, T], a view of [T, C], rows of padding zero; with `return_last_state` the states of all slots as well,
+        [1, C, T], a view of [T, C], rows of padding zero; with `return_last_state` also the states of all slots,
         [Z, N, C].
     """
     step, states = call.pages.step, call.pages.states[call.layer]

@@ -1,6 +1,6 @@
-"""What a gated delta net does around its recurrence, as kernels of programs: order, rates, the norm of what comes out.
+"""Kernels for the parts of a gated delta net around its recurrence: order of values, rates, norm and gates of the output.
 
-Source: Gated Delta Networks (Yang et al., 2024), as `transformers`' Qwen3-Next and Qwen3.5 have it.
+Source: Gated Delta Networks (Yang et al., 2024), as in Qwen3-Next and Qwen3.5 of `transformers`.
 
 Legend: T rows, H value heads, V value dim.
 """
@@ -15,7 +15,7 @@ from attention.cpu_tiles import LANES, TILES_VERSION
 from dispatch.native import bits_of, copy, float_of, floats, words
 from dispatch.team import WORDS, Kernel
 
-_ROWS = 4  # of a tile
+_ROWS = 4  # rows of a tile
 
 
 @njit(nogil=True, inline="always")
@@ -24,7 +24,7 @@ def _sigmoid(value):  # type: ignore[no-untyped-def]
 
 
 def _order(at, tile):  # type: ignore[no-untyped-def]
-    # Copies parts of rows to other places.
+    # Copies parts of rows to other positions.
     w = words(at, WORDS)
     x, x_stride, out, out_stride, parts, num_parts, rows = (
         w[0],
@@ -45,7 +45,7 @@ def _order(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _rates(at, tile):  # type: ignore[no-untyped-def]
-    # How fast states fade, and how far they follow.
+    # Computes how fast states decay and how much each value updates them.
     w = words(at, WORDS)
     fade, fade_stride, follow, follow_stride, heads = w[0], w[1], w[2], w[3], w[4]
     fade_at, follow_at, factors, biases = (
@@ -69,7 +69,7 @@ def _rates(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _norm_gated(at, tile):  # type: ignore[no-untyped-def]
-    # Norms each head, then times silu(gate).
+    # Norms each head, then multiplies it by silu(gate).
     w = words(at, WORDS)
     x, gate, gate_stride, weight, eps, heads, dim = w[0], w[1], w[2], w[3], float_of(w[4]), w[5], w[6]
     rows = words(w[8], 1)[0]
@@ -88,7 +88,7 @@ def _norm_gated(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _gate(at, tile):  # type: ignore[no-untyped-def]
-    # Heads times sigmoid(gate), in place.
+    # Multiplies heads by sigmoid(gate), in place.
     w = words(at, WORDS)
     x, gate, gate_stride, head_stride, heads, dim, rows = (
         w[0],
@@ -116,12 +116,12 @@ ORDER, RATES, NORM_GATED, GATE = (
 
 
 def order_row(x: int, x_stride: int, out: int, out_stride: int, parts: np.ndarray, rows_at: int) -> list[int]:
-    """One row of a program: copy parts of each of T rows.
+    """Return one row of a program: copy parts of each of T rows.
 
     Args:
-        x, out: addresses of rows of float32. x_stride, out_stride: bytes from a row to the next.
-        parts: [parts, 3] int64: where a part begins, its length, and where it goes to; kept by the caller.
-        rows_at: address of T, read when the program runs.
+        x, out: Addresses of rows of float32. x_stride, out_stride: bytes from one row to the next.
+        parts: [parts, 3] int64: first value of a part, its length, and its destination. The caller keeps it alive.
+        rows_at: Address of T, read when the program runs.
     """
     return ORDER.row(x, x_stride, out, out_stride, parts.ctypes.data, len(parts), rows_at)
 
@@ -130,12 +130,12 @@ def rates_row(
     fade: tuple[int, int], follow: tuple[int, int], places: tuple[np.ndarray, np.ndarray], factors: int, biases: int,
     decays: int, rates: int, rows_at: int,
 ) -> list[int]:  # fmt: skip
-    """One row of a program: `decay = factor * softplus(fade + bias)` and `rate = sigmoid(follow)`, per head.
+    """Return one row of a program: `decay = factor * softplus(fade + bias)` and `rate = sigmoid(follow)`, per head.
 
     Args:
-        fade, follow: address of rows of float32, and bytes from a row to the next.
-        places: [H] int64 each: where heads' values are in those rows; kept by the caller.
-        factors, biases: addresses of [H] float32. decays, rates: addresses of [T, H] float32.
+        fade, follow: Address of rows of float32, and bytes from one row to the next.
+        places: [H] int64 each: positions of the heads' values in those rows. The caller keeps them alive.
+        factors, biases: Addresses of [H] float32. decays, rates: addresses of [T, H] float32.
     """
     return RATES.row(
         *fade, *follow, len(places[0]), places[0].ctypes.data, places[1].ctypes.data, factors, biases, decays, rates,
@@ -146,11 +146,11 @@ def rates_row(
 def norm_gated_row(
     x: int, gate: int, gate_stride: int, weight: int, eps: float, heads: int, dim: int, out: int, rows_at: int
 ) -> list[int]:
-    """One row of a program: `out = norm(x) * silu(gate)`, head by head.
+    """Return one row of a program: `out = norm(x) * silu(gate)`, head by head.
 
     Args:
-        x, out: addresses of [T, H, V] float32. gate: of rows [H * V], `gate_stride` bytes from one to the next.
-        weight: address of [V] float32. heads: H. dim: V.
+        x, out: Addresses of [T, H, V] float32. gate: address of rows [H * V], `gate_stride` bytes from one to the next.
+        weight: Address of [V] float32. heads: H. dim: V.
     """
     return NORM_GATED.row(x, gate, gate_stride, weight, bits_of(eps), heads, dim, out, rows_at)
 
@@ -158,11 +158,11 @@ def norm_gated_row(
 def gate_row(
     x: int, gate: int, gate_stride: int, head_stride: int, heads: int, dim: int, rows_at: int
 ) -> list[int]:
-    """One row of a program: `x *= sigmoid(gate)`, for what attention gave.
+    """Return one row of a program: `x *= sigmoid(gate)`, for the output of attention.
 
     Args:
-        x: address of [T, H, V] float32. gate: of rows, `gate_stride` bytes from one to the next, `head_stride` from a
-            head's gates to the next's.
+        x: Address of [T, H, V] float32. gate: address of rows, `gate_stride` bytes from one to the next and `head_stride`
+            from one head's gates to the next.
         heads: H. dim: V.
     """
     return GATE.row(x, gate, gate_stride, head_stride, heads, dim, rows_at)

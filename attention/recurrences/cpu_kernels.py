@@ -1,8 +1,8 @@
-"""The kernels of recurrences on CPU: token by token, so that no bit depends on how a prompt was cut or on what runs beside it.
+"""CPU kernels of recurrences: they run token by token, so no bit depends on how a prompt was cut or on other rows.
 
-A task is one head (or some channels) of one sequence: it reads the state before the sequence's first token of the
-step, walks the tokens, and writes the state wherever the step wants one (`kvcache.step.StatePiece`). States are kept
-with the dimension that vectors run along last. Sums over the other one are made in one fixed order.
+A task is one head (or some channels) of one sequence. It reads the state before the sequence's first token of the step,
+walks the tokens, and writes the state wherever the step needs one (`kvcache.step.StatePiece`). States are stored with the
+vectorised dimension last. Sums over the other dimension are computed in one fixed order.
 
 Sources: causal convolution of Mamba (Gu and Dao, 2023); gated delta rule (Yang et al., 2024) and its form with a decay per
 channel (Kimi Delta Attention, 2025); selective scan (Mamba) and state space duality (Mamba-2, Dao and Gu, 2024).
@@ -19,9 +19,9 @@ from dispatch.native import float_of, floats, words
 from dispatch.team import WORDS, Kernel
 
 RECURRENCES_VERSION = 2
-# What the delta rule does: queries times K^-0.5; queries and keys of length one before; neither, and values are added whole.
+# Modes of the delta rule: queries times K^-0.5; queries and keys normalised to length one first; neither, with values added whole.
 SCALED, UNIT_LENGTH, ADDED = 0, 1, 2
-CHANNELS = 256  # of a task of the convolution or of Mamba's scan
+CHANNELS = 256  # channels per task of the convolution or of Mamba's scan
 
 
 @njit(nogil=True, inline="always")
@@ -31,13 +31,13 @@ def _silu(value):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _softplus(value):  # type: ignore[no-untyped-def]
-    # As torch's, whose threshold is 20.
+    # Like torch's, with its threshold of 20.
     return value if value > np.float32(20.0) else np.float32(math.log1p(math.exp(value)))
 
 
 @njit(nogil=True, inline="always")
 def _begin(state, slots, stride, offset, slot, count):  # type: ignore[no-untyped-def]
-    # Take a part of a slot's state, or zeros.
+    # Load a part of a slot's state, or zeros.
     if slot < 0:
         state[:] = np.float32(0.0)
     else:
@@ -62,7 +62,7 @@ def _convolve(at, tile):  # type: ignore[no-untyped-def]
     here = min(CHANNELS, channels - first)
     row = words(query_starts + sequence * 8, 1)[0]
     bounds = words(piece_starts + sequence * 8, 2)
-    tail = np.zeros((taps, here), np.float32)  # a ring: the inputs before, and the newest
+    tail = np.zeros((taps, here), np.float32)  # a ring of the preceding inputs and the newest
     sums = np.empty(here, np.float32)
     newest = 0
     for index in range(bounds[0], bounds[1]):

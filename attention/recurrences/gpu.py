@@ -1,6 +1,6 @@
-"""Recurrences on GPUs, as mixers call them; the kernels are `attention.recurrences.gpu_kernels`', the CPU's callers the twins.
+"""Recurrences on GPUs, as functions for mixers: twins of those for the CPU. The kernels are in `attention.recurrences.gpu_kernels`.
 
-What a step that only decodes launches follows from its padded size, so that a CUDA graph can replay it.
+The launches of a step that only decodes depend only on its padded size, so a CUDA graph can replay them.
 
 Legend: P rows of the step, padding included, C channels, H heads, K key dim, V value dim, D head dim, N state dim, Z state
 slots, G groups.
@@ -17,14 +17,14 @@ from attention.recurrences.gpu_chunks import walk_chunks
 from attention.recurrences.gpu_kernels import convolve_rows, pass_time, walk_channels, walk_tokens
 from attention.recurrences.mixers import CONVOLUTION, DELTA, LIGHTNING, MAMBA, MAMBA2, MixerCall, Recurrence
 
-_CHANNELS = 128  # of a program
-_STATE_VALUES = 4096  # of a program's part of a state: 32 registers of each of its threads
+_CHANNELS = 128  # channels per program
+_STATE_VALUES = 4096  # values of a program's part of a state: 32 registers in each of its threads
 _WARPS, _CHUNK_WARPS = 4, 8
-_LEAST_SIDE = 16  # of matrices that are multiplied
+_LEAST_SIDE = 16  # smallest side of matrices to multiply
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows whose values lie side by side: [P, ...] as [P, width], a view where that is possible."""
+    """Return rows with contiguous values: [P, ...] as [P, width], a view if possible."""
     rows = x.reshape(x.shape[0], -1)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -34,7 +34,7 @@ def _floats(*vectors: Tensor | None) -> list[Tensor | None]:
 
 
 def _columns(dim: int, width: int) -> int:
-    """Columns of a program whose state has `dim` rows."""
+    """Return the number of columns of a program if the state has `dim` rows."""
     most = max(16, _STATE_VALUES // int(triton.next_power_of_2(dim)))
     return min(most, int(triton.next_power_of_2(width)))
 
@@ -47,7 +47,7 @@ def convolve(
     activation: str | None = None,
     **_options: Any,
 ) -> Tensor:
-    """Convolve every sequence's channels with its own last inputs.
+    """Convolve every sequence's channels with the last inputs of that sequence.
 
     Args:
         hidden_states: [1, C, P]. weight: [C, taps]. bias: [C].
@@ -86,7 +86,7 @@ def delta_rule(
     Args:
         query, key: [1, P, key heads, K]. value: [1, P, H, V].
         g: [1, P, H], or [1, P, H, K]. beta: [1, P, H].
-        use_qk_l2norm_in_kernel: give queries and keys length one first.
+        use_qk_l2norm_in_kernel: Normalise queries and keys to length one first.
 
     Returns:
         [1, P, H, V], rows of padding zero; and the states of all slots, [Z, H, K, V].
@@ -115,7 +115,7 @@ def _walk(
     call: MixerCall, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, scale: float,
     has_unit_length: bool = False, is_added: bool = False, skip_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`decay` [P, H] or [P, H, K], `rate` [P, H], `skip_H`: see `walk_chunks`."""
+    """Run `decay` [P, H] or [P, H, K], `rate` [P, H] and `skip_H` through the kernels (see `walk_chunks`)."""
     at, states = call.pages.step.on_device, call.pages.states[call.layer]
     key_heads, (_, H, K, V) = key.shape[2], states.shape
     q, k, v = (_rows(rows[0]) for rows in (query, key, value))
@@ -160,7 +160,7 @@ def scan_heads(
         hidden_states: [1, P, H, D]. dt: [1, P, H]. A, D, dt_bias: [H]. B, C: [1, P, G, N].
 
     Returns:
-        [1, P, H, D], rows of padding zero; with `return_final_states` the states of all slots as well, [Z, H, N, D].
+        [1, P, H, D], rows of padding zero; with `return_final_states` also the states of all slots, [Z, H, N, D].
     """
     rates, skips, biases = _floats(A, D, dt_bias)
     time_PH = _rows(dt[0])
@@ -194,7 +194,7 @@ def scan_channels(
         hidden_states, dt, z: [1, C, P]. A: [C, N]. B, C: [1, N, P]. D, delta_bias: [C].
 
     Returns:
-        [1, C, P], a view of [P, C], rows of padding zero; with `return_last_state` the states of all slots as well,
+        [1, P, C], a view of [P, C], rows of padding zero; with `return_last_state` also the states of all slots,
         [Z, N, C].
     """
     step, states = call.pages.step.on_device, call.pages.states[call.layer]
@@ -204,7 +204,7 @@ def scan_channels(
     rates, skips, biases = _floats(A, D, delta_bias)
     out_PC = x.new_zeros(x.shape)
     tile = min(_columns(N, channels), _CHANNELS)
-    for start_S in (step.walk_start_W, step.chunk_start_C):  # of prompts as well row by row
+    for start_S in (step.walk_start_W, step.chunk_start_C):  # prompts are walked row by row as well
         if num_sequences := len(start_S) - 1:
             walk_channels[(num_sequences, triton.cdiv(channels, tile))](
                 x, time, b, c, gates, rates, skips, biases, states, step.state_before_P, step.state_after_P, start_S, out_PC,

@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Recurrences that are sums of outer products, on GPUs: prompts chunk by chunk, with products on tensor cores.
 
-    S_t = exp(g_t) S_(t-1) + k_t u_t;  u_t = rate_t (v_t - k_t exp(g_t) S_(t-1)), or rate_t v_t where nothing is taken off;
+    S_t = exp(g_t) S_(t-1) + k_t u_t;  u_t = rate_t (v_t - k_t exp(g_t) S_(t-1)), or rate_t v_t if nothing is subtracted;
     out_t = q_t S_t
 
-Within a chunk every u follows from the state before it and from the rows so far, so that 16 tokens take a few products of
-16 rows instead of 16 walks over the state (Yang et al., Gated DeltaNet, 2024; Dao and Gu, Mamba-2, 2024). Chunks are the
-blocks of the text's positions: a prompt that is cut at the ends of blocks gets the bits of one that is not. Cut elsewhere, or
-continued by decodes, which walk (`attention.recurrences.gpu_kernels`), it does not: steps that are to be invariant walk always.
-Rejected: to let a decode redo its chunk's products from the state and the rows before it, which keeps the bits and takes
-eight times the threads for one token.
+Within a chunk every u follows from the state before it and the rows so far, so 16 tokens take a few products of 16 rows
+instead of 16 walks over the state (Yang et al., Gated DeltaNet, 2024; Dao and Gu, Mamba-2, 2024). Chunks are the blocks of
+the text's positions: a prompt cut at the ends of blocks has the same bits as an uncut one. A prompt that is cut elsewhere, or
+continued by decodes, which walk (`attention.recurrences.gpu_kernels`), does not. Batch-invariant steps always walk.
+Rejected: letting a decode repeat its chunk's products from the state and the rows before it. That keeps the bits but
+takes eight times the threads for one token.
 
-The rows' own products are solved one row after the other, which is stable whatever the keys are; inverting by squaring
-is not where keys are alike. What fades by channel fades in differences: exp(-g) alone would overflow.
+The dependencies between rows are solved row by row, which is stable for all keys. Inverting by squaring is not stable if keys
+are similar. Decay per channel is applied as differences, because exp(-g) alone would overflow.
 
-Legend: P rows, H heads, K key dim, V value dim, D decays of a head (1 or K), TILE columns of a program, CHUNK places.
+Legend: P rows, H heads, K key dim, V value dim, D decays of a head (1 or K), TILE columns of a program, CHUNK positions.
 """
 
 import triton
@@ -35,23 +35,23 @@ def _row_of(rows, place, index):
 
 @triton.jit
 def _unit(rows):
-    """Return rows of length one."""
+    """Normalise rows to length one."""
     return rows / tl.sqrt(tl.sum(rows * rows, axis=1) + 1e-6)[:, None]
 
 
 @triton.jit
 def _summed(g, place, DECAY_DIM: tl.constexpr):
-    """Return what the rows of [CHUNK, D] sum up to, row by row."""
+    """Return the running sums over the rows of [CHUNK, D]."""
     if DECAY_DIM == 1:
         return tl.cumsum(tl.sum(g, axis=1), axis=0)[:, None]
-    else:  # scans of two dimensions do not compile
+    else:  # scans over two dimensions do not compile
         is_before = (place[:, None] >= place[None, :]).to(tl.float32)
         return tl.dot(is_before, g, input_precision="ieee")
 
 
 @triton.jit
 def _faded_pairs(q, k, faded, place, count, DECAY_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """Return [CHUNK, CHUNK] q_i k_j and k_i k_j, faded from row j to row i; those of j > i mean nothing."""
+    """Return [CHUNK, CHUNK] q_i k_j and k_i k_j, decayed from row j to row i. Values with j > i are meaningless."""
     if DECAY_DIM == 1:
         decay = tl.sum(faded, axis=1)
         is_later = place[:, None] >= place[None, :]
@@ -78,10 +78,10 @@ def walk_chunks(
     TILE: tl.constexpr, DECAY_DIM: tl.constexpr, HAS_UNIT_LENGTH: tl.constexpr, IS_ADDED: tl.constexpr,
     HAS_SKIP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, tile of columns).
+    """Run as program (sequence, head, tile of columns).
 
-    `decay` [P, H, D]; `rate` [P, H]; `skips` [H]: what of its own value is added to a row's answer; `states`
-    [slots, H, K, V]. States are wanted after a sequence's last row and at the ends of chunks, nowhere else.
+    `decay` [P, H, D]; `rate` [P, H]; `skips` [H]: factors with which a row's value is added to its output; `states`
+    [slots, H, K, V]. States are stored only after a sequence's last row and at the ends of chunks.
     """
     head, dim, place = tl.program_id(1), tl.arange(0, K_PAD), tl.arange(0, CHUNK)
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The kernels of recurrences on GPUs: token by token, as on CPU, so that no bit depends on cuts or on what runs beside.
+"""GPU kernels of recurrences: they run token by token, as on CPU, so no bit depends on cuts or on other rows.
 
-A program has one head (or some channels) of one sequence, and some columns of its state in registers: it reads the
-state before the sequence's first row, walks the rows, and stores the state after every row that wants it kept. A decode is
-bound by the bytes of its state, read and written once. A prompt is a walk of its tokens one after the other, which is long:
-where bits may depend on cuts it goes chunk by chunk (`attention.recurrences.gpu_chunks`), except Mamba's, whose
-state fades by channel and state dimension, which no product of matrices does.
+A program has one head (or some channels) of one sequence, with some columns of its state in registers. It reads the state
+before the sequence's first row, walks the rows, and stores the state after every row for which the step keeps one. A decode
+is bound by the bytes of its state, read and written once. A prompt is a long walk over its tokens. If bits may depend on
+cuts, prompts run chunk by chunk instead (`attention.recurrences.gpu_chunks`), except for Mamba: its state decays by channel
+and state dimension, which no product of matrices can express.
 
-Sources: see `attention.recurrences.cpu_kernels`.
+Sources: as in `attention.recurrences.cpu_kernels`.
 
 Legend: P rows, C channels, H heads, K key dim, V value dim, N state dim, TILE columns of a program.
 """
@@ -26,7 +26,7 @@ def silu(value):
 
 @triton.jit
 def softplus(value):
-    """Return log(1 + exp(value)), exact to rounding where exp(value) is small; as torch's, whose threshold is 20."""
+    """Return log(1 + exp(value)), accurate to rounding even for small exp(value), with torch's threshold of 20."""
     grown = tl.exp(tl.minimum(value, 20.0))
     one_more = 1.0 + grown
     exact = tl.where(
@@ -40,7 +40,7 @@ def pass_time(
     time, rates, biases, passed, decay, time_stride, low, high,
     H: tl.constexpr, H_PAD: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """Mamba-2's time steps, as decays and rates: program (row). `rates`, `biases` [H]; `passed`, `decay` [P, H]."""
+    """Run as program (row): make decays and rates of Mamba-2's time steps. `rates`, `biases` [H]; `passed`, `decay` [P, H]."""
     row, head = tl.program_id(0).to(tl.int64), tl.arange(0, H_PAD)
     is_head = head < H
     value = tl.load(time + row * time_stride + head, mask=is_head, other=0.0).to(tl.float32)
@@ -56,7 +56,7 @@ def pass_time(
 
 @triton.jit
 def own_rows(query_start, before, sequence):
-    """Return the first row of a sequence, how many it has, and the slot of the state before them (-1: none)."""
+    """Return a sequence's first row, its number of rows, and the slot of the state before them (-1 without one)."""
     first = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - first
     return first, count.to(tl.int32), tl.load(before + first, mask=count > 0, other=-1)
@@ -67,7 +67,7 @@ def convolve_rows(
     x, weight, bias, tails, before, after, row_before, out, x_stride,
     TAPS: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile of channels). `weight` [TAPS, C]; `tails` [slots, TAPS - 1, C]."""
+    """Run as program (row, tile of channels). `weight` [TAPS, C]; `tails` [slots, TAPS - 1, C]."""
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_channel = channel < C
     slot, kept, seen = tl.load(before + row), tl.load(after + row), tl.load(row_before + row)
@@ -96,10 +96,10 @@ def walk_tokens(
     TILE: tl.constexpr, DECAY_DIM: tl.constexpr, HAS_UNIT_LENGTH: tl.constexpr, IS_ADDED: tl.constexpr,
     HAS_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, head, tile of columns).
+    """Run as program (sequence, head, tile of columns).
 
-    `decay` [P, H, DECAY_DIM]; `rate` [P, H]; `skips` [H]: what of its own value is added to a row's answer; `states`
-    [slots, H, K, V].
+    `decay` [P, H, DECAY_DIM]; `rate` [P, H]; `skips` [H]: factors with which a row's value is added to its output;
+    `states` [slots, H, K, V].
     """
     head, dim = tl.program_id(1), tl.arange(0, K_PAD)
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -142,7 +142,7 @@ def walk_channels(
     write_stride, read_stride, gate_stride, C: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, TILE: tl.constexpr,
     HAS_SKIP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTPLUS: tl.constexpr, HAS_GATES: tl.constexpr,
 ):  # fmt: skip
-    """Mamba: program (sequence, tile of channels). `rates` [C, N]; `skips`, `biases` [C]; `states` [slots, N, C]."""
+    """Run Mamba as program (sequence, tile of channels). `rates` [C, N]; `skips`, `biases` [C]; `states` [slots, N, C]."""
     dim, channel = tl.arange(0, N_PAD), tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_dim, is_channel = dim < N, channel < C
     is_state = is_dim[:, None] & is_channel[None, :]

@@ -1,11 +1,11 @@
-"""The recurrences of `transformers`' mixers, exchanged for ours: a packed batch in, each sequence's own state kept.
+"""Replace the recurrences of `transformers`' mixers with ours, which take a packed batch and keep each sequence's state.
 
 A mixer (gated delta net, KDA, Mamba, Mamba-2, short convolution, lightning attention) projects, convolves and runs a
-recurrence, the last two through functions of its modeling module, which assume one sequence per batch row. Our
-functions take their places in the forward of one module instance, by name: a copy of its code looks names up in a
-dictionary of its own, so that every other model of the process keeps what it had. Everything else in a mixer is left
-as it is. What asks for a state and calls none of these functions is refused (`moe.rehearsal`). Lightning attention
-(MiniMax-01, 2025) has no such function: the forward of its modules is exchanged for one of their own parts.
+recurrence, the last two through functions of its modeling module that assume one sequence per batch row. Our functions
+replace them by name in the forward of one module instance: a copy of its code looks names up in a separate dictionary, so
+other models of the process are not affected. The rest of a mixer is not changed. Modules that read a state but call none
+of these functions are rejected (`moe.rehearsal`). Lightning attention (MiniMax-01, 2025) has no such function, so the
+whole forward of its modules is replaced.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from attention.transformers_names import mixer_cache
 
-# What a modeling module may call them, by kind.
+# Names of these functions in modeling modules, by kind.
 CONVOLUTION, DELTA, MAMBA2, MAMBA, LIGHTNING = "convolution", "delta", "mamba2", "mamba", "lightning"
 KIND_OF_NAME = {
     "causal_conv1d_fn": CONVOLUTION,
@@ -32,30 +32,30 @@ KIND_OF_NAME = {
     "selective_scan_fn": MAMBA,
     "mamba_selective_scan": MAMBA,
 }
-# What lightning attention has: silu(qkv), a decay per head, a norm, a gate.
+# Attributes that identify lightning attention: silu(qkv), a decay per head, a norm, a gate.
 LIGHTNING_PARTS = (
     "slope_rate", "qkv_proj", "act_fn", "norm", "output_gate", "out_proj", "num_attention_heads", "head_dim", "layer_idx",
 )  # fmt: skip
 
 
 class MixerCall:
-    """One mixer's forward that runs now: what its recurrences need to know."""
+    """The running forward of one mixer, with the context that its recurrences need."""
 
     def __init__(self, layer: int) -> None:
-        """`layer`: the mixer's, in the cache."""
+        """`layer` is the mixer's layer in the cache."""
         self.layer = layer
-        self.pages: Any = None  # the cache that the forward was given
-        self.kept: dict[str, Any] = {}  # what a recurrence made of the mixer's weights, for the next call
+        self.pages: Any = None  # the cache passed to the forward
+        self.kept: dict[str, Any] = {}  # values derived from the mixer's weights, for later calls
 
 
-Recurrence = Callable[..., Any]  # (call, arguments of the function that it replaces)
+Recurrence = Callable[..., Any]  # (call, arguments of the replaced function)
 
 
 def exchange(net: nn.Module, recurrences: Mapping[str, Recurrence]) -> int:
-    """Let every mixer run other recurrences; returns how many mixers do.
+    """Make every mixer run other recurrences. Return the number of changed mixers.
 
     Args:
-        recurrences: by kind.
+        recurrences: Recurrences by kind.
     """
     found = 0
     for module in lightning_modules(net):
@@ -74,7 +74,7 @@ def exchange(net: nn.Module, recurrences: Mapping[str, Recurrence]) -> int:
 
 
 def lightning_modules(net: nn.Module) -> list[Any]:
-    """The modules of lightning attention. A model that has any looks at its cache's class, unless told to use none."""
+    """Return the modules of lightning attention. A model with any of them checks its cache's class, unless told to use none."""
     return [module for module in net.modules() if all(hasattr(module, name) for name in LIGHTNING_PARTS)]
 
 
@@ -100,7 +100,7 @@ def _bound(module: Any, forward: FunctionType, recurrences: Mapping[str, Recurre
     def calling(name: str, recurrence: Recurrence) -> Callable[..., Any]:
         known = set(inspect.signature(forward.__globals__[name]).parameters)
 
-        def run(*inputs: Any, **options: Any) -> Any:  # what is exchanged drops what it does not know
+        def run(*inputs: Any, **options: Any) -> Any:  # drops options that are unknown to the original
             return recurrence(
                 call, *inputs, **{key: option for key, option in options.items() if key in known}
             )

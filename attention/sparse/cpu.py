@@ -1,12 +1,12 @@
-"""Sparse attention on CPU: an index chooses tokens from a sequence's pages, attention reads the latents of those only.
+"""Sparse attention on CPU: an index chooses tokens from a sequence's pages, and attention reads only their latents.
 
-Index keys lie as attention's keys do, 16 tokens' of a block side by side, so that a row's index heads multiply a block at a
-time. What is chosen depends on the row's own scores: the largest, and of equal ones those that came first. Chosen tokens
-are handed on as slots of the cache (block * 16 + offset), in the order of the text, so that layers which share a
-choice need nothing else; where all are chosen, attention gives the bits of the dense one.
+Index keys have the layout of attention's keys, the 16 tokens of a block side by side, so that a row's index heads multiply
+one block at a time. The choice depends only on the row's own scores: the largest win, and ties go to the earlier token.
+Chosen tokens are passed on as cache slots (block * 16 + offset) in the order of the text, so layers that share a choice
+need nothing else. If all tokens are chosen, attention gives the same bits as dense attention.
 
-Legend: T rows, H query heads, I index heads, D index dim, K tokens chosen at most, N blocks, L latent dim, V value dim,
-W width of a page's row, R rows at hand, G groups of 16 heads.
+Legend: T rows, H query heads, I index heads, D index dim, K largest number of chosen tokens, N blocks, L latent dim, V value
+dim, W width of a page's row, R current rows, G groups of 16 heads.
 """
 
 import numpy as np
@@ -32,12 +32,12 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 
 _DIGIT_BITS = 11
-COUNTS = 1 << _DIGIT_BITS  # that `largest` takes room for
+COUNTS = 1 << _DIGIT_BITS  # size of the `counts` buffer of `largest`
 
 
 @njit(nogil=True, inline="always")
 def ordered(score):  # type: ignore[no-untyped-def]
-    """Return a score as a whole number that is ordered as it is."""
+    """Return whole numbers in the same order as the scores."""
     bits = np.float32(score).view(np.uint32)
     word = bits if score != np.float32(0.0) else np.uint32(0)  # no -0
     return ~word if word >> np.uint32(31) else word | np.uint32(0x80000000)
@@ -45,7 +45,7 @@ def ordered(score):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
-    """Return the `wanted`-th largest of `count` keys, and how many of those equal to it are wanted: a digit at a time."""
+    """Return the `wanted`-th largest of `count` keys and how many of its equals are wanted, found a digit at a time."""
     prefix, mask, shift = np.uint32(0), np.uint32(0), 32
     left = wanted
     while shift > 0:
@@ -65,7 +65,7 @@ def largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
 
 
 def _choose(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is one row: its scores of all tokens up to itself, then the best of them, as slots; -1 behind them.
+    # A tile is one row: it scores all tokens up to itself, then writes the best as slots, followed by -1.
     w = words(at, WORDS)
     query, weight, scale, heads, dim, keys, wanted, out = (
         w[0],
@@ -111,7 +111,7 @@ def _choose(at, tile):  # type: ignore[no-untyped-def]
         for head in range(heads):
             for lane in range(LANES):
                 here[lane] += weights[head] * max(products[head, lane] * scale, np.float32(0.0))
-    order = np.empty(count, np.uint32)  # as floats, compared as whole numbers
+    order = np.empty(count, np.uint32)  # whole numbers in the order of the float scores
     for position in range(count):
         order[position] = ordered(sums[position])
     least, equal = largest(order, count, wanted, np.empty(COUNTS, np.int64))
@@ -126,7 +126,7 @@ def _choose(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _attend_chosen(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is 16 heads of one row; `out` [R, G, 16, padded L] are the weighted means of latents.
+    # A tile is 16 heads of one row. It writes the weighted means of latents to `out` [R, G, 16, padded L].
     w = words(at, WORDS)
     query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
     chosen_at, most, sinks = w[6], w[7], w[8]
@@ -183,13 +183,13 @@ def choose_tokens(
     """Choose for every row of the step the tokens of its own sequence that its index heads score highest.
 
     Args:
-        query_TID: [T, I, D], weight_TI: [T, I]; the rows that `step` describes come first.
-        keys_NDB: [N, D, 16] float32 pages of index keys; they already hold the step's own.
-        scale: factor on products, before their positive part is taken.
+        query_TID: [T, I, D], weight_TI: [T, I]. The rows that `step` describes come first.
+        keys_NDB: [N, D, 16] float32 pages of index keys. They already hold the step's own keys.
+        scale: Factor on products, before their positive part is taken.
         count: K.
 
     Returns:
-        [T, K] int32 slots of the cache, in the order of the text, -1 behind them; new. Rows of padding choose nothing.
+        [T, K] int32 cache slots in the order of the text, then -1; new. Rows of padding choose nothing.
     """
     rows, heads, dim = query_TID.shape
     query, weight = query_TID.float().contiguous(), weight_TI.float().contiguous()
@@ -206,7 +206,7 @@ def choose_tokens(
 def choose_from_pages(
     pages: PagedCache, layer: int, query_TID: Tensor, weight_TI: Tensor, scale: float, count: int
 ) -> Tensor:
-    """What `sparse_index.exchange` takes: see `choose_tokens`."""
+    """Choose tokens from a cache's pages, as in `choose_tokens`, for `sparse_index.exchange`."""
     assert pages.step is not None, "a step must be set before the model runs"
     return choose_tokens(query_TID, weight_TI, pages.indexes[layer], pages.step, scale=scale, count=count)[
         None
@@ -227,9 +227,9 @@ def chosen_attention(
     """Attend every row of the step to the latents that were chosen for it.
 
     Args:
-        chosen_TK: from `choose_tokens`.
+        chosen_TK: Slots from `choose_tokens`.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value.
-        others: see `cpu_latents.latent_attention`.
+        others: As in `cpu_latents.latent_attention`.
 
     Returns:
         [T, H, V] float32, new; padded rows are zero.
@@ -240,7 +240,7 @@ def chosen_attention(
     chosen = chosen_TK.contiguous()
     out_THV = torch.zeros(num_rows, heads, weight.value.shape[1] * LANES)
     at_once = min(ROWS_AT_ONCE, step.num_tokens)
-    make = torch.zeros if heads % LANES else torch.empty  # lanes of heads that there are not
+    make = torch.zeros if heads % LANES else torch.empty  # unused lanes of the last group must be 0
     query, found = (make(at_once, size) for size in room_floats(heads, latent, rotary_dim))
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
     num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)

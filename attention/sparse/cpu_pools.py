@@ -1,9 +1,9 @@
-"""A sparse index over pools of tokens on CPU: pools' keys are made once, in the pages; rows choose whole pools.
+"""A sparse index over pools of tokens on CPU: the keys of pools are made once and stored in the pages; rows choose whole pools.
 
-A page of index keys has, behind its tokens' keys and gates, the keys of its pools: a pool lies within a block. A pool's key is
-made in the step that brings its last token, from the pages alone, so that no bit depends on how a prompt was cut.
+A page of index keys holds the keys and gates of its tokens, then the keys of its pools: a pool lies within a block. A
+pool's key is made in the step that adds its last token, from the pages alone, so no bit depends on how a prompt was cut.
 
-Legend: T rows, I index heads, D index dim, K tokens chosen at most, N blocks.
+Legend: T rows, I index heads, D index dim, K largest number of chosen tokens, N blocks.
 """
 
 import math
@@ -22,7 +22,7 @@ from kvcache.paged_cache import PagedCache
 
 
 def _pool(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is one sequence: the keys of the pools that its rows complete.
+    # A tile is one sequence: it makes the keys of the pools that its rows complete.
     w = words(at, WORDS)
     pages, dims, dim, size, bias = w[0], w[1], w[2], w[3], w[4]
     if tile < 0:
@@ -53,7 +53,7 @@ def _pool(at, tile):  # type: ignore[no-untyped-def]
 
 
 def _choose_pools(at, tile):  # type: ignore[no-untyped-def]
-    # A tile is one row: the tokens of its best pools as slots, then those of the pool that is not whole; -1 behind them.
+    # A tile is one row: it writes the tokens of its best pools as slots, then those of the incomplete pool, then -1.
     w = words(at, WORDS)
     query, weight, scale, heads, dim, pages, dims = w[0], w[1], float_of(w[2]), w[3], w[4], w[5], w[6]
     size, wanted, out = w[7], w[8], w[9]
@@ -64,7 +64,7 @@ def _choose_pools(at, tile):  # type: ignore[no-untyped-def]
     starts = words(w[10], facts[3] + 1)
     while starts[sequence + 1] <= tile:
         sequence += 1
-    seen = words(w[11] + sequence * 8, 1)[0] - (starts[sequence + 1] - tile) + 1  # tokens
+    seen = words(w[11] + sequence * 8, 1)[0] - (starts[sequence + 1] - tile) + 1  # visible tokens
     table, pools = w[12] + sequence * w[14], seen // size
     width = wanted * size + size - 1
     chosen = int32s(out + tile * width * 4, width)
@@ -112,12 +112,12 @@ def choose_pools(
     """Choose for every row of the step the pools of its own sequence that its index heads score highest.
 
     Args:
-        pages: their step is set; they hold the step's own keys and gates.
-        query_TID: [T, I, D], weight_TI: [T, I]; the rows of the step come first.
-        scale: factor on products, before their positive part is taken.
+        pages: The cache. Its step is set and it holds the step's own keys and gates.
+        query_TID: [T, I, D], weight_TI: [T, I]. The rows of the step come first.
+        scale: Factor on products, before their positive part is taken.
 
     Returns:
-        [1, T, K] int32 slots of the cache, in the order of the text, -1 behind them; rows of padding choose nothing.
+        [1, T, K] int32 cache slots in the order of the text, then -1. Rows of padding choose nothing.
     """
     step = pages.step
     assert step is not None, "a step must be set before the model runs"

@@ -1,12 +1,12 @@
-"""Sparse attention's index (DeepSeek Sparse Attention, 2025): what a model asks of it, read off the model's own code.
+"""The index of sparse attention (DeepSeek Sparse Attention, 2025), derived from the model's own code.
 
-An indexer projects queries, one key per token and a weight per head, and chooses for every row the tokens whose
-`sum over heads of weight * relu(query . key)` is largest. Its module computes that densely, over one sequence per batch row.
-Its projections are its own; what comes after `update_indexer` is not computed but noted: the keys that the cache returns
-are a stand-in, which follows what is done with it and, once the best are asked for, lets the cache find them in the
-pages of each row's own sequence. A module that does anything else with its keys fails, and is refused (`moe.rehearsal`).
+An indexer projects queries, one key per token and a weight per head. For every row it chooses the tokens with the largest
+`sum over heads of weight * relu(query . key)`. Its module computes that densely, over one sequence per batch row. We run the
+module's projections as they are. The operations after `update_indexer` are recorded, not computed: the cache returns a
+stand-in for the keys that follows these operations, and `topk` on it lets the cache choose from the pages of each row's
+sequence. A module that does anything else with its keys fails and is rejected (`moe.rehearsal`).
 
-Legend: T rows, I index heads, D index dim, K tokens that are chosen.
+Legend: T rows, I index heads, D index dim, K number of chosen tokens.
 """
 
 import inspect
@@ -20,21 +20,20 @@ from torch import Tensor, nn
 
 from attention.transformers_names import CACHE
 
-INDEXED = "_indexed"  # behind an organ's name, for models with a sparse index, whose code wants a mask
-FAR = 1 << 40  # keys that the dense code believes to see: it chooses as many as it may
+INDEXED = "_indexed"  # suffix of an organ's name for models with a sparse index, whose code needs a mask
+FAR = 1 << 40  # number of keys that the dense code sees, so that it chooses the largest number allowed
 
 
-# (cache, layer, queries [T, I, D], weights [T, I], factor on products, K) to [1, T, K], whatever attention takes for tokens.
+# (cache, layer, queries [T, I, D], weights [T, I], factor on products, K) to [1, T, K], in attention's format of tokens.
 Choose = Callable[[Any, int, Tensor, Tensor, float, int], Tensor]
 
 
 class AnyMask:
-    """Stands where a causal mask is sliced and added to scores: rows see what the kernels let them see."""
+    """Stand-in for a causal mask that is sliced and added to scores. The kernels apply the real mask."""
 
     dtype = torch.float32
 
     def __getitem__(self, _key: Any) -> "AnyMask":
-        """Itself."""
         return self
 
 
@@ -42,7 +41,7 @@ ANY_MASK = AnyMask()
 
 
 class _Keys:
-    """All keys that rows may see."""
+    """Stand-in for all keys that rows may see."""
 
     def __init__(self, choose: Callable[[Tensor, Tensor, float, int], Tensor]) -> None:
         self.choose = choose
@@ -54,14 +53,14 @@ class _Keys:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Multiply with queries [1, T, I, D]."""
+        """Record a product with queries [1, T, I, D]."""
         if function is torch.matmul and len(args) == 2 and isinstance(args[1], cls) and not kwargs:
             return _Scores(args[1], args[0])
         return NotImplemented
 
 
 class _Scores:
-    """Products of queries and keys."""
+    """Stand-in for the products of queries and keys."""
 
     def __init__(self, keys: _Keys, query: Tensor) -> None:
         self.keys, self.query, self.scale, self.is_positive = keys, query, 1.0, False
@@ -74,7 +73,7 @@ class _Scores:
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take the positive part, or sum over heads with weights [1, T, 1, I]."""
+        """Record the positive part, or the sum over heads with weights [1, T, 1, I]."""
         if function in (torch.nn.functional.relu, torch.relu) and isinstance(args[0], cls):
             args[0].is_positive = True
             return args[0]
@@ -84,42 +83,42 @@ class _Scores:
 
 
 class _Sums:
-    """A score per row and key."""
+    """Stand-in for one score per row and key."""
 
     def __init__(self, scores: _Scores, weight: Tensor) -> None:
         self._scores, self._weight = scores, weight
         self.shape = (1, scores.query.shape[1], FAR)
 
     def squeeze(self, _dim: int) -> "_Sums":
-        """Itself: heads are summed."""
+        """Return itself: heads are already summed."""
         return self
 
     def __add__(self, mask: Any) -> "_Sums":
         return self if isinstance(mask, AnyMask) else NotImplemented
 
     def topk(self, count: int, dim: int = -1) -> Any:
-        """Let the cache choose."""
+        """Let the cache choose the tokens."""
         if dim != -1:
-            raise TypeError(f"an index along dimension {dim}")
+            raise TypeError(f"topk of an index along dimension {dim}; only the last is supported")
         scores, keys = self._scores, self._scores.keys
         query_TID, weight_TI = scores.query[0], self._weight.reshape(scores.query.shape[1:3])
         return SimpleNamespace(indices=keys.choose(query_TID, weight_TI, scores.scale, count))
 
 
 class _Pages:
-    """What an indexer is given for a cache."""
+    """Stand-in for a cache, passed to an indexer."""
 
     def __init__(self, cache: Any, choose: Choose) -> None:
         self._cache, self._choose = cache, choose
 
     def update_indexer(self, key: Tensor, layer: int) -> _Keys:
-        """Keep the step's own keys; returns all."""
+        """Cache the step's own keys and return a stand-in for all keys."""
         self._cache.update_indexer(key, layer)
         return _Keys(partial(self._choose, self._cache, layer))
 
 
 def indexers(net: nn.Module) -> list[Any]:
-    """The modules that choose tokens one by one; `attention.sparse.pools` has those that choose pools."""
+    """Return the modules that choose single tokens; `attention.sparse.pools` has those that choose pools."""
     return [
         module
         for module in net.modules()
@@ -128,7 +127,7 @@ def indexers(net: nn.Module) -> list[Any]:
 
 
 def exchange(net: nn.Module, choose: Choose) -> bool:
-    """Let indexers choose from the pages of the cache that they are given; returns whether there are any."""
+    """Make indexers choose from the pages of the cache passed to them. Return whether there are any."""
     found = indexers(net)
     for module in found:
         module.forward = _choosing(module, choose)

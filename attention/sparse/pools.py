@@ -1,11 +1,11 @@
-"""A sparse index over pools of tokens (GLM-5.3, 2026): what its modules keep, and how they are exchanged.
+"""A sparse index over pools of tokens (GLM-5.3, 2026): what its modules cache, and how they are replaced.
 
-Every token has a key and a gate per channel. A pool is some tokens side by side (`index_kpool`, 16 as published); once all of them are
-there, its key is their keys' mean, weighted by a softmax over the gates. Rows choose pools by scores as in
-`attention.sparse.index`, see all of their tokens, and the tokens of the pool that is not whole yet. The modules pool all keys anew
-in every forward and turn what they chose into a mask; exchanged, the cache keeps pools' keys, and attention is given the tokens.
+Every token has a key and a gate per channel. A pool is a few adjacent tokens (`index_kpool`, 16 in the published model).
+Once a pool is complete, its key is the mean of its tokens' keys, weighted by a softmax over the gates. Rows choose pools by
+scores as in `attention.sparse.index`, and see all tokens of these pools and of the incomplete pool. The original modules
+pool all keys again in every forward and build a mask. The replacements cache the keys of pools and pass tokens to attention.
 
-Legend: T rows, I index heads, D index dim, K tokens chosen at most.
+Legend: T rows, I index heads, D index dim, K largest number of chosen tokens.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 
 from attention.sparse.index import AnyMask
@@ -27,15 +27,15 @@ _MASKING = "build_attention_mask_from_topk"
 
 
 class Pooling(NamedTuple):
-    """What one layer's index does."""
+    """Settings of one layer's index."""
 
     pool_tokens: int
     num_chosen: int  # pools
-    bias_BD: Tensor  # on gates, by place in the pool
+    bias_BD: Tensor  # added to gates, by position in the pool
 
     @property
     def num_tokens(self) -> int:
-        """Chosen at most: K."""
+        """Largest number of chosen tokens, K."""
         return self.num_chosen * self.pool_tokens + self.pool_tokens - 1
 
 
@@ -44,30 +44,30 @@ ChoosePools = Callable[[Any, int, Tensor, Tensor, float, Pooling], Tensor]
 
 
 class ChosenMask(AnyMask):
-    """Stands where a mask is made of what an index chose: attention takes the choice itself."""
+    """Stand-in for a mask built from the choice of an index: attention takes the indices themselves."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
 
 
 def modules(net: nn.Module) -> list[Any]:
-    """The modules that choose pools."""
+    """Return the modules that choose pools."""
     return [module for module in net.modules() if all(hasattr(module, name) for name in _PARTS)]
 
 
 def why_not(net: nn.Module, block_tokens: int) -> str | None:
-    """Say why pools cannot be kept in blocks, as "the model has ..."; None: they can, or there are none."""
+    """Return why pools cannot be kept in blocks, as "the model has ...", or None if they can."""
     for module in modules(net):
         size = int(module.index_kpool)
         if block_tokens % size or module.head_dim % size:
             return f"an index over pools of {size} tokens; blocks have {block_tokens}, and index keys {module.head_dim} values"
         if not module.index_kpool_always_select_tail:
-            return "an index that leaves out the tokens of a pool that is not whole"
+            return "an index that leaves out the tokens of an incomplete pool"
     return None
 
 
 def exchange(net: nn.Module, choose: ChoosePools) -> list[Any]:
-    """Let indexes choose from the pages of the cache that they are given; returns their modules."""
+    """Make indexes choose from the pages of the cache passed to them. Return their modules."""
     found = modules(net)
     for module in found:
         module.forward = choosing(module, choose)

@@ -1,1 +1,1 @@
-"""The placement of experts: its quality, and what moving and counting cost."""
+"""Placement of experts: its quality, and the cost of moving and counting."""

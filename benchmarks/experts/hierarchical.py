@@ -1,15 +1,15 @@
-"""How many bytes cross nodes in node-limited dispatch, against flat dispatch of the same tokens?
+"""How many bytes cross nodes in node-limited dispatch, compared with flat dispatch of the same tokens?
 
-Bound: flat dispatch sends a token once to every rank that holds one of its K experts, node-limited dispatch once to
-every node. With DeepSeek-V3's routing (256 experts in 8 groups, the best 4 groups by the sum of their two best scores,
-the best 8 experts in these) a token reaches at most 4 nodes where every node holds one group or more, but up to 8
-ranks. Answers come back once per choice either way, so combine saves nothing.
+Bound: flat dispatch sends a token once to every rank that holds one of its K experts, node-limited dispatch once to every
+node. With DeepSeek-V3's routing (256 experts in 8 groups, the best 4 groups by the sum of their two best scores, the best 8
+experts in these) a token reaches at most 4 nodes if every node holds at least one group, but up to 8 ranks. Answers return
+once per choice in both cases, so combine saves nothing.
 
     python -m benchmarks.experts.hierarchical [--shapes 2x2 4x2 8x2] [--tokens 128] [--hidden 512] [--save]
 
-Counted bytes: every rank counts what it hands to a wire for ranks of other nodes, headers included; results of
-flat and node-limited exchanges are compared bit for bit first. Rows are bfloat16. All ranks run on this host. The
-last rows are computed from the same routing, without ranks and headers, for the sizes that DeepSeek-V3 is served at.
+Bytes are counted on every rank as they are passed to a wire for ranks of other nodes, headers included. Results of flat and
+node-limited exchanges are first compared bit for bit. Rows are bfloat16. All ranks run on this host. The last rows are
+computed from the same routing, without ranks and headers, for the sizes at which DeepSeek-V3 is served.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Crossing(NamedTuple):
 
 
 def choose_experts(tokens: int, seed: int, *, is_grouped: bool) -> Tensor:
-    """Draw random scores and return int64 [T, CHOICES] by DeepSeek-V3's rule, or the best of all experts."""
+    """Draw random scores. Return int64 [T, CHOICES] by DeepSeek-V3's rule, or the best of all experts."""
     generator = torch.Generator().manual_seed(seed)
     scores_TE = torch.rand(tokens, EXPERTS, generator=generator)
     if is_grouped:
@@ -52,19 +52,18 @@ def choose_experts(tokens: int, seed: int, *, is_grouped: bool) -> Tensor:
 
 
 class CountingWire:
-    """A wire that counts the bytes for other nodes; everything else is the wrapped one's."""
+    """Wrapper of a wire that counts the bytes for other nodes."""
 
     def __init__(self, wire: Wire, node_size: int) -> None:
         self._wire = wire
         node = wire.rank // node_size
         self._elsewhere = [peer for peer in range(wire.world_size) if peer // node_size != node]
-        self.counts: list[int] = []  # of every exchange
+        self.counts: list[int] = []  # one per exchange
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wire, name)
 
     def open_windows(self, send_bytes: RankTable) -> None:
-        """See `Wire`."""
         self.counts.append(sum(int(send_bytes.values[peer]) for peer in self._elsewhere))
         self._wire.open_windows(send_bytes)
 
@@ -72,7 +71,7 @@ class CountingWire:
 def count_crossing(
     nodes: int, node_size: int, tokens: int, hidden: int, is_grouped: bool
 ) -> dict[str, Crossing]:
-    """Run one layer each way on this rank. Collective."""
+    """Run one layer with each dispatch on this rank. Collective."""
     rank, S = dist.get_rank(), EXPERTS // (nodes * node_size)
     slots_TK = choose_experts(tokens, rank, is_grouped=is_grouped)
     generator = torch.Generator().manual_seed(rank)
@@ -101,7 +100,7 @@ def count_crossing(
 def compute_crossing(
     nodes: int, node_size: int, tokens: int, hidden: int, is_grouped: bool
 ) -> dict[str, Crossing]:
-    """Return the bytes of rows and answers that cross, from rank 0, without headers and choices."""
+    """Return the bytes of rows and answers that cross nodes, from rank 0, without headers and choices."""
     slots_TK = choose_experts(tokens, 0, is_grouped=is_grouped)
     row_bytes, S = 2 * hidden, EXPERTS // (nodes * node_size)
     ranks = layout.route(slots_TK, S, nodes * node_size)
@@ -119,7 +118,7 @@ def compute_crossing(
 def describe(
     nodes: int, node_size: int, routing: str, source: str, counts: dict[str, Crossing]
 ) -> dict[str, Any]:
-    """Make a row of the result, and print it."""
+    """Build a row of the result and print it."""
     flat = counts["flat"]
     saved = {
         name: {
@@ -160,7 +159,7 @@ def measure_shape(nodes: int, node_size: int, tokens: int, hidden: int) -> list[
 
 
 def parse_shape(text: str) -> tuple[int, int]:
-    """Read "8x2": nodes and ranks of a node, which together divide the experts."""
+    """Parse "8x2": nodes and ranks per node. The number of ranks must divide the experts."""
     nodes, node_size = (int(part) for part in text.split("x"))
     if nodes * node_size < 1 or EXPERTS % (nodes * node_size):
         raise argparse.ArgumentTypeError(

@@ -1,21 +1,21 @@
-"""How evenly does the planner spread experts, how fast, and with how few moves, beside other programs' policies?
+"""How evenly, how fast and with how few moves does the planner spread experts, compared with policies of other programs?
 
 Figures are the fullest rank over the mean rank of a layer (1 is ideal), mean and worst over layers and windows. Peers
 (DeepSeek EPLB global and hierarchical, ADRS's zigzag, vllm-ascend's Swift balancer) are re-implemented from their
-descriptions in tests/support and run on the same loads in the same process. Bounds: 1.0 where an expert's copies can
-take any share; `bound` in the table where slots are so few that the hottest expert decides, and after a drift, where
-no shares of the slots that were planned before it can do better.
+descriptions in tests/support and run on the same loads in the same process. Bounds: 1.0 if an expert's copies can take any
+share; `bound` in the table if the hottest expert limits the result because there are few slots, and after a drift, if no
+shares of the previously planned slots can do better.
 
-Run: `python -m benchmarks.experts.placement [--loads FILE...] [--quick] [--save]`, with recorded loads as `wideep experts
-simulate` reads them (names of one phase share the part before the first underscore); without, generated loads only.
-A goal that is missed is printed as such and the exit status stays 0.
+Run: `python -m benchmarks.experts.placement [--loads FILE...] [--quick] [--save]`, with recorded loads in the format of
+`wideep experts simulate` (names of one phase share the part before the first underscore), or with generated loads only.
+A missed goal is printed; the exit status is still 0.
 
-Batches: 128 tokens of 8 choices on each of 32 ranks, drawn independently by the window's load, which is the least that
-any batch varies by. Choices go through `ReplicaChoice`, the code that serves.
+Batches: 128 tokens of 8 choices on each of 32 ranks, drawn independently by the window's load, which is the least variation
+that a batch can have. Choices are made by `ReplicaChoice`, as in the service.
 
 Generated loads are fitted to DeepSeek-V3 windows recorded with SGLang (its issue 6017; their licence is not stated, so
 they are not in the repository): within a layer the loads vary by 0.73 to 1.07 of the mean, the hottest expert has 5.6
-to 8.1 times the mean (13.7 in the worst layer), groups of 32 experts differ by 1.5 to 2.1 times, none is at zero. A
+to 8.1 times the mean (13.7 in the worst layer), groups of 32 experts differ by 1.5 to 2.1 times, no load is zero. A
 load drifts by a lognormal factor per expert: sigma 0.07 to 0.30 between windows of a phase, 0.47 between phases.
 """
 
@@ -46,12 +46,12 @@ DRIFT = 0.3
 BATCH_RANKS, BATCH_TOKENS, BATCH_CHOICES = 32, 128, 8
 LAYER_TOKENS = 100e6  # choices per layer and window
 GROUP_SIGMA, EXPERT_SIGMA = (0.25, 0.5), (0.5, 0.8)  # of the logarithm, drawn for each layer
-HOT_FACTOR = 1.7  # the hottest expert of a layer is up to this much hotter than the rest suggests
+HOT_FACTOR = 1.7  # the hottest expert of a layer exceeds the distribution by up to this factor
 Windows = dict[str, np.ndarray]
 
 
 def generate(layers: int, experts: int, seed: int) -> np.ndarray:
-    """Return a load [layers, experts] float64, the same for the same seed."""
+    """Return a load [layers, experts] float64 that depends only on the seed."""
     rng = np.random.default_rng(seed)
     group_sigma = rng.uniform(*GROUP_SIGMA, size=(layers, 1))
     expert_sigma = rng.uniform(*EXPERT_SIGMA, size=(layers, 1))
@@ -71,18 +71,18 @@ def drift(load: np.ndarray, sigma: float, seed: int) -> np.ndarray:
 
 
 def read_windows(paths: list[Path]) -> dict[str, np.ndarray]:
-    """Return recorded windows by file name, each [layers, experts]; the last window of a file with several."""
+    """Return recorded windows [layers, experts] by file name; for a file with several windows, the last one."""
     return {path.stem: read_loads([path]).load[-1] for path in paths}
 
 
 def phase_pairs(windows: dict[str, np.ndarray]) -> list[tuple[str, str]]:
-    """Name the pairs of recorded windows of one phase: the part of the name before the first underscore."""
+    """Return pairs of recorded windows of one phase: their names share the part before the first underscore."""
     names = list(windows)
     return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a.split("_")[0] == b.split("_")[0]]
 
 
 class Report:
-    """Rows as they are measured, and the goals they meet or miss."""
+    """Measured rows, and goals with their results."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -93,13 +93,13 @@ class Report:
         print(f"\n== {title}", flush=True)
 
     def row(self, section: str, name: str, **values: Any) -> None:
-        """Print and keep one row."""
+        """Print and store one row."""
         self.rows.append({"section": section, "name": name, **values})
         shown = "  ".join(f"{key} {_shown(value)}" for key, value in values.items())
         print(f"   {name:42} {shown}", flush=True)
 
     def goal(self, name: str, value: float, most: float) -> None:
-        """Keep whether a figure is at most what it should be."""
+        """Store whether a figure is within its goal."""
         self.goals.append({"name": name, "value": float(value), "goal": most, "met": bool(value <= most)})
 
     def print_goals(self) -> None:
@@ -119,12 +119,12 @@ def _rules(ranks: int, **more: Any) -> Rules:
 
 
 def _spread(values: Sequence[np.ndarray]) -> dict[str, float]:
-    """Mean and worst over layers and windows."""
+    """Return mean and worst over layers and windows."""
     return {"mean": float(np.mean(values)), "worst": float(np.max(values))}
 
 
 def measure_windows(report: Report, what: str, windows: Windows, shapes: Sequence[tuple[int, int]]) -> None:
-    """Plan for each window and judge on it."""
+    """Plan for each window and measure the plan on it."""
     report.section(f"window: {what}")
     limits = {(32, 9): (1.0005, 1.001), (64, 5): (1.002, 1.005), (72, 4): (1.005, 1.01)}
     for ranks, width in shapes:
@@ -169,7 +169,7 @@ def measure_groups(report: Report, windows: Windows) -> None:
 
 
 def _timed(function: Callable[[], Any], runs: int) -> float:
-    """Median CPU milliseconds of this process; numba's compilation is done before."""
+    """Return the median CPU milliseconds of this process, excluding numba's compilation."""
     function()
     taken = []
     for _ in range(runs):
@@ -180,7 +180,7 @@ def _timed(function: Callable[[], Any], runs: int) -> float:
 
 
 def measure_time(report: Report, windows: Windows, runs: int) -> None:
-    """CPU time of a plan from nothing."""
+    """Measure the CPU time of a plan without a previous placement."""
     report.section(f"CPU time of a plan of all layers, one thread, median of {runs}")
     load = next(iter(windows.values()))
     for ranks, width in SHAPES[:3]:
@@ -206,7 +206,7 @@ def measure_time(report: Report, windows: Windows, runs: int) -> None:
 
 
 def measure_drift(report: Report, pairs: dict[str, list[tuple[np.ndarray, np.ndarray]]]) -> None:
-    """Plan for one load, then meet another."""
+    """Plan for one load and measure on another."""
     for name, loads in pairs.items():
         report.section(f"drift at 32x9: {name}")
         rules = _rules(32)
@@ -249,7 +249,7 @@ def _drift_of_peers(
 
 
 def filled_imbalance(load: np.ndarray, slots: np.ndarray, ranks: int) -> np.ndarray:
-    """What our shares make of another program's slots."""
+    """Return the imbalance of our shares on another program's slots."""
     x = np.zeros(slots.shape)
     fill_layers(load, slots, slots.shape[1] // ranks, 300, 1e-6, x)
     by_rank = x.reshape(len(load), ranks, -1).sum(axis=2)
@@ -258,7 +258,7 @@ def filled_imbalance(load: np.ndarray, slots: np.ndarray, ranks: int) -> np.ndar
 
 
 def measure_batches(report: Report, windows: dict[str, np.ndarray], rounds: int) -> None:
-    """Play `rounds` batches of every layer and window, with 288 and 320 slots."""
+    """Run `rounds` batches of every layer and window, with 288 and 320 slots."""
     report.section(f"batches of {BATCH_TOKENS} tokens per rank on {BATCH_RANKS} ranks, top {BATCH_CHOICES}")
     rng = np.random.default_rng(7)
     for width in (9, 10):
@@ -298,7 +298,7 @@ def _play(
     rng: np.random.Generator,
     tried: dict[str, list[float]],
 ) -> None:
-    """One batch: `counts` is [ranks, experts]."""
+    """Run one batch; `counts` is [ranks, experts]."""
     total = counts.sum(axis=0)
     experts = [np.repeat(np.arange(len(total)), row) for row in counts]
     alone = [choice.choose(layer, own) for choice, own in zip(choices, experts, strict=True)]
@@ -322,7 +322,7 @@ def _play(
 
 
 def _random_copies(slots: np.ndarray, total: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Every token takes one of its expert's copies by chance: tokens of each slot."""
+    """Return the tokens of each slot if every token takes a random copy of its expert."""
     carried = np.zeros(len(slots))
     for expert, tokens in enumerate(total):
         own = np.flatnonzero(slots == expert)
@@ -331,7 +331,7 @@ def _random_copies(slots: np.ndarray, total: np.ndarray, rng: np.random.Generato
 
 
 def measure_nodes(report: Report, windows: Windows) -> None:
-    """Copies of every expert on two nodes."""
+    """Place copies of every expert on two nodes."""
     report.section("copies on two nodes")
     load = next(iter(windows.values()))
     twice = plan(load, 18, _rules(32, nodes=4, min_nodes=2)).imbalance
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--loads", nargs="+", type=Path, default=[], metavar="FILE", help="recorded loads")
     parser.add_argument("--quick", action="store_true", help="fewer layers and batches")
-    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results/")
     args = parser.parse_args(arguments)
     card, report = environment_card(), Report()
     print_card(card)

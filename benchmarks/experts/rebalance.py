@@ -1,16 +1,16 @@
 """How much longer do steps take while experts move?
 
-Ranks serve a batch of decoding requests through their engines (no HTTP), and go through random placements: move,
-switch, as many quiet steps, move again. Steps during a move and quiet ones alternate in one run, so that the machine's
-moods fall on both, and are as many, so that their p99 mean the same. Greedy tokens are checked first, against a run in
-which nothing moves. The goal: p99 of steps during a move at most 1.1 times that of quiet ones.
+Ranks serve a batch of decoding requests through their engines (no HTTP) and go through random placements: move, switch, run
+as many quiet steps, move again. Steps during a move and quiet steps alternate in one run, so that noise of the machine affects
+both. Their numbers are equal, so that their p99 are comparable. Greedy tokens are first checked against a run without moves.
+The goal: p99 of steps during a move at most 1.1 times that of quiet ones.
 
-Expected bound: a second thread of each rank copies, hashes and tries out experts for at most 4 % of a step, and the
-kernel copies what it sends; on idle cores that costs nothing, on a machine with as many busy threads as cores it is
-taken from the steps.
+Expected bound: a second thread of each rank copies, hashes and tests experts for at most 4 % of a step, and the kernel
+copies the data that it sends. On idle cores that costs nothing; on a machine with as many busy threads as cores it is taken
+from the steps.
 
 Run: `python -m benchmarks.experts.rebalance [DIRECTORY] [--ranks 2] [--batch 8] [--tokens 900] [--moves 6] [--bytes-per-step N]
-[--save]`; DIRECTORY defaults to the random model of `benchmarks.serve`.
+[--save]`. DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
 import argparse
@@ -49,7 +49,7 @@ RUN_TIMEOUT_S = 1800.0
 
 @dataclass
 class Run:
-    """What one rank measured and delivered."""
+    """Measurements and tokens of one rank."""
 
     quiet_s: list[float] = field(default_factory=list)  # steps without a move
     moving_s: list[float] = field(default_factory=list)
@@ -60,12 +60,12 @@ class Run:
 
 
 class EndWhenIdle:
-    """The doorbell of a run that ends when its requests have."""
+    """Doorbell that ends a run when its requests have ended."""
 
     engine: Engine
 
     def ring(self, step: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def wait(self, step: int) -> None:
         """Stop instead of sleeping."""
@@ -73,25 +73,25 @@ class EndWhenIdle:
 
 
 def shuffled(placement: Placement, seed: int) -> Placement:
-    """The same experts elsewhere: slots are dealt out anew, no rank getting an expert twice."""
+    """Return the experts in other slots: they are dealt again, with no rank getting an expert twice."""
     generator = np.random.default_rng(seed)
     ranks = placement.num_ranks
     rows = placement.slot_expert.reshape(placement.num_layers, ranks, -1)
     swapped = np.roll(rows, 1, axis=1)
-    keep = generator.random(rows.shape[0]) < 0.5  # layers that stay
+    keep = generator.random(rows.shape[0]) < 0.5  # layers that do not change
     mixed = np.where(keep[:, None, None], rows, swapped).reshape(placement.slot_expert.shape)
     new = Placement(mixed, placement.num_experts, ranks)
     return align(new, placement).with_version(placement.version + 1)
 
 
 def serve(rank: int, config: EngineConfig, batch: int, tokens: int, moves: int, quiet_steps: int) -> Run:
-    """Serve one batch to its end; up to `moves` placements are gone through meanwhile."""
+    """Serve one batch to its end, moving to up to `moves` placements meanwhile."""
     doorbell, run = EndWhenIdle(), Run()
     built = assemble(config, doorbell)
     doorbell.engine = built.engine
     relocation, left, since, begun = built.relocation, deque(range(moves)), [0], [time.perf_counter()]
     under_way: list[int] = []
-    lasted = [0]  # steps of the last move, which as many quiet ones follow
+    lasted = [0]  # steps of the last move; the same number of quiet ones follows
     verified = threading.Event()
 
     def on_report(report: PlacementReport) -> None:
@@ -128,13 +128,13 @@ def serve(rank: int, config: EngineConfig, batch: int, tokens: int, moves: int, 
             Request(request_id=f"{rank}-{index}", prompt_ids=tuple(prompt), params=params, arrival_s=0.0)
         )
     built.engine.run(on_step)
-    assert not under_way or verified.wait(TIMEOUT_S), "the last move does not come to its end"
-    run.quiet_s = run.quiet_s[quiet_steps:]  # prompts and warming up
+    assert not under_way or verified.wait(TIMEOUT_S), "the last move does not end"
+    run.quiet_s = run.quiet_s[quiet_steps:]  # without prompts and warm-up
     return run
 
 
 def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
-    """One rank's process: once without moves, once with."""
+    """Run one rank's process: once without moves, once with."""
     if args.ranks > 1:
         store = TCPStore("127.0.0.1", port, args.ranks, rank == 0, timedelta(seconds=TIMEOUT_S))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def summary(still: Run, moved: Run, all_ranks: list[Run]) -> dict[str, Any]:
-    """Rank 0's figures; steps are the same on all ranks."""
+    """Return rank 0's figures; steps are the same on all ranks."""
     figures: dict[str, Any] = {}
     for name, values in (("still", still.quiet_s), ("quiet", moved.quiet_s), ("moving", moved.moving_s)):
         times = np.array(values or [np.nan]) * 1e3

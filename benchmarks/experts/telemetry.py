@@ -1,15 +1,15 @@
-"""What does counting experts' load cost a step?
+"""How much time does counting experts' load add to a step?
 
-Decode steps of a model (no HTTP, no scheduler), with and without counting turn about in one process, so that the
-machine's moods fall on both; with counting, a report is made once a second, as the engine does. The parts are timed
-alone too, because a difference of 1 % drowns in the noise of a shared machine: one layer's count, the clock readings
-(which are not switched off in the steps without), one report. The goal is below 1 % of a step in all.
+Decode steps of a model (no HTTP, no scheduler), with and without counting in turn in one process, so that noise of the
+machine affects both. With counting, a report is made once a second, as in the engine. The parts are also timed alone,
+because a difference of 1 % is lost in the noise of a shared machine: one layer's count, the clock readings (which the steps
+without counting include), one report. The goal is below 1 % of a step in total.
 
-Expected bound: a pass over T x K ids a layer (about a nanosecond each) plus the call of a compiled function.
+Expected bound: a pass over T x K ids per layer (about a nanosecond each) plus the call of a compiled function.
 
-Also the front's part: one report of 58 layers x 256 experts on 32 ranks, decoded and taken into window and recorder.
+The front's part is measured too: one report of 58 layers x 256 experts on 32 ranks, decoded and added to window and recorder.
 
-Run: `python -m benchmarks.experts.telemetry [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--rounds 30] [--save]`;
+Run: `python -m benchmarks.experts.telemetry [DIRECTORY] [--batch 1,16,32] [--threads 1] [--context 150] [--rounds 30] [--save]`.
 DIRECTORY defaults to the random model of `benchmarks.serve`.
 """
 
@@ -39,14 +39,14 @@ from server.experts.load import ExpertsLoad
 from server.http.json_parts import encode
 from server.link import messages
 
-GOAL = 0.01  # of a step
-CLOCK_READINGS, EXCHANGES = 6, 2  # a layer: around dispatch's exchange, combine's, and the experts
-CALLS = 2000  # of what takes microseconds
+GOAL = 0.01  # of a step's time
+CLOCK_READINGS, EXCHANGES = 6, 2  # per layer: around the exchanges of dispatch and combine, and the experts
+CALLS = 2000  # for functions that take microseconds
 FRONT = {"num_layers": 58, "num_experts": 256, "num_ranks": 32, "slots_per_rank": 9}
 
 
 def seconds_per_call(call: Callable[[], object], calls: int = CALLS) -> float:
-    """The median of five runs of many calls."""
+    """Return the median over five runs of many calls."""
     runs = []
     for _ in range(5):
         begun_s = time.perf_counter()
@@ -57,7 +57,7 @@ def seconds_per_call(call: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def step_times(built: Assembled, run: Callable[[], None], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of steps with counting and without, turn about; who is first changes every round."""
+    """Return the seconds of steps with and without counting, in turn; the order changes every round."""
     layers = built.model.layers
     times: dict[bool, list[float]] = {True: [], False: []}
     counters = [layer.counts for layer in layers]
@@ -78,7 +78,7 @@ def step_times(built: Assembled, run: Callable[[], None], rounds: int) -> tuple[
 
 
 def parts(built: Assembled, batch: int) -> dict[str, float]:
-    """Seconds of what counting consists of: a layer's count, its clock readings, a report."""
+    """Return the seconds of the parts of counting: a layer's count, its clock readings, a report."""
     experts, choices = built.experts.num_experts, int(built.model.skeleton.model.config.num_experts_per_tok)
     slots = built.experts.slot_expert.shape[1]
     counts = LoadCounts(1, num_experts=experts, num_ranks=1, slots_per_rank=slots).layers[0]
@@ -91,7 +91,7 @@ def parts(built: Assembled, batch: int) -> dict[str, float]:
 
 
 def measure(built: Assembled, cache: PagedCache, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one batch size."""
+    """Return all figures of one batch size."""
     run = decode(built, cache, batch, options.context)
     run()
     with_s, without_s = step_times(built, run, options.rounds)
@@ -110,7 +110,7 @@ def measure(built: Assembled, cache: PagedCache, batch: int, options: argparse.N
 
 
 def front_part() -> dict[str, float]:
-    """Milliseconds that the front takes for one report of a large service, the recorder on; and for one answer."""
+    """Return the front's milliseconds per report of a large service, with the recorder on, and per answer."""
     table = LoadCounts(**FRONT).table
     slots = FRONT["num_ranks"] * FRONT["slots_per_rank"]
     placement = np.tile(np.arange(slots) % FRONT["num_experts"], (FRONT["num_layers"], 1))
@@ -139,7 +139,7 @@ def front_part() -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a table and one JSON line; return the exit status: 1 if the goal is missed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.experts.telemetry", description="What counting load costs."
+        prog="python -m benchmarks.experts.telemetry", description="The cost of counting load."
     )
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--batch", default="1,16,32")

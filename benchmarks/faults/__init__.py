@@ -1,1 +1,1 @@
-"""Engines that are killed, hang and come back under load: `python -m benchmarks.faults`."""
+"""Engines that are killed, hang and return under load: `python -m benchmarks.faults`."""

@@ -1,17 +1,17 @@
-"""Is any answer lost or changed when engines are killed, hang or come back under load, and how long do streams pause?
+"""Is any answer lost or changed when engines are killed, hang or return under load, and how long do streams pause?
 
-`wideep serve` on several ranks, with so many requests always open: greedy, seeded, with penalties, logprobs, several
-choices or a form, streamed and whole. Faults come one after the other, of the kinds below, in turn or (`--random`)
-drawn with a seed. Who is cut off by a front's end asks again with its Idempotency-Key. Each answer is compared with
-the one that the same request got before the first fault. After the last fault the service must stand where it began:
-no request runs, no block is taken, no descriptor is left.
+`wideep serve` on several ranks, with a constant number of open requests: greedy, seeded, with penalties, logprobs, several
+choices or a form, streamed and whole. Faults occur one after the other, each kind in turn or (`--random`) drawn with a seed. A
+client that is cut off when a front ends retries with its Idempotency-Key. Each answer is compared with the answer to the same
+request before the first fault. After the last fault the service must be in its initial state: no running request, no block in
+use, no leaked descriptor.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
 groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
 tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start.
 
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--open 10] [--random N] [--seed S] [--save]`; MODEL is a
-directory or `demo` (default). It ends with 1 when an answer was lost or changed, or something was left behind.
+Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--open 10] [--random N] [--seed S] [--save]`. MODEL is a directory or
+`demo` (default). The exit status is 1 if an answer was lost or changed, or if something was left behind.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from benchmarks.serving.service import BenchServiceError, Service
 from moe.demo_model import ensure_demo_model
 from server.front.tokenizer import Tokenizer
 
-_EAGER = (  # decides often, and moves slowly
+_EAGER = (  # rebalances often and moves slowly
     "--enable-eplb",
     '--eplb-config={"num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, '
     '"max_bytes_per_step": 65536}',
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     card = environment_card()
     print_card(card)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill unwinds as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
     try:
         result = measure(args)
     except (BenchServiceError, OSError) as error:
@@ -70,11 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", allow_abbrev=False)
     parser.add_argument("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
     parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--open", type=int, default=10, help="requests always open (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer (default: %(default)s)")
-    parser.add_argument("--random", type=int, metavar="N", help="draw N faults; default: each kind once")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--kinds", help=f"some kinds only, with commas between: {', '.join(FAULTS)}")
+    parser.add_argument("--open", type=int, default=10, help="open requests at a time (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per answer (default: %(default)s)")
+    parser.add_argument("--random", type=int, metavar="N", help="draw N faults (default: each kind once)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: %(default)s)")
+    parser.add_argument("--kinds", help=f"only these kinds, separated by commas: {', '.join(FAULTS)}")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
     )
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the service, run the campaign, and say what came of it."""
+    """Start the service, run the campaign, and return its result."""
     tokenizer = Tokenizer(str(ensure_demo_model()) if args.model == "demo" else args.model)
     prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
     bodies = [
@@ -109,14 +109,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             return asyncio.run(campaign.run([(kind, FAULTS[kind]) for kind in kinds]))
         except BenchServiceError as error:
             said = Path(log.name).read_text(errors="replace").splitlines()
-            raise BenchServiceError("\n".join([str(error), "The service said last:", *said[-30:]])) from error
+            raise BenchServiceError("\n".join([str(error), "Last log lines:", *said[-30:]])) from error
 
 
 def _print_summary(result: dict[str, Any]) -> None:
     print(
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
-        f"changed; {result['refused']} times a new request was told to come again, {result['asked_again']} times one that was "
-        "cut off asked again with its key"
+        f"changed; {result['refused']} new requests refused with 503, {result['asked_again']} cut-off "
+        "requests retried with their key"
     )
     for kind, times in result["kinds"].items():
         told = ", ".join(

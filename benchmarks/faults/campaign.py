@@ -1,6 +1,6 @@
-"""The clients of one service, and what they see of the faults that happen to it.
+"""Clients of one service, and their observations during injected faults.
 
-Each answer is compared with the one that the same request got before the first fault.
+Each answer is compared with the answer to the same request before the first fault.
 """
 
 import asyncio
@@ -22,25 +22,25 @@ from benchmarks.serving.processes import command_of, pss_bytes, tree
 from benchmarks.serving.service import HOST, BenchServiceError, Service
 from server.clients.bench.figures import percentile
 
-Fault = Callable[["Campaign"], Awaitable[int]]  # strikes; returns how many members it takes away
+Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how many members it removes
 
-RECOVERY_TIMEOUT_S = 240.0  # of engines that load on a busy machine
+RECOVERY_TIMEOUT_S = 240.0  # for engines that load on a busy machine
 _POLL_S = 0.02
-_SEMAPHORE = "sem.mp-"  # of multiprocessing, which the service does not use, and tests beside it do
+_SEMAPHORE = "sem.mp-"  # of multiprocessing: used by concurrent tests, not by the service
 
 
 @dataclass(kw_only=True)
 class FaultOutcome:
-    """One fault: when it was seen, how long streams stood still, when all ranks served again."""
+    """One fault: when it was detected, how long streams paused, when all ranks served again."""
 
     kind: str
-    detected_s: float | None  # None: no rank was missed, which is right for a short pause
+    detected_s: float | None  # None if no rank was missed, which is right for a short pause
     whole_s: float
     pauses_s: list[float]
 
 
 class Campaign:
-    """The clients of one service, and the faults that happen to it."""
+    """The clients of one service, and the faults injected into it."""
 
     def __init__(
         self,
@@ -51,27 +51,27 @@ class Campaign:
         num_open: int,
         drawn: random.Random,
     ) -> None:
-        """Nothing is asked before `run`."""
+        """Send no request before `run`."""
         self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
         self.drawn = drawn
         self.outcomes: list[FaultOutcome] = []
-        self.problems: list[str] = []  # answers that were lost or changed
+        self.problems: list[str] = []  # lost or changed answers
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
         self._killed: set[int] = set()  # pids of engines
         self._expected: list[Said] = []
-        self.num_cut_off = 0  # answers that were asked for again
-        self.front_is_away = False  # by a fault: who is cut off asks again with the same key
+        self.num_cut_off = 0  # answers that were requested again
+        self.front_is_away = False  # by a fault: clients that are cut off retry with the same key
         self._open: dict[int, LiveAnswer] = {}  # by client
         self._is_over = False
-        self._struck_s: float | None = None  # when the present fault sent its first signal
+        self._struck_s: float | None = None  # time of the first signal of the current fault
 
     async def run(self, faults: Sequence[tuple[str, Fault]]) -> dict[str, Any]:
-        """Let faults, with their names, strike one after the other under load; return figures."""
+        """Inject faults, given with their names, one after the other under load. Return figures."""
         for body in self.bodies:
             self._expected.append(
                 await LiveAnswer(port=self.service.port, body=body, is_streamed=False).read()
             )
-        await self.apply_plan()  # the first one loads the planner, whose memory stays
+        await self.apply_plan()  # the first plan loads the planner, which stays in memory
         before = await self._footprint()
         clients = [asyncio.create_task(self._client(number)) for number in range(self.num_open)]
         for number, (kind, fault) in enumerate(faults, start=1):
@@ -96,15 +96,15 @@ class Campaign:
         }
 
     async def _suffer(self, kind: str, fault: Fault, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:
-        """Let a fault happen at some moment under load and wait until all ranks serve together."""
+        """Inject a fault at a random moment under load and wait until all ranks serve together."""
         await self._wait_until_whole(0)
-        await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults come at any point of a step
+        await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults occur at any point of a step
         losses = (await self.status())["losses"]
         open_at_fault = list(self._open.values())
         begun_s, self._struck_s = time.perf_counter(), None
         seen = asyncio.create_task(self._wait_until_missed(losses))
         num_lost = await fault(self)
-        begun_s = self._struck_s or begun_s  # what waits for its moment counts from its first signal
+        begun_s = self._struck_s or begun_s  # a fault that waits for its moment starts with its first signal
         detected_s = await seen if num_lost and not self.front_is_away else None
         whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
         seen.cancel()
@@ -118,7 +118,7 @@ class Campaign:
         )
         self.front_is_away = False
         if failed := [client for client in clients if client.done()]:
-            failed[0].result()  # raises what ended it
+            failed[0].result()  # raises the client's error
         pauses = (
             longest_pause_s(each.arrivals_s, begun_s, whole_s) for each in open_at_fault if each.is_streamed
         )
@@ -130,7 +130,7 @@ class Campaign:
         )
 
     async def _client(self, number: int) -> None:
-        """Keep one request open, compare each answer."""
+        """Keep one request open and compare each answer."""
         drawn = random.Random(self.drawn.random())
         while not self._is_over:
             at = drawn.randrange(len(self.bodies))
@@ -151,14 +151,12 @@ class Campaign:
                 self.num_answers += 1
                 if said != self._expected[at]:
                     self.num_changed += 1
-                    self.problems.append(
-                        f"request {at} says {said.texts}; before: {self._expected[at].texts}"
-                    )
+                    self.problems.append(f"request {at} got {said.texts}; before: {self._expected[at].texts}")
             self.num_refused += answer.num_refused
             self.num_cut_off += answer.num_cut_off
 
     async def leave(self, count: int) -> None:
-        """Ask, and close the connection amid the answers."""
+        """Send requests and close the connections during the answers."""
         answers = [
             LiveAnswer(port=self.service.port, body=self.drawn.choice(self.bodies), is_streamed=True)
             for _ in range(count)
@@ -171,11 +169,11 @@ class Campaign:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def engines(self) -> dict[int, int]:
-        """Return the pids of the engines that run now, by rank."""
+        """Return the pids of the running engines by rank."""
         found: dict[int, int] = {}
         for pid in tree(self.service.process.pid):
             if "engine" in command_of(pid):
-                with contextlib.suppress(OSError):  # it ended just now; before that its environment is empty
+                with contextlib.suppress(OSError):  # it has just ended; just before, its environment is empty
                     words = Path(f"/proc/{pid}/environ").read_text().split("\0")
                     found |= {int(word[5:]): pid for word in words if word.startswith("RANK=")}
         return found
@@ -191,26 +189,26 @@ class Campaign:
                 os.kill(engines[rank], number)
 
     def front(self) -> int:
-        """Return the pid of the front that runs now."""
+        """Return the pid of the running front."""
         return next(pid for pid in tree(self.service.process.pid) if "front" in command_of(pid))
 
     def some_ranks(self, count: int) -> list[int]:
-        """Draw ranks."""
+        """Draw `count` ranks, or all if there are fewer."""
         return self.drawn.sample(range(self.num_ranks), min(count, self.num_ranks))
 
     async def status(self) -> dict[str, Any]:
-        """Return the fault status, when there is a front to say it."""
+        """Return the fault status, once a front is available."""
         while True:
             with contextlib.suppress(OSError, ValueError):
                 return dict(json.loads(await self._ask("GET", "/v1/fault_tolerance/status")))
             await asyncio.sleep(_POLL_S)
 
     async def apply_plan(self) -> None:
-        """Ask for a rebalance, whatever comes of it."""
+        """Request a rebalance and ignore its result."""
         await self._ask("POST", "/experts/apply")
 
     async def wait_for_own_move(self) -> None:
-        """Wait until experts move, by the service's own decision."""
+        """Wait until the service moves experts on its own."""
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not json.loads(await self._ask("GET", "/experts/history"))["under_way"]:
             if time.perf_counter() > deadline_s:
@@ -218,7 +216,7 @@ class Campaign:
             await asyncio.sleep(_POLL_S / 10)
 
     async def wait_for_new_engine(self, rank: int, old_pid: int) -> None:
-        """Wait until a rank's engine was started again."""
+        """Wait until a rank's engine has been restarted."""
         await self._wait_for(
             lambda: self.engines().get(rank, old_pid) != old_pid, f"rank {rank}'s new engine"
         )
@@ -228,16 +226,16 @@ class Campaign:
         await self._wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
 
     async def _wait_until_missed(self, losses: int) -> float:
-        """Return when the service was seen to have lost more ranks than before."""
+        """Return the time at which the service was seen to have lost more ranks than before."""
         while (await self.status())["losses"] <= losses:
             await asyncio.sleep(_POLL_S)
         return time.perf_counter()
 
     async def _wait_until_whole(self, losses: int) -> float:
-        """Return when all ranks were seen to serve together, after so many losses since the start."""
+        """Return the time at which all ranks were seen to serve together, after `losses` losses since the start."""
 
         async def is_whole() -> bool:
-            if self._killed & set(self.engines().values()):  # the front may not know yet
+            if self._killed & set(self.engines().values()):  # the front may not have noticed yet
                 return False
             status = await self.status()
             is_serving = status["phase"] == "serving" and not status["missing"]
@@ -247,7 +245,7 @@ class Campaign:
         while not await is_whole():
             if time.perf_counter() > deadline_s:
                 raise BenchServiceError(
-                    f"ranks are away after {RECOVERY_TIMEOUT_S:g} s: {await self.status()}"
+                    f"ranks are still missing after {RECOVERY_TIMEOUT_S:g} s: {await self.status()}"
                 )
             await asyncio.sleep(_POLL_S)
         return time.perf_counter()
@@ -256,11 +254,11 @@ class Campaign:
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
         while not is_there():
             if time.perf_counter() > deadline_s:
-                raise BenchServiceError(f"{what} was not there after {RECOVERY_TIMEOUT_S:g} s")
+                raise BenchServiceError(f"timed out after {RECOVERY_TIMEOUT_S:g} s waiting for {what}")
             await asyncio.sleep(_POLL_S)
 
     async def _footprint(self) -> dict[str, float]:
-        """Return what must be back where it began when nothing runs."""
+        """Return the figures that must return to their initial values when nothing runs."""
         running = {
             "vllm:num_requests_running": 0.0,
             "vllm:num_requests_waiting": 0.0,
@@ -293,7 +291,7 @@ class Campaign:
 
 
 def _summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
-    """Return p50 and p99 of each time, by kind."""
+    """Return p50 and p99 of each time by kind."""
     by_kind = defaultdict(list)
     for outcome in outcomes:
         by_kind[outcome.kind].append(outcome)
@@ -316,9 +314,9 @@ def _spread(times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
-    """Return what did not come back to where it began; memory of a longer life may be a quarter more."""
+    """Return the figures that did not return to their initial values; memory may grow by a quarter over time."""
     room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
-    room |= {"front_descriptors": 4, "engine_descriptors": 8}  # connections that end a moment later
+    room |= {"front_descriptors": 4, "engine_descriptors": 8}  # connections that close a moment later
     return {
         name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
     }

@@ -1,4 +1,4 @@
-"""The kinds of faults that a campaign lets happen."""
+"""Kinds of faults that a campaign injects."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.faults.campaign import Campaign, Fault
 
-PAUSE_S = 0.7  # of an engine that is stopped and goes on: too short to be given up
+PAUSE_S = 0.7  # between stopping and continuing an engine: too short for the service to abandon it
 OWN_MOVE = "kill amid an own move"
 
 
@@ -27,20 +27,20 @@ async def _kill_amid_move(campaign: Campaign) -> int:
 
 
 async def _kill_amid_own_move(campaign: Campaign) -> int:
-    """Kill an engine while experts move because the service decided so (`--enable-eplb`)."""
+    """Kill an engine while experts move by the service's own decision (`--enable-eplb`)."""
     await campaign.wait_for_own_move()
     return await _kill(campaign, 1)
 
 
 async def _kill_while_starting(campaign: Campaign) -> int:
-    """Kill an engine, and again while it loads."""
+    """Kill an engine, and kill it again while it loads."""
     [rank] = campaign.some_ranks(1)
     old_pid = campaign.engines()[rank]
     campaign.send(signal.SIGKILL, rank)
     await campaign.wait_for_new_engine(rank, old_pid)
     await asyncio.sleep(campaign.drawn.uniform(0.0, 3.0))
     campaign.send(signal.SIGKILL, rank)
-    return 1  # the second one may not have joined
+    return 1  # the second engine may not have joined
 
 
 async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
@@ -48,19 +48,19 @@ async def _kill_another_while_one_is_away(campaign: Campaign) -> int:
     old_pid = campaign.engines()[first]
     campaign.send(signal.SIGKILL, first)
     await campaign.wait_for_new_engine(first, old_pid)
-    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also as it joins, or just after
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))  # also while it joins, or just after
     campaign.send(signal.SIGKILL, second)
     return 2
 
 
 async def _hang(campaign: Campaign) -> int:
-    """Stop an engine for good: it is to be given up, killed and started again."""
+    """Stop an engine for good: the service must abandon, kill and restart it."""
     campaign.send(signal.SIGSTOP, *campaign.some_ranks(1))
     return 1
 
 
 async def _pause(campaign: Campaign) -> int:
-    """Stop an engine shortly: nothing is to be lost, not even the rank."""
+    """Stop an engine briefly: nothing may be lost, not even the rank."""
     ranks = campaign.some_ranks(1)
     campaign.send(signal.SIGSTOP, *ranks)
     await asyncio.sleep(PAUSE_S)
@@ -75,7 +75,7 @@ async def _kill_front(campaign: Campaign) -> int:
 
 
 async def _kill_supervisor(campaign: Campaign) -> int:
-    """Kill a supervisor, and with it its engine; the first one's takes the front along."""
+    """Kill a supervisor, and with it its engine. The first supervisor also takes the front with it."""
     [rank] = campaign.some_ranks(1)
     campaign.front_is_away = rank == 0
     engine = Path(f"/proc/{campaign.engines()[rank]}/stat").read_text()

@@ -1,1 +1,1 @@
-"""A day with a GPU: what only a GPU can say about the kernels and the model path, in one resumable run."""
+"""A day with a GPU: measurements of the kernels and the model path that need a GPU, in one resumable run."""

@@ -1,11 +1,11 @@
-"""Question: what do kernels and models reach on this GPU, against what its memory and matrix units allow, and against
-transformers, torch's own kernels and plain float32?
+"""Question: how fast are kernels and models on this GPU, compared with its memory and matrix units, with transformers, with
+torch's own kernels and with plain float32?
 
-Expected: docs/gpu_day.md says what each row means and which bound it is held against. Run `benchmarks/gpu_day.sh`
-(`--minutes N`, `--resume`), or without a GPU `benchmarks/gpu_day.sh --device interpreter --tiny`, which runs every part
-on CPU tensors in Triton's interpreter with tiny shapes: its times mean nothing, its answers do.
-The tables come last, so that the end of a long output has them; the one JSON object on the last line counts what was
-done and names the file that has every row.
+Expected: docs/gpu_day.md explains each row and its bound. Run `benchmarks/gpu_day.sh` (`--minutes N`, `--resume`), or without
+a GPU `benchmarks/gpu_day.sh --device interpreter --tiny`, which runs every part on CPU tensors in Triton's interpreter with
+tiny shapes: its times are meaningless, its answers are not.
+The tables are printed last, so that they are at the end of a long output. The JSON object on the last line counts the units and
+rows and names the file with all rows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DEFAULT_MINUTES = 25.0
 
 
 def main() -> int:
-    """Run a day; returns 1 where there is no GPU, 2 where a row is wrong or a unit failed."""
+    """Run a day. Return 1 if there is no GPU, 2 if a row is wrong or a unit failed."""
     args = _parse()
     setting = Setting(device=args.device, is_tiny=args.tiny)
     source = source_digest(Path(__file__).parents[2])
@@ -37,7 +37,7 @@ def main() -> int:
     path = args.out / file_name(card["device"].split("(")[0], setting, source)
     ledger = Ledger(path, {"environment": card, "setting": setting.as_json()}, resumes=args.resume)
     if args.resume:
-        print(f"{ledger.num_done} units are done already in {path}\n", flush=True)
+        print(f"{ledger.num_done} units in {path} are already done\n", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".log").open("ab") as log:
         worker = functools.partial(_start, log=log)
@@ -57,17 +57,17 @@ def _start(module: str, setting: Setting, *, log: IO[bytes]) -> Worker:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_day.sh", description="A day with a GPU; see docs/gpu_day.md.")
-    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="all there is (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="total time (%(default)s)")
     parser.add_argument(
-        "--resume", action="store_true", help="skip what the same sources have done on such a device"
+        "--resume", action="store_true", help="skip units done by the same sources on such a device"
     )
     parser.add_argument("--device", choices=("cuda", "interpreter"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="shapes that the interpreter can afford")
-    parser.add_argument("--parts", type=_parts, default=list(PARTS), help="some of them: ceilings,kernels")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the results' folder (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="shapes small enough for the interpreter")
+    parser.add_argument("--parts", type=_parts, default=list(PARTS), help="such as ceilings,kernels")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for results (%(default)s)")
     args = parser.parse_args()
     if args.device == "interpreter" and not args.tiny:
-        parser.error("--device interpreter takes --tiny: real shapes would take days")
+        parser.error("--device interpreter requires --tiny: real shapes would take days")
     return args
 
 
@@ -76,7 +76,7 @@ def _parts(text: str) -> list[DayPart]:
     names = text.split(",")
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}; there are {', '.join(by_name)}")
+        raise argparse.ArgumentTypeError(f"unknown part {', '.join(unknown)}; allowed: {', '.join(by_name)}")
     return [part for part in PARTS if part.name in names]
 
 

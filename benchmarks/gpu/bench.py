@@ -1,7 +1,7 @@
-"""Where kernels run in a day, what a kernel with its inputs is (`Call`, made anew from a seed for every use), how long it
-takes, and whether its answer is right: near the oracle's, far from the control's, the same bits twice.
+"""The device of a day, a kernel with its inputs (`Call`, created again from a seed for every use), its time, and the check of
+its answer: close to the oracle's, far from the control's, the same bits twice.
 
-Inputs are random, drawn on the device. In the interpreter float32 stands for bfloat16, which it multiplies wrongly.
+Inputs are random, drawn on the device. The interpreter uses float32 instead of bfloat16, which it multiplies wrongly.
 """
 
 import functools
@@ -28,20 +28,20 @@ Function = Callable[[], object]
 
 
 class Bench(NamedTuple):
-    """A device and the type that activations have there."""
+    """A device and the type of its activations."""
 
     device: torch.device
     dtype: torch.dtype
 
     @classmethod
     def of(cls, setting: Setting) -> "Bench":
-        """The day's device, opened."""
+        """Open the day's device."""
         if setting.is_interpreted:
             return cls(torch.device("cpu"), torch.float32)
         return cls(torch.device("cuda", 0), torch.bfloat16)
 
     def generator(self, seed: int) -> torch.Generator:
-        """A generator of random numbers on the device."""
+        """Return a generator of random numbers on the device."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def normal(self, generator: torch.Generator, *shape: int, spread: float = 1.0) -> Tensor:
@@ -50,12 +50,12 @@ class Bench(NamedTuple):
         return drawn if spread == 1.0 else drawn.mul_(spread)
 
     def integers(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Put numbers on the device."""
+        """Copy numbers to the device."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 class Timed(NamedTuple):
-    """Median seconds of one call, the runs behind it, and how they were made: graph, eager or interpreted."""
+    """Median seconds of one call, the number of runs, and the way they were made: graph, eager or interpreted."""
 
     seconds: float
     num_runs: int
@@ -63,7 +63,7 @@ class Timed(NamedTuple):
 
 
 def num_copies(bench: Bench, num_bytes: int) -> int:
-    """How many sets of inputs it takes, so that a call finds nothing of its own in the cache."""
+    """Return how many sets of inputs are needed so that a call finds none of its inputs in the cache."""
     if bench.device.type != "cuda":
         return 1
     l2_bytes = torch.cuda.get_device_properties(bench.device).L2_cache_size
@@ -71,7 +71,7 @@ def num_copies(bench: Bench, num_bytes: int) -> int:
 
 
 def time_calls(bench: Bench, calls: Sequence[Function]) -> Timed:
-    """Time calls that do the same on different inputs; each one's share."""
+    """Time calls that do the same work on different inputs. Return the time per call."""
     if bench.device.type != "cuda":
         begun_s = time.perf_counter()
         calls[0]()
@@ -81,7 +81,7 @@ def time_calls(bench: Bench, calls: Sequence[Function]) -> Timed:
     torch.cuda.synchronize()
     try:
         graph = capture(calls)
-    except RuntimeError:  # torch's word for what a graph cannot hold
+    except RuntimeError:  # raised by torch for operations that a graph cannot capture
         # A capture that failed leaves its stream the current one (torch.cuda.graph ends the capture first, which raises).
         torch.cuda.set_stream(torch.cuda.default_stream())
         torch.cuda.synchronize()
@@ -91,12 +91,12 @@ def time_calls(bench: Bench, calls: Sequence[Function]) -> Timed:
 
 
 def capture(calls: Sequence[Function]) -> torch.cuda.CUDAGraph:
-    """Capture calls one after another; they have run before.
+    """Capture calls one after another. They must have run before.
 
     Raises:
-        RuntimeError: one of them does what a graph cannot hold.
+        RuntimeError: A graph cannot capture one of them.
     """
-    gc.collect()  # what a collection would free in the middle of a capture breaks it
+    gc.collect()  # a collection that frees memory during a capture would break it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -105,13 +105,13 @@ def capture(calls: Sequence[Function]) -> torch.cuda.CUDAGraph:
 
 
 def time_replays(graph: torch.cuda.CUDAGraph, num_calls: int = 1) -> Timed:
-    """Time a graph's replays; a call's share of it."""
+    """Time a graph's replays. Return the time per call."""
     seconds = _event_seconds(graph.replay, _num_runs(graph.replay))
     return Timed(statistics.median(seconds) / num_calls, len(seconds), "graph")
 
 
 def time_queued(bench: Bench, call: Function) -> float:
-    """Seconds per call of calls that follow each other as fast as the host can launch them."""
+    """Return the seconds per call for calls that are launched as fast as the host can."""
     call()
     if bench.device.type != "cuda":
         begun_s = time.perf_counter()
@@ -135,7 +135,7 @@ def _time_eagerly(calls: Sequence[Function]) -> Timed:
 
 
 def _num_runs(call: Function) -> int:
-    """So many that they take long enough together."""
+    """Return the number of runs that together take long enough to time."""
     (first_s,) = _event_seconds(call, 1)
     return int(min(_MOST_RUNS, max(_LEAST_RUNS, _ENOUGH_S / max(first_s, 1e-6))))
 
@@ -158,13 +158,11 @@ class Call:
     """A kernel and its inputs.
 
     Attributes:
-        run: the kernel. prepare: puts back what a run changes in place, and spoils what it writes, before a run that is
-            checked.
-        result: what of a run's outcome is checked.
-        oracle: the same in float32 and plain torch. control: the answer to another question, which the kernel's must
-            not be near.
-        num_bytes: that must move through memory at least. operations: of the matrix units.
-        peers: others' kernels for the same inputs, by name.
+        run: The kernel. prepare: restores inputs that a run changes in place, and overwrites its output, before a checked run.
+        result: The part of a run's outcome to check.
+        oracle: The same in float32 and plain torch. control: the answer for other inputs; the kernel's must be far from it.
+        num_bytes: Bytes that must at least move through memory. operations: operations of the matrix units.
+        peers: Other kernels for the same inputs, by name.
     """
 
     run: Callable[[], Any]
@@ -172,9 +170,9 @@ class Call:
     control: Callable[[], Tensor]
     num_bytes: int
     operations: int = 0
-    rate: str = "bf16_tflops"  # the ceiling that operations are held against
+    rate: str = "bf16_tflops"  # the ceiling for operations
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
-    prepare: Callable[[], object] = bool  # nothing
+    prepare: Callable[[], object] = bool  # does nothing
     result: Callable[[Any], Tensor] = torch.Tensor.detach  # the outcome itself
 
 
@@ -182,22 +180,22 @@ MakeCall = Callable[[Bench, int], Call]  # from a seed
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
-    """Bytes of whole tensors."""
+    """Return the bytes of whole tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def spoiling(out: Tensor) -> Callable[[], object]:
-    """Return what fills a kernel's own memory with NaN, before a run that is checked."""
+    """Return a function that fills a kernel's output with NaN before a checked run."""
     return functools.partial(out.fill_, float("nan"))
 
 
 ERROR = {torch.bfloat16: 8e-3, torch.float32: 1e-5}  # |ours - oracle| / |oracle|, euclidean
-WORST = {torch.bfloat16: 0.08, torch.float32: 2e-4}  # greatest difference over the oracle's root mean square
+WORST = {torch.bfloat16: 0.08, torch.float32: 2e-4}  # largest difference over the oracle's root mean square
 CONTROL_TIMES = 5.0  # the control's error over the bound
 
 
 def check(bench: Bench, name: str, make: MakeCall) -> Row:
-    """Run a kernel twice, and compare."""
+    """Run a kernel twice and compare the results."""
     call = make(bench, 0)
     call.prepare()
     first = call.result(call.run()).clone()
@@ -211,12 +209,12 @@ def check(bench: Bench, name: str, make: MakeCall) -> Row:
     is_right = repeats and error <= bound and worst <= worst_bound and control >= CONTROL_TIMES * bound
     figures = {"error": error, "bound": bound, "worst": worst, "worst bound": worst_bound, "control": control}
     return Row(
-        name=name, figures=figures, is_right=is_right, note="" if repeats else "other bits when run again"
+        name=name, figures=figures, is_right=is_right, note="" if repeats else "bits differ between runs"
     )
 
 
 def distance(ours: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the relative euclidean error and the worst difference over the root mean square; NaN where one is."""
+    """Return the relative euclidean error and the worst difference over the root mean square; NaN if a value is NaN."""
     ours, other = ours.double(), other.double()
     size = other.norm().item() or 1.0
     difference = (ours - other).abs()
@@ -224,6 +222,6 @@ def distance(ours: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def poison(like: Tensor) -> None:
-    """Leave NaN in the memory that the allocator hands out next for a tensor of this size."""
+    """Leave NaN in the memory that the allocator returns next for a tensor of this size."""
     if like.is_floating_point():
         torch.full_like(like, float("nan"))

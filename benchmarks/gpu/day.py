@@ -1,7 +1,7 @@
-"""Run the parts of a day within its time: unit by unit, each result kept when it is there, no failure the day's end.
+"""Run the parts of a day within its time, unit by unit. Each result is saved immediately, and no failure ends the day.
 
-Two passes over the same parts: the first gives each part its share of the time, the second what is left. The parent
-touches no device, so nothing that a kernel breaks outlives the worker that launched it.
+There are two passes over the same parts: the first gives each part its share of the time, the second the remaining time. The
+parent opens no device, so an error of a kernel affects only the worker that launched it.
 """
 
 import time
@@ -13,23 +13,23 @@ from benchmarks.gpu.results import DONE, FAILED, TIMED_OUT, Ledger, Row, Setting
 
 
 class DayPart(NamedTuple):
-    """Where a part's code is and what time it may take."""
+    """Module of a part and its time limits."""
 
     name: str
     module: str
     title: str
-    limit_s: float  # of one unit; a hang costs no more
-    share: float = 1.0  # of the time that is left when it begins, in the first pass
-    least_s: float = 5.0  # no unit is begun with less: it would be cut, and its time be others'
-    is_repeated: bool = False  # measured again by a resumed run: the machine may be another one
-    is_fresh: bool = False  # every unit in a process of its own, with the whole memory of the device
+    limit_s: float  # of one unit, also if it hangs
+    share: float = 1.0  # of the time that is left at its start, in the first pass
+    least_s: float = 5.0  # time needed to start a unit: with less it would be cut off and waste the time
+    is_repeated: bool = False  # measured again by a resumed run, which may be on another machine
+    is_fresh: bool = False  # runs every unit in a new process, with the whole memory of the device
 
 
 PARTS = (
     DayPart(
         "ceilings", "benchmarks.gpu.kernels.ceilings", "Ceilings of this device, measured in this run", 120.0, is_repeated=True
     ),
-    DayPart("compile", "benchmarks.gpu.precompiled", "Kernels compiled side by side, for what follows", 120.0, 0.2),
+    DayPart("compile", "benchmarks.gpu.precompiled", "Kernels compiled in parallel for the later parts", 120.0, 0.2),
     DayPart("correctness", "benchmarks.gpu.kernels.correctness", "Kernels against float32 in plain torch", 90.0, 0.3),
     DayPart(
         "parity", "benchmarks.gpu.ranks.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
@@ -46,12 +46,12 @@ PARTS = (
 
 
 START_LIMIT_S = 120.0  # of a worker: torch, triton and a device's context
-LEAST_S = 5.0  # of a part's share: no unit is begun with less
-_BROKEN = ("CUDA", "AcceleratorError", "out of memory")  # a context may be of no more use after these
+LEAST_S = 5.0  # of a part's share: no unit is started with less
+_BROKEN = ("CUDA", "AcceleratorError", "out of memory")  # a context may be unusable after these
 
 
 class RunningWorker(Protocol):
-    """What a day needs of a worker; see `child.Worker`."""
+    """Worker interface that a day needs (see `ranks.worker.Worker`)."""
 
     def units(self, timeout_s: float) -> list[str]: ...
     def run(self, unit: str, known: Mapping[str, float], timeout_s: float, rows: list[Row]) -> None: ...
@@ -63,7 +63,7 @@ StartWorker = Callable[[str, Setting], RunningWorker]
 
 
 class Day:
-    """One run."""
+    """One run of the parts."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Day:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = print,
     ) -> None:
-        """The time begins now."""
+        """Start the day's clock."""
         self._ledger, self._setting, self._start_worker = ledger, setting, start_worker
         self._clock, self._say = clock, say
         self._deadline_s = clock() + 60.0 * minutes
@@ -83,7 +83,7 @@ class Day:
         self.not_reached: dict[str, list[str]] = {}
 
     def run(self, parts: Iterable[DayPart]) -> None:
-        """Run what has not been done yet, twice over: by share, then without."""
+        """Run all units that are not done, in two passes: by share, then without shares."""
         parts = list(parts)
         for part in parts:
             self._run_part(part, self._clock() + part.share * self._left_s())
@@ -96,7 +96,7 @@ class Day:
         left = [name for name in known if not self._is_over(part, name)]
         if known and not left:
             self.not_reached[part.name] = []
-            return  # no worker is started to say so
+            return  # no worker is needed to find that out
         if self._left_s() < part.least_s:
             self.not_reached.setdefault(part.name, left or ["all"])
             return
@@ -117,7 +117,7 @@ class Day:
             self.not_reached[part.name] = todo
 
     def _names(self, worker: RunningWorker, part: DayPart) -> list[str]:
-        """Ask for the units; a part that cannot say is one failed line."""
+        """Return the worker's units. A part that cannot list them is recorded as one failed unit."""
         begun_s = self._clock()
         try:
             names = worker.units(min(START_LIMIT_S, self._left_s()))
@@ -133,7 +133,7 @@ class Day:
         return []
 
     def _run_units(self, worker: RunningWorker, part: DayPart, names: list[str], end_s: float) -> list[str]:
-        """Run units until they end, time does, or the worker is of no more use; returns what was not begun."""
+        """Run units until all are done, time is over, or the worker is unusable. Return the units that were not started."""
         for at, name in enumerate(names):
             if not self._may_begin(part, end_s):
                 return names[at:]
@@ -173,7 +173,7 @@ class Day:
         return not part.is_repeated and self._ledger.is_done(part.name, unit)
 
     def _may_begin(self, part: DayPart, end_s: float) -> bool:
-        """Whether there is time for one more unit, in its part's share and in the day."""
+        """Whether there is time for one more unit, both in the part's share and in the day."""
         return end_s - self._clock() >= LEAST_S and self._left_s() >= part.least_s
 
     def _left_s(self) -> float:

@@ -1,6 +1,6 @@
-"""What a day ran on: the benchmarks' environment card, the GPU as its driver tells it, and which packages are there.
+"""The machine of a day: the benchmarks' environment card, the driver's facts about the GPU, and the installed packages.
 
-Asked of `nvidia-smi`, so that the process which keeps the results never opens the device.
+The facts come from `nvidia-smi`, so that the process with the results never opens the device.
 """
 
 import importlib.metadata
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.card import environment_card
 from benchmarks.gpu.results import Setting
 
-# What the parts import; what is missing is named in the lines of the units that need it, too.
+# Imports of the parts. Units that need a missing package report it as well.
 NEEDED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numba", "numpy")
 _QUERY = (
     "name",
@@ -27,14 +27,14 @@ _TIMEOUT_S = 20.0
 
 
 class NoDeviceError(RuntimeError):
-    """There is no GPU that the driver knows of."""
+    """The driver finds no GPU."""
 
 
 def day_card(setting: Setting, source: str) -> dict[str, Any]:
     """Return the machine, the device, the versions, the commit and the sources' digest.
 
     Raises:
-        NoDeviceError: a GPU is asked for and there is none.
+        NoDeviceError: A GPU is required and there is none.
     """
     card = environment_card()
     missing = [name for name in NEEDED if find_spec(name) is None]
@@ -56,7 +56,7 @@ def _device_facts(setting: Setting, card: dict[str, Any]) -> dict[str, str]:
         OSError,
         subprocess.SubprocessError,
         ValueError,
-    ):  # a driver may not know a fact, or take too long for all
+    ):  # a driver may lack a fact, or take too long for all facts
         facts = _name_alone()
     return {"device": facts.pop("name"), **facts}
 
@@ -66,7 +66,7 @@ def _name_alone() -> dict[str, str]:
         return _ask(_QUERY[:1])
     except (OSError, subprocess.SubprocessError) as error:
         raise NoDeviceError(
-            f"no GPU answers ({error}); run on a machine with one, or give --device interpreter --tiny, which tries "
+            f"no GPU found ({error}); run on a machine with one, or use --device interpreter --tiny, which runs "
             "the whole day on CPU tensors"
         ) from error
 

@@ -1,7 +1,7 @@
-"""The tests that need a GPU: every file of the suite that has some, by pytest in a process of its own.
+"""Tests that need a GPU: every file of the suite with such tests, run by pytest in a separate process.
 
-A test has the mark, or a fixture that gives it to one of its parameters (`on_device`). Only files that speak of either are
-opened: others may import packages that a machine with a GPU lacks. First what is fast of every file, then what is not.
+A test has the mark, or a fixture that marks one of its parameters (`on_device`). Only files with either text are opened: others
+may import packages that a machine with a GPU lacks. The fast tests of all files run first, then the slow ones.
 """
 
 import subprocess
@@ -21,25 +21,25 @@ _SLOW = ", slow"
 
 
 def units(setting: Setting) -> list[str]:
-    """A file each, and its slow tests."""
+    """Return two units per file: its fast and its slow tests."""
     names = [str(path.relative_to(_ROOT)) for path in marked_files(_ROOT)]
     return [*names, *(name + _SLOW for name in names)]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Run a file's."""
+    """Run one unit."""
     name = unit.removesuffix(_SLOW)
     yield run_file(_ROOT, _ROOT / name, "gpu and slow" if unit.endswith(_SLOW) else "gpu and not slow")
 
 
 def marked_files(root: Path) -> list[Path]:
-    """Find the files of a tree that have such tests."""
+    """Return the files in a tree that have such tests."""
     files = sorted((root / "tests").rglob("test_*.py"))
     return [path for path in files if any(mark in path.read_text() for mark in _MARKS)]
 
 
 def run_file(root: Path, path: Path, mark: str = "gpu") -> Row:
-    """Run a file's tests that have a mark."""
+    """Run the tests in a file that have a mark."""
     name = str(path.relative_to(root))
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [sys.executable, "-m", "pytest", "-q", "-m", mark, f"--junitxml={report.name}", name]

@@ -1,8 +1,8 @@
-"""Compile the kernels of the checks side by side, before they are checked one after another.
+"""Compile the kernels of the checks in parallel, before they are checked one after another.
 
-A compiler takes a core and seconds per kernel, and a machine with a GPU has many cores: what is compiled lies in Triton's
-cache on the disk, where the parts after this one find it. Nothing is checked here; what cannot be compiled or launched
-is told in its turn, by the part that checks it.
+A compiler takes a core and seconds per kernel, and a machine with a GPU has many cores. Compiled kernels are kept in Triton's
+cache on the disk, where the later parts find them. Nothing is checked here. A kernel that cannot be compiled or launched is
+reported by the part that checks it.
 """
 
 import functools
@@ -23,19 +23,19 @@ _MOST_PROCESSES = 8  # each has a context on the device, and some gigabytes of i
 
 
 class CompileOutcome(NamedTuple):
-    """What came of one launch; "" for nothing bad."""
+    """Outcome of one launch; the problem is "" if it succeeded."""
 
     name: str
     problem: str
 
 
 def units(setting: Setting) -> list[str]:
-    """One."""
+    """Return the only unit."""
     return ["kernels"]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Launch every kernel of the checks once, but in the interpreter, which compiles nothing."""
+    """Launch every kernel of the checks once, except in the interpreter, which compiles nothing."""
     if setting.is_interpreted:
         yield Row(name="nothing is compiled", figures={})
         return
@@ -49,7 +49,7 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def launch(setting: Setting, name: str) -> None:
-    """Run one kernel, as its check does."""
+    """Run one kernel as its check does."""
     bench = Bench.of(setting)
     checked_cases(setting)[name](bench, 0).run()
     torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def launch(setting: Setting, name: str) -> None:
 def side_by_side(
     function: Callable[[str], None], names: Sequence[str], processes: int
 ) -> list[CompileOutcome]:
-    """Call a function with each name, in some processes at a time, which die with this one."""
+    """Call a function with each name, in up to `processes` processes at a time, which die with this one."""
     begin = functools.partial(die_with_parent, parent_pid=os.getpid())
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=begin) as pool:
         coming = {name: pool.submit(function, name) for name in names}

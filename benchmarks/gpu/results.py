@@ -1,8 +1,8 @@
-"""What a day with a GPU finds: rows of named figures, the file that keeps them, and their tables. No torch in here.
+"""Results of a day with a GPU: rows of named figures, the file that stores them, and their tables. Does not import torch.
 
-The file is written whenever a unit ends, so that a run which is cut short loses one unit at most. Its name carries the
-device and a digest of the sources that were run, so a resumed run takes up only what the same code did on the same kind
-of device. (A commit would not do: a machine may have the files and not the repository.)
+The file is written whenever a unit ends, so an interrupted run loses at most one unit. Its name contains the device and a
+digest of the sources, so a resumed run continues only results of the same code on the same kind of device. (Rejected: the
+commit. A machine may have the files and not the repository.)
 """
 
 import hashlib
@@ -25,15 +25,14 @@ class Row:
     name: str
     figures: Mapping[str, Figure]
     note: str = ""
-    is_right: bool = True  # False: an answer is wrong, or what was asked for did not run
-    goals: Mapping[str, float] = field(default_factory=dict)  # what figures should at least be, by name
+    is_right: bool = True  # False if an answer is wrong, or if the unit's work did not run
+    goals: Mapping[str, float] = field(default_factory=dict)  # least values of figures, by name
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return asdict(self)
 
     def missed(self) -> list[str]:
-        """Return the names of the figures that are under their goal."""
+        """Return the names of the figures below their goals."""
         return [
             name
             for name, goal in self.goals.items()
@@ -43,23 +42,22 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What every unit of a day is told."""
+    """Input of every unit of a day."""
 
-    device: str  # "cuda", or "interpreter": Triton's, on CPU tensors, whose times mean nothing
-    is_tiny: bool  # shapes that the interpreter can afford
+    device: str  # "cuda", or "interpreter": Triton's, on CPU tensors, with meaningless times
+    is_tiny: bool  # shapes small enough for the interpreter
     known: Mapping[str, float] = field(default_factory=dict)  # figures so far, by "part/unit/row/figure"
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether there is no GPU behind this day."""
+        """Whether this day runs without a GPU."""
         return self.device == "interpreter"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return asdict(self)
 
     def ceiling(self, name: str) -> float | None:
-        """Return what the day measured as a ceiling; None where it did not."""
+        """Return a ceiling that the day measured, or None if it did not."""
         keys = [key for key in self.known if key.startswith("ceilings/") and key.endswith(f"/{name}")]
         return self.known[keys[-1]] if keys else None
 
@@ -70,13 +68,13 @@ _DIGITS = 12
 
 
 class Ledger:
-    """What is known so far of one day."""
+    """All results of one day so far."""
 
     def __init__(self, path: Path, head: dict[str, Any], *, resumes: bool) -> None:
-        """Open, or begin anew where nothing is to be resumed; `head` is kept beside the units.
+        """Open the file, or start a new one unless `resumes`. `head` is stored next to the units.
 
         Raises:
-            ValueError: the file to resume is not one of ours.
+            ValueError: The file to resume is not one of ours.
         """
         self.path, self._content = path, {**head, "names": {}, "units": {}}
         if resumes and path.is_file():
@@ -84,7 +82,7 @@ class Ledger:
 
     @property
     def num_done(self) -> int:
-        """Units that have ended well."""
+        """Number of units that succeeded."""
         return sum(entry["status"] == DONE for entry in self.units.values())
 
     @property
@@ -94,12 +92,12 @@ class Ledger:
         return units
 
     def names(self, part: str) -> list[str]:
-        """A part's units, as it said itself; none where it has not been asked."""
+        """Return the units that a part reported, or [] if it has not reported them."""
         names: list[str] = self._content["names"].get(part, [])
         return names
 
     def note_names(self, part: str, names: list[str]) -> None:
-        """Keep what a part's units are, from the next `write` on."""
+        """Record a part's units; the next `write` saves them."""
         self._content["names"][part] = names
 
     def summary(self) -> dict[str, int]:
@@ -114,12 +112,12 @@ class Ledger:
         }
 
     def is_done(self, part: str, unit: str) -> bool:
-        """Whether a unit has ended well, in this run or in one that it resumes."""
+        """Whether a unit succeeded, in this run or in one that it resumes."""
         entry = self.units.get(f"{part}/{unit}")
         return entry is not None and entry["status"] == DONE
 
     def write(self, part: str, unit: str, status: str, rows: list[Row], *, seconds: float, note: str) -> None:
-        """Enter a unit's end, and save: whole or not at all."""
+        """Record the end of a unit and save the file atomically."""
         self.units[f"{part}/{unit}"] = {
             "status": status,
             "seconds": round(seconds, 1),
@@ -132,7 +130,7 @@ class Ledger:
         os.replace(scratch, self.path)
 
     def forget(self, part: str, unit: str) -> None:
-        """Drop an entry, if there is one, from what is written next."""
+        """Remove an entry if it exists; the next `write` saves that."""
         self.units.pop(f"{part}/{unit}", None)
 
     def known(self) -> dict[str, float]:
@@ -147,7 +145,7 @@ class Ledger:
 
 
 def file_name(device: str, setting: Setting, source: str) -> str:
-    """Name the results of a device and sources."""
+    """Return the file name for a device and sources."""
     return f"gpu-day-{slug(device)}{'-tiny' if setting.is_tiny else ''}-{source}.json"
 
 
@@ -161,13 +159,13 @@ def source_digest(root: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What a run left: its units, and the names of all that its parts have."""
+    """Read the results of an earlier run: its units, and the names of all units of its parts."""
     try:
         content = json.loads(path.read_bytes())
         return {"names": dict(content.get("names", {})), "units": dict(content["units"])}
     except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} cannot be resumed, it is not the result of a day ({error!r}); move it away"
+            f"{path} cannot be resumed: it is not a day's result file ({error!r}); move it away"
         ) from error
 
 
@@ -175,7 +173,7 @@ _GAP = "  "
 
 
 def part_lines(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a part's rows, those with the same figures under one head, then what failed."""
+    """Yield a part's rows, grouped by their figures, then its failures."""
     rows = [Row(**row) for entry in entries.values() for row in entry["rows"]]
     for head, group in _by_head(rows):
         yield from _table(head, group)
@@ -185,7 +183,7 @@ def part_lines(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _by_head(rows: Sequence[Row]) -> Iterator[tuple[tuple[str, ...], list[Row]]]:
-    """Group neighbours that have the same figures."""
+    """Group consecutive rows with the same figures."""
     group: list[Row] = []
     for row in rows:
         if group and tuple(row.figures) != tuple(group[0].figures):
@@ -210,7 +208,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cell(row: Row, name: str) -> str:
-    """Write a figure, with a mark where it has a goal: + reached, - not."""
+    """Format a figure, with a mark if it has a goal: + reached, - missed."""
     mark = "" if name not in row.goals else "-" if name in row.missed() else "+"
     return _number(row.figures[name]) + mark
 

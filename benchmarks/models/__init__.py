@@ -1,1 +1,1 @@
-"""Checkpoints that benchmarks make for themselves."""
+"""Checkpoints that benchmarks create for themselves."""

@@ -1,8 +1,8 @@
-"""A checkpoint whose multi-token-prediction layer often drafts right, though nothing was trained.
+"""A checkpoint with an untrained multi-token-prediction layer whose drafts are often right.
 
-A decoder whose attention and experts add little to the embedding continues each token in a way of its own, and an MTP layer
-that passes the embedding of the newest token on continues it in the same way. How much of what the layers add stays sets how
-often the two agree. All of it is computed as for any model, so that steps and passes take their time.
+If attention and experts of a decoder add little to the embedding, it continues each token in a fixed way. An MTP layer that
+passes the embedding of the newest token through continues it in the same way. The share of the layers' outputs that is kept
+sets how often the two agree. Everything is computed as in any model, so steps and drafts take a realistic time.
 """
 
 import json
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from benchmarks.models.random_model import ensure_random_model
 
-_ADDS = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")  # ends of what layers add
+_ADDS = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")  # last matrices of the layers
 _NORMS = ("norm.weight", "layernorm.weight")
 
 
 def foresee(tensors: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
-    """Change a checkpoint's tensors so that its own layers foresee it.
+    """Change a checkpoint's tensors so that its MTP layers predict its output.
 
     Args:
-        tensors: by name, drawn; MTP layers' among them.
-        share: of what layers add to the embedding that stays, 0 to 1.
+        tensors: Random tensors by name, including those of MTP layers.
+        share: Share of the layers' outputs to keep, 0 to 1.
     """
     made = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(_ADDS):
             made[name] = tensor * share
-        elif name.endswith(_NORMS) and tensor.dim() == 1:  # gains, or what is added to gains of 1
+        elif name.endswith(_NORMS) and tensor.dim() == 1:  # gains, or offsets of gains of 1
             made[name] = torch.ones_like(tensor) * tensor.float().mean().round().clamp(0, 1).to(tensor.dtype)
         elif name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             size = tensor.shape[0]
@@ -44,11 +44,11 @@ def foresee(tensors: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
 
 
 def ensure_foreseeing_model(shape: str, share: float) -> Path:
-    """Return a checkpoint's folder in the cache, with one MTP layer, making it where it is not there.
+    """Return the cached folder of a checkpoint with one MTP layer. Create it if it does not exist.
 
     Args:
-        shape: of `benchmarks.models.random_model`, DeepSeek-V3's or like it.
-        share: see `foresee`.
+        shape: Shape from `benchmarks.models.random_model`: DeepSeek-V3's or a similar one.
+        share: Share of the layers' outputs (see `foresee`).
     """
     source = ensure_random_model(shape=shape, dtype=torch.bfloat16)
     target = source.with_name(f"foreseeing-{shape}-{share:g}-v1")
@@ -64,14 +64,14 @@ def ensure_foreseeing_model(shape: str, share: float) -> Path:
         save_file(
             foresee(_with_mtp(tensors, int(config["num_hidden_layers"])), share), file, {"format": "pt"}
         )
-        os.rename(scratch, target)  # whole or not at all
+        os.rename(scratch, target)  # atomic
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
 def _with_mtp(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Add an MTP layer: the last layer once more, and what joins its inputs."""
+    """Add an MTP layer: a copy of the last layer, and the tensors that join its inputs."""
     last, own = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers}."
     copied = {
         own + name.removeprefix(last): tensor.clone()

@@ -1,11 +1,11 @@
-"""Seeded random checkpoints with the demo model's tokenizer, made once in the cache folder.
+"""Seeded random checkpoints with the demo model's tokenizer, created once in the cache folder.
 
-Shapes of Qwen3-MoE's, DeepSeek-V3's and, for long contexts, of their relatives with recurrent layers and a sparse index, small enough for a laptop and large enough that weights, not overhead, set the
-time of a step: 43 M active parameters per decoded token of the first. Weights are drawn so wide that activations keep
-their size through the layers, routers are decided and logits have a clear maximum: with a usual initialisation (0.02) the
-softmax is nearly flat, greedy tokens hang on the last bits, and no two programs agree. Random text says nothing, the time it takes does.
+Shapes of Qwen3-MoE, DeepSeek-V3 and, for long contexts, related models with recurrent layers and a sparse index: small enough for a
+laptop, and large enough that weights, not overhead, determine the time of a step (the first: 43 M active parameters per token).
+The spread of weights keeps the size of activations through the layers and gives decided routers and logits with a clear maximum.
+With a usual initialisation (0.02) the softmax is nearly flat, and greedy tokens depend on the last bits and differ by program.
 
-Run `python -m benchmarks.models.random_model` to make the first and print its path.
+Run `python -m benchmarks.models.random_model` to create the first and print its path.
 """
 
 import json
@@ -31,8 +31,8 @@ from moe.demo_model import demo_model_path, ensure_demo_model
 
 SEED = 0
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
-ROUTER_SPREAD = 2.0  # likewise of the router's
-CORRECTION_SPREAD = 0.05  # of what balances DeepSeek's router
+ROUTER_SPREAD = 2.0  # standard deviation of the router's logits
+CORRECTION_SPREAD = 0.05  # of the correction that balances DeepSeek's router
 _COMMON = {
     "vocab_size": 49152,
     "hidden_size": 512,
@@ -53,7 +53,7 @@ class Architecture(NamedTuple):
 
     config: type[PreTrainedConfig]
     sizes: dict[str, Any]
-    said: dict[str, Any]  # what real checkpoints say beside it, and other programs read
+    said: dict[str, Any]  # further fields of real checkpoints, which other programs read
 
 
 _LATENTS: dict[str, Any] = {
@@ -73,7 +73,7 @@ _LATENTS: dict[str, Any] = {
     "intermediate_size": 1536,
 }
 _DEEP: dict[str, Any] = {
-    "vocab_size": 4096,  # the tokenizer's first
+    "vocab_size": 4096,  # the first tokens of the tokenizer
     "hidden_size": 576,
     "num_hidden_layers": 24,
     "n_routed_experts": 8,
@@ -90,7 +90,7 @@ _HYBRID: dict[str, Any] = {
     "head_dim": 64,
     "num_experts": 32,
     "shared_expert_intermediate_size": 256,
-    "intermediate_size": 1024,  # of dense layers, of which there are none
+    "intermediate_size": 1024,  # of dense layers (unused)
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 64,
@@ -106,7 +106,7 @@ SHAPES = {
             "num_key_value_heads": 2,
             "head_dim": 64,
             "num_experts": 32,
-            "intermediate_size": 1024,  # of dense layers, of which there are none
+            "intermediate_size": 1024,  # of dense layers (unused)
         },
         {},
     ),
@@ -115,7 +115,7 @@ SHAPES = {
         _LATENTS,
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
-    "deepseek-v3-deep": Architecture(  # a layer is a small part of a step, and more rows read few more experts
+    "deepseek-v3-deep": Architecture(  # a layer is a small part of a step; additional rows read few more experts
         DeepseekV3Config,
         {**_LATENTS, **_DEEP},
         {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -135,15 +135,15 @@ SHAPES = {
 def ensure_random_model(
     cache_root: Path | None = None, *, shape: str = "qwen3-moe", dtype: torch.dtype = torch.float32
 ) -> Path:
-    """Return the checkpoint's folder, making it (and the demo model, for its tokenizer) where it is not there.
+    """Return the checkpoint's folder. Create it (and the demo model, for its tokenizer) if it does not exist.
 
     Args:
-        cache_root: the cache folder; None: the user's.
-        shape: of `SHAPES`.
-        dtype: of its weights, float32 or bfloat16.
+        cache_root: Cache folder; by default the user's.
+        shape: One of `SHAPES`.
+        dtype: Type of its weights, float32 or bfloat16.
     """
     kind = "" if dtype is torch.float32 else "-bf16"
-    # A change of shape, seed or spread gets a new number.
+    # Increase the number when shape, seed or spread change.
     target = demo_model_path(cache_root).with_name(f"random-{shape}{kind}-v1")
     if target.exists():
         return target
@@ -154,7 +154,7 @@ def ensure_random_model(
         tokenizer.save_pretrained(scratch)
         config = scratch / "config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), **SHAPES[shape].said}, indent=2))
-        os.rename(scratch, target)  # whole or not at all; fails where another process was first
+        os.rename(scratch, target)  # atomic; fails if another process was first
     except OSError:
         if not target.exists():
             raise
@@ -164,7 +164,7 @@ def ensure_random_model(
 
 
 def config_of(shape: str, **sizes: Any) -> PreTrainedConfig:
-    """Return a shape's configuration, with other sizes."""
+    """Return a shape's configuration with other sizes."""
     return SHAPES[shape].config(**{**_COMMON, **SHAPES[shape].sizes, **sizes})
 
 
@@ -175,7 +175,7 @@ def draw_model(shape: str) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            if parameter.dim() == 1:  # the norms' gains
+            if parameter.dim() == 1:  # gains of norms
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(std=spread(name, parameter.shape[-1]), generator=generator)
@@ -186,7 +186,7 @@ def draw_model(shape: str) -> PreTrainedModel:
 
 
 def spread(name: str, fan_in: int) -> float:
-    """Return a matrix's standard deviation, such that outputs have the wanted size for inputs of size 1."""
+    """Return a matrix's standard deviation that gives outputs of the wanted size for inputs of size 1."""
     if "embed_tokens" in name:
         return 1.0
     wanted = LOGIT_SPREAD if "lm_head" in name else ROUTER_SPREAD if name.endswith("mlp.gate.weight") else 1.0

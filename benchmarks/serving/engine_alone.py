@@ -1,7 +1,7 @@
 """One rank's engine without a service: requests go in and tokens come out in the same process, in a closed loop.
 
-What the same engine does over HTTP is `benchmarks.serving.service`. It runs as a child process that is told over a pipe what
-to do, so that it and the service can take turns, and sleeps while it is not asked: an idle engine runs no steps.
+`benchmarks.serving.service` measures the same engine over HTTP. The engine runs as a child process that gets jobs over a pipe,
+so that it and the service can take turns. Without a job it sleeps and runs no steps.
 """
 
 import multiprocessing
@@ -31,13 +31,13 @@ class Job(NamedTuple):
 
 
 class EngineAlone:
-    """A child process with an engine; a context that ends it."""
+    """A child process with an engine, as a context that stops it."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start, and wait until it is ready.
+        """Start the process and wait until it is ready.
 
         Raises:
-            EOFError: it ended; it has said why on stderr.
+            EOFError: The process ended; the reason is on stderr.
         """
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
@@ -62,7 +62,7 @@ class EngineAlone:
 
 
 class _Loop:
-    """A doorbell that takes a job instead of sleeping, and the callback that keeps the job's requests going."""
+    """Doorbell that takes a job instead of sleeping, and callback that submits the job's requests."""
 
     engine: Engine
 
@@ -74,10 +74,10 @@ class _Loop:
         self._num_tokens = 0
 
     def ring(self, step: int) -> None:
-        """Nobody else sleeps."""
+        """Do nothing: no other rank sleeps."""
 
     def wait(self, step: int) -> None:
-        """Send the last job's timings, and take the next; stop when no more come."""
+        """Send the last job's timings and take the next job; stop after the last one."""
         if self._ended:
             self._pipe.send(self._ended)
             self._ended = []
@@ -92,7 +92,7 @@ class _Loop:
             self._submit_next()
 
     def on_step(self, outputs: list[RequestOutput], _stats: RankStats) -> None:
-        """Note tokens, and follow each ended request with the next."""
+        """Record tokens, and submit the next request for each ended one."""
         now_s = time.perf_counter()
         for output in outputs:
             timing = self._open[output.request_id]

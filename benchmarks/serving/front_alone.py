@@ -1,4 +1,4 @@
-"""The front without a model: `wideep front` in a process of its own, and model-less ranks in theirs."""
+"""The front without a model: `wideep front` and ranks without a model, each in a separate process."""
 
 import functools
 import json
@@ -21,18 +21,18 @@ _ROOT = Path(__file__).parents[2]
 
 
 class FrontAlone:
-    """A running front with attached ranks; a context that ends them."""
+    """A running front with attached ranks, as a context that stops them."""
 
     def __init__(self, model: Path, *flags: str, num_ranks: int, step_s: float, log: IO[bytes]) -> None:
-        """Start, and wait until every rank is attached.
+        """Start the front and wait until every rank is attached.
 
         Args:
-            model: a directory with a tokenizer.
-            flags: the front's, besides those that it needs here.
-            step_s: least time between a rank's steps.
+            model: Directory with a tokenizer.
+            flags: Flags of the front, in addition to those set here.
+            step_s: Shortest time between a rank's steps.
 
         Raises:
-            BenchServiceError: the front did not start; quotes its log.
+            BenchServiceError: The front did not start; the message quotes its log.
         """
         read_fd, write_fd = os.pipe()
         needed = ["--port=0", f"--ranks={num_ranks}", f"--ready-fd={write_fd}"]
@@ -60,7 +60,7 @@ class FrontAlone:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds that the front has used so far, of all its threads."""
+        """CPU seconds that all threads of the front have used so far."""
         return cpu_s(self._processes[0].pid)
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class FrontAlone:
         self.close()
 
     def close(self) -> None:
-        """End the front, and with it the ranks."""
+        """Stop the front, and with it the ranks."""
         for process in self._processes[:1]:
             process.terminate()
         for process in self._processes:
@@ -89,7 +89,7 @@ class FrontAlone:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=pass_fds,
-                process_group=0,  # Ctrl-C reaches us alone, and we stop them in order
+                process_group=0,  # Ctrl-C reaches only this process, which stops the others in order
                 preexec_fn=functools.partial(die_with_parent, parent_pid=os.getpid()),
             )
         )

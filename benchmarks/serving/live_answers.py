@@ -1,6 +1,6 @@
-"""Answers of a running service, streamed or whole, with the time of every piece, so that pauses can be told.
+"""Answers of a running service, streamed or whole, with the time of every piece, to measure pauses.
 
-An answer compares by what must not depend on faults: text, logprobs and finish reason of each choice, and the tokens.
+Answers are compared by values that must not depend on faults: text, logprobs and finish reason of each choice, and the tokens.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.serving.service import HOST
 
-RETRY_S = 0.2  # after a 503, which took nothing on
+RETRY_S = 0.2  # after a 503 that did not accept the request
 
 
 class Said(NamedTuple):
-    """What an answer says, however it was sent."""
+    """Content of an answer, streamed or whole."""
 
     texts: dict[int, str]  # by choice
     logprobs: dict[int, list[float]]
@@ -26,28 +26,28 @@ class Said(NamedTuple):
 
 
 class LostAnswerError(RuntimeError):
-    """An accepted request brought an error, or its connection ended before its answer did."""
+    """An accepted request got an error, or its connection ended before the answer was complete."""
 
 
 @dataclass(kw_only=True, eq=False)
 class LiveAnswer:
-    """One request to /v1/completions. `arrivals_s` grows while it is read."""
+    """One request to /v1/completions. `arrivals_s` grows while the answer is read."""
 
     port: int
     body: Mapping[str, Any]
     is_streamed: bool
-    key: str | None = None  # the Idempotency-Key with which it is asked again where that is allowed
-    may_ask_again: Callable[[], bool] = lambda: False  # when it was cut off
+    key: str | None = None  # Idempotency-Key of the request and its retries
+    may_ask_again: Callable[[], bool] = lambda: False  # whether a request that was cut off may be retried
     arrivals_s: list[float] = field(default_factory=list)  # time.perf_counter()
-    num_refused: int = 0  # 503 before it was accepted
-    num_cut_off: int = 0  # and asked again
+    num_refused: int = 0  # 503 responses before it was accepted
+    num_cut_off: int = 0  # retries after it was cut off
     _said: Said = field(default_factory=lambda: Said({}, {}, {}, 0))
 
     async def read(self) -> Said:
-        """Ask, again after a 503 and where it was cut off and that is allowed, and read to the end.
+        """Send the request and read the answer to its end. Retry after a 503 and, if allowed, after a cut.
 
         Raises:
-            LostAnswerError: it was accepted and did not end well, or was refused with another status.
+            LostAnswerError: An accepted request failed, or it was refused with another status.
         """
         while True:
             try:
@@ -62,11 +62,11 @@ class LiveAnswer:
             await asyncio.sleep(RETRY_S)
 
     async def _read_once(self) -> bool:
-        """Ask and read to the end; return False after a 503."""
+        """Send the request and read the answer to its end; return False after a 503."""
         try:
             reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
         except OSError as error:
-            raise LostAnswerError(f"nobody listens: {error}") from error
+            raise LostAnswerError(f"cannot connect: {error}") from error
         try:
             await self._send(writer)
             status = await self._read_head(reader)
@@ -81,7 +81,7 @@ class LiveAnswer:
         finally:
             writer.close()
         if len(self._said.finish_reasons) != self.body.get("n", 1) or not self._said.num_tokens:
-            raise LostAnswerError(f"it ended after {sum(map(len, self._said.texts.values()))} characters")
+            raise LostAnswerError(f"incomplete after {sum(map(len, self._said.texts.values()))} characters")
         return True
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
@@ -98,13 +98,13 @@ class LiveAnswer:
     async def _read_head(self, reader: asyncio.StreamReader) -> int:
         words = (await reader.readline()).split()
         if not words:
-            raise LostAnswerError("no answer before the connection's end")
+            raise LostAnswerError("the connection closed without an answer")
         while (await reader.readline()).strip():
             pass
         return int(words[1])
 
     async def _events(self, reader: asyncio.StreamReader) -> Any:
-        """Yield a stream's events, or the one body of a whole answer."""
+        """Yield a stream's events, or the single body of a whole answer."""
         if not self.is_streamed:
             body = await reader.read()
             yield json.loads(body[body.index(b"{") : body.rindex(b"}") + 1])
@@ -131,7 +131,7 @@ class LiveAnswer:
 
 
 def longest_pause_s(arrivals_s: Sequence[float], from_s: float, until_s: float) -> float | None:
-    """Return the longest pause that overlaps a time; None where no piece came on both of its sides."""
+    """Return the longest pause that overlaps the interval, or None if no pause between two pieces does."""
     return max(
         (end - begin for begin, end in pairwise(arrivals_s) if end > from_s and begin < until_s), default=None
     )

@@ -1,4 +1,4 @@
-"""The options of `benchmarks.serve` as one frozen value."""
+"""Options of `benchmarks.serve` as one frozen value."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from benchmarks.serving.transformers_peer import PeerSetting
 
 MODELS = ("demo", "random")
 REQUESTS_PER_CLIENT = 2
-LEAST_REQUESTS, MOST_REQUESTS = 2, 16  # the whole default run is to take half an hour on two cores
+LEAST_REQUESTS, MOST_REQUESTS = 2, 16  # chosen so that the whole default run takes half an hour on two cores
 ATTENTIONS = ("sdpa", "eager")
 EXPERTS = ("grouped_mm", "eager")  # batched_mm copies every token's experts: 5 GB and minutes for a prefill
 
 
 class BenchOptionsError(ValueError):
-    """A value that cannot be measured; the message says what was wrong and what is allowed."""
+    """Invalid option; the message names the value and the values allowed."""
 
 
 class ServedLayout(NamedTuple):
-    """How many ranks, with how many threads each."""
+    """Number of ranks, and threads per rank."""
 
     ranks: int
     threads: int
@@ -30,7 +30,7 @@ class ServedLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """What to measure."""
+    """Settings of the benchmark."""
 
     models: tuple[str, ...]
     levels: tuple[tuple[int, int], ...]  # (concurrency, requests per round)
@@ -38,9 +38,9 @@ class ServingOptions:
     layouts: tuple[ServedLayout, ...]
     prompt_tokens: int
     output_tokens: int
-    peer_settings: tuple[PeerSetting, ...]  # those that are tried
+    peer_settings: tuple[PeerSetting, ...]  # to try
     peer_threads: int
-    static: bool  # also the peer's plain `generate`, once per level
+    static: bool  # also measure the peer's plain `generate`, once per level
     save: bool
 
     @property
@@ -49,15 +49,15 @@ class ServingOptions:
 
     @property
     def max_model_len(self) -> int:
-        """Whole blocks of 64 tokens, which is whole blocks of everybody's."""
+        """Length in whole blocks of 64 tokens, a multiple of every program's blocks."""
         return -(-(self.prompt_tokens + self.output_tokens) // 64) * 64
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> ServingOptions:
-    """Parse the command line; what `--quick` changes is a default, and any flag overrides it.
+    """Parse the command line. `--quick` changes defaults; any flag overrides them.
 
     Raises:
-        BenchOptionsError: naming the flag, the value seen and the values allowed.
+        BenchOptionsError: Names the flag, the value seen and the values allowed.
     """
     args = _parser().parse_args(arguments)
     quick = args.quick
@@ -70,7 +70,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServingOptions:
     if len(requests) != len(concurrency):
         raise BenchOptionsError(
             f"--requests-per-level has {len(requests)} numbers and --concurrency {len(concurrency)}; "
-            f"give one for each"
+            f"give one number per concurrency"
         )
     layouts = tuple(_layout(each) for each in args.ranks.split(","))
     attention = _names("--peer-attention", args.peer_attention, ATTENTIONS)
@@ -101,49 +101,47 @@ def parse_options(arguments: Sequence[str] | None = None) -> ServingOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serve",
-        description="Our service beside transformers continuous batching, in a closed loop.",
+        description="Compare WideEP with transformers continuous batching, in a closed loop.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--models", metavar="NAMES", help="of demo and random (default: both)")
-    add("--concurrency", metavar="NUMBERS", help="clients at once (default: 1,4,16,32)")
-    add("--rounds", type=int, metavar="N", help="turns that each program takes per level (default: 3)")
+    add("--models", metavar="NAMES", help="demo, random or both (default: both)")
+    add("--concurrency", metavar="NUMBERS", help="concurrent clients (default: 1,4,16,32)")
+    add("--rounds", type=int, metavar="N", help="rounds per program and level (default: 3)")
     add(
         "--requests-per-level",
         metavar="NUMBERS",
-        help="requests per round, one number per concurrency (default: 2 per client up to 16, never fewer than clients)",
+        help="requests per round, one number per concurrency (default: 2 per client up to 16, at least one per client)",
     )
-    add(
-        "--ranks", default="1x2,2x1", metavar="LAYOUTS", help="ranks x threads of ours (default: %(default)s)"
-    )
+    add("--ranks", default="1x2,2x1", metavar="LAYOUTS", help="ranks x threads (default: %(default)s)")
     add("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     add("--output-tokens", type=int, metavar="N", help="(default: 64)")
     add(
         "--peer-attention",
         default="sdpa",
         metavar="NAMES",
-        help="of sdpa and eager, tried at each level (default: sdpa)",
+        help="sdpa, eager or both, tried at each level (default: sdpa)",
     )
     add(
         "--peer-experts",
         default="grouped_mm",
         metavar="NAMES",
-        help="of grouped_mm and eager, tried at each level (default: grouped_mm, measured 1.3 to 1.9 x eager)",
+        help="grouped_mm, eager or both, tried at each level (default: grouped_mm, measured 1.3 to 1.9 x eager)",
     )
     add(
         "--peer-batch-tokens",
         metavar="NUMBERS",
-        help="most tokens per step of the peer, tried at each level (default: 512,4096; ours is 512)",
+        help="largest numbers of tokens per step of the peer, tried at each level (default: 512,4096; ours is 512)",
     )
     add(
         "--static",
         action="store_true",
-        help="also transformers' static `generate`, once per level (minutes where anything else uses a core)",
+        help="also measure transformers' static `generate`, once per level (minutes if another program uses a core)",
     )
     add(
         "--quick",
         action="store_true",
-        help="does everything work? random model, concurrency 1 and 4, one round of 16 tokens",
+        help="smoke test: random model, concurrency 1 and 4, one round of 16 tokens",
     )
     add("--save", action="store_true", help="write benchmarks/results/serve-<date>-<cpu>.json")
     return parser

@@ -1,9 +1,9 @@
-"""A rank without a model: in every step each of its requests gets one token, at a pace that the caller sets.
+"""A rank without a model: in every step each of its requests gets one token, at a pace set by the caller.
 
-It speaks to the front over the real link, so what is measured or tested with it is the front. The tokens are known
-beforehand (the prompt's own, over and over), blocks are counted as a rank counts them, and a request that is aborted
-is dropped at the next step. Knows no torch. Run as a module it is a process of its own, so that its CPU is not the
-measuring process's: `python -m benchmarks.serving.paced_rank RANK WORLD_SIZE ADDRESS`, the token in $PACED_RANK_TOKEN.
+It uses the real link to the front, so benchmarks and tests with it measure the front. The tokens are predictable (the prompt's
+tokens, repeated), blocks are counted as in a real rank, and an aborted request is dropped at the next step. It does not import
+torch. Run as a module it is a separate process, so that its CPU time does not count for the measuring process:
+`python -m benchmarks.serving.paced_rank RANK WORLD_SIZE ADDRESS`, with the token in $PACED_RANK_TOKEN.
 """
 
 import argparse
@@ -27,24 +27,24 @@ TOKEN_VARIABLE = "PACED_RANK_TOKEN"
 OPEN_TIMEOUT_S = 60.0
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 1 << 16
-LOOK_AGAIN_S = 0.002  # where no request could advance
+LOOK_AGAIN_S = 0.002  # after a step in which no request could advance
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that is being answered."""
+    """An open request."""
 
     request: Request
     num_done: int = 0
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that a rank would hold for it now."""
+        """Number of blocks that a real rank would hold for it now."""
         return -(-(len(self.request.prompt_ids) + self.num_done) // BLOCK_TOKENS)
 
 
 def token_of(request: Request, place: int) -> int:
-    """The answer's token at a place: the prompt again and again."""
+    """Return the answer's token at a position: the prompt is repeated."""
     return request.prompt_ids[place % len(request.prompt_ids)]
 
 
@@ -66,15 +66,15 @@ class PacedRank:
         after_step: Callable[["PacedRank", int], None] = lambda _rank, _step: None,
         on_prepare: Callable[["PacedRank", Placement], None] = lambda _rank, _placement: None,
     ) -> None:
-        """Prepare; nothing runs before `open`.
+        """Prepare the rank; nothing runs before `open`.
 
         Args:
-            num_restarts: how often this rank was started again.
-            step_s: least time between the starts of two steps.
-            most_tokens: an answer ends with a stop after so many; None: only max_tokens ends it.
-            max_num_seqs: what the rank says that it runs at once; it runs all that it is given.
-            after_step: called with the step's number when its outputs are queued.
-            on_prepare: called when the front asks for another placement.
+            num_restarts: Number of restarts of this rank.
+            step_s: Shortest time between the starts of two steps.
+            most_tokens: End answers with a stop after this number of tokens; by default only max_tokens ends them.
+            max_num_seqs: Number of concurrent requests that the rank reports. It runs all requests it gets.
+            after_step: Called with the step's number when its outputs are queued.
+            on_prepare: Called when the front requests another placement.
         """
         self.rank, self.num_steps, self.num_aborted = rank, 0, 0
         self._step_s, self._most_tokens, self._after_step = step_s, most_tokens, after_step
@@ -99,13 +99,13 @@ class PacedRank:
         self._stepping = threading.Thread(target=self._run, name=f"paced-rank-{rank}", daemon=True)
 
     def open(self) -> Self:
-        """Attach to the front and begin to step."""
+        """Attach to the front and start to step."""
         self.link.open(OPEN_TIMEOUT_S)
         self._stepping.start()
         return self
 
     def close(self, reason: str = "") -> None:
-        """Leave; open requests get no more tokens."""
+        """Detach; open requests get no more tokens."""
         self._end()
         self.link.close(reason)
         if self._stepping.is_alive() and self._stepping is not threading.current_thread():
@@ -117,60 +117,55 @@ class PacedRank:
             self._changed.notify_all()
 
     def wait_ended(self) -> None:
-        """Wait until the front asks for the end, or is gone."""
+        """Wait until the front ends the rank, or is gone."""
         self._ended.wait()
 
     @property
     def num_open(self) -> int:
-        """Requests that are being answered."""
+        """Number of open requests."""
         return len(self._open)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Number of blocks that no request holds."""
         with self._changed:
             return NUM_BLOCKS - sum(each.num_blocks for each in self._open.values())
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is open; returns whether that came."""
+        """Wait until no request is open. Return whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
     def stop(self) -> None:
-        """Leave, as the front asks."""
         self.close()
 
     def lost(self, _reason: str, *, is_broken: bool) -> None:
-        """End without the front."""
         self._end()
 
     def prepare(self, placement: Placement) -> None:
-        """Hand on that another placement is wanted."""
         self._on_prepare(self, placement)
 
     def drop(self, version: int) -> None:
-        """Have nothing to give up."""
+        """Do nothing: the rank holds no old placement."""
 
     def regroup(self, order: Order) -> None:
-        """Serve with whom it may be: there is nobody to meet."""
+        """Do nothing: the rank does not communicate with other ranks."""
 
     def forget_prefixes(self) -> None:
-        """Have no prefix cache."""
+        """Do nothing: the rank has no prefix cache."""
 
     def submit(self, request: Request) -> None:
-        """Answer a request."""
         with self._changed:
             self._open[request.request_id] = OpenRequest(request, len(request.replayed_ids))
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
-        """Drop a request."""
         with self._changed:
             self.num_aborted += self._open.pop(request_id, None) is not None
             self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
-        """Give a request back that has no token of this rank's yet."""
+        """Return a request if this rank has not generated a token for it yet."""
         with self._changed:
             each = self._open.get(request_id)
             if each is None:
@@ -209,7 +204,7 @@ class PacedRank:
         self._after_step(self, self.num_steps)
 
     def _advance(self, each: OpenRequest) -> RequestOutput | None:
-        """Return a request's next token; None: not in this step."""
+        """Return a request's next token, or None if it gets none in this step."""
         request, params = each.request, each.request.params
         token = token_of(request, each.num_done)
         each.num_done += 1
@@ -240,13 +235,13 @@ class PacedRank:
 
 
 def logprobs_of(token: int, num_top: int) -> Logprobs:
-    """The chosen token is the likeliest, then the ids after it, half as likely each."""
+    """Return logprobs with the chosen token as the likeliest; each following id is half as likely."""
     tops = [token + place for place in range(num_top)]
     return Logprobs(token, -0.5, tops, [-0.5 - 0.693 * place for place in range(num_top)])
 
 
 def prompt_logprobs_of(request: Request) -> list[Logprobs]:
-    """Of prompt tokens 1 and on, if they are asked for: as of generated ones, and of rank 1."""
+    """Return requested logprobs of prompt tokens from 1 on: the same as for generated ones, with rank 1."""
     num_top = request.params.num_prompt_logprobs
     if num_top is None:
         return []

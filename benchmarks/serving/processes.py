@@ -1,8 +1,8 @@
-"""What a tree of processes costs: memory and CPU from /proc, and the CPU that everybody else used meanwhile.
+"""Memory and CPU of a tree of processes, from /proc, and the CPU used by other processes meanwhile.
 
-Memory is PSS, in which a page that n processes share counts 1/n for each, so that a sum over processes is what the
-service takes from the machine; a sum of RSS counts shared libraries once per process. CPU that others used tells
-which measurements to distrust: two threads that meet in every layer lose far more than the core that was taken.
+Memory is PSS, in which a page shared by n processes counts 1/n for each, so a sum over processes is the memory that the
+service takes from the machine. A sum of RSS counts shared libraries once per process. CPU used by other processes shows which
+measurements to distrust: two threads that synchronise in every layer lose far more than the core that was taken.
 """
 
 import os
@@ -16,12 +16,12 @@ from typing import Self
 
 PROC = Path("/proc")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-SAMPLE_S = 1.0  # walking the page tables of 2 GB takes some 10 ms, so not much more often
-QUIET_CORES = 0.1  # above this much CPU of others a row is noisy
+SAMPLE_S = 1.0  # walking the page tables of 2 GB takes some 10 ms, so sampling much more often is costly
+QUIET_CORES = 0.1  # a row with more CPU used by other processes is noisy
 
 
 def tree(root: int) -> list[int]:
-    """Return a process and all its descendants that live now."""
+    """Return a process and all its living descendants."""
     pids = [root]
     for pid in pids:  # grows while it is walked
         pids += _children(pid)
@@ -29,28 +29,28 @@ def tree(root: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Return a process's proportional set size; 0 when it has ended."""
+    """Return a process's proportional set size, or 0 if it has ended."""
     return _kib(PROC / str(pid) / "smaps_rollup", "Pss")
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """Return the most resident memory a process ever had; 0 when it has ended."""
+    """Return a process's peak resident memory, or 0 if it has ended."""
     return _kib(PROC / str(pid) / "status", "VmHWM")
 
 
 def command_of(pid: int) -> list[str]:
-    """Return a process's command line; empty when it has ended."""
+    """Return a process's command line, or [] if it has ended."""
     return _read(PROC / str(pid) / "cmdline").split("\0")[:-1]
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU time of a process and of the children it has reaped; 0 when it has ended."""
+    """Return the CPU time of a process and of the children it has reaped, or 0 if it has ended."""
     fields = _read(PROC / str(pid) / "stat").rpartition(")")[2].split()
     return sum(map(int, fields[11:15])) / TICKS_PER_S if fields else 0.0
 
 
 def busy_s() -> float:
-    """Return the CPU time of the whole machine, time stolen by the hypervisor included."""
+    """Return the CPU time of the whole machine, including time stolen by the hypervisor."""
     fields = (PROC / "stat").read_text().splitlines()[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[1:9])
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
@@ -58,20 +58,20 @@ def busy_s() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a tree used between two moments."""
+    """Memory and CPU that a tree used between two moments."""
 
     peak_pss_bytes: int
-    own_cores: float  # CPU seconds per second, the benchmark's own process included
-    other_cores: float  # likewise, of everybody else, kernel and hypervisor included
+    own_cores: float  # CPU seconds per second, including the benchmark's own process
+    other_cores: float  # CPU seconds per second of all other processes, kernel and hypervisor
 
     @property
     def is_noisy(self) -> bool:
-        """Whether others used so much CPU that the row should not count."""
+        """Whether other processes used too much CPU for the row to count."""
         return self.other_cores > QUIET_CORES
 
 
 class ProcessWatch:
-    """A context that samples a tree's memory from a thread; `usage` is there when it ends."""
+    """A context that samples a tree's memory from a thread; `usage` is set when it ends."""
 
     usage: Usage
 

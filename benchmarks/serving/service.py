@@ -1,4 +1,4 @@
-"""A server as a benchmark sees it: processes of its own, and a client that streams from it; ours is `wideep serve`.
+"""A server to measure: a separate process tree, and a client that streams from it; ours is `wideep serve`.
 
 The client is that of `wideep bench`.
 """
@@ -28,14 +28,14 @@ _POLL_S = 0.02
 
 
 class BenchServiceError(RuntimeError):
-    """The service did not start, or refused a request that it should serve; the message says why."""
+    """The service did not start, or refused a request that it should serve; the message gives the reason."""
 
 
 class Server:
-    """A running server with OpenAI's completions; a context that ends it.
+    """A running server with OpenAI's completions endpoint, as a context that stops it.
 
     Attributes:
-        start_s: from its start until it was healthy.
+        start_s: Seconds from its start until it was healthy.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Server:
         fields: Mapping[str, Any] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Start, and wait until /health answers 200.
+        """Start the server and wait until /health answers 200.
 
         Args:
-            command: what serves at `port`.
-            log: takes what it says.
-            environment: added to ours.
-            fields: added to every request.
-            timeout_s: for it to be healthy.
+            command: Command that serves at `port`.
+            log: File for its output.
+            environment: Variables added to ours.
+            fields: Fields added to every request.
+            timeout_s: Longest time until it is healthy.
 
         Raises:
-            BenchServiceError: it ended, or did not answer in time; quotes its log.
+            BenchServiceError: It ended, or did not answer in time; the message quotes its log.
         """
         self.port, self._log, self._fields = port, log, dict(fields or {})
         self._started_s = time.monotonic()
@@ -69,7 +69,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            process_group=0,  # Ctrl-C reaches us alone, and we stop it in order
+            process_group=0,  # Ctrl-C reaches only this process, which stops the server in order
             preexec_fn=functools.partial(die_with_parent, signal.SIGTERM, parent_pid=os.getpid()),
         )
         try:
@@ -86,19 +86,19 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Ask it to end as a user does, and kill it when it does not."""
+        """Stop it with SIGINT, as a user does, and kill it if it does not end."""
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # what it started dies with it
+            self.process.kill()  # its children die with it
             self.process.wait()
 
     def run(self, prompts: Sequence[list[int]], num_tokens: int, concurrency: int) -> list[RequestTiming]:
         """Stream a completion of `num_tokens` greedy tokens for each prompt, in a closed loop.
 
         Raises:
-            BenchServiceError: the service has ended (quotes its log), or refused or failed a request.
+            BenchServiceError: The service has ended (the message quotes its log), or refused or failed a request.
         """
         complete = functools.partial(stream_completion, self.port, num_tokens=num_tokens, **self._fields)
         try:
@@ -106,7 +106,7 @@ class Server:
         except BenchServiceError as error:
             if self.process.poll() is None:
                 raise
-            raise BenchServiceError(f"{error}; the service has ended and said:\n{self._said()}") from error
+            raise BenchServiceError(f"{error}; the service has ended. Its log:\n{self._said()}") from error
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Return the greedy tokens after a prompt."""
@@ -117,7 +117,7 @@ class Server:
             waited_s = time.monotonic() - self._started_s
             if self.process.poll() is not None or waited_s > timeout_s:
                 raise BenchServiceError(
-                    f"the service did not answer within {waited_s:.0f} s; it said:\n{self._said()}"
+                    f"the service did not answer within {waited_s:.0f} s. Its log:\n{self._said()}"
                 )
             time.sleep(_POLL_S)
 
@@ -129,7 +129,7 @@ class Service(Server):
     """A running `wideep serve`."""
 
     def __init__(self, model: str, arguments: Sequence[str], log: IO[bytes]) -> None:
-        """See `Server`."""
+        """Start the service (see `Server`)."""
         port = free_port()
         super().__init__(
             [sys.executable, "-m", "server", "serve", model, f"--port={port}", *arguments], port, log
@@ -137,10 +137,10 @@ class Service(Server):
 
 
 def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
-    """Ask the service at a port for the greedy tokens after a prompt.
+    """Request the greedy tokens after a prompt from the service at a port.
 
     Raises:
-        BenchServiceError: any status but 200.
+        BenchServiceError: The status is not 200.
     """
     body = _body(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
     try:
@@ -153,10 +153,10 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **fields: Any) -> RequestTiming:
-    """Stream one completion and note when each piece came; `fields` are added to the request.
+    """Stream one completion and record when each piece arrived; `fields` are added to the request.
 
     Raises:
-        BenchServiceError: any status but 200, or another number of tokens than was asked for.
+        BenchServiceError: The status is not 200, or the number of tokens is not the requested one.
     """
     client = StreamClient(f"http://{HOST}:{port}")
     try:
@@ -171,5 +171,5 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **
 
 def _body(prompt: list[int], num_tokens: int, **fields: Any) -> dict[str, Any]:
     greedy = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    plain = {"repetition_penalty": 1}  # whatever the checkpoint's generation_config.json says
+    plain = {"repetition_penalty": 1}  # overrides the checkpoint's generation_config.json
     return {**greedy, **plain, **fields}

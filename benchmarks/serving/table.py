@@ -1,4 +1,4 @@
-"""Rows of `benchmarks.serve` as tables, and their summaries: medians over rounds, and ratios within a round."""
+"""Tables of `benchmarks.serve`'s rows, and their summaries: medians over rounds, and ratios within a round."""
 
 import statistics
 from collections import defaultdict
@@ -14,8 +14,8 @@ _WIDTH = 10
 def summary_of(level: dict[str, Any]) -> dict[str, Any]:
     """Reduce a level's rows to one entry per program.
 
-    A program's medians are over its quiet rounds, over all where none was quiet, which `noisy` then says. Its ratio
-    to the peer is the median of the ratios of rounds in which both were quiet, likewise.
+    A program's medians are over its quiet rounds. If no round was quiet they are over all, and `noisy` is true. Its ratio to
+    the peer is the median of the ratios of rounds in which both were quiet, or of all rounds if there are none.
     """
     by_program: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for row in level["rows"]:
@@ -43,7 +43,7 @@ def _times_peer(rows: dict[int, dict[str, Any]], peer: dict[int, dict[str, Any]]
 
 
 def print_level(level: dict[str, Any]) -> None:
-    """Print what was measured at one concurrency, row by row, as it comes."""
+    """Print the measurements at one concurrency, row by row."""
     print(
         f"   concurrency {level['concurrency']}, {level['requests']} requests; {PEER}: {_peer_words(level)}"
     )
@@ -56,9 +56,9 @@ def print_level(level: dict[str, Any]) -> None:
 
 
 def _peer_words(level: dict[str, Any]) -> str:
-    """Say which settings were tried, and which one was taken."""
+    """Return the settings that were tried and the chosen one."""
     tried = ", ".join(f"{name} {rate:.0f}" for name, rate in level["peer_settings_tried"].items())
-    return f"takes {level['peer_setting']} of [{tried} tok/s]"
+    return f"uses {level['peer_setting']} of [{tried} tok/s]"
 
 
 def print_summary(name: str, summary: Sequence[dict[str, Any]]) -> None:

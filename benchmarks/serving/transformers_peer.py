@@ -1,4 +1,4 @@
-"""The peer seen from the benchmark: starts `transformers_worker` and tries which of its settings is fastest here."""
+"""The benchmark's side of the peer: starts `transformers_worker` and finds the fastest of its settings."""
 
 import functools
 import json
@@ -17,30 +17,30 @@ STOP_TIMEOUT_S = 20.0
 
 
 class PeerError(RuntimeError):
-    """The peer's process ended; the message quotes its last words."""
+    """The peer's process ended; the message quotes its last output."""
 
 
 class PeerSetting(NamedTuple):
-    """How transformers computes; the names are its own."""
+    """Settings of transformers, by its own names."""
 
     attention: str
     experts: str
-    batch_tokens: int  # most tokens per step
+    batch_tokens: int  # largest number of tokens per step
 
     def __str__(self) -> str:
         return f"{self.attention}/{self.experts}/{self.batch_tokens}"
 
 
 class TransformersPeer:
-    """A running peer; a context that ends it."""
+    """A running peer, as a context that stops it."""
 
     def __init__(
         self, directory: Path, *, threads: int, max_num_seqs: int, max_model_len: int, log: IO[bytes]
     ) -> None:
-        """Start, and wait until the model is loaded.
+        """Start the peer and wait until the model is loaded.
 
         Raises:
-            PeerError: it ended.
+            PeerError: The process ended.
         """
         self._log = log
         started_s = time.monotonic()
@@ -49,7 +49,7 @@ class TransformersPeer:
             f"--max-num-seqs={max_num_seqs}",
             f"--max-model-len={max_model_len}",
         ]
-        # The environment too: torch.set_num_threads holds for the calling thread, and the manager has its own.
+        # Set the environment too: torch.set_num_threads only affects the calling thread, and the manager has its own.
         counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.serving.transformers_worker", str(directory), *limits],
@@ -75,7 +75,7 @@ class TransformersPeer:
         self.close()
 
     def close(self) -> None:
-        """End the process: no more commands come."""
+        """End the process by closing its input."""
         assert self.process.stdin is not None, "started with a pipe"
         self.process.stdin.close()
         try:
@@ -98,7 +98,7 @@ class TransformersPeer:
         return list(self._do("tokens", prompt=prompt, num_tokens=num_tokens))
 
     def static(self, prompts: Sequence[list[int]], num_tokens: int) -> float:
-        """Return the output tokens per second of one `generate` call; `configure` comes next."""
+        """Return the output tokens per second of one `generate` call. Call `configure` next."""
         return len(prompts) * num_tokens / float(self._do("static", prompts=prompts, num_tokens=num_tokens))
 
     def _do(self, operation: str, **arguments: Any) -> Any:
@@ -107,7 +107,7 @@ class TransformersPeer:
             self.process.stdin.write(json.dumps({"do": operation, **arguments}) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended: reading finds out, and says why
+            pass  # the process has ended: reading reports the reason
         return self._read()
 
     def _read(self) -> Any:
@@ -116,7 +116,7 @@ class TransformersPeer:
         if not line:
             self._log.flush()
             words = Path(self._log.name).read_text(errors="replace")[-2000:]
-            raise PeerError(f"the transformers process ended; it said:\n{words}")
+            raise PeerError(f"the transformers process ended. Its log:\n{words}")
         return json.loads(line)
 
 
@@ -127,9 +127,9 @@ def fastest(
     num_tokens: int,
     concurrency: int,
 ) -> tuple[PeerSetting, dict[str, float]]:
-    """Try settings, one lot of prompts for each; leave the peer at the fastest, and return it and all rates.
+    """Try settings, with one lot of prompts for each. Configure the peer with the fastest; return it and all rates.
 
-    One prompt is run before, so that the first setting does not pay for everybody's cold caches.
+    One prompt is run first, so that the first setting does not pay for cold caches.
     """
     rates: dict[PeerSetting, float] = {}
     peer.configure(settings[0])

@@ -2,9 +2,9 @@
 
 `python -m benchmarks.serving.transformers_worker MODEL --threads N` reads a JSON object per line and answers with one:
 run (a closed loop; timings per token), tokens (greedy ids), static (one `generate` call on a whole batch), configure
-(attention, experts and batch size). Requests enter through `ContinuousBatchingManager`, the object behind
-`generate_batch`, because that is the only way to submit while others run and to see each token when it comes. It has
-no HTTP to serve and shares the process with its client, which favours it.
+(attention, experts and batch size). Requests enter through `ContinuousBatchingManager`, the object behind `generate_batch`:
+only it can submit requests while others run and report each token when it arrives. The peer serves no HTTP and shares the
+process with its client, which favours it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.serving.closed_loop import RequestTiming, closed_loop
 
 NO_EOS = -1
 PAGE_TOKENS = 32
-SPARE = 1.5  # pages beyond what all sequences need: the scheduler stops admitting at 20 % free
+SPARE = 1.5  # factor on the pages that all sequences need: the scheduler stops admitting at 20 % free
 
 
 class Peer:
@@ -42,7 +42,7 @@ class Peer:
         self._numbers = itertools.count()
 
     def configure(self, attention: str, experts: str, batch_tokens: int) -> None:
-        """Start a manager with these implementations, ending the last one."""
+        """Stop the previous manager and start one with these implementations."""
         self.close()
         self._model.set_attn_implementation(attention)
         self._model.set_experts_implementation(experts)
@@ -75,12 +75,12 @@ class Peer:
         cache: str | None = None,
         experts: str | None = None,
     ) -> float:
-        """Generate for a whole batch of prompts of one length with `generate`; return the seconds.
+        """Generate for a whole batch of prompts of one length with `generate`. Return the seconds.
 
         Args:
-            attention: transformers' name of an implementation.
-            cache: likewise of a kind of cache; None: its default.
-            experts: likewise of an implementation; None: what was last configured.
+            attention: Name of an implementation in transformers.
+            cache: Name of a kind of cache in transformers; by default its own choice.
+            experts: Name of an implementation in transformers; by default the last one configured.
         """
         self.close()
         self._model.set_attn_implementation(attention)
@@ -98,7 +98,7 @@ class Peer:
         return seconds
 
     def close(self) -> None:
-        """End the manager."""
+        """Stop the manager."""
         if self._manager is not None:
             self._manager.stop(block=True, timeout=10)
             self._manager.destroy()
@@ -134,13 +134,13 @@ class Peer:
 
 
 def page_option(kind: Any) -> dict[str, int]:
-    """Name the size of a page as this version of transformers does: up to 5.17 `block_size`, then `page_size`."""
+    """Return the option for the size of a page, whose name depends on the version: up to 5.17 `block_size`, then `page_size`."""
     known = {field.name for field in dataclasses.fields(kind)}
     return {"page_size" if "page_size" in known else "block_size": PAGE_TOKENS}
 
 
 def serve(peer: Peer, commands: Iterator[str], answer: Callable[[Any], None]) -> None:
-    """Carry out commands until there are no more."""
+    """Execute commands until the input ends."""
     operations: dict[str, Callable[..., Any]] = {
         "configure": peer.configure,
         "run": peer.run,
@@ -153,11 +153,11 @@ def serve(peer: Peer, commands: Iterator[str], answer: Callable[[Any], None]) ->
 
 
 def main() -> None:
-    """Load and serve; standard output carries answers only, all else goes to standard error."""
+    """Load and serve. Standard output carries only answers; everything else goes to standard error."""
     parser = argparse.ArgumentParser(
         description="transformers continuous batching, driven from standard input."
     )
-    parser.add_argument("model", help="a model directory")
+    parser.add_argument("model", help="model directory")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)

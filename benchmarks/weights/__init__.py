@@ -1,1 +1,1 @@
-"""Checkpoints as files: how fast they load, and what quantising costs."""
+"""Checkpoints as files: how fast they load, and the cost of quantisation."""

@@ -1,10 +1,10 @@
 """How long does a rank take to load a checkpoint, in every published format?
 
-Checkpoints of the same size on disk, of one shape (Qwen3-MoE's, hidden 2,048, inner 768, 32 experts a layer) and as many
-layers as fill it: a quantised one has more weights. Timed is what a rank does at a start once libraries are imported: reading
-the configuration, checking headers, reading and packing weights, reserving the cache. Files are in the page cache.
+Checkpoints of the same size on disk and one shape (Qwen3-MoE's, hidden 2,048, inner 768, 32 experts per layer), with as many
+layers as needed for that size: a quantised one has more weights. Timed is the start of a rank after libraries are imported:
+reading the configuration, checking headers, reading and packing weights, reserving the cache. Files are in the page cache.
 
-Expected bound: reading and packing pass every byte a few times, some 1 GB/s a thread; loading uses one.
+Expected bound: reading and packing touch every byte a few times, about 1 GB/s per thread; loading uses one thread.
 
 Run: `python -m benchmarks.weights.loading [--gigabytes 2] [--repeats 3] [--save]`.
 """
@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weights.loading", allow_abbrev=False)
     parser.add_argument(
-        "--gigabytes", type=float, default=2.0, help="of each checkpoint (default: %(default)s)"
+        "--gigabytes", type=float, default=2.0, help="size of each checkpoint (default: %(default)s)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="loads of each (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="loads per format (default: %(default)s)")
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/loading-<date>-<cpu>.json"
     )
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         of_plain = taken / rows[0]["s"] * rows[0]["bytes"] / size
         print(
             f"{name:45} {size / 1e9:5.2f} GB  {taken:6.2f} s  {size / 1e9 / taken:5.2f} GB/s  {of_plain:5.2f} x bfloat16's "
-            f"time a byte",
+            f"time per byte",
             flush=True,
         )
     result = {"benchmark": "loading", "environment": card, "rows": rows}
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load(directory: Path) -> float:
-    """Seconds to build one rank's engine."""
+    """Return the seconds to build one rank's engine."""
     config = EngineConfig(
         directory=directory, kv_cache_bytes=1 << 28, max_model_len=512, max_num_seqs=4, threads=2
     )  # fmt: skip
@@ -92,7 +92,7 @@ def load(directory: Path) -> float:
 
 
 def write(name: str, directory: Path, num_bytes: float) -> int:
-    """Write a checkpoint in a format of `PUBLISHED`; returns its bytes. Layers and experts are alike: loading does not care."""
+    """Write a checkpoint in a format of `PUBLISHED`. Return its bytes. All layers and experts are equal, which does not affect loading."""
     published = None if name == PLAIN else PUBLISHED[name]
     generator = torch.Generator().manual_seed(0)
 
@@ -135,7 +135,7 @@ def write(name: str, directory: Path, num_bytes: float) -> int:
         **rest,
         **{f"model.layers.{at}.{part}": tensor for at in range(num_layers) for part, tensor in layer.items()},
     }
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # no two may share their memory
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}  # tensors must not share memory
     save_file(copies, directory / "model.safetensors", {"format": "pt"})
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS, num_local_experts=EXPERTS,

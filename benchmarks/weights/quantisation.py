@@ -1,11 +1,11 @@
-"""What does `--quantization` cost in quality? KL divergence and agreement against the model as it is.
+"""How much quality does `--quantization` cost? KL divergence and agreement with the unquantised model.
 
-Every prompt runs once through the model as it is and once as each quantised form, in one process after the other on one
-rank, and the next-token distributions of all positions are compared: the mean and the 99th percentile of KL(as it is ||
-quantised) in nats, and the share of positions whose likeliest token is the same. A model against itself is 0 and 1.
+Every prompt runs through the unquantised model and through each quantised form, one after the other in one process on one rank.
+Next-token distributions of all positions are compared: mean and 99th percentile of KL(unquantised || quantised) in nats, and the
+share of positions with the same likeliest token. A model compared with itself gives 0 and 1.
 
 Run: `python -m benchmarks.weights.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
-A line of a file is an object with `prompt`, or `turns`, of which the first is taken.
+A line of a file is an object with `prompt`, or with `turns`, of which the first is used.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FORMS = ("int8", "int4")
 
 
 def prompts_of(files: list[Path], count: int) -> list[str]:
-    """Read prompts, the files in turn; the first `count` of each."""
+    """Read the first `count` prompts of each file, file after file."""
     prompts = []
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()[:count]]
@@ -41,7 +41,7 @@ def prompts_of(files: list[Path], count: int) -> list[str]:
 
 
 def log_probabilities(directory: Path, form: str | None, sequences: list[list[int]]) -> Iterator[Tensor]:
-    """Run sequences through a model; yields [tokens, V] float32 of each."""
+    """Run sequences through a model. Yield [tokens, V] float32 for each."""
     longest = max(map(len, sequences))
     config = EngineConfig(
         directory=directory, kv_cache_bytes=1 << 28, max_model_len=longest + 1, max_num_seqs=1,
@@ -57,7 +57,7 @@ def log_probabilities(directory: Path, form: str | None, sequences: list[list[in
 
 
 def compare(directory: Path, form: str, sequences: list[list[int]]) -> dict[str, float]:
-    """Compare one form with the model as it is."""
+    """Compare one form with the unquantised model."""
     divergences, agreements = [], []
     pairs = zip(
         log_probabilities(directory, None, sequences),
@@ -83,8 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--prompts", type=int, default=100, help="of each file")
-    parser.add_argument("--tokens", type=int, default=256, help="that are read of each prompt at most")
+    parser.add_argument("--prompts", type=int, default=100, help="prompts per file")
+    parser.add_argument("--tokens", type=int, default=256, help="most tokens read per prompt")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     card = environment_card()

@@ -1,9 +1,9 @@
-"""What does an MoE layer cost on a CPU in each format that checkpoints keep experts in, beside bfloat16?
+"""How long does an MoE layer take on a CPU in each checkpoint format for experts, compared with bfloat16?
 
-Tokens choose experts at random; their rows go through the experts' two products and the gate between them, as in a step on
-one rank. Expected: at batch 1 memory is the bound, so a byte a weight takes half of bfloat16's time and half a byte a
-quarter, unless decoding is; at batch 32 products are, and decoding adds to them. Every format is checked against its
-dequantised weights, bit for bit, before time is taken; formats run turn about.
+Tokens choose experts at random. Their rows go through the experts' two products and the gate between them, as in a step on
+one rank. Expected: at batch 1 memory is the bound, so one byte per weight takes half of bfloat16's time and half a byte a
+quarter, unless decoding is slower; at batch 32 products are the bound, and decoding adds to them. Every format is checked
+against its dequantised weights, bit for bit, before it is timed. Formats run in turn.
 
 Run: `python -m benchmarks.weights.quantised_experts [--experts 64] [--hidden 2048] [--inner 768] [--top-k 8] [--runs 30] [--save]`.
 """
@@ -24,12 +24,12 @@ from moe.cpu.slots import PackedSlots
 from moe.load.quantised_weight import E2M1, QuantisedWeight
 
 BATCHES = (1, 8, 32)
-LIMITS = {1: 1.0, 32: 1.2}  # of bfloat16's time, for the formats of the issue
+LIMITS = {1: 1.0, 32: 1.2}  # of bfloat16's time by batch, for the formats in HELD_TO
 HELD_TO = ("fp8, channels", "fp8, blocks", "int4, groups of 32", "nvfp4")
 
 
 def fp8(weight_NK: Tensor, *, rows: int, block: int) -> QuantisedWeight:
-    """Under a float32 scale per block of rows and inputs."""
+    """Quantise with a float32 scale per block of rows and inputs."""
     n, k = weight_NK.shape
     scales = weight_NK.view(n // rows, rows, k // block, block).abs().amax((1, 3)) / 448
     wide = scales.repeat_interleave(rows, 0)
@@ -38,14 +38,14 @@ def fp8(weight_NK: Tensor, *, rows: int, block: int) -> QuantisedWeight:
 
 
 def int8(weight_NK: Tensor) -> QuantisedWeight:
-    """Under a bfloat16 scale per row."""
+    """Quantise with a bfloat16 scale per row."""
     scales = (weight_NK.abs().amax(-1, keepdim=True) / 127).bfloat16()
     codes = (weight_NK / scales.float()).round().clamp(-128, 127).to(torch.int8)
     return QuantisedWeight(codes=codes, kind="int8", scales=scales, block=weight_NK.shape[1])
 
 
 def int4(weight_NK: Tensor, *, block: int, has_zeros: bool = False) -> QuantisedWeight:
-    """Under a bfloat16 scale per group, around 8 or around zeros (which are 8 here)."""
+    """Quantise with a bfloat16 scale per group, around 8 or around zeros (which are 8 here)."""
     blocks = weight_NK.reshape(len(weight_NK), -1, block)
     scales = (blocks.abs().amax(-1) / 7.5).bfloat16()
     codes = ((blocks / scales.float()[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
@@ -54,7 +54,7 @@ def int4(weight_NK: Tensor, *, block: int, has_zeros: bool = False) -> Quantised
 
 
 def fp4(weight_NK: Tensor, *, block: int) -> QuantisedWeight:
-    """MXFP4 in blocks of 32, else NVFP4."""
+    """Quantise to MXFP4 for blocks of 32, otherwise to NVFP4."""
     blocks = weight_NK.reshape(len(weight_NK), -1, block)
     highest = blocks.abs().amax(-1)
     row_scales = None
@@ -90,7 +90,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor | QuantisedWeight]] = {
 
 
 class FormatExperts:
-    """Experts of one format, each in memory of its own."""
+    """Experts of one format, each in separate memory."""
 
     def __init__(
         self, up_NK: Tensor | QuantisedWeight, down_NK: Tensor | QuantisedWeight, experts: int
@@ -101,7 +101,7 @@ class FormatExperts:
             self.down.put(slot, down_NK)
 
     def answer(self, x_PD: Tensor, offsets: np.ndarray, team: Team) -> Tensor:
-        """Rows sorted by slot through their experts: [P, D]."""
+        """Run rows sorted by slot through their experts: [P, D]."""
         raised_PI = torch.empty(len(x_PD), self.down.in_dim)
         out_PD = torch.empty(len(x_PD), self.down.width)
         rows = [
@@ -113,14 +113,14 @@ class FormatExperts:
 
 
 def chosen(batch: int, experts: int, top_k: int, generator: torch.Generator) -> np.ndarray:
-    """Where each expert's rows begin when every token has chosen its experts."""
+    """Return the first row of each expert after every token has chosen its experts."""
     ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(batch)])
     counts = torch.bincount(ids.flatten(), minlength=experts)
     return np.concatenate(([0], counts.cumsum(0).numpy())).astype(np.int64)
 
 
 def check(name: str, up_NK: Tensor, down_NK: Tensor, team: Team) -> None:
-    """Compare one expert with its dequantised weights."""
+    """Compare one expert of a format with its dequantised weights."""
     up, down = (FORMATS[name](weight) for weight in (up_NK, down_NK))
     plain = [each.dequantised() if isinstance(each, QuantisedWeight) else each.float() for each in (up, down)]
     for rows in (1, 4, 32):
@@ -128,7 +128,7 @@ def check(name: str, up_NK: Tensor, down_NK: Tensor, team: Team) -> None:
         found = FormatExperts(up, down, 1).answer(x, offsets, team)
         wanted = FormatExperts(plain[0], plain[1], 1).answer(x, offsets, team)
         if not torch.equal(found, wanted):
-            raise SystemExit(f"{name}: {rows} rows do not have the bits of the dequantised weights")
+            raise SystemExit(f"{name}: {rows} rows differ from those of the dequantised weights")
 
 
 def main(arguments: list[str] | None = None) -> int:

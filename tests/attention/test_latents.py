@@ -32,7 +32,7 @@ class Foreign(nn.Module):
 def test_what_cannot_be_absorbed_is_named() -> None:
     assert latents.why_not(nn.Sequential(Module(), nn.Linear(2, 2))) is None
     biased = nn.Sequential(Module(), Module(bias=True))
-    assert latents.why_not(biased) == "latent attention whose kv_b_proj has a bias"
+    assert latents.why_not(biased) == "latent attention with a bias in kv_b_proj"
     missing = latents.why_not(nn.Sequential(Foreign()))
     assert missing == "latent attention without kv_b_proj and qk_nope_head_dim and v_head_dim"
 

@@ -54,7 +54,7 @@ def test_what_cannot_be_installed_is_named_and_the_others_run() -> None:
     with contextlib.ExitStack() as stack:
         running, missing = peers._start(stack, programs, Path(), OPTIONS)
     assert list(running) == ["wideep 1 rank"]
-    assert missing == {"llama.cpp bf16": "a-compiler-that-nobody-has cannot be found"}
+    assert missing == {"llama.cpp bf16": "a-compiler-that-nobody-has not found"}
     with contextlib.ExitStack() as stack, pytest.raises(MissingPeerError):
         peers._start(stack, [peers.Program("wideep 1 rank", not_there)], Path(), OPTIONS)
 

@@ -1,1 +1,1 @@
-"""The GPU day, kernel by kernel: right, and how fast."""
+"""The GPU day, kernel by kernel: correctness and times."""

@@ -1,6 +1,6 @@
 """Attention kernels with random inputs: paged decode, absorbed latents, chunked prefill; and their peers.
 
-The peers get keys and values that lie together, without pages, which favours them.
+The peers get contiguous keys and values, without pages, which favours them.
 
 Legend: S sequences, H query heads, G KV heads, D dim, N blocks, B tokens of a block, M blocks of a sequence, T rows.
 """
@@ -24,7 +24,7 @@ from benchmarks.gpu.ranks.models import AttentionShape, LatentShape
 from kvcache.step import Span, Step
 
 BLOCK = 16
-_SERVED_TOKENS = 32768  # of a sequence at most
+_SERVED_TOKENS = 32768  # most tokens of a sequence
 
 
 def decode_call(
@@ -36,7 +36,7 @@ def decode_call(
     with_peers: bool = False,
     **options: Any,
 ) -> Call:
-    """One query token per sequence over its pages; `options` are the kernel's."""
+    """Build a call with one query token per sequence over its pages; `options` are the kernel's."""
     generator, S = bench.generator(seed), len(contexts)
     table_SM = _table(bench, generator, contexts)
     pages = (int(table_SM.max()) + 1, shape.kv_heads, BLOCK, shape.dim)
@@ -76,7 +76,7 @@ def decode_call(
 def latent_call(
     bench: Bench, seed: int, *, shape: LatentShape, contexts: Sequence[int], **options: Any
 ) -> Call:
-    """One absorbed query token per sequence over latent pages."""
+    """Build a call with one absorbed query token per sequence over latent pages."""
     generator, S, width = bench.generator(seed), len(contexts), shape.latent + shape.rope
     table_SM = _table(bench, generator, contexts)
     pages = bench.normal(generator, int(table_SM.max()) + 1, BLOCK, width)
@@ -116,7 +116,7 @@ def prefill_call(
     with_peers: bool = False,
     **options: Any,
 ) -> Call:
-    """Chunks of prompts, (cached tokens, new tokens) each, over their pages."""
+    """Build a call with chunks of prompts, (cached tokens, new tokens) each, over their pages."""
     generator = bench.generator(seed)
     contexts = [start + length for start, length in spans]
     table_SM = _table(bench, generator, contexts)
@@ -174,22 +174,22 @@ def attend(
 
 
 def decode_maker(shape: AttentionShape, batch: int, context: int, *, with_peers: bool = False) -> MakeCall:
-    """Batches of equal contexts."""
+    """Return a maker of decodes with equal contexts."""
     return functools.partial(decode_call, shape=shape, contexts=[context] * batch, with_peers=with_peers)
 
 
 def latent_maker(shape: LatentShape, batch: int, context: int) -> MakeCall:
-    """Likewise."""
+    """Return a maker of latent decodes with equal contexts."""
     return functools.partial(latent_call, shape=shape, contexts=[context] * batch)
 
 
 def prefill_maker(shape: AttentionShape, *spans: tuple[int, int], with_peers: bool = False) -> MakeCall:
-    """Chunks."""
+    """Return a maker of prefills."""
     return functools.partial(prefill_call, shape=shape, spans=spans, with_peers=with_peers)
 
 
 def _table(bench: Bench, generator: torch.Generator, contexts: Sequence[int]) -> Tensor:
-    """Put sequences on shuffled blocks, none of them shared."""
+    """Assign shuffled blocks to sequences, without sharing."""
     counts = [-(-context // BLOCK) for context in contexts]
     order = torch.randperm(sum(counts) + 2, generator=generator, device=bench.device)
     table = torch.zeros(len(contexts), max(counts), dtype=torch.int64, device=bench.device)
@@ -199,7 +199,7 @@ def _table(bench: Bench, generator: torch.Generator, contexts: Sequence[int]) ->
 
 
 def _longest(contexts: Sequence[int]) -> int:
-    """What scratch memory is made for: a service's longest sequence, where contexts are as a service's."""
+    """Return the sequence length for scratch memory: a service's longest sequence if contexts are realistic."""
     return max(contexts) if max(contexts) < _SERVED_TOKENS // 64 else max(_SERVED_TOKENS, *contexts)
 
 
@@ -208,7 +208,7 @@ def _begins(counts: Sequence[int]) -> list[int]:
 
 
 def _tiles(bench: Bench, spans: Sequence[tuple[int, int]], shape: AttentionShape) -> Tensor:
-    """Let the step cut the rows, as it does for a model."""
+    """Return the tiles into which a step cuts these spans, as for a model."""
     step = Step(
         max_tokens=sum(length for _, length in spans), max_sequences=len(spans), block_tokens=BLOCK,
         max_blocks=max(-(-(start + length) // BLOCK) for start, length in spans),
@@ -219,20 +219,20 @@ def _tiles(bench: Bench, spans: Sequence[tuple[int, int]], shape: AttentionShape
 
 
 def _gathered(pages_NGBD: Tensor, blocks_M: Tensor, context: int, shift: int = 0) -> Tensor:
-    """Return a sequence's rows, [G, C, D]; with a shift, those of the blocks behind its own."""
+    """Return a sequence's rows, [G, C, D]; with a shift, those of the blocks after its own."""
     own = pages_NGBD[(blocks_M[: -(-context // BLOCK)] + shift) % len(pages_NGBD)]
     return own.transpose(0, 1).flatten(1, 2)[:, :context]
 
 
 def _pairs(start: int, length: int, window: int) -> int:
-    """Count (query token, token that it sees)."""
+    """Count pairs of a query token and a token that it sees."""
     return sum(min(position + 1, window or position + 1) for position in range(start, start + length))
 
 
 def _decode_peers(
     query: Tensor, keys: Tensor, values: Tensor, table_SM: Tensor, context: int, scale: float
 ) -> dict[str, Callable[[], object]]:
-    """Torch's attention over contiguous keys and values of equal contexts."""
+    """Return torch's attention over contiguous keys and values of equal contexts."""
     key, value = (torch.stack([_gathered(part, row, context) for row in table_SM]) for part in (keys, values))
     own = query[:, :, None]
     common: dict[str, Any] = {"scale": scale, "enable_gqa": True}
@@ -245,7 +245,7 @@ def _decode_peers(
 def _prefill_peers(
     query: Tensor, keys: Tensor, values: Tensor, table_SM: Tensor, span: tuple[int, int], scale: float
 ) -> dict[str, Callable[[], object]]:
-    """Likewise, for one prompt from its beginning; others are not what SDPA's causal mask means."""
+    """Return torch's attention for one prompt from its beginning. SDPA's causal mask does not fit later chunks."""
     if span[0]:
         return {}
     key, value = (_gathered(part, table_SM[0], span[1])[None] for part in (keys, values))

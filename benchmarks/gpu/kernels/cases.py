@@ -1,4 +1,4 @@
-"""Which kernels a day checks and times, at which shapes: tables of names and makers, the real ones and the tiny ones.
+"""Kernels that a day checks and times, and their shapes: tables of names and makers, for real and tiny shapes.
 
 The goals: paged decode attention at 85 % of the copy's bandwidth, the grouped
 GEMM 1.1 times as fast as torch's below 64 rows per expert and at 85 % of the matrix rate from 1,024 rows.
@@ -52,7 +52,7 @@ KINDS = {
 def sampling_call(
     bench: Bench, seed: int, *, rows: int, vocabulary: int, kinds: Sequence[str] = tuple(KINDS)
 ) -> Call:
-    """Choose tokens; rows take turns at the kinds, and have seeds of their own."""
+    """Build a call that samples tokens; rows take turns at the kinds and have separate seeds."""
     generator = bench.generator(seed)
     logits = torch.randn(rows, vocabulary, generator=generator, device=bench.device).mul_(3.0)
     params = [
@@ -77,11 +77,11 @@ def sampling_call(
 
 _CONTEXTS = (1, 15, 16, 17, 511, 513, 2048, 4097)  # on both sides of blocks and splits
 _SPANS = ((0, 300), (37, 1), (512, 200), (1000, 65))
-_FEW_ROWS, _MANY_ROWS = 64, 1024  # below, and from which on, there are goals
+_FEW_ROWS, _MANY_ROWS = 64, 1024  # there are goals below the first and from the second on
 
 
 class TimedCase(NamedTuple):
-    """A kernel at a shape, and what its figures should reach."""
+    """A kernel at a shape, and goals for its figures."""
 
     name: str
     make: MakeCall
@@ -89,7 +89,7 @@ class TimedCase(NamedTuple):
 
 
 def checked_cases(setting: Setting) -> dict[str, MakeCall]:
-    """Every kernel once per model, with edges inside."""
+    """Return every kernel once per model, including edge cases."""
     if setting.is_tiny:
         return _tiny_checked()
     decode = partial(decode_call, contexts=_CONTEXTS)
@@ -130,7 +130,7 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
 
 
 def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
-    """Groups of cases; a group is one unit of the day. What the goals speak of comes first."""
+    """Return groups of cases; a group is one unit of the day. Groups with goals come first."""
     if setting.is_tiny:
         return {f"tiny {name}": [TimedCase(name, make)] for name, make in _tiny_timed().items()}
     return {
@@ -169,7 +169,7 @@ def _decodes() -> list[TimedCase]:
             decode_maker(
                 models.QWEN3, batch, context, with_peers=(batch, context) in ((1, 2048), (32, 2048))
             ),
-            goal if batch * context >= 2**16 else {},  # less than that is not bound by memory
+            goal if batch * context >= 2**16 else {},  # smaller ones are not bound by memory
         )
         for batch, context in grid
     ]
@@ -217,7 +217,7 @@ def _rows() -> list[TimedCase]:
 
 
 def _quantised(shape: ExpertShape, kinds: Sequence[bool]) -> dict[str, MakeCall]:
-    """Every format, by the tiles of kinds of steps: decodes or not."""
+    """Return a case per format and kind of step: decode or not."""
     return {
         f"grouped {form}, {'decode' if is_decode else 'prefill'} tile": uneven_maker(
             shape._replace(form=form), "up", is_decode=is_decode

@@ -1,7 +1,7 @@
-"""What this device can do at best, measured: bytes per second of a copy, operations per second of its matrix units.
+"""Measured ceilings of this device: bytes per second of a copy, operations per second of its matrix units.
 
-Every fraction of the day is of these, never of a data sheet. Random data, because zeros run faster; a copy counts bytes
-read and bytes written.
+Every fraction in the day's tables refers to these, never to a data sheet. Data is random, because zeros run faster. A copy
+counts bytes read and bytes written.
 """
 
 import functools
@@ -18,12 +18,12 @@ _TINY_COPY_BYTES, _TINY_MATRIX = 1 << 20, 128
 
 
 def units(setting: Setting) -> list[str]:
-    """Measure the device, memory, and the two types of matrix products."""
+    """Return the units: the device, memory, and the two types of matrix products."""
     return ["device", "copy", "bf16", "fp8"]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Measure one."""
+    """Measure one unit."""
     bench = Bench.of(setting)
     if unit == "device":
         yield _device_row(bench)

@@ -1,4 +1,4 @@
-"""Every kernel against plain torch in float32, at the shapes of real models, in bfloat16; see `bench.check`."""
+"""Every kernel compared with plain torch in float32, at the shapes of real models, in bfloat16 (see `bench.check`)."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from benchmarks.gpu.results import Row, Setting
 
 
 def units(setting: Setting) -> list[str]:
-    """A kernel at a shape each."""
+    """Return one unit per kernel and shape."""
     return list(checked_cases(setting))
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Check one."""
+    """Check one unit."""
     yield check(Bench.of(setting), unit, checked_cases(setting)[unit])

@@ -1,6 +1,6 @@
-"""The grouped GEMM with random experts, its parts of a layer (gate and up, down), and torch's own beside it.
+"""The grouped GEMM with random experts and its parts of a layer (gate and up, down), compared with torch's own.
 
-The peer gets the weights in the layout that it wants; the gate that our kernel applies on the way out is not in its time.
+The peer gets the weights in its preferred layout. Its time does not include the gate, which our kernel applies at its output.
 
 Legend: S slots, P pairs (rows sorted by slot), N out features, K in features.
 """
@@ -21,16 +21,16 @@ from moe.gpu.tiles import MANY_ROWS, choose_tile
 
 
 class _Drawn(NamedTuple):
-    """A way to store experts, and how their random codes and scales are drawn."""
+    """A storage format for experts, and the distribution of random codes and scales."""
 
-    form: DeviceFormat  # a block of 0: all inputs of a row
-    spread: float  # of values without scales
+    form: DeviceFormat  # a block of 0 means all inputs of a row
+    spread: float  # standard deviation of values without scales
     scales: torch.dtype = torch.float32
     has_zeros: bool = False
     has_row_scales: bool = False
 
 
-# How published checkpoints store experts, by a name: DeepSeek-V3, compressed-tensors' channels, MiniMax-M3, gpt-oss, ModelOpt,
+# Storage formats of published checkpoints, by name: DeepSeek-V3, compressed-tensors' channels, MiniMax-M3, gpt-oss, ModelOpt,
 # Kimi K2.5, AWQ, compressed-tensors' W8A8.
 FORMS = {
     "fp8": _Drawn(DeviceFormat("e4m3", "float", 128, 128), 2.0),
@@ -45,7 +45,7 @@ FORMS = {
 
 
 def expert_bytes(weights: PlacedWeights) -> int:
-    """Bytes of one expert."""
+    """Return the bytes of one expert."""
     parts = (weights.codes, weights.scales, weights.row_scales, weights.zeros)
     return bytes_of(*(None if part is None else part[0] for part in parts))
 
@@ -53,7 +53,7 @@ def expert_bytes(weights: PlacedWeights) -> int:
 def grouped_call(
     bench: Bench, seed: int, *, shape: ExpertShape, counts: Sequence[int], side: str, tile: Any = None
 ) -> Call:
-    """Multiply rows by their slots' weights; `counts` are rows per slot, `side` is up or down."""
+    """Build a call that multiplies rows by their slots' weights; `counts` are rows per slot, `side` is up or down."""
     generator, gate = bench.generator(seed), shape.gate if side == "up" else "none"
     height, K = sides_of(shape, side)
     N = height // 2 if side == "up" else height
@@ -87,18 +87,18 @@ def grouped_call(
 
 
 def grouped_maker(shape: ExpertShape, rows: int, side: str, tile: Any = None) -> MakeCall:
-    """So many rows for every slot."""
+    """Return a maker with the same number of rows for every slot."""
     return functools.partial(grouped_call, shape=shape, counts=[rows] * shape.slots, side=side, tile=tile)
 
 
 def decoded_maker(shape: ExpertShape, touched: int, side: str) -> MakeCall:
-    """One row for some slots: a small batch of a decode step."""
+    """Return a maker with one row for some slots: a small batch of a decode step."""
     counts = [int(slot < touched) for slot in range(shape.slots)]
     return functools.partial(grouped_call, shape=shape, counts=counts, side=side)
 
 
 def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
-    """Slots without rows, with one, and one that has many, by the tile of a kind of step."""
+    """Return a maker with slots of no rows, one row and many rows, using the tile of a kind of step."""
     counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
     counts[-1] = 70
     num_pairs = 0 if is_decode else MANY_ROWS * shape.slots
@@ -107,12 +107,12 @@ def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
 
 
 def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:
-    """Out and in features of a layer's first product, gate and up together, or of its second."""
+    """Return out and in features of a layer's first product (gate and up together) or its second."""
     return (2 * shape.inner, shape.hidden) if side == "up" else (shape.hidden, shape.inner)
 
 
 def no_experts(bench: Bench, shape: ExpertShape, side: str) -> PlacedWeights:
-    """Weights as they are stored, of no expert."""
+    """Return stored weights of zero experts."""
     return _draw(bench, bench.generator(0), shape._replace(slots=0), *sides_of(shape, side))
 
 
@@ -129,7 +129,7 @@ def gated(x_PN: Tensor, gate: str) -> Tensor:
 
 
 def _draw(bench: Bench, generator: torch.Generator, shape: ExpertShape, height: int, K: int) -> PlacedWeights:
-    """Draw experts, near 1 / sqrt(K), and what belongs to them where they are stored in few bits."""
+    """Draw experts with values near 1 / sqrt(K), and the scales and zeros of their format."""
     if shape.form == "plain":
         return PlacedWeights(bench.normal(generator, shape.slots, height, K, spread=K**-0.5))
     drawn = FORMS[shape.form]
@@ -153,13 +153,13 @@ def _codes(bench: Bench, generator: torch.Generator, kind: str, slots: int, heig
     if kind != "e4m3":
         return _integers(bench, generator, 0, 256, slots, height, K // 2)
     codes = torch.empty(slots, height, K, dtype=torch.float8_e4m3fn, device=bench.device)
-    for expert in codes:  # one at a time: float values of all would take four times the memory
+    for expert in codes:  # one at a time: all of them in float would take four times the memory
         expert.copy_(bench.normal(generator, height, K, spread=2.0))
     return codes
 
 
 def _integers(bench: Bench, generator: torch.Generator, first: int, count: int, *shape: int) -> Tensor:
-    """Bytes from `first` on."""
+    """Draw `count` different byte values, starting at `first`."""
     return torch.randint(
         first, first + count, shape, generator=generator, dtype=torch.uint8, device=bench.device
     )
@@ -172,7 +172,7 @@ def _factors(bench: Bench, generator: torch.Generator, size: float, *shape: int)
 def _torchs(
     bench: Bench, x: Tensor, weights: Tensor, places: Tensor, counts: Sequence[int]
 ) -> Callable[[], object]:
-    """Torch's grouped product of the same rows and experts, weights in the order of the slots beforehand."""
+    """Return torch's grouped product of the same rows and experts, with weights already in the order of the slots."""
     ends = bench.integers(list(counts)).cumsum(0).int()
     in_order = weights if bench.device.type != "cuda" else weights[places.long()]
     return functools.partial(torch._grouped_mm, x, in_order.transpose(1, 2), offs=ends)

@@ -1,4 +1,4 @@
-"""The kernels that work on rows by themselves: norm, cast, rotary, routing, KV write; with random inputs and oracles.
+"""Kernels that work on separate rows: norm, cast, rotary, routing, KV write; with random inputs and oracles.
 
 Legend: T rows, D hidden, H heads, R rotary dim, E experts, K choices, N blocks, G KV heads, B tokens of a block.
 """
@@ -24,7 +24,7 @@ DEEPSEEK_ROUTING = Routing(choices=8, is_sigmoid=True, normalise=True, scale=2.5
 
 
 def norm_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
-    """RMSNorm of rows."""
+    """Build a call of RMSNorm on rows."""
     generator = bench.generator(seed)
     x, weight = bench.normal(generator, rows, hidden), bench.normal(generator, hidden)
 
@@ -45,7 +45,7 @@ def norm_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
 def rotary_call(
     bench: Bench, seed: int, *, rows: int, heads: int, kv_heads: int, dim: int, is_interleaved: bool = False
 ) -> Call:
-    """Rotate queries and keys in place, in one launch; both are checked."""
+    """Build a call that rotates queries and keys in place, in one launch; both are checked."""
     generator = bench.generator(seed)
     drawn = bench.normal(generator, rows, heads + kv_heads, dim)
     query, key = drawn[:, :heads].clone(), drawn[:, heads:].clone()
@@ -78,7 +78,7 @@ def rotary_call(
 
 
 def routing_call(bench: Bench, seed: int, *, rows: int, experts: int, routing: Routing) -> Call:
-    """Choose experts; checked as one row of weights over all experts per token."""
+    """Build a call that chooses experts; it is checked as one row of weights over all experts per token."""
     generator = bench.generator(seed)
     logits = bench.normal(generator, rows, experts, spread=2.0)
     bias = bench.normal(generator, experts, spread=0.1).float() if routing.is_sigmoid else None
@@ -121,7 +121,7 @@ def choose(logits_TE: Tensor, routing: Routing, bias_E: Tensor | None) -> tuple[
 def write_call(
     bench: Bench, seed: int, *, rows: int, kv_heads: int, dim: int, has_values: bool = True
 ) -> Call:
-    """Write keys and values to shuffled places in one launch, or latents; every third row is padding."""
+    """Build a call that writes keys and values, or latents, to shuffled slots in one launch; every third row is padding."""
     generator = bench.generator(seed)
     num_blocks, parts = -(-rows // BLOCK) + 2, 2 if has_values else 1
     drawn = bench.normal(generator, parts, rows, kv_heads, dim)

@@ -1,7 +1,7 @@
-"""Times of candidate tiles, against the kernel's own choice; what `benchmarks.tune_kernels` writes into the table.
+"""Times of candidate tiles compared with the kernel's own choice; `benchmarks.tune_kernels` writes the best into the table.
 
 A candidate's `times` is the geometric mean over its workloads of the choice's time over its own: above 1 it is faster.
-It is checked against float32 first; one that is wrong, or that the device cannot launch, is out.
+It is first checked against float32. Candidates that are wrong or cannot be launched on the device are rejected.
 """
 
 import itertools
@@ -27,13 +27,13 @@ from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
 from moe.gpu.tiles import shape_of, tile_of_launch
 
-Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, all of them with all others
+Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 
 _DECODE: Grid = {"tokens": (32, 64), "warps": (4, 8), "programs": (2, 4), "stages": (2, 3)}
 _LATENTS: Grid = {"tokens": (16, 32), "heads": (16, 32, 64), "programs": (1, 2)}
 _PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
-FEW, MANY = "grouped_decode", "grouped_prefill"  # as the table names them
-# `inner` decides in which order numbers are added, which both kinds of steps share.
+FEW, MANY = "grouped_decode", "grouped_prefill"  # names in the table
+# `inner` determines the order in which numbers are added, which both kinds of steps share.
 _FEW_ROWS: Grid = {"columns": (64, 128), "warps": (4, 8), "stages": (3, 4, 5)}
 _MANY_ROWS: Grid = {"rows": (64, 128), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4)}
 
@@ -42,9 +42,9 @@ class Tuned(NamedTuple):
     """A kernel at a shape.
 
     Attributes:
-        kernel, shape: as `attention.gpu.tiles` names them.
-        choice: the tile that the kernel takes now, by the table or without it. candidates: what else to try.
-        workloads: calls that take `tile=`.
+        kernel, shape: Names as in `attention.gpu.tiles`.
+        choice: The tile that the kernel uses now, from the table or its fallback. candidates: other tiles to try.
+        workloads: Calls that take `tile=`.
     """
 
     kernel: str
@@ -54,12 +54,12 @@ class Tuned(NamedTuple):
     workloads: Sequence[partial[Any]]
 
     def calls(self, tile: Any) -> list[MakeCall]:
-        """The workloads with a tile."""
+        """Return the workloads with a tile."""
         return [partial(workload, tile=tile) for workload in self.workloads]
 
 
 def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
-    """Everything that is tuned, by a name for people."""
+    """Return all kernels and shapes to tune, by a readable name."""
     if setting.is_tiny:
         return {
             "decode tiny": _decode(bench, models.TINY_ATTENTION, [(2, 20)], {"tokens": (16, 32)}),
@@ -84,7 +84,7 @@ def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
 
 
 def _decode(bench: Bench, shape: AttentionShape, sizes: list[tuple[int, int]], grid: Grid) -> Tuned:
-    """Sizes: sequences, and tokens of each."""
+    """Build a decode case. Sizes: number of sequences, and tokens of each."""
     group = shape.heads // shape.kv_heads
     choice = decode_tile(bench.dtype, shape.dim, shape.dim, group, bench.device)
     workloads = [partial(decode_call, shape=shape, contexts=[context] * batch) for batch, context in sizes]
@@ -100,7 +100,7 @@ def _latents(bench: Bench, shape: LatentShape, sizes: list[tuple[int, int]], gri
 
 
 def _prefill(bench: Bench, shape: AttentionShape, spans: list[tuple[int, int]], grid: Grid) -> Tuned:
-    """Spans: tokens that are cached, and tokens of the prompt behind them."""
+    """Build a prefill case. Spans: cached tokens, and tokens of the prompt after them."""
     group = shape.heads // shape.kv_heads
     choice = prefill_tile(bench.dtype, shape.dim, shape.dim, group, bench.device)
     workloads = [partial(prefill_call, shape=shape, spans=[span]) for span in spans]
@@ -111,7 +111,7 @@ def _prefill(bench: Bench, shape: AttentionShape, spans: list[tuple[int, int]], 
 def _grouped(
     bench: Bench, kernel: str, shape: ExpertShape, side: str, rows: Sequence[int], grid: Grid
 ) -> Tuned:
-    """Rows: of every expert; all of them as many as the kernel is for."""
+    """Build a grouped GEMM case. Rows: numbers of rows per expert, in the range of the kernel."""
     like = no_experts(bench, shape, side)
     choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like)
     workloads = [
@@ -121,7 +121,7 @@ def _grouped(
 
 
 def _others(choice: Any, grid: Grid) -> list[Any]:
-    """All of a grid but the kernel's choice."""
+    """Return all tiles of a grid except the kernel's choice."""
     rows = itertools.product(*grid.values())
     tried = [choice._replace(**dict(zip(grid, row, strict=True))) for row in rows]
     return [tile for tile in tried if tile != choice]
@@ -129,11 +129,11 @@ def _others(choice: Any, grid: Grid) -> list[Any]:
 
 Table = dict[str, dict[str, dict[str, dict[str, int]]]]  # device, kernel, shape, fields
 
-LEAST_GAIN = 1.02  # below, the kernel's own choice stays: it is within what runs differ by
+LEAST_GAIN = 1.02  # below it the kernel's own choice stays: the difference is within noise
 
 
 class Tried(NamedTuple):
-    """A candidate, its times against the kernel's choice, and why it is out if it is."""
+    """A candidate, its times compared with the kernel's choice, and the reason if it is rejected."""
 
     tile: Any
     times: float
@@ -141,7 +141,7 @@ class Tried(NamedTuple):
 
 
 def best_of(tried: list[Tried]) -> Tried | None:
-    """Return the fastest one that is worth it."""
+    """Return the fastest candidate with at least the required gain."""
     able = [candidate for candidate in tried if not candidate.trouble and candidate.times >= LEAST_GAIN]
     return max(able, key=lambda candidate: candidate.times, default=None)
 
@@ -152,7 +152,7 @@ def fields_of(tile: Any, choice: Any) -> dict[str, int]:
 
 
 def with_entry(table: Table, at: tuple[str, str, str], tile: Any) -> Table:
-    """Return a table with one entry more, or another in its place; whole, as others may change what it does not say."""
+    """Return a table with an entry added or replaced. The entry has all fields, because fallbacks may change."""
     device, kernel, shape = at
     kernels = table.get(device, {})
     entries = {**kernels.get(kernel, {}), shape: tile._asdict()}
@@ -160,23 +160,23 @@ def with_entry(table: Table, at: tuple[str, str, str], tile: Any) -> Table:
 
 
 def write_table(path: Path, table: Table) -> None:
-    """Write whole or not at all."""
+    """Write the table atomically."""
     scratch = path.with_suffix(f".{os.getpid()}")
     scratch.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     os.replace(scratch, path)
 
 
-# In how CUDA names what a kernel did: nothing can be launched by this process after it.
+# Parts of CUDA's messages after which this process cannot launch anything any more.
 _BROKEN = ("illegal", "misaligned address", "unspecified launch failure", "device-side assert")
 
 
 def units(setting: Setting) -> list[str]:
-    """A kernel at a shape each."""
+    """Return one unit per kernel and shape."""
     return list(tuned(setting, Bench.of(setting)))
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Time one kernel's candidates; each is a row when it is known, as a day may end amid them."""
+    """Time one kernel's candidates. Each row is yielded when it is known, because a day may end during a unit."""
     bench = Bench.of(setting)
     case = tuned(setting, bench)[unit]
     for tried in try_all(bench, case):
@@ -189,7 +189,7 @@ def try_all(bench: Bench, case: Tuned) -> Iterator[Tried]:
     """Check and time all candidates, one by one.
 
     Raises:
-        RuntimeError: the device has failed, and is of no more use to this process.
+        RuntimeError: The device has failed, and this process cannot use it any more.
     """
     base_s = _seconds(bench, case, case.choice)
     for tile in case.candidates:

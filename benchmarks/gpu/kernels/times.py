@@ -1,4 +1,4 @@
-"""How near kernels come to what memory or matrix units allow, and to other kernels for the same work.
+"""Kernel times compared with the limits of memory or matrix units, and with other kernels for the same work.
 
 A kernel's floor is the larger of its bytes over the copy's bandwidth and its operations over the matrix rate, both
 measured in this run; `of_floor` is the floor over its time. `x NAME` is the peer's time over ours.
@@ -15,12 +15,12 @@ from benchmarks.gpu.results import Figure, Row, Setting
 
 
 def units(setting: Setting) -> list[str]:
-    """Groups of cases."""
+    """Return the groups of cases."""
     return list(timed_cases(setting))
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Time a group."""
+    """Time one group."""
     bench = Bench.of(setting)
     for case in timed_cases(setting)[unit]:
         yield time_case(bench, case, setting)
@@ -43,14 +43,14 @@ def time_case(bench: Bench, case: TimedCase, setting: Setting) -> Row:
         try:
             peer_s = time_calls(bench, [call.peers[name] for call in calls]).seconds
             figures[f"x {name}"] = peer_s / timed.seconds
-        except (RuntimeError, TypeError, ValueError) as error:  # what torch says of what it lacks here
+        except (RuntimeError, TypeError, ValueError) as error:  # torch's errors for unsupported cases
             figures[f"x {name}"] = None
             notes.append(f"{name}: {str(error).strip().partition(chr(10))[0]}")
     return Row(name=case.name, figures=figures, goals=case.goals, note="; ".join(notes))
 
 
 def _fractions(call: Call, seconds: float, setting: Setting) -> dict[str, Figure]:
-    """Say what of the ceilings a call reaches; nothing where they were not measured."""
+    """Return the fractions of the ceilings that a call reaches, or None if they were not measured."""
     copy, rate = setting.ceiling("copy_tb_per_s"), setting.ceiling(call.rate)
     if copy is None or rate is None:
         return {"of_copy": None, "of_rate": None, "of_floor": None}

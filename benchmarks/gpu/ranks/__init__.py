@@ -1,1 +1,1 @@
-"""The GPU day, by processes that serve as ranks."""
+"""Parts of the GPU day that run processes as ranks."""

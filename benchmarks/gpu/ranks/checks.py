@@ -1,7 +1,7 @@
-"""What two ranks that share a device check: dispatch by kernels, eager and replayed from a graph.
+"""Checks by two ranks that share a device: dispatch by kernels, eager and replayed from a graph.
 
-They exchange the same tensors twice, by Triton kernels on the device and by our code for CPUs over gloo, and compare bits.
-Experts are stood for by powers of two, which round nothing.
+They exchange the same tensors twice, by Triton kernels on the device and by our CPU code over gloo, and compare bits.
+Experts are replaced by multiplication with powers of two, which does not round.
 
 Legend: T tokens, K choices, H hidden, L experts of a rank, N rows of an expert.
 """
@@ -32,12 +32,12 @@ from dispatch.wires.wire import Wire
 
 
 def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int) -> Call:
-    """Sort choices by slot; each tenth is none."""
+    """Build a call that sorts choices by slot; every tenth choice is empty."""
     slots_TK = _choices(bench, seed, rows, choices, slots)
     orders = PairOrders(slots, bench.device)
 
     def checked(order: PairsOnDevice) -> Tensor:
-        """All three results behind each other; rows behind the last pair are not defined."""
+        """Concatenate all three results; rows after the last pair are undefined."""
         is_pair = torch.arange(len(order.row_P), device=bench.device) < order.slot_offsets[-1]
         row_P = torch.where(is_pair, order.row_P, 0)
         return torch.cat(
@@ -61,7 +61,7 @@ def permute_call(bench: Bench, seed: int, *, rows: int, choices: int, slots: int
 
 
 def combine_call(bench: Bench, seed: int, *, rows: int, choices: int, hidden: int) -> Call:
-    """Sum each token's answers, which lie anywhere."""
+    """Build a call that sums each token's answers, which are in random order."""
     generator = bench.generator(seed)
     answers = bench.normal(generator, rows * choices, hidden)
     pairs = torch.randperm(rows * choices, generator=generator, device=bench.device).int().view(rows, choices)
@@ -85,12 +85,12 @@ def _choices(bench: Bench, seed: int, rows: int, choices: int, slots: int) -> Te
     return drawn.masked_fill(is_none, -1)
 
 
-WAIT_S = 100.0  # of a rank for the other, which may be interpreted
+WAIT_S = 100.0  # longest wait of a rank for the other, which may be interpreted
 _LAYERS = 3
 
 
 class Shape(NamedTuple):
-    """One layer's exchange."""
+    """Sizes of one layer's exchange."""
 
     max_tokens: int
     hidden: int
@@ -104,7 +104,7 @@ _TINY_SHAPES = {"tiny": Shape(4, 128, 2, 2), "tiny fp8": Shape(4, 128, 2, 2, Tru
 
 
 class CallInputs(NamedTuple):
-    """What a rank brings to one layer."""
+    """Inputs of a rank for one layer."""
 
     x_TH: Tensor
     topk_TK: Tensor
@@ -119,7 +119,7 @@ Layer = Callable[[CallInputs], tuple[Tensor, ...]]
 
 
 def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
-    """DeepEP's low-latency calls: dispatch, answer and combine, both ways, layer after layer through one buffer each."""
+    """Check DeepEP's low-latency calls: dispatch, answer and combine, both ways, layer after layer through one buffer each."""
     for name, shape in _shapes(setting).items():
         ours = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
@@ -127,7 +127,7 @@ def low_latency(setting: Setting, bench: Bench) -> Iterator[Row]:
 
 
 def service(setting: Setting, bench: Bench) -> Iterator[Row]:
-    """What the service dispatches with, in both modes, against its dispatcher on CPUs."""
+    """Check the service's dispatcher on the device, in both modes, against its dispatcher on CPUs."""
     for name, shape in _shapes(setting).items():
         if shape.is_fp8:
             continue
@@ -145,7 +145,7 @@ def service(setting: Setting, bench: Bench) -> Iterator[Row]:
 
 
 def replayed(setting: Setting, bench: Bench) -> Iterator[Row]:
-    """A low-latency layer of each kind, captured once and replayed on other inputs."""
+    """Check a low-latency layer of each kind, captured once and replayed on other inputs."""
     for name, shape in _shapes(setting).items():
         face = functools.partial(_face_layer, LowLatencyFace(_open_blocks(bench)), shape)
         theirs = functools.partial(_face_layer, LowLatencyFace(CpuExchange(_open_gloo())), shape)
@@ -169,7 +169,7 @@ CHECKS: dict[str, Callable[[Setting, Bench], Iterator[Row]]] = {
 
 
 def _compare(name: str, shape: Shape, ours: Layer, theirs: Layer, note: str = "") -> Row:
-    """Run layers both ways; the control is a layer of other inputs."""
+    """Run layers both ways; the control is a layer with other inputs."""
     equal = []
     for seed in range(_LAYERS):
         inputs = _draw(shape, seed)
@@ -185,9 +185,9 @@ def _on_device(bench: Bench, layer: Layer) -> Layer:
 
 
 def _replaying(bench: Bench, shape: Shape, layer: Layer) -> Layer:
-    """Capture a layer on inputs that stay where they are; return what copies others there and replays it."""
+    """Capture a layer on fixed input tensors. Return a function that copies inputs into them and replays the layer."""
     own = _draw(shape, _LAYERS + 1).to(bench.device)
-    for _ in range(2):  # memory is made, for results that take turns, and kernels are compiled
+    for _ in range(2):  # allocates memory for alternating results and compiles kernels
         layer(own)
     held: list[tuple[Tensor, ...]] = []
     if bench.device.type == "cuda":
@@ -211,7 +211,7 @@ def _note(bench: Bench) -> str:
 
 
 def _face_layer(face: LowLatencyFace, shape: Shape, inputs: CallInputs) -> tuple[Tensor, ...]:
-    """One layer; returns what arrived (undefined rows zeroed) and the sums, in the memory of the exchange."""
+    """Run one layer. Return received rows (undefined ones zeroed) and the sums, in the memory of the exchange."""
     experts = 2 * shape.experts_per_rank
     received, count_L, handle, _, _ = face.low_latency_dispatch(
         inputs.x_TH, inputs.topk_TK, shape.max_tokens, experts, use_fp8=shape.is_fp8
@@ -231,7 +231,7 @@ def _face_layer(face: LowLatencyFace, shape: Shape, inputs: CallInputs) -> tuple
 def _service_layer(
     dispatcher: TokenDispatcher, inputs: CallInputs, *, shape: Shape, mode: Mode, shows_rows: bool = True
 ) -> tuple[Tensor, ...]:
-    """One layer of the service; returns offsets and sums, and the pairs' rows where the host may look."""
+    """Run one layer of the service. Return offsets and sums, and the pairs' rows if the host may read them."""
     sent = dispatcher.dispatch(inputs.x_TH, inputs.topk_TK, mode)
     is_pair = torch.arange(len(sent.row_P), device=sent.row_P.device) < sent.slot_offsets[-1]
     rows = sent.x_NH[torch.where(is_pair, sent.row_P, 0)]
@@ -249,7 +249,7 @@ def _equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> bool:
 
 
 def _draw(shape: Shape, seed: int) -> CallInputs:
-    """Draw on the CPU, in bfloat16; a token's choices differ, as a router's do, and a fifth of them is none."""
+    """Draw inputs on the CPU, in bfloat16. A token's choices differ, as a router's do, and a fifth of them is empty."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     T, K = shape.max_tokens, shape.choices
     topk_TK = torch.rand(T, 2 * shape.experts_per_rank, generator=generator).argsort(1)[:, :K].contiguous()
@@ -271,7 +271,7 @@ def _open_blocks(bench: Bench) -> LowLatencyBlocks:
 
 
 def _open_wide(bench: Bench, shape: Shape) -> DeviceDispatcher:
-    """As the service does between GPUs of one host, but for NCCL, which refuses two ranks on one device."""
+    """Open a dispatcher as the service does between GPUs of one host, but without NCCL, which rejects two ranks per device."""
     options: Any = {"slots_per_rank": shape.experts_per_rank, "is_fp8": False}
     return DeviceDispatcher(
         NormalPairs(HostRows(_open_gloo(), bench.device), device=bench.device, **options),

@@ -1,10 +1,10 @@
-"""A decode step of a whole model against its floor, replayed from a CUDA graph and without.
+"""Decode steps of a whole model compared with their floor, replayed from a CUDA graph and without.
 
-The floor of a step is the bytes that it must read (every weight but the experts that no row chose, and the cache of
-all contexts) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager`
-the same without a graph. `step ms` is what the service sees: filling the step, copying it, the forward, sampling,
-tokens to the host; `gap` is the share of it in which the device has nothing to do with the forward.
-Contexts are as long as said and hold random keys and values: nothing was prefilled.
+The floor of a step is the bytes that it must read (the cache of all contexts and every weight except those of experts that no
+row chose) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager` the
+same without a graph. `step ms` is the step as in the service: filling the step, copying it, the forward, sampling, tokens to the
+host. `gap` is the share of it in which the device does not run the forward.
+Contexts have the given length and hold random keys and values: nothing was prefilled.
 """
 
 import statistics
@@ -32,17 +32,17 @@ _STEPS = 20
 
 
 def units(setting: Setting) -> list[str]:
-    """The model that goals speak of first, one compiled last."""
+    """Return the units: the model with goals first, a compiled one last."""
     return [f"steps {name}" for name in (*MODELS, f"{COMPILED} compiled")]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Run one."""
+    """Run one unit."""
     yield from steps(setting, Bench.of(setting), unit.removeprefix("steps "))
 
 
 def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
-    """Time steps of all batches through one engine, of a model or one "compiled"."""
+    """Time steps of all batches through one engine, of a model or of one named "... compiled"."""
     batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
     context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
     model, eager = name.partition(" ")[0], is_eager(setting, name)
@@ -90,7 +90,7 @@ def _figures(
 
 
 def step_bytes(assembled: Assembled, touched: int, batch: int, context: int) -> int:
-    """Bytes that a step reads: weights but those of unchosen experts and the embeddings, and what of the cache is seen."""
+    """Return the bytes that a step reads: weights, except embeddings and unchosen experts, and the visible cache."""
     layer, skeleton = assembled.model.layers[0], assembled.model.skeleton
     embeddings = id(skeleton.model.get_input_embeddings().weight)
     plain = {id(weight): weight for weight in skeleton.model.parameters()}
@@ -105,7 +105,7 @@ def step_bytes(assembled: Assembled, touched: int, batch: int, context: int) -> 
 
 
 def decodes(batch: int, context: int, vocab: int) -> StepBatch:
-    """Sequences that are about to run their last token of `context`, on blocks of their own."""
+    """Return a batch of sequences that are about to run the last token of `context`, each on separate blocks."""
     blocks = -(-context // BLOCK_TOKENS)
     ids = torch.randint(0, vocab, (batch, context), generator=torch.Generator().manual_seed(0)).tolist()
     items = [
@@ -121,21 +121,21 @@ def decodes(batch: int, context: int, vocab: int) -> StepBatch:
 
 
 def fill_cache(bench: Bench, assembled: Assembled) -> None:
-    """Put random keys and values into all pages: zeros run faster than what is served."""
+    """Fill all pages with random keys and values: zeros run faster than real data."""
     generator = bench.generator(0)
     for pages in (*assembled.runner.cache.keys, *assembled.runner.cache.values):
         pages.normal_(generator=generator)
 
 
 def forward_of(assembled: Assembled, work: StepBatch) -> Callable[[Any], Tensor]:
-    """Return what runs a batch's forward with a given function, its step filled and copied once."""
+    """Return a function that runs a batch's forward with a given function; its step is filled and copied once."""
     runner = assembled.runner
     inputs = fill_step(runner.step, work, 0)
     return lambda forward: forward(inputs.token_T, runner.cache, inputs.row_R)
 
 
 def _median_s(call: Callable[[], object], runs: int) -> float:
-    """Seconds of the host's clock, the first two runs left out; the call returns when its tokens are there."""
+    """Return the median seconds on the host's clock without the first two runs; the call returns its tokens."""
     seconds = []
     for _ in range(runs):
         begun_s = time.perf_counter()

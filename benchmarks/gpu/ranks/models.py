@@ -1,9 +1,9 @@
 """Models of published shapes with random weights: configurations, our engine with them, and transformers' with the same.
 
-Nothing is written to the disk but a configuration: 60 GB of weights are drawn on the device, by name, so that our engine
-and transformers hold equal ones. Shapes are those of the published config.json files (Qwen3-30B-A3B and gpt-oss-20b of
-2025, DeepSeek-V3 of 2024), and tiny stand-ins; DeepSeek-V3 is cut to four layers (one dense, three of 256 experts, 68 GB
-in bfloat16).
+Only a configuration is written to disk. The weights (60 GB) are drawn on the device, by name, so that our engine and
+transformers hold equal ones. Shapes are those of the published config.json files (Qwen3-30B-A3B and gpt-oss-20b of 2025,
+DeepSeek-V3 of 2024), and tiny replacements. DeepSeek-V3 is cut to four layers (one dense, three of 256 experts, 68 GB in
+bfloat16).
 
 Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut).
 """
@@ -32,7 +32,7 @@ from scheduler.policy.sequence import Sequence as Served
 
 
 class AttentionShape(NamedTuple):
-    """Heads of one layer."""
+    """Attention heads of one layer."""
 
     heads: int
     kv_heads: int
@@ -58,7 +58,7 @@ class ExpertShape(NamedTuple):
     inner: int
     gate: str
     has_bias: bool = False
-    form: str = "plain"  # how weights are stored: plain, or as `expert_calls` names formats
+    form: str = "plain"  # storage format of weights: plain, or a name from `expert_calls`
 
 
 QWEN3 = AttentionShape(32, 4, 128)
@@ -94,7 +94,7 @@ _GIB = 1 << 30
 
 
 def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreTrainedConfig:
-    """Return a model's configuration, cut to so many layers if asked."""
+    """Return a model's configuration, cut to `layers` layers if given."""
     return _tiny(name, layers or 2) if setting.is_tiny else _real(name, layers)
 
 
@@ -102,7 +102,7 @@ def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreT
 def engine_config(
     config: PreTrainedConfig, setting: Setting, *, max_num_seqs: int, max_model_len: int, **options: Any
 ) -> Iterator[EngineConfig]:
-    """Settings of one rank for a model with random weights; its folder lives as long as the context."""
+    """Yield settings of one rank for a model with random weights; its folder exists as long as the context."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         yield EngineConfig(
@@ -173,7 +173,7 @@ def _tiny(name: str, layers: int) -> PreTrainedConfig:
 
 
 def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParams) -> Served:
-    """A sequence of prompt tokens that has been given blocks."""
+    """Return a sequence of prompt tokens on given blocks."""
     request = Request(
         request_id=f"{blocks[0]}" if blocks else "alone", prompt_ids=tuple(ids), params=params, arrival_s=0.0
     )
@@ -183,10 +183,10 @@ def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParam
 
 
 class Silent:
-    """A doorbell that nobody hears."""
+    """Doorbell of a single rank."""
 
     def ring(self, step: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def wait(self, step: int) -> None:
-        """Likewise."""
+        """Do nothing: the rank never sleeps."""

@@ -1,10 +1,10 @@
-"""Whole models' answers: logprobs of our engine, its decodes as they are and replayed, against transformers'.
+"""Answers of whole models: logprobs of our engine, with eager and replayed decodes, compared with transformers'.
 
-Two layers of each model at its real width. A prompt runs in two chunks and then token by token through our engine, and
-logprobs are compared with those of transformers in float32: ours may be off as far as transformers' own in the same type,
-and a half more, on average (where two experts are nearly equal, rounding chooses, in any program: the worst token says
-little). Without graphs comes first, so that it is known what a capture that fails is to blame for; the parts after this
-one then run without, and say so.
+Two layers of each model at its real width. A prompt runs in two chunks and then token by token through our engine. Logprobs
+are compared with those of transformers in float32. On average, ours may deviate 1.5 times as far as transformers' own in the
+same type. (If two experts are nearly equal, rounding chooses in any program, so the worst token is not informative.) The run
+without graphs comes first, so that a failure with graphs can be attributed to the capture. The later parts then run without
+graphs and report it.
 """
 
 import functools
@@ -33,11 +33,11 @@ from scheduler.policy.request import SamplingParams
 _CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
 _EAGER, _REPLAYED = "eager", "replayed"
-COMPILED = "qwen3"  # with --enable-torch-compile too
+COMPILED = "qwen3"  # this model also runs with --enable-torch-compile
 
 
 def units(setting: Setting) -> list[str]:
-    """A model each, and one compiled."""
+    """Return one unit per model, and one compiled."""
     return [*MODELS, f"{COMPILED} compiled"]
 
 
@@ -56,7 +56,7 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
         functools.partial(_their_logprobs, config, bench, ids, bench.dtype),
     ):
         parts.append(measure())
-        gc.collect()  # a model at a time
+        gc.collect()  # one model at a time
     ours, exact, theirs = parts
     yield _compared(unit, _EAGER, ours, exact, theirs)
     if bench.device.type == "cuda":
@@ -64,13 +64,13 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def compiler_of(setting: Setting, name: str) -> str:
-    """What compiles "NAME compiled"; "" for a model that is not."""
+    """Return the compiler of "NAME compiled", or "" for a model that is not compiled."""
     compiler = "aot_eager" if setting.is_tiny else "inductor"
     return compiler if name.endswith(" compiled") else ""
 
 
 def is_eager(setting: Setting, name: str) -> bool:
-    """Whether this day has found that a model answers without graphs, and not with them."""
+    """Whether this day found that a model answers correctly without graphs but not with them."""
     known = [f"parity/{name}/{name}, {words}/error" in setting.known for words in (_EAGER, _REPLAYED)]
     return known == [True, False] and not setting.is_interpreted
 
@@ -87,7 +87,7 @@ def _compared(name: str, words: str, ours: Tensor, exact: Tensor, theirs: Tensor
 def our_logprobs(
     config: Any, setting: Setting, ids: Sequence[int], compiler: str = "", *, replays: bool
 ) -> Tensor:
-    """Logprobs of ids[1:], each given those before: two chunks of a prompt, then tokens one by one."""
+    """Return logprobs of ids[1:], each given the ids before: two chunks of a prompt, then tokens one by one."""
     limits: dict[str, Any] = {
         "max_num_seqs": 2,
         "max_model_len": 4 * BLOCK_TOKENS,

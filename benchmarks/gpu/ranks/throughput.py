@@ -1,7 +1,7 @@
 """Output tokens per second of whole models on one rank: our engine, and transformers on the same device.
 
-So many clients that complete prompts of random tokens, one wave of them; the time is from the first request's start to the
-last one's end, prompts included, without HTTP on either side. Our engine runs in a process of its own, as in a service.
+A number of clients complete prompts of random tokens in one wave. The time is from the start of the first request to the end of
+the last one, prompts included, without HTTP on either side. Our engine runs in a separate process, as in a service.
 Transformers: its continuous batching (`continuous`), and one `generate` call on the whole batch with a static cache
 (`static`), experts by grouped_mm, attention by sdpa, the same weights. `x` is our tokens/s over theirs. The goal:
 at least 5 times its continuous batching at 32 clients and more.
@@ -32,7 +32,7 @@ _BATCH_TOKENS = 8192  # of one step, in our engine and in the peer's
 
 
 def units(setting: Setting) -> list[str]:
-    """Our engine and the peer that the goal speaks of, model by model; `generate` last, whose compilation takes long."""
+    """Return the units: our engine and the peer with a goal, per model; `generate` last, because its compilation takes long."""
     served = [
         f"{name} {program}"
         for name in MODELS
@@ -52,7 +52,7 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def ours(setting: Setting, name: str) -> Iterator[Row]:
-    """One engine, all numbers of clients."""
+    """Measure one engine with all numbers of clients."""
     clients, prompt, output = _sizes(setting)
     config = config_of(name, setting)
     limits = {
@@ -71,13 +71,13 @@ def ours(setting: Setting, name: str) -> Iterator[Row]:
 
 
 def theirs(setting: Setting, bench: Bench, name: str, program: str) -> Iterator[Row]:
-    """Transformers' model, all numbers of clients."""
+    """Measure transformers' model with all numbers of clients."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     clients, prompt, output = _sizes(setting)
     config = config_of(name, setting)
     model = transformers_model(config, bench)
-    attention = "sdpa" if model._supports_sdpa else "eager"  # sinks are not what sdpa knows
+    attention = "sdpa" if model._supports_sdpa else "eager"  # sdpa does not support sinks
     peer = Peer(model, max_num_seqs=max(clients), max_model_len=prompt + output)
     try:
         if program == "continuous":
@@ -94,7 +94,7 @@ def theirs(setting: Setting, bench: Bench, name: str, program: str) -> Iterator[
 def _measured(
     peer: Peer, program: str, attention: str, prompts: list[list[int]], output: int
 ) -> float | Latency:
-    """Run one wave; `generate` says nothing of single tokens."""
+    """Run one wave. For `generate` there are no times of single tokens."""
     if program == "continuous":
         return summarise(peer.run(prompts, output, len(prompts)))
     seconds = peer.static(prompts, output, attention=attention, cache="static", experts=_EXPERTS)

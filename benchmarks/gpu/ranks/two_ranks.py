@@ -1,8 +1,8 @@
-"""Two ranks on one device: correctness only, as they share it. What they exchange has the bits that CPU ranks get.
+"""Two ranks on one device, for correctness only, because they share it. Their exchanges must have the same bits as on CPUs.
 
-Each unit starts two processes with a group over gloo; what they do there is in `rank_checks`. In the interpreter shared
-memory stands for the device's symmetric memory, and nothing can be captured. Two ranks of NCCL need two devices, so its
-bits are not checked here.
+Each unit starts two processes with a group over gloo; `checks` has their work. In the interpreter, shared memory
+replaces the device's symmetric memory, and nothing can be captured. Two NCCL ranks need two devices, so NCCL's bits are not
+checked here.
 """
 
 import multiprocessing
@@ -20,16 +20,16 @@ from benchmarks.gpu.ranks.checks import CHECKS, WAIT_S
 from benchmarks.gpu.results import Row, Setting
 from server.parent_death import die_with_parent
 
-_TIMEOUT_S, _INTERPRETED_TIMEOUT_S = 180.0, 500.0  # kernels and the CPU's are compiled in it, by both
+_TIMEOUT_S, _INTERPRETED_TIMEOUT_S = 180.0, 500.0  # both ranks compile kernels and CPU code in this time
 
 
 def units(setting: Setting) -> list[str]:
-    """What the ranks do."""
+    """Return the checks."""
     return list(CHECKS)
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
-    """Let two ranks do it; their rows are one where they agree."""
+    """Run a check on two ranks. Equal rows of both are merged."""
     timeout_s = _INTERPRETED_TIMEOUT_S if setting.is_interpreted else _TIMEOUT_S
     first, second = run_pair(unit, setting, timeout_s=timeout_s)
     for row, other in zip(first, second, strict=True):
@@ -42,10 +42,10 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def run_pair(check: str, setting: Setting, *, timeout_s: float) -> list[list[Row]]:
-    """Run a check on both ranks; returns each one's rows.
+    """Run a check on both ranks. Return the rows of each.
 
     Raises:
-        RuntimeError: a rank failed or was late; both have been ended.
+        RuntimeError: A rank failed or timed out; both have been stopped.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -72,12 +72,12 @@ def _answer(rank: int, pipe: Connection, timeout_s: float) -> list[Row]:
     try:
         rows: list[Row] = pipe.recv()
     except EOFError:
-        raise RuntimeError(f"rank {rank} ended before it was done; see the log") from None
+        raise RuntimeError(f"rank {rank} ended before its check was complete; see the log") from None
     return rows
 
 
 def _serve(check: str, setting: Setting, rank: int, folder: str, pipe: Connection, parent_pid: int) -> None:
-    """A rank's process; it lives until it is killed, so that the other can finish."""
+    """Run a rank's process until it is killed, so that the other rank can finish."""
     die_with_parent(parent_pid=parent_pid)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     bench = Bench.of(setting)

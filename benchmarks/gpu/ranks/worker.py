@@ -1,8 +1,8 @@
-"""The process in which a part runs: `python -m benchmarks.gpu.ranks.worker MODULE`, driven over standard input.
+"""The process that runs a part: `python -m benchmarks.gpu.ranks.worker MODULE`, driven over standard input.
 
-The first line that it reads is the setting, and it answers with the part's units; every further line names a unit and
-what is known by now, and is answered with the unit's rows as they come and with its end, or why it failed. What ends the
-process (a kernel that breaks the device's context, an error that nobody foresaw) costs the parent that unit and the start
+The first line it reads is the setting; it answers with the part's units. Every further line names a unit and the figures known
+so far. The worker answers with the unit's rows as they are produced, then with its end or the reason of its failure. An error
+that ends the process (a kernel that breaks the device's context, or an unexpected one) costs the parent that unit and the start
 of another worker, not the day.
 """
 
@@ -32,22 +32,22 @@ _LAST_BYTES = 4000
 
 
 class DeadWorkerError(RuntimeError):
-    """The process ended; the message has its last words."""
+    """The process ended; the message has its last output."""
 
 
 class FailedUnitError(RuntimeError):
-    """A unit raised an error; the message is that."""
+    """A unit raised an error; the message quotes it."""
 
 
 class LateWorkerError(RuntimeError):
-    """No answer within the limit; the process is of no more use."""
+    """There was no answer within the limit; the process is not usable any more."""
 
 
 class Worker:
-    """A running worker; a context that ends it."""
+    """A running worker, as a context that stops it."""
 
     def __init__(self, module: str, setting: Setting, log: IO[bytes]) -> None:
-        """Start; nothing is waited for."""
+        """Start the process without waiting for it."""
         self._log, self._log_start = log, log.seek(0, os.SEEK_END)
         self._answers: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
@@ -74,8 +74,8 @@ class Worker:
         """Return the part's units.
 
         Raises:
-            DeadWorkerError, LateWorkerError.
-            RuntimeError: the part cannot run here, and why.
+            DeadWorkerError, LateWorkerError: The process ended, or did not answer in time.
+            RuntimeError: The part cannot run here; the message gives the reason.
         """
         answer = self._receive(timeout_s)
         if "failed" in answer:
@@ -83,11 +83,11 @@ class Worker:
         return list(answer["units"])
 
     def run(self, unit: str, known: Mapping[str, float], timeout_s: float, rows: list[Row]) -> None:
-        """Run a unit; its rows are added to `rows` as they come, also where it fails later.
+        """Run a unit. Its rows are added to `rows` as they arrive, even if it fails later.
 
         Raises:
-            DeadWorkerError, LateWorkerError.
-            FailedUnitError: it failed, and the worker can go on.
+            DeadWorkerError, LateWorkerError: The process ended, or did not answer in time.
+            FailedUnitError: The unit failed; the worker is still usable.
         """
         end_s = time.monotonic() + timeout_s
         self._send({"unit": unit, "known": dict(known)})
@@ -101,7 +101,7 @@ class Worker:
                 return
 
     def close(self) -> None:
-        """End the process: kindly, then not."""
+        """Close the input, wait for the process to end, and kill it if it does not."""
         assert self.process.stdin is not None, "started with a pipe"
         with contextlib.suppress(BrokenPipeError):  # it may have ended before it read the last line
             self.process.stdin.close()
@@ -112,13 +112,13 @@ class Worker:
         self._reader.join(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
 
     def _send(self, value: Any) -> None:
         assert self.process.stdin is not None, "started with a pipe"
-        with contextlib.suppress(BrokenPipeError):  # it has ended: receiving finds out, and says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended: receiving reports the reason
             self.process.stdin.write(json.dumps(value) + "\n")
             self.process.stdin.flush()
 
@@ -126,7 +126,7 @@ class Worker:
         try:
             line = self._answers.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
-            raise LateWorkerError("no answer within its time") from None
+            raise LateWorkerError("no answer within the time limit") from None
         if not line:
             raise DeadWorkerError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
@@ -139,24 +139,24 @@ class Worker:
         self._answers.put("")
 
     def _last_words(self) -> str:
-        """Return how the process ended, and the last line that it wrote."""
+        """Return how the process ended, and the last line of its output."""
         code = self.process.wait()
         self._log.flush()
         with open(self._log.name, "rb") as log:
             log.seek(max(self._log_start, os.path.getsize(self._log.name) - _LAST_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         end = f"killed by signal {-code}" if code < 0 else f"ended with {code}"
-        return f"the process {end}: {lines[-1].strip()}" if lines else f"the process {end} without a word"
+        return f"the process {end}: {lines[-1].strip()}" if lines else f"the process {end} and wrote nothing"
 
 
 def _environment(setting: Setting) -> dict[str, str]:
-    """The interpreter is chosen before triton is imported."""
+    """Return the worker's environment. Triton reads the choice of the interpreter when it is imported."""
     chosen = {"TRITON_INTERPRET": "1"} if setting.is_interpreted else {}
     return {**os.environ, **chosen, "PYTHONUNBUFFERED": "1"}
 
 
-# What a missing package, a library that refuses, a wrong launch or a child that ends raises; and Triton's own errors,
-# see `_failures`. Anything else ends the process.
+# Errors of missing packages, libraries that reject a call, wrong launches and children that end; `_failures` adds Triton's.
+# Any other error ends the process.
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
     AssertionError,
@@ -173,7 +173,7 @@ FAILURES: tuple[type[Exception], ...] = (
 
 
 def answer_lines(module: Any, lines: Iterator[str], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Say which units there are, and run those that are named, until there are no more lines."""
+    """Answer with the part's units, then run each unit that a line names, until the input ends."""
     setting = Setting(**json.loads(next(lines)))
     try:
         answer({"units": list(module.units(setting))})
@@ -195,7 +195,7 @@ def answer_lines(module: Any, lines: Iterator[str], answer: Callable[[dict[str, 
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Add what Triton raises of a kernel that does not compile or fit the device, which is no RuntimeError."""
+    """Add Triton's errors for kernels that do not compile or fit the device, which are not RuntimeErrors."""
     errors = sys.modules.get("triton.errors")
     return FAILURES if errors is None else (*FAILURES, errors.TritonError)
 
@@ -206,7 +206,7 @@ def _words(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Serve; standard output carries answers only, all else goes to standard error."""
+    """Serve. Standard output carries only answers; everything else goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -28,10 +28,10 @@ def test_the_heads_of_known_models_pass() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((32, 4, 128, 128, torch.float64), r"attention in torch\.float64 has no GPU kernel; there are bfloat16"),
+        ((32, 4, 128, 128, torch.float64), r"attention in torch\.float64 has no GPU kernel; use bfloat16"),
         ((32, 5, 128, 128, BF16), "32 query heads on 5 KV heads"),
         ((130, 2, 128, 128, BF16), "at most 64"),
-        ((8, 8, 640, 512, BF16), "keys of 640 and values of 512 have no GPU kernel; there are 16 to 512"),
+        ((8, 8, 640, 512, BF16), "keys of 640 and values of 512 have no GPU kernel; both must be 16 to 512"),
         ((32, 1, 512, 512, BF16), "at most 16"),
     ],
 )  # fmt: skip
@@ -63,12 +63,12 @@ def test_layouts_that_kernels_would_misread_are_named() -> None:
     check_layout(query, pages)
     check_layout(torch.zeros(2, 9, 8)[:, :4], pages)  # rows may have gaps between them
     with pytest.raises(
-        ValueError, match="heads lie 1 and its dims 8 numbers apart; the kernels take 4 and 1"
+        ValueError, match="heads have stride 1 and its dims stride 8; the kernels need 4 and 1"
     ):
         check_layout(query.transpose(1, 2), pages)
     with pytest.raises(ValueError, match=r"query is torch\.float32 and the pages are torch\.float16"):
         check_layout(query, pages.half())
-    with pytest.raises(ValueError, match="no contiguous tensor"):
+    with pytest.raises(ValueError, match="the pages are not contiguous"):
         check_layout(query, pages[:, :1])
 
 
@@ -100,7 +100,7 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
         ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
         ([LATENT], [1024], "latents of 1024 values"),
         ([replace(LATENT, index_dim=128), recurrent(32, 128, 128), recurrent(16, 8192)], [512], None),
-        ([replace(LATENT, index_dim=1024)], [512], "an index that keeps more than 768 values per token"),
+        ([replace(LATENT, index_dim=1024)], [512], "an index of more than 768 values per token"),
         ([recurrent(2, 1024, 64)], [], "recurrent states of 1024 rows; the GPU kernels take up to 512"),
         ([LayerShape(state=StateShape(tail=(3, 64)))], [], None),
     ],

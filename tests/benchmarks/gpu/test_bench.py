@@ -55,7 +55,7 @@ def test_other_bits_in_the_second_run_are_wrong_and_told() -> None:
     runs = iter((0.0, 1e-7))
     row = check(BENCH, "double", make_call(lambda x: 2 * x + next(runs)))
     assert not row.is_right
-    assert row.note == "other bits when run again"
+    assert row.note == "bits differ between runs"
 
 
 def test_a_control_that_is_near_makes_a_check_worthless_and_so_wrong() -> None:

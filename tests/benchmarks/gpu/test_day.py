@@ -86,7 +86,7 @@ def test_failures_are_lines_and_everything_else_runs(tmp_path: Path) -> None:
     script.trouble = {
         "a": raising(FailedUnitError("ValueError: no such shape")),
         "b": raising(DeadWorkerError("the process ended with 1: segfault")),
-        "c": raising(LateWorkerError("no answer within its time")),
+        "c": raising(LateWorkerError("no answer within the time limit")),
         "d": raising(FailedUnitError("RuntimeError: CUDA error: an illegal memory access")),
     }
     ledger, day = run_day(script, tmp_path / "day.json", [FIRST, LAST])
@@ -122,7 +122,7 @@ def test_a_part_that_cannot_begin_again_is_tried_once_more_and_says_what_it_did_
     script = Script({"f": ["a", "b"]})
 
     def die() -> Any:
-        script.trouble["f"] = raising(LateWorkerError("no answer within its time"))
+        script.trouble["f"] = raising(LateWorkerError("no answer within the time limit"))
         raise DeadWorkerError("the process was killed by signal 9")
 
     script.trouble = {"a": die}
@@ -194,7 +194,7 @@ def test_a_resumed_day_takes_up_what_is_missing_and_measures_ceilings_again(tmp_
 def test_what_is_no_result_is_not_resumed(tmp_path: Path) -> None:
     path = tmp_path / "day.json"
     path.write_text("[1]")
-    with pytest.raises(ValueError, match=r"day\.json cannot be resumed, it is not the result of a day"):
+    with pytest.raises(ValueError, match=r"day\.json cannot be resumed: it is not a day's result file"):
         Ledger(path, {}, resumes=True)
 
 

@@ -55,7 +55,7 @@ def test_a_worker_answers_with_rows_and_failures_and_its_death_is_told_with_its_
 
 def test_a_worker_that_is_late_is_given_up(worker: Worker) -> None:
     worker.units(LIMIT_S)
-    with pytest.raises(LateWorkerError, match="no answer within its time"):
+    with pytest.raises(LateWorkerError, match="no answer within the time limit"):
         worker.run("slow", KNOWN, 0.05, [])
     worker.kill()
     assert worker.process.returncode == -9

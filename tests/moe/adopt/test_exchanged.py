@@ -36,7 +36,7 @@ def test_an_index_that_computes_something_else_is_refused(tmp_path: Path) -> Non
             {"index_kpool": 32, "index_topk": 64},
             "has an index over pools of 32 tokens; blocks have 16, and index keys 32 values",
         ),
-        ({"index_kpool_always_select_tail": False}, "leaves out the tokens of a pool that is not whole"),
+        ({"index_kpool_always_select_tail": False}, "leaves out the tokens of an incomplete pool"),
     ],
 )
 def test_pools_that_blocks_cannot_keep_are_refused(
