@@ -31,12 +31,8 @@ NONE = Fits("no value", lambda _given, _said: False)
 GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
 TEXT = "of multimodal models, only the text decoder is served"
 TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"
-LORA = (
-    "adapters are not supported; merge one into the weights (merge_and_unload in PEFT) and serve the result"
-)
-NO_HALVES = (
-    "dual-batch overlap (steps in two halves) was slower in every measurement and was removed; leave it out"
-)
+LORA = "adapters are not supported; merge them into the weights (PEFT's merge_and_unload)"
+NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"
 MEMORY = (
     "weights and KV cache stay in the device's memory; if it is too small, use more ranks (--data-parallel-size), "
     "--quantization int8, or a smaller --kv-cache-memory"

@@ -83,7 +83,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
     assert main(["srve"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        "wideep: 'srve' is no command (did you mean serve?); the commands are serve, worker, doctor, size, simulate, chat, "
+        "wideep: 'srve' is not a command (did you mean serve?); the commands are serve, worker, doctor, size, simulate, chat, "
     )
     assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
         "ours are nobody's business"

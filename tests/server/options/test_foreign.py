@@ -141,14 +141,14 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         ),
         (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
         (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
-        (["--enable-lora"], "--enable-lora: adapters are not supported; merge one"),
+        (["--enable-lora"], "--enable-lora: adapters are not supported; merge them"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not supported"),
         (
             ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
             "sets the same value; give one",
         ),
         (["--num-redundant-experts=3", "--eplb-config=3"], "sets the same value; give one"),
-        (["--enable-dbo"], "--enable-dbo: dual-batch overlap (steps in two halves)"),
+        (["--enable-dbo"], "--enable-dbo: dual-batch overlap"),
         (["-O3"], "--optimization-level 3: decode steps on a GPU"),
         (["--dtype", "float64"], "--dtype is 'float64'; it must be one of auto, float32, bfloat16"),
         (

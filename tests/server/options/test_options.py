@@ -247,7 +247,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--reasoning-parser=x"], "--reasoning-parser is 'x'; it must be one of cohere"),
         (["--max-num-seqs=many"], "--max-num-seqs is 'many'; it must be a whole number"),
         (["--request-timeout=soon"], "--request-timeout is 'soon'; it must be a number"),
-        (["--enable-dbo"], "--enable-dbo: dual-batch overlap (steps in two halves)"),
+        (["--enable-dbo"], "--enable-dbo: dual-batch overlap"),
         (["--options={}"], "--options is for processes that WideEP starts itself"),
     ],
 )
@@ -304,7 +304,7 @@ def test_keywords_mean_what_the_flags_mean(keywords: dict[str, Any], words: tupl
         ({"max_num_seqs": "many"}, "--max-num-seqs is 'many'; it must be a whole number"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0; it must be at least 1"),
         ({"max_num_seqs": 2.5}, "--max-num-seqs is 2.5; it must be a whole number"),
-        ({"enable_dbo": True}, "--enable-dbo: dual-batch overlap (steps in two halves)"),
+        ({"enable_dbo": True}, "--enable-dbo: dual-batch overlap"),
         ({"enable_eplb": "yes"}, "--enable-eplb is 'yes'; it must be True or False"),
         ({"max_num_seqs": True}, "--max-num-seqs is True; it needs a value"),
     ],

@@ -124,7 +124,7 @@ def test_a_broken_line_of_a_trace_is_named_by_its_number(
     broken.write_text(TRACE.replace(",25,", ",-25,"))
     assert main(["simulate", str(broken), *_words(folder)[2:], "--kv-cache-memory", "64M"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number of 1 to 100000000" in error
+    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number from 1 to 100000000" in error
 
 
 def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
