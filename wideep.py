@@ -89,7 +89,7 @@ def _run() -> int:
         cli = importlib.import_module("server.cli")
         # Files of another package, written over WideEP's, may import without an error.
         if not hasattr(cli, "build_parser"):
-            raise ImportError("it is not WideEP's", name="server.cli")
+            raise ImportError("the file is not WideEP's", name="server.cli")
     except ImportError as error:
         print(f"wideep: {roots.why_broken(error, _ROOT)}", file=sys.stderr)
         return 2

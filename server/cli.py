@@ -81,7 +81,7 @@ example:
   wideep chat --system "You answer in one sentence." --temperature 0
 """
 _COMPLETION_EXAMPLE = """\
-example, in ~/.bashrc (for zsh: in ~/.zshrc, with zsh):
+example for ~/.bashrc (for zsh, use `zsh` in ~/.zshrc):
   eval "$(wideep completion bash)"
 """
 
@@ -395,4 +395,4 @@ def _run_launcher(arguments: list[str]) -> NoReturn:
     write_times()
     status = run_launcher(arguments)
     sys.stdout.flush()
-    os._exit(status)  # nothing is left to do, and taking torch down takes a busy machine seconds
+    os._exit(status)  # skips unloading torch, which takes seconds on a busy machine

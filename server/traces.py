@@ -87,7 +87,7 @@ def _parse(path: Path) -> Iterator[TracedRequest]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from _of_lines(path, file)
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"Cannot parse {path} as a trace: {error}") from error
+        raise TraceError(f"cannot parse {path} as a trace: {error}") from error
 
 
 def _of_lines(path: Path, file: TextIO) -> Iterator[TracedRequest]:

@@ -51,7 +51,7 @@ class Speed(NamedTuple):
             if self.num_tokens > 1 and self.rest_s
             else ""
         )
-        return f"({tokens}{rate}, the first after {self.first_s:.2f} s)"
+        return f"({tokens}{rate}, first token after {self.first_s:.2f} s)"
 
 
 class ChatClient:

@@ -1,4 +1,4 @@
-"""Checks of options that look at the machine: files of keys, certificates, optional packages."""
+"""Checks of options against the machine: files of keys, certificates, optional packages."""
 
 import importlib.util
 import ssl
@@ -8,8 +8,7 @@ from pathlib import Path
 
 from server.options.flag import OptionsError
 
-# A variable of OpenTelemetry.
-PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # defined by OpenTelemetry
 _EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}  # protocol -> the last part of its package's name
 
 
@@ -114,5 +113,5 @@ def check_traces(environment: Mapping[str, str]) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -245,7 +245,7 @@ SAME_AS_SGLANG = (
 )
 DIFFERS_FROM_SGLANG = {
     "--port": "the default is 8000",
-    "--data-parallel-size": "ranks on this node, each with all of attention and its share of the experts",
+    "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
 }
 SHARED_WITH_VLLM = (  # declared in `vllm_flags`
     "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "

@@ -38,8 +38,7 @@ from server.options.flag import (
 )
 
 DEMO_MODEL = "demo"
-# Scheduling policies.
-FCFS, PRIORITY = "fcfs", "priority"
+FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routers`
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero
@@ -409,7 +408,7 @@ class Options:
     )  # fmt: skip
     dtype: str = flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
-        default="auto", default_text="auto, on a GPU bfloat16",
+        default="auto", default_text="auto (bfloat16 on a GPU)",
         taken_as={"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
         taken_because="weights are kept in float32 or bfloat16; bfloat16 has float16's size and float32's range, and answers "
         "differ from float16's in the last digits",

@@ -138,7 +138,7 @@ _MEDIA = (
 )  # fmt: skip
 _PARALLEL = (
     *harmless(
-        "every rank is one process with all of attention", fits=Fits("1, or the number of ranks with SGLang's --enable-dp-attention", is_size_of_one_group), otherwise=_RANKS,
+        "every rank is one process with all attention weights", fits=Fits("1, or the number of ranks with SGLang's --enable-dp-attention", is_size_of_one_group), otherwise=_RANKS,
         values="--tensor-parallel-size/-tp/--tp-size/--tp",
     ),
     *harmless(
@@ -384,7 +384,7 @@ SAME_AS_VLLM = (
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--host": "the default is 127.0.0.1, this machine only",
-    "--data-parallel-size": "ranks on this node, each with all of attention and its share of the experts",
+    "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
     "--gpu-memory-utilization": "the share of the memory that is free at startup",
     "--eplb-config": "has additional keys (docs/rebalancing.md)",
     "--quantization": "int8 and int4 quantise on load; naming the checkpoint's own format has no effect",

@@ -59,7 +59,7 @@ def why_unknown(left: Sequence[str], command: str, own: Iterable[str] = ()) -> s
     """
     flag = next((word for word in left if word.startswith("-")), None)
     if flag is None:
-        return f"Unexpected argument {left[0]!r}; `{command} --help` lists the arguments"
+        return f"unexpected argument {left[0]!r}; `{command} --help` lists the arguments"
     name = flag.partition("=")[0]
     question = nearest(name, list(own)) or nearest(name, known_words())
     listed = f"{command} --help=all" if command in _HELP_BY_GROUP else f"{command} --help"

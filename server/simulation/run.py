@@ -103,7 +103,7 @@ def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
             runs.append(SimulatedRun(router, placement, subject, report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
-                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of processor time",
+                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of CPU time",
                 file=sys.stderr,
             )
     return runs

@@ -59,8 +59,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         placement: Placement of experts, which determines the number of slots.
 
     Raises:
-        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: The model or device is invalid,
-            or the model does not fit.
+        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: It is invalid or does not fit.
     """
     assert asked.model is not None, "the command line checks it"
     device = device_named(asked.device)

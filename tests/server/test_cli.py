@@ -95,7 +95,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
     [
         (["chat", "--ulr"], "wideep chat: --ulr is not a flag of `wideep chat`"),
         (["--verion"], "wideep: --verion is not a flag of `wideep` (did you mean --version?)"),
-        (["serve", "a", "b"], "wideep serve: Unexpected argument 'b'"),
+        (["serve", "a", "b"], "wideep serve: unexpected argument 'b'"),
         (["run-batch", "-i", "a", "-o", "b", "--enable-lora"], "wideep run-batch: --enable-lora: adapters"),
     ],
 )

@@ -94,7 +94,7 @@ def test_lines_before_a_broken_one_are_read(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none_and_times_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="Cannot parse .* as a trace"):
+    with pytest.raises(TraceError, match="cannot parse .* as a trace"):
         next(read_trace(tmp_path / "absent"))
     with pytest.raises(TraceError, match="scale is 0; it must be above 0"):
         next(read_trace(_file(tmp_path, AZURE), rate_scale=0))

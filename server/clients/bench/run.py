@@ -296,7 +296,7 @@ def _finish(bench: _Bench, results: list[LevelResult], failure: str) -> int:
         _write_json(bench, measured)
     if options.plot_to is not None and measured:
         write_plot(options.plot_to, bench.title, measured)
-        _print(options, f"drawn in {options.plot_to}")
+        _print(options, f"plot written to {options.plot_to}")
     if not results[-1].is_whole:
         _say("stopped; the results above were measured before")
         return STOPPED

@@ -199,15 +199,9 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         "--groups", type=int, metavar="G", help="number of groups of experts with first copies on one node"
     )
     parser.add_argument(
-        "--min-nodes",
-        type=int,
-        default=1,
-        metavar="K",
-        help="number of nodes that hold each expert (default: 1)",
+        "--min-nodes", type=int, default=1, metavar="K", help="nodes that must hold each expert (default: 1)"
     )
-    parser.add_argument(
-        "--spread-nodes", action="store_true", help="put copies of an expert on different nodes"
-    )
+    parser.add_argument("--spread-nodes", action="store_true", help="spread an expert's copies over nodes")
     parser.add_argument(
         "--target",
         type=float,

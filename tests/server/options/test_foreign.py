@@ -217,7 +217,7 @@ def test_keywords_of_scripts_are_judged_alike() -> None:
             ["3", "--frobnicate=1"],
             "--frobnicate is not a flag of `wideep serve`; `wideep serve --help=all` lists them",
         ),
-        (["b"], "Unexpected argument 'b'"),
+        (["b"], "unexpected argument 'b'"),
     ],
 )
 def test_a_word_that_nobody_knows_is_answered_by_the_nearest(left: list[str], says: str) -> None:
