@@ -29,7 +29,7 @@ NONE = Fits("no value", lambda _given, _said: False)
 
 # Texts that both programs' flags share.
 GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
-TEXT = "of multimodal models, only the text decoder is served"
+TEXT = "only the text decoder of multimodal models is served"
 TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"
 LORA = "adapters are not supported; merge them into the weights (PEFT's merge_and_unload)"
 NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"

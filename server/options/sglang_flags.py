@@ -220,7 +220,7 @@ _SERVER = (
     *harmless("streams send only new text", switches="--incremental-streaming-output"),
     *harmless(
         "llguidance compiles structures", fits=of("auto", "llguidance"), otherwise="llguidance compiles structures "
-        " (docs/structured_output.md); leave it out", values="--grammar-backend",
+        "(docs/structured_output.md); leave it out", values="--grammar-backend",
     ),
     *harmless("idle ranks sleep", switches="--sleep-on-idle"),
     *refused("use --otlp-traces-endpoint for spans of requests", switches="--enable-trace", values="--trace-modules"),

@@ -199,7 +199,7 @@ class HttpOptions:
 
     api_key_file: str | None = flag(
         HTTP, "--api-key-file", read=_key_file, metavar="FILE",
-        help="require a bearer key from this file (one per line, # starts a comment) or from --api-key; reread when it changes",
+        help="require a bearer key from this file (one per line, # starts a comment) or from --api-key; reloaded when it changes",
     )  # fmt: skip
     operator_key_file: str | None = flag(
         HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key is an operator's",
@@ -239,14 +239,14 @@ class HttpOptions:
     shutdown_timeout_s: float = flag(
         HTTP, "--shutdown-timeout-seconds", "--shutdown-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         default=SHUTDOWN_TIMEOUT_S,
-        help="time that open requests have to finish after SIGTERM; 0 ends them at once",
+        help="time for open requests to finish after SIGTERM; 0 ends them at once",
     )  # fmt: skip
     allowed_origins: tuple[str, ...] = flag(
         HTTP, "--allowed-origins", read=json_texts, metavar="JSON", default=(), default_text="none",
         help="""origins whose pages may use the service from a browser, such as '["https://chat.example"]' or '["*"]'""",
     )  # fmt: skip
     allowed_hosts: tuple[str, ...] = flag(
-        HTTP, "--allowed-hosts", read=_hosts, metavar="JSON", default=(), default_text="addresses and the machine's names",
+        HTTP, "--allowed-hosts", read=_hosts, metavar="JSON", default=(), default_text="IP addresses and the machine's names",
         help="""further host names that clients may use if no API key is required, such as a proxy's: '["chat.example"]', """
         """'["*.example"]' or '["*"]'""",
     )  # fmt: skip
@@ -421,7 +421,7 @@ class Options:
     )  # fmt: skip
     batch_invariant: bool = switch(
         RANKS, "--batch-invariant",
-        help="on a GPU, make each token's bits independent of the other requests in its batch, at a cost in speed; CPU always does",
+        help="make each token's bits independent of the other requests in its batch on a GPU, at a cost in speed; always so on CPU",
     )  # fmt: skip
     enforce_eager: bool = switch(
         RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs"
@@ -469,7 +469,7 @@ class Options:
     )  # fmt: skip
     max_rank_restarts: int = flag(
         DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
-        help="number of restarts of a failing rank within 10 minutes; after these it stays down",
+        help="maximum number of restarts of a failing rank within 10 minutes; after these it stays down",
     )  # fmt: skip
 
     enable_eplb: bool = switch(

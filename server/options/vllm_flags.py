@@ -322,7 +322,7 @@ _ANSWERS = (
     ),
     *harmless(
         "llguidance compiles structures", fits=of("auto", "guidance"), otherwise="llguidance compiles structures "
-        " (docs/structured_output.md); leave it out", values="--guided-decoding-backend",
+        "(docs/structured_output.md); leave it out", values="--guided-decoding-backend",
     ),
     *refused(
         "the chosen experts are counted but not returned with answers; use `wideep experts load` or `wideep experts record`",

@@ -113,7 +113,7 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
             ["--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"],
             "--tensor-parallel-size 8 has no effect",
         ),
-        (["--limit-mm-per-prompt.image=0"], "has no effect: of multimodal models"),
+        (["--limit-mm-per-prompt.image=0"], "has no effect: only the text decoder"),
     ],
 )
 def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> None:
