@@ -1,8 +1,8 @@
-"""WideEP for scripts, `from wideep import LLM, SamplingParams`, and what the command `wideep` runs.
+"""WideEP for scripts (`from wideep import LLM, SamplingParams`) and the entry point of the command `wideep`.
 
-The seven packages have names that others use too (server, moe, ...). The command takes them from the folder that this
-file lies in, whatever the current folder, PYTHONPATH or the installed distributions hold. A script's own modules stay
-its own: where one of them hides a package of ours, the names below raise an error that says which, and what to do.
+The seven packages have generic names (server, moe, ...). The command imports them from the folder of this file, regardless
+of the current folder, PYTHONPATH and installed distributions. A script keeps its own modules: if one of them hides a
+package of WideEP, the names below raise an error that names it and explains the fix.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # they are loaded when a script asks for them: the command has no need of them
+if TYPE_CHECKING:  # loaded on first use by a script: the command does not need them
     from server.offline import (
         LLM,
         CompletionOutput,
@@ -38,8 +38,8 @@ __all__ = [
     "ServiceEndedError",
     "ServiceLostError",
 ]
-INTERRUPTED = 130  # as shells have it: 128 and SIGINT's number
-PIPE_CLOSED = 141  # 128 and SIGPIPE's number
+INTERRUPTED = 130  # shells' convention: 128 plus the number of SIGINT
+PIPE_CLOSED = 141  # 128 plus the number of SIGPIPE
 _ROOT = Path(__file__).resolve().parent
 
 
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     """Load a public name from `server.offline`.
 
     Raises:
-        RootError: a package of ours is hidden by another one.
+        RootError: Another package hides one of WideEP's.
     """
     if name not in __all__:
         raise AttributeError(f"module 'wideep' has no attribute {name!r}; it has {', '.join(__all__)}")
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
 
 
 def rendezvous_handler() -> Callable[[Any], Any]:
-    """What torchrun's entry point `torchrun.handlers` asks for: who makes the handler of `--rdzv-backend wideep`."""
+    """Return the factory for `--rdzv-backend wideep`, for torchrun's entry point `torchrun.handlers`."""
     return _create_rendezvous
 
 
@@ -68,14 +68,14 @@ def _create_rendezvous(params: Any) -> Any:
 def main() -> int:
     """Run `wideep` with the process's arguments and return the exit status.
 
-    Ctrl-C that no command handles is 130. A reader that closed our output, as `| head` does, is 141.
+    The status is 130 after an unhandled Ctrl-C, and 141 if the reader closed the output, as `| head` does.
     """
     try:
         status = _run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return PIPE_CLOSED
     except KeyboardInterrupt:
         print(file=sys.stderr)  # after the terminal's ^C
@@ -87,10 +87,9 @@ def _run() -> int:
     roots.take_first(_ROOT)
     try:
         cli = importlib.import_module("server.cli")
-        if not hasattr(
-            cli, "build_parser"
-        ):  # another's, written over ours, may be imported without complaint
-            raise ImportError("it is not WideEP's", name="server.cli")
+        # Files of another package, written over WideEP's, may import without an error.
+        if not hasattr(cli, "build_parser"):
+            raise ImportError("the file is not WideEP's", name="server.cli")
     except ImportError as error:
         print(f"wideep: {roots.why_broken(error, _ROOT)}", file=sys.stderr)
         return 2
@@ -98,7 +97,7 @@ def _run() -> int:
 
 
 def _roots() -> ModuleType:
-    """Load server/roots.py by its path: the package's name may be another's."""
+    """Load server/roots.py by its path: the package name may belong to another package."""
     spec = importlib.util.spec_from_file_location("wideep_roots", _ROOT / "server" / "roots.py")
     assert spec is not None and spec.loader is not None, "the file is part of WideEP"
     module = importlib.util.module_from_spec(spec)

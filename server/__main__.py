@@ -1,7 +1,7 @@
-"""Run `wideep` from the folder that this file lies in, whatever is installed or in the current directory.
+"""Run `wideep` from this copy's folder, regardless of installed packages and the current directory.
 
-A service starts its own processes as `python -P .../server/__main__.py COMMAND`: `-m server` would run a folder
-called `server` in the user's directory, and the `wideep` script may not be there or belong to another copy.
+A service starts its processes as `python -P .../server/__main__.py COMMAND`: `-m server` would run a folder called
+`server` in the user's directory, and the `wideep` script may be missing or belong to another copy.
 """
 
 import runpy

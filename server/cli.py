@@ -1,9 +1,8 @@
-"""`wideep`: parse the command line and hand over to the process that was asked for.
+"""`wideep`: parse the command line and run the requested command.
 
-Each command's module is imported when the command is dispatched (the exception to rule 8 of the house style, for
-start-up time): `wideep --help` answers in a tenth of a second, and the supervisor never loads torch, fastapi or
-transformers. `engine`, `front`, `structure-checker`, `dispatch-trial`, `claim` and `launcher` are for WideEP's own use and not
-shown.
+Each command's module is imported when the command is dispatched (an exception to rule 8 of the house style, for startup
+time): `wideep --help` takes a tenth of a second, and the supervisor never loads torch, fastapi or transformers. `engine`,
+`front`, `structure-checker`, `dispatch-trial`, `claim` and `launcher` are internal and hidden from the help.
 """
 # ruff: noqa: PLC0415
 
@@ -44,26 +43,26 @@ _COMMANDS = (
     "bench",
     "experts",
     "completion",
-)  # that --help shows
-_BUILDING_MODELS = ("serve", "worker", "models", "size", "simulate")  # with transformers
-_SERVICES = ("serve", "worker", "run-batch", "doctor")  # whose flags are those of a service
-_MOST_TEMPERATURE = 2.0  # of answers: OpenAI's, and the service's
+)  # shown by --help
+_BUILDING_MODELS = ("serve", "worker", "models", "size", "simulate")  # need transformers
+_SERVICES = ("serve", "worker", "run-batch", "doctor")  # take a service's flags
+_MOST_TEMPERATURE = 2.0  # OpenAI's limit, and the service's
 _DESCRIPTION = """\
-Serve Mixture-of-Experts language models with expert parallelism over as many ranks as you have.
+Serve Mixture-of-Experts language models with expert parallelism on any number of ranks.
 """
 _EXAMPLES = """\
 examples:
-  wideep serve                         make the demo model once, serve it on 2 ranks at 127.0.0.1:8000
+  wideep serve                         generate the demo model once and serve it on 2 ranks at 127.0.0.1:8000
   wideep serve ./Qwen3-30B-A3B -dp 4   serve a Hugging Face directory on 4 ranks
   wideep doctor                        check this machine, or several nodes, before a start
-  wideep chat                          talk to it in the terminal
-  wideep models qwen3_next gemma4      whether models of these types run, and why not
-  wideep size config.json --device h200  what fits, what steps take, how many ranks a target needs
+  wideep chat                          chat with the service in the terminal
+  wideep models qwen3_next gemma4      check whether models of these types run, and why not
+  wideep size config.json --device h200  estimate memory, step times and the ranks that a target needs
   wideep run-batch -i in.jsonl -o out.jsonl  answer a file of requests (OpenAI's batch format)
-  wideep bench --concurrency 1,4,16    put a load on it: throughput and latency
-  wideep experts load                  what its experts are asked to do, live
-  wideep simulate TRACE --model DIR -dp 256  what many ranks would make of a trace of requests
-  wideep experts simulate LOADFILE ...  what if: policies and redundancy on a recorded load
+  wideep bench --concurrency 1,4,16    measure throughput and latency under load
+  wideep experts load                  show the load of the experts, live
+  wideep simulate TRACE --model DIR -dp 256  simulate many ranks on a trace of requests
+  wideep experts simulate LOADFILE ...  compare policies and redundancy on a recorded load
 
 `wideep COMMAND --help` explains a command.
 """
@@ -72,7 +71,7 @@ example:
   wideep serve ./OLMoE-1B-7B --data-parallel-size 4 --port 8080 --served-model-name olmoe --max-model-len 4096
 """
 _WORKER_EXAMPLE = """\
-example, the same line on each of two nodes, of which HEAD is one and serves HTTP:
+example, the same line on both of two nodes; HEAD is one of them and serves HTTP:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend wideep --rdzv-endpoint HEAD:29400 \\
       --no-python wideep worker ./Qwen3-30B-A3B --host 0.0.0.0
 """
@@ -82,19 +81,19 @@ example:
   wideep chat --system "You answer in one sentence." --temperature 0
 """
 _COMPLETION_EXAMPLE = """\
-example, in ~/.bashrc (for zsh: in ~/.zshrc, with zsh):
+example for ~/.bashrc (for zsh, use `zsh` in ~/.zshrc):
   eval "$(wideep completion bash)"
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Keeps our line breaks, takes no abbreviations, which would change their meaning as flags are added, and is brief."""
+    """A parser with short error messages, without abbreviations, whose meaning would change as flags are added."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        """Say in one sentence what is wrong, and end with status 2."""
+        """Print the error in one sentence and exit with status 2."""
         self.exit(
             2, f"{self.prog}: {message.removeprefix('argument ')}; `{self.prog} --help` lists its flags\n"
         )
@@ -103,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `wideep` with these arguments (default: the process's) and return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["launcher"]:  # its flags are not ours to parse
+    if words[:1] == ["launcher"]:  # the launcher parses its own flags
         _run_launcher(words[1:])
     if words == ["structure-checker"]:
         return _run_checker()
@@ -161,16 +160,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse the process's words.
+    """Parse the arguments of the process.
 
     Raises:
-        OptionsError: a command or a flag that there is not; the message begins with the command.
+        OptionsError: A command or flag is unknown. The message begins with the command.
     """
     parser, commands = _build_parsers()
     command = next(iter(words), "-")
     if not command.startswith("-") and command not in commands:
         raise OptionsError(
-            f"wideep: {command!r} is no command{nearest(command, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
+            f"wideep: {command!r} is not a command{nearest(command, _COMMANDS)}; the commands are {', '.join(_COMMANDS)}"
         )
     is_service = command in _SERVICES
     args, left = parser.parse_known_args([command, *spelled(words[1:])] if is_service else words)
@@ -187,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and each command's own."""
+    """Return the parser of all commands, and the parsers of the single commands by name."""
     parser = _Parser(prog="wideep", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"wideep {_version()}")
     commands = parser.add_subparsers(
@@ -196,19 +195,19 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     serve = commands.add_parser(
         "serve",
         help="serve a model on this machine",
-        description="Serve a model on this machine: check it, start the ranks, say when they answer, end them.",
+        description="Serve a model on this machine: check it, start the ranks, report when they are ready, stop them.",
         epilog=_SERVE_EXAMPLE,
         add_help=False,
     )
     worker = commands.add_parser(
         "worker",
-        help="one rank of a service on several nodes, started by your torchrun",
+        help="run one rank of a multi-node service (started by torchrun)",
         description="Run one rank of a service on several nodes. torchrun starts it, once per device.",
         epilog=_WORKER_EXAMPLE,
         add_help=False,
     )
-    engine = commands.add_parser("engine", description="One rank's engine; started by `wideep worker`.")
-    front = commands.add_parser("front", description="HTTP and router; started by `wideep worker`.")
+    engine = commands.add_parser("engine", description="The engine of one rank; started by `wideep worker`.")
+    front = commands.add_parser("front", description="HTTP and the router; started by `wideep worker`.")
     for command in (serve, worker):
         command.add_argument("-h", "--help", action=HelpAction)
     for command in (serve, worker, engine, front):
@@ -216,33 +215,33 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         add_options(command)
     front.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that will attach")
     front.add_argument(
-        "--ready-fd", type=int, metavar="FD", help="where to write the addresses as a JSON line"
+        "--ready-fd", type=int, metavar="FD", help="file descriptor to write the addresses to, as a JSON line"
     )
     front.add_argument(
-        "--ranks-host", default="127.0.0.1", help="address that ranks attach to (default: %(default)s)"
+        "--ranks-host", default="127.0.0.1", help="address for ranks to attach to (default: %(default)s)"
     )
     chat = commands.add_parser(
         "chat",
-        help="talk to a served model in the terminal",
-        description="Talk to a served model.",
+        help="chat with a served model in the terminal",
+        description="Chat with a served model in the terminal.",
         epilog=_CHAT_EXAMPLE,
     )
     add_url(chat)
     chat.add_argument(
-        "--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)"
+        "--api-key", metavar="KEY", help="API key (default: WIDEEP_API_KEY, then OPENAI_API_KEY)"
     )
-    chat.add_argument("--model", metavar="NAME", help="which served model (default: the first)")
-    chat.add_argument("--system", metavar="TEXT", help="what the conversation begins with: who the model is")
+    chat.add_argument("--model", metavar="NAME", help="name of the served model (default: the first)")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     chat.add_argument(
         "--temperature", type=_temperature, metavar="T", help="0 to 2 (default: the service's for the model)"
     )
     models = commands.add_parser(
         "models",
-        help="which model types run, and why others do not",
-        description="Say of every Mixture-of-Experts type of the installed transformers whether it is served, as a start would.",
+        help="list the supported model types, and why others are not supported",
+        description="Report for each Mixture-of-Experts type of the installed transformers whether a service would start with it.",
     )
     models.add_argument(
-        "types", nargs="*", metavar="TYPE", help="model types (default: all, some two minutes)"
+        "types", nargs="*", metavar="TYPE", help="model types (default: all, which takes about two minutes)"
     )
     add_doctor_parser(commands)
     add_size_parser(commands)
@@ -252,8 +251,8 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
     add_simulate_parser(commands)
     completion = commands.add_parser(
         "completion",
-        help="what lets the Tab key complete commands and flags",
-        description="Write a script that lets a shell's Tab key complete commands, flags and values.",
+        help="print the shell completion script",
+        description="Print a script that completes commands, flags and values in a shell.",
         epilog=_COMPLETION_EXAMPLE,
     )
     completion.add_argument("shell", choices=SHELLS, metavar=f"{{{','.join(SHELLS)}}}")
@@ -261,7 +260,7 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
 
 
 def _say_notes(args: argparse.Namespace, *more: str) -> None:
-    """Say of flags that change nothing here that they do not, and why; of several workers on a node the first says it."""
+    """Log the flags that have no effect, and why; of several workers on a node, only the first one does."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for note in (*more, *notes_on(args)):
             say(f"wideep {args.command}: {note}", error=True, level="info")
@@ -270,12 +269,12 @@ def _say_notes(args: argparse.Namespace, *more: str) -> None:
 def _version() -> str:
     try:
         return importlib.metadata.version("wideep")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
         return "(not installed)"
 
 
 def _temperature(text: str) -> float:
-    """Read a flag's temperature."""
+    """Read the value of --temperature."""
     try:
         value = float(text)
     except ValueError:
@@ -396,4 +395,4 @@ def _run_launcher(arguments: list[str]) -> NoReturn:
     write_times()
     status = run_launcher(arguments)
     sys.stdout.flush()
-    os._exit(status)  # nothing is left to do, and taking torch down takes a busy machine seconds
+    os._exit(status)  # skips unloading torch, which takes seconds on a busy machine

@@ -1,8 +1,8 @@
-"""What goes wrong with a request, in OpenAI's shape, {"error": {message, type, param, code}}, in Anthropic's and in Ollama's.
+"""Errors of requests in OpenAI's format, {"error": {message, type, param, code}}, in Anthropic's and in Ollama's.
 
-Clients map errors by status; `type` and `code` are vLLM's, and Anthropic's types those of
-https://docs.anthropic.com/en/api/errors. An `ApiError` is raised where the trouble is found and
-turned into a response in one place (`app`), or into an event when a stream has begun.
+Clients map errors by status. `type` and `code` are vLLM's; Anthropic's types are those of
+https://docs.anthropic.com/en/api/errors. An `ApiError` is raised at the cause and converted in one place (`app`) to a
+response or, if a stream has begun, to an event.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-MAX_MESSAGE_CHARS = 2000  # messages quote what was sent, and that may be megabytes
-MAX_PARAM_CHARS = 200  # a path to a field has the client's own keys in it
+MAX_MESSAGE_CHARS = 2000  # messages quote the request, which may have megabytes
+MAX_PARAM_CHARS = 200  # a path to a field contains the client's own keys
 
 
 class ApiError(Exception):
-    """A request that is not answered as it asked."""
+    """A request that fails or is refused."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -63,7 +63,7 @@ class ApiError(Exception):
 
 
 def shorten(text: str, most_chars: int) -> str:
-    """Return a text with its middle left out where it is longer; the ends say what was wrong, and what to do."""
+    """Return a text without its middle if it is too long; the beginning has the cause, the end the advice."""
     if len(text) <= most_chars:
         return text
     half = (most_chars - 5) // 2
@@ -71,16 +71,16 @@ def shorten(text: str, most_chars: int) -> str:
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """A 400: the client can mend it; `param` is the field's name."""
+    """Return a 400 for an error that the client can fix; `param` is the field's name."""
     return ApiError(400, message, param=param)
 
 
 @contextlib.contextmanager
 def named_by(own_name: Callable[[str], str]) -> Iterator[None]:
-    """Let errors about a request that another API's became name what the client sent.
+    """Rename the field in errors about a request that was converted from another API's, for the client.
 
     Args:
-        own_name: a field of the request -> of the client's.
+        own_name: Maps a field of the converted request to the client's field.
     """
     try:
         yield
@@ -94,12 +94,12 @@ def named_by(own_name: Callable[[str], str]) -> Iterator[None]:
 
 
 def trouble_in(found: Mapping[str, Any]) -> str:
-    """Word what pydantic found wrong with a value; its kind, in brackets, is what vLLM's clients look for."""
+    """Return a text for a pydantic error. It ends in the error's type in brackets, which vLLM's clients look for."""
     return f"{found['msg']} ({found['type']})"
 
 
 def not_served(model: str, served: tuple[str, ...]) -> ApiError:
-    """A 404 for a model of another name."""
+    """Return a 404 for an unknown model name."""
     names = ", ".join(repr(name) for name in served)
     return ApiError(404, f"The model {model!r} does not exist. This server has: {names}.", param="model")
 
@@ -107,7 +107,7 @@ def not_served(model: str, served: tuple[str, ...]) -> ApiError:
 def too_long(
     num_prompt_tokens: int, max_model_len: int, max_tokens: int | None, param: str, *, is_least: bool = False
 ) -> ApiError:
-    """A 400 in the words that clients recognise as a context-window error; is_least: nobody counted further."""
+    """Return a 400 that clients recognise as a context-window error. is_least: tokens were counted only so far."""
     least = "at least " if is_least else ""
     asked = "" if max_tokens is None else f" and {max_tokens} output tokens"
     return bad_request(
@@ -118,30 +118,30 @@ def too_long(
 
 
 def not_ready(reason: str) -> ApiError:
-    """A 503 that clients retry."""
+    """Return a 503 that clients retry."""
     return ApiError(503, f"The service is not ready: {reason}.", headers={"Retry-After": "1"})
 
 
 def draining() -> ApiError:
-    """A 503 for what comes after the wish to stop; another service may take it."""
+    """Return a 503 for requests during shutdown; another service may take them."""
     return ApiError(
         503, "The service is shutting down and takes no new requests.", headers={"Retry-After": "5"}
     )
 
 
 def failed(reason: str) -> ApiError:
-    """A 500: a rank could not serve the request."""
+    """Return a 500 for a request that its rank could not serve."""
     return ApiError(500, f"Internal server error: {reason.rstrip('.') or 'the request failed on its rank'}.")
 
 
 def left_unread() -> ApiError:
-    """A 408: the client does not read its stream, which grows in memory."""
+    """Return a 408 for a client that does not read its stream, which accumulates in memory."""
     return ApiError(
         408,
-        "The stream's log-probabilities were not read: this server keeps only a few of them for a slow client.",
+        "The client did not read the stream's log-probabilities; this server keeps only a few of them for a slow client.",
     )
 
 
 def timed_out(timeout_s: float) -> ApiError:
-    """A 504: the request's deadline passed."""
-    return ApiError(504, f"The request did not end within {timeout_s:g} s (--request-timeout).")
+    """Return a 504 for a request that exceeded its deadline."""
+    return ApiError(504, f"The request did not finish within {timeout_s:g} s (--request-timeout).")

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does: in order, also where Ctrl-C is ignored, as in a script's background."""
+"""Handle SIGTERM like Ctrl-C: end a command in order, even if Ctrl-C is ignored, as in a script's background job."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end what runs inside, such as the making of a model, as Ctrl-C does."""
+    """Let SIGTERM end the code inside, such as the generation of a model, in the way of Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -19,10 +19,10 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` as asyncio.run does, within `terminate_as_interrupt`; SIGTERM cancels it, so that connections hang up.
+    """Run `work` with asyncio.run inside `terminate_as_interrupt`; SIGTERM cancels it, so that connections are closed.
 
     Raises:
-        KeyboardInterrupt: after SIGTERM or Ctrl-C.
+        KeyboardInterrupt: After SIGTERM or Ctrl-C.
     """
 
     async def cancelled_by_sigterm() -> None:

@@ -1,8 +1,8 @@
-"""The lines that processes write for people, or for a collector: plain text, or with --log-format json one object each.
+"""The lines that processes write for users or log collectors: plain text, or JSON objects with --log-format json.
 
-Every process of a service says what it does through `say`; the front's loggers use the same `JsonFormatter`
-(`http.observability.logs`). Which form it is travels in an environment variable, so that what has no options of its own (the
-launcher, a copy of an engine that waits) says it in the same form. What only this module writes: nothing else prints.
+Every process of a service writes its lines through `say`; the front's loggers use the same `JsonFormatter`
+(`http.observability.logs`). An environment variable carries the format, so that processes without options (the launcher,
+a spare copy of an engine) use it too. Only this module prints.
 """
 
 import json
@@ -16,14 +16,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TextIO
 
-FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json", else text; set by the process that has read the options
-TIMES_VARIABLE = (
-    "WIDEEP_LOG_TIMES"  # set in processes of a service: their lines begin with the time and the level
-)
-SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set where `wideep serve` draws bars: a folder, see `process.loading`
-_ERASED = "\r\x1b[K"  # takes a bar off the terminal's last line, so that a line may stand there; it comes back below
-FIELDS = "fields"  # the attribute with what a record carries besides its message
-# Libraries that write lines of their own, which no handler of Python's reaches; what matters of it we say ourselves.
+FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json" or text; set by the process that reads the options
+# Set in processes of a service: their lines begin with the time and the level.
+TIMES_VARIABLE = "WIDEEP_LOG_TIMES"
+SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set while `wideep serve` draws bars: a folder, see `process.loading`
+_ERASED = "\r\x1b[K"  # erases a bar from the terminal's last line to make room; the bar is redrawn below
+FIELDS = "fields"  # the attribute of a record for additional fields
+# Libraries that write lines outside Python's logging. WideEP reports the relevant ones itself.
 _SILENT = {
     "TORCH_CPP_LOG_LEVEL": "FATAL",
     "GLOG_minloglevel": "3",
@@ -31,22 +30,22 @@ _SILENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-# What a terminal would act on: C0 but tab and line feed, DEL, C1. ECMA-48's escapes begin with one of them.
+# Characters that control a terminal: C0 except tab and line feed, DEL, C1. All escape sequences of ECMA-48 begin with one.
 _CONTROLS = {
     code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if code not in (0x09, 0x0A)
 }
 
 
 def printable(text: str) -> str:
-    """Return a text of a model, a server or a file so that a terminal only shows it."""
+    """Return a text from a model, server or file with its control characters escaped, safe for a terminal."""
     return text.translate(_CONTROLS)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time, level, logger, message, request_id, and the record's own fields."""
+    """One JSON object per record: time, level, logger, message, request_id and additional fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the record as a line."""
         content = {
             "time": utc(record.created),
             "level": record.levelname.lower(),
@@ -61,29 +60,29 @@ class JsonFormatter(logging.Formatter):
 
 
 def utc(created: float) -> str:
-    """Return seconds since 1970 as a time of day, with milliseconds."""
+    """Return seconds since 1970 as a UTC time with milliseconds."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     return f"{whole}.{int(created % 1 * 1000):03d}Z"
 
 
 def id_of(record: logging.LogRecord) -> dict[str, str]:
-    """Return the exchange that a record belongs to, as a field; nothing where there is none."""
+    """Return the request id of a record as a field. Returns no field if the record has none."""
     request_id = getattr(record, "request_id", None)
     return {} if request_id is None else {"request_id": request_id}
 
 
 def is_json(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether lines are objects."""
+    """Return whether lines are JSON objects."""
     return environment.get(FORMAT_VARIABLE) == "json"
 
 
 def say(text: str, *, error: bool = False, level: str = "") -> None:
-    """Print a line that may find nobody: a closed terminal must not keep us from stopping our children.
+    """Print a line, and ignore a closed output: a closed terminal must not keep a process from stopping its children.
 
     Args:
-        text: may be several lines, which are one object's message.
-        error: to standard error, as what went wrong.
-        level: of the object; "" is what `error` says.
+        text: One or more lines; as JSON, they are the message of one object.
+        error: Write to standard error instead of standard output.
+        level: Level of the line; by default "error" or "info", depending on `error`.
     """
     stream = sys.stderr if error else sys.stdout
     level = level or ("error" if error else "info")
@@ -93,30 +92,30 @@ def say(text: str, *, error: bool = False, level: str = "") -> None:
     if SCREEN_VARIABLE in os.environ and stream.isatty():
         line = _ERASED + line
     try:
-        stream.write(f"{line}\n")  # in one write: lines of several processes do not run together
+        stream.write(f"{line}\n")  # in one write, so that lines of several processes do not mix
         stream.flush()
     except OSError:
         return
 
 
 def write_times() -> None:
-    """Begin the lines of this process, and of those that it starts, with the time and the level."""
+    """Prefix the lines of this process and its children with the time and the level."""
     os.environ[TIMES_VARIABLE] = "1"
 
 
 def stamp(created: float, level: str) -> str:
-    """Return what a line of text begins with.
+    """Return the prefix of a text line.
 
     Args:
-        created: seconds since 1970.
+        created: Time in seconds since 1970.
     """
     return f"{utc(created)} {level.upper():7}"
 
 
 def write_lines_as(form: str) -> None:
-    """Let this process and those that it starts write lines in a form, "text" or "json".
+    """Let this process and its children write lines in a format, "text" or "json".
 
-    As JSON, that includes what Python itself writes: errors that nobody caught, warnings, and loggers without a handler.
+    JSON also applies to Python's own output: uncaught exceptions, warnings, and loggers without a handler.
     """
     os.environ[FORMAT_VARIABLE] = form
     if form != "json":
@@ -140,7 +139,7 @@ def _as_json(text: str, level: str) -> str:
 def _say_uncaught(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Say what ends a process or a thread of it, as Python would, but for Ctrl-C."""
+    """Report an uncaught exception of a process or thread as Python does; Ctrl-C is not reported."""
     if issubclass(kind, KeyboardInterrupt):
         return
     record = logging.makeLogRecord(
@@ -158,7 +157,7 @@ def _say_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Stand in for `warnings.showwarning`."""
+    """Replace `warnings.showwarning`."""
     print(
         _as_json(f"{category.__name__}: {message} ({filename}:{lineno})", "warning"), file=file or sys.stderr
     )

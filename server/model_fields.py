@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says, under the names that families give it.
+"""Fields of a checkpoint's config.json, under the names that model families use.
 
-Reads dictionaries and nothing else, so that the front, which has no torch, uses it as well.
+This module reads only dictionaries, so that the front, which has no torch, can use it.
 """
 
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ _TOP_K_FIELDS = (
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Return the routed experts per layer that a config names, 0 where it names none."""
+    """Return the number of routed experts per layer in a config. Returns 0 if the config has no such field."""
     return max((largest(field_of(config, name)) for name in EXPERT_COUNT_FIELDS), default=0)
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
-    """Return the routed experts of a token that a config names, 0 where it names none."""
+    """Return the number of routed experts per token in a config. Returns 0 if the config has no such field."""
     return max((largest(field_of(config, name)) for name in _TOP_K_FIELDS), default=0)
 
 
 def field_of(config: Mapping[str, Any], name: str) -> Any:
-    """Look a field up in the config or, for models of several parts, in its text model's."""
+    """Return a field of the config or, for models with several parts, of the text model's config."""
     parts = (config, config.get("text_config"), config.get("llm_config"))
     return next((part[name] for part in parts if isinstance(part, dict) and part.get(name) is not None), None)
 
 
 def largest(value: Any) -> int:
-    """Return a count, or the largest of a count per layer."""
+    """Return a count, or the maximum of a list with one count per layer."""
     counts = value if isinstance(value, list) else [value]
     return max((count for count in counts if isinstance(count, int)), default=0)

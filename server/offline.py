@@ -1,4 +1,4 @@
-"""For scripts: `from wideep import LLM, SamplingParams`. What stands here is public."""
+"""The public names for scripts: `from wideep import LLM, SamplingParams`."""
 
 from server.batches.bulk_client import ServiceLostError as ServiceLostError
 from server.clients.llm.llm import LLM as LLM

@@ -1,12 +1,12 @@
-"""Die with the parent: the kernel kills a process when the one that started it ends, however that ended.
+"""Die with the parent: the kernel kills a process when its parent ends, even by SIGKILL.
 
 Linux only (prctl PR_SET_PDEATHSIG). Hazard: "parent" is the *thread* that forked, so a supervisor must start its
 children from a thread that lives as long as itself (its main thread). Rejected: polling getppid(), which notices
-late and needs a thread of its own.
+late and needs a separate thread.
 
-As a program, `python -P parent_death.py PARENT SIGNAL COMMAND...` becomes another program that gets SIGNAL when the process PARENT ends;
-both outlive the exec. For parents that are not ours to know: `process.children.start_child` does the same between fork and
-exec, where a script's other threads (gRPC's, torch's) may hold locks that nobody will ever release.
+As a program, `python -P parent_death.py PARENT SIGNAL COMMAND...` executes another program that gets SIGNAL when the
+process PARENT ends; both settings survive the exec. It serves unknown parents: `process.children.start_child` does the
+same between fork and exec, where other threads of a script (gRPC's, torch's) may hold locks that are never released.
 """
 
 import ctypes
@@ -18,16 +18,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(signal: Signals = SIGKILL, *, parent_pid: int | None = None) -> None:
-    """Ask the kernel to send `signal` to this process when its parent ends.
+    """Make the kernel send `signal` to this process when its parent ends.
 
     Args:
-        signal: what to send.
-        parent_pid: the parent expected; None is the parent at the time of the call. A caller that can pass it
+        signal: Signal to send.
+        parent_pid: Expected parent. None means the parent at the time of the call; a caller that can pass the pid
             closes the gap between the fork and this call.
 
     Raises:
-        OSError: the kernel refused.
-        SystemExit: the parent is already gone.
+        OSError: The kernel refused.
+        SystemExit: The parent has already ended.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     libc = ctypes.CDLL(None, use_errno=True)
@@ -35,7 +35,7 @@ def die_with_parent(signal: Signals = SIGKILL, *, parent_pid: int | None = None)
         raise OSError(
             ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed: this process could outlive its parent"
         )
-    # The parent may have died before the call above: then no signal will ever come.
+    # The parent may have died before the call above. In this case the signal never arrives.
     if os.getppid() != expected:
         raise SystemExit(f"the process that started this one ({expected}) is gone")
 

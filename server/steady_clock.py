@@ -1,18 +1,18 @@
-"""The time that things expire by: the calendar's when the process began, and then so much later as has passed.
+"""A clock for expiry times: the calendar time when the process started, plus the time that has passed since.
 
-A calendar that jumps (a wrong time server, a battery that was changed) moves it by nothing, so no jump deletes all files at once.
-Only a start reads the calendar. What an earlier process has left is therefore taken over with bounds (`taken_over`): whatever the
-calendar says, it goes no sooner than an hour after the start, and no later than if it had been made then.
+Jumps of the calendar (a wrong time server, a replaced battery) do not affect it, so they cannot expire all files at once.
+The calendar is read only at startup. Expiry times from an earlier process are therefore bounded (`taken_over`): an object
+expires at least an hour after the start, and no later than if it had been created at the start.
 """
 
 import time
 from collections.abc import Callable
 
-GRACE_S = 3600  # after a start, in which nothing that was kept before expires
+GRACE_S = 3600  # time after a start in which objects from before do not expire
 
 
 def _passed_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # goes on while a machine sleeps
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # includes the time that the machine is suspended
 
 
 class SteadyClock:
@@ -21,20 +21,20 @@ class SteadyClock:
     def __init__(
         self, calendar: Callable[[], float] = time.time, passed_s: Callable[[], float] = _passed_s
     ) -> None:
-        """Read the calendar, for the only time."""
+        """Read the calendar once."""
         self._passed_s = passed_s
         self._offset_s = calendar() - passed_s()
 
     def __call__(self) -> float:
-        """Return the time."""
+        """Return the time in seconds since 1970."""
         return self._offset_s + self._passed_s()
 
 
 def taken_over(expires_at: float, *, now_s: float, lifetime_s: float) -> float:
-    """Return when something expires that an earlier process has kept.
+    """Return the expiry time of an object that an earlier process stored.
 
     Args:
-        expires_at: by that process' calendar.
-        lifetime_s: the longest that it may be kept.
+        expires_at: Expiry time by that process's calendar.
+        lifetime_s: Maximum lifetime of the object.
     """
     return min(max(expires_at, now_s + GRACE_S), now_s + max(lifetime_s, GRACE_S))

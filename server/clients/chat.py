@@ -1,9 +1,9 @@
-"""`wideep chat`: talk to a served model in the terminal, the answer appearing as it is generated.
+"""`wideep chat`: chat with a served model in the terminal; answers are shown while they are generated.
 
-An ordinary client of the HTTP endpoint, over httpx; it knows nothing of the server's inside. Ctrl-C stops an answer
-(the server hears of it and frees its place), Ctrl-D or /quit leaves, /reset forgets the conversation. What a model reasons is
-shown dimmed, and is no part of the conversation, as chat templates have it. Questions of several lines: a backslash at a line's
-end, or three quotes before and after. Control characters of an answer are shown, not sent to the terminal.
+This is an ordinary client of the HTTP endpoint, over httpx, independent of the server's code. Ctrl-C stops an answer (which
+cancels the request), Ctrl-D or /quit leaves, /reset clears the conversation. Reasoning is shown dimmed and is not added
+to the conversation, as in chat templates. For several lines, end a line with a backslash, or put three quotes before and
+after the text. Control characters in an answer are escaped, not sent to the terminal.
 """
 
 import argparse
@@ -22,26 +22,26 @@ from server.clients.connection import Connection, ServiceError, api_key_of
 from server.lines import printable
 
 _HELP = (
-    'Ctrl-C stops an answer, /reset starts over, /quit or Ctrl-D leaves; \\ at a line\'s end or """ around lines: more '
-    "than one."
+    'Ctrl-C stops an answer, /reset starts over, /quit or Ctrl-D leaves. For several lines, end a line with \\ or put """ '
+    "around them."
 )
 _QUOTES = '"""'
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # ECMA-48: faint, and as before
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"  # ECMA-48: faint, and reset
 
 
 class ChatPiece(NamedTuple):
-    """Some of an answer."""
+    """A part of an answer."""
 
     text: str
     is_reasoning: bool = False
 
 
 class Speed(NamedTuple):
-    """How fast an answer came."""
+    """The speed of an answer."""
 
     num_tokens: int
-    first_s: float  # until its first token
-    rest_s: float  # from there to its last
+    first_s: float  # time to the first token
+    rest_s: float  # time from the first to the last token
 
     def in_words(self) -> str:
         """Return the line below an answer."""
@@ -51,11 +51,11 @@ class Speed(NamedTuple):
             if self.num_tokens > 1 and self.rest_s
             else ""
         )
-        return f"({tokens}{rate}, the first after {self.first_s:.2f} s)"
+        return f"({tokens}{rate}, first token after {self.first_s:.2f} s)"
 
 
 class ChatClient:
-    """One conversation with one service."""
+    """A conversation with a service."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class ChatClient:
         http: httpx.Client | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare; `open` asks the service.
+        """Prepare without a request; `open` contacts the service.
 
         Args:
-            url: the service's, with or without /v1.
-            model: None: the first that is served.
-            system: what the conversation begins with.
-            temperature: None: the service's default.
-            http: replaces the connection, for tests.
+            url: URL of the service, with or without /v1.
+            model: Name of the model. None means the first served one.
+            system: System prompt of the conversation.
+            temperature: Sampling temperature. None means the service's default.
+            http: Replacement for the connection, for tests.
         """
         self._service = Connection(url, api_key, answer_timeout_s=None, http=http)
         self._clock = clock
@@ -84,31 +84,31 @@ class ChatClient:
         self._extra = {} if temperature is None else {"temperature": temperature}
         self.messages: list[dict[str, str]] = [*self._opening]
         self.model = model or ""
-        self.speed: Speed | None = None  # of the last answer that came to its end
+        self.speed: Speed | None = None  # of the last complete answer
 
     def open(self) -> None:
-        """Find the served model's name, or check that the wanted one is served.
+        """Find the name of the served model, or check that the requested one is served.
 
         Raises:
-            ServiceError: no service there, it refuses, or it serves no such model.
+            ServiceError: No service answers, it refuses the request, or it does not serve the model.
         """
         self.model = self._service.served_model(self.model)
 
     def close(self) -> None:
-        """Disconnect."""
+        """Close the connection."""
         self._service.close()
 
     def reset(self) -> None:
-        """Forget the conversation, but for what the system is."""
+        """Clear the conversation, except for the system prompt."""
         self.messages = [*self._opening]
 
     def ask(self, question: str) -> Generator[ChatPiece, None, None]:
-        """Yield the answer as it comes, and remember question and answer; `speed` is set at its end.
+        """Yield the answer as it arrives, and add question and answer to the conversation; `speed` is set at the end.
 
-        What came before an interruption is remembered too; a question without any answer is not.
+        A partial answer before an interruption is also added; a question without any answer is not.
 
         Raises:
-            ServiceError: the service refused or was lost.
+            ServiceError: The service refused the request or was lost.
         """
         self.messages.append({"role": "user", "content": question})
         answer: list[str] = []
@@ -142,7 +142,7 @@ class ChatClient:
 
 
 def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
-    """Hold a conversation on this terminal; returns the exit status."""
+    """Hold a conversation on this terminal and return the exit status."""
     try:
         client = ChatClient(
             args.url,
@@ -155,10 +155,10 @@ def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.en
         print(f"wideep chat: {error}", file=sys.stderr)
         return 1
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # history and editing for input(), where Python has it
+        importlib.import_module("readline")  # history and editing for input(), if Python has it
     try:
         client.open()
-        print(f"Talking to {printable(client.model)} at {client.url}. {_HELP}")
+        print(f"Chatting with {printable(client.model)} at {client.url}. {_HELP}")
         _converse(client)
     except ServiceError as error:
         print(f"wideep chat: {error}", file=sys.stderr)
@@ -181,7 +181,7 @@ def _converse(client: ChatClient) -> None:
             print(f"\n{_HELP}", end="")
             continue
         except UnicodeDecodeError as error:
-            print(f"(that was no text: {error.reason}; say it again)")
+            print(f"(cannot read the input as text: {error.reason}; try again)")
             continue
         if question in ("/quit", "/exit"):
             return
@@ -191,13 +191,13 @@ def _converse(client: ChatClient) -> None:
             client.reset()
             print("(a new conversation)")
         elif question.startswith("/") and "\n" not in question:
-            print(f"{question} is no command. {_HELP}")
+            print(f"{question} is not a command. {_HELP}")
         elif question:
             _show_answer(client, question)
 
 
 def _read_question() -> str:
-    """Read a line, or several: while they end with a backslash, or up to the quotes that close."""
+    """Read one line, or several: while lines end with a backslash, or up to the closing quotes."""
     line = input("\n> ")
     if line.lstrip().startswith(_QUOTES):
         return _read_quoted(line.lstrip().removeprefix(_QUOTES))
@@ -217,7 +217,7 @@ def _read_quoted(line: str) -> str:
 
 
 def _show_answer(client: ChatClient, question: str) -> None:
-    """Print an answer as it comes; Ctrl-C ends it and hangs up, which frees its place in the service."""
+    """Print an answer as it arrives; Ctrl-C closes its connection, which cancels the request."""
     answer = client.ask(question)
     was_reasoning = False
     try:
@@ -239,7 +239,7 @@ def _show_answer(client: ChatClient, question: str) -> None:
 
 
 def _dim(text: str) -> str:
-    """Make text faint, where it is read on a terminal."""
+    """Make text faint if stdout is a terminal."""
     return f"{_DIM}{text}{_PLAIN}" if sys.stdout.isatty() else text
 
 

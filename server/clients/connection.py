@@ -1,6 +1,6 @@
-"""A connection from the command line to a service over HTTP; what goes wrong is said in words.
+"""An HTTP connection from the command line to a service, with errors as messages for users.
 
-Knows no endpoint but the list of models.
+It uses only one endpoint itself, the list of models.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ from server.lines import printable
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
-SOCKET = "unix:"  # before the path of a service's socket (--uds), in place of a URL
+SOCKET = "unix:"  # prefix of a socket's path (--uds) in place of a URL
 
 
 def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str | None:
-    """Return the key that a command sends: a given one, else WIDEEP_API_KEY's first, else OPENAI_API_KEY."""
+    """Return the API key to send: a given one, the first of WIDEEP_API_KEY, or OPENAI_API_KEY, in this order."""
     own = environment.get("WIDEEP_API_KEY", "").split()
     return next(iter([*given, *own]), None) or environment.get("OPENAI_API_KEY") or None
 
 
 class ServiceError(RuntimeError):
-    """The service could not be reached or refused; the message says which and what to do, and is fit for a terminal."""
+    """The service is unreachable or refused; the message is safe for a terminal and has the URL or the service's reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
 
 
 class Connection:
-    """One connection to one service. A context manager."""
+    """A connection to one service. A context manager."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class Connection:
         answer_timeout_s: float | None = ANSWER_TIMEOUT_S,
         http: httpx.Client | None = None,
     ) -> None:
-        """Connect when first asked.
+        """Prepare the connection, which opens with the first request.
 
         Args:
-            url: the service's, with or without /v1; or unix:PATH, where it serves on a socket (--uds).
-            answer_timeout_s: None where an answer may wait in the service's queue.
-            http: replaces the connection, for tests.
+            url: URL of the service, with or without /v1, or unix:PATH for a service on a socket (--uds).
+            answer_timeout_s: Timeout of an answer. None if an answer may wait in the service's queue.
+            http: Replacement for the connection, for tests.
 
         Raises:
-            ServiceError: the key is none.
+            ServiceError: The API key is invalid.
         """
         self.url = url if "://" in url or url.startswith(SOCKET) else f"http://{url}"
         self.url = self._root = self.url.rstrip("/").removesuffix("/v1")
@@ -59,7 +59,7 @@ class Connection:
             path = os.path.expanduser(url.removeprefix(SOCKET))
             self.url, self._root, transport = url, "http://localhost", httpx.HTTPTransport(uds=path)
         if api_key and not api_key.isascii():
-            raise ServiceError("the API key has characters that no header can carry")
+            raise ServiceError("the API key has characters that are not allowed in a header")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
         self._http = http or httpx.Client(
@@ -67,27 +67,25 @@ class Connection:
         )
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """GET an object.
+        """GET a JSON object.
 
         Raises:
-            ServiceError: no service there, or it refuses.
+            ServiceError: No service answers, or it refuses the request.
         """
         response = self._ask("GET", path)
         try:
             answer = response.json()
         except ValueError as error:
-            raise ServiceError(
-                f"{self.url}{path} did not answer in JSON; is this a WideEP service?"
-            ) from error
+            raise ServiceError(f"{self.url}{path} did not return JSON; is this a WideEP service?") from error
         if not isinstance(answer, dict):
-            raise ServiceError(f"{self.url}{path} did not answer with an object; is this a WideEP service?")
+            raise ServiceError(f"{self.url}{path} did not return an object; is this a WideEP service?")
         return answer
 
     def served_model(self, wanted: str | None = None) -> str:
-        """Return the wanted model's name, or the first one's that is served.
+        """Return the name of the requested model, or of the first served one.
 
         Raises:
-            ServiceError: no service there, it refuses, or it serves no such model.
+            ServiceError: No service answers, it refuses the request, or it does not serve the model.
         """
         try:
             served = [str(card["id"]) for card in self.get_json("/v1/models")["data"]]
@@ -103,7 +101,7 @@ class Connection:
         return self._ask("GET", path).content
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
-        """POST, with a JSON body if one is given. Raises as `get_json`."""
+        """POST, optionally with a JSON body. Raises as `get_json`."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
@@ -114,7 +112,7 @@ class Connection:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        """POST, and read the answer as it comes. Raises as `get_json`, while it is read too."""
+        """POST, and stream the response. Raises as `get_json`, also while the response is read."""
         with self._explaining(), self._http.stream("POST", self._root + path, json=body) as response:
             if response.is_error:
                 response.read()
@@ -123,7 +121,7 @@ class Connection:
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Turn a broken connection into words."""
+        """Convert connection errors to messages."""
         try:
             yield
         except httpx.ConnectError as error:
@@ -137,7 +135,7 @@ class Connection:
             raise ServiceError(f"lost the connection to {self.url}: {error}") from error
 
     def close(self) -> None:
-        """Disconnect."""
+        """Close the connection."""
         self._http.close()
 
     def __enter__(self) -> Self:
@@ -148,7 +146,7 @@ class Connection:
 
 
 def _is_this_machine(url: str) -> bool:
-    """Whether no proxy of the environment can stand between: it would look at its own machine."""
+    """Return whether the URL is on this machine, so that a proxy from the environment must not be used."""
     try:
         host = urllib.parse.urlsplit(url).hostname or ""
     except ValueError:
@@ -157,7 +155,7 @@ def _is_this_machine(url: str) -> bool:
 
 
 def _check(response: httpx.Response) -> None:
-    """Raise the service's own words for a refusal."""
+    """Raise the service's error message if it refused the request."""
     if not response.is_error:
         return
     try:

@@ -1,4 +1,4 @@
-"""`wideep models`: which model types of the installed transformers are served, and why others are not."""
+"""`wideep models`: which model types of the installed transformers are supported, and why others are not."""
 
 import argparse
 import sys
@@ -12,9 +12,9 @@ from server.options.reading import nearest
 
 
 def run_models(args: argparse.Namespace) -> int:
-    """Print a line for each type as soon as it is known, and a count; returns the exit status.
+    """Print a line for each type as it is checked, and a summary; return the exit status.
 
-    2 where a type is asked for that is unknown or has no experts, 1 where one that is asked for is refused, else 0.
+    The status is 2 if a given type is unknown or has no experts, 1 if a given type is refused, and 0 otherwise.
     """
     logging.set_verbosity_error()
     known = moe_types()

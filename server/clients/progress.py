@@ -1,4 +1,4 @@
-"""How far many requests are: a bar on a terminal, a line now and then elsewhere, nothing where nobody asked."""
+"""Progress of many requests: a bar on a terminal, optional lines elsewhere."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ LINE_EVERY_S = 10.0
 
 
 class RequestProgress:
-    """Counts requests that ended. A context manager: leaving ends the bar."""
+    """Counter of finished requests. A context manager: leaving it ends the bar."""
 
     def __init__(
         self,
@@ -22,14 +22,14 @@ class RequestProgress:
         stream: TextIO | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin at none of `total`.
+        """Begin at 0 of `total`.
 
         Args:
-            total: None: nobody knows.
-            title: what stands before the figures.
-            lines: whether to write lines where the stream is no terminal.
-            stream: stderr, unless told otherwise.
-            now_s: the clock.
+            total: Number of requests. None if it is unknown.
+            title: Text before the figures.
+            lines: Whether to write lines if the stream is not a terminal.
+            stream: Output stream (default: stderr).
+            now_s: Clock in seconds.
         """
         self._stream = stream or sys.stderr
         self._title = title
@@ -44,10 +44,10 @@ class RequestProgress:
             self._bar = tqdm(total=total, desc=title, unit="request", file=self._stream)
 
     def step(self, *, failed: bool = False, note: str = "") -> None:
-        """Count one more.
+        """Count one more request.
 
         Args:
-            note: what to say behind the figures, of those whose requests are not all there is to say.
+            note: Additional text after the figures.
         """
         self.num_done += 1
         self.num_failed += failed
@@ -63,7 +63,7 @@ class RequestProgress:
             print(words, file=self._stream, flush=True)
 
     def figures(self) -> str:
-        """Say how far it is, in words."""
+        """Return the progress as a text."""
         seconds = max(self._now_s() - self._begun_s, 1e-9)
         failed = f" ({self.num_failed} failed)" if self.num_failed else ""
         of_total = "" if self._total is None else f" of {self._total}"

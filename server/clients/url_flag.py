@@ -1,4 +1,4 @@
-"""The argument that names a running service. Nothing heavy is imported: `wideep --help` needs it."""
+"""The argument for a running service's URL. It has no heavy imports, because `wideep --help` needs it."""
 
 import argparse
 
@@ -6,11 +6,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Add URL to a command's parser, as a word of its own or as `--url URL`; both set `url`."""
+    """Add URL to a command's parser, as a positional argument and as `--url URL`; both set `url`."""
     parser.add_argument(
         "url", nargs="?", default=argparse.SUPPRESS, metavar="URL",
-        help=f"the service, or unix:PATH of its --uds (default: {DEFAULT_URL})",
+        help=f"URL of the service, or unix:PATH of its --uds (default: {DEFAULT_URL})",
     )  # fmt: skip
-    parser.add_argument(
-        "--url", dest="url", default=DEFAULT_URL, metavar="URL", help="another way to write URL"
-    )
+    parser.add_argument("--url", dest="url", default=DEFAULT_URL, metavar="URL", help="the same as URL")

@@ -1,6 +1,6 @@
-"""The options that say which files a model is: where they come from, and what of them is replaced.
+"""Options that choose and override a model's files.
 
-`process.preflight.checkpoint` makes one folder of them before anything else looks at the model.
+`process.preflight.checkpoint` makes one folder of these files before any other code reads the model.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from server.options.flag import Group, OptionsError, flag, text
 
 MODEL = Group("model", "all")
-# What vLLM and SGLang call formats that a checkpoint may have -> its quant_method. Asked for, they change nothing.
+# Names of checkpoint formats in vLLM and SGLang -> their quant_method. Giving the checkpoint's own format changes nothing.
 STORED_METHODS = {
     "fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4", "awq": "awq", "awq_marlin": "awq",
     "gptq": "gptq", "gptq_marlin": "gptq", "compressed-tensors": "compressed-tensors", "modelopt": "modelopt",
@@ -61,37 +61,37 @@ def _generation(name: str, given: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Where a model's files come from, and what of them is replaced."""
+    """The source of a model's files, and the files and fields to replace."""
 
     revision: str | None = flag(
         MODEL, "--revision", read=text, metavar="NAME", default_text="the newest",
-        help="of a model on the hub: branch, tag or commit",
+        help="branch, tag or commit of the model on the hub",
     )  # fmt: skip
     download_dir: str | None = flag(
         MODEL, "--download-dir", read=_download_folder, metavar="FOLDER", default_text="HF_HOME's hub",
-        help="where models of the hub are kept",
+        help="folder that models of the hub are downloaded to",
     )  # fmt: skip
     tokenizer: str | None = flag(
         MODEL, "--tokenizer", read=_folder_or_name, metavar="FOLDER", default_text="the model's",
-        help="another folder, or a name on the hub, whose tokenizer and chat template are used",
+        help="folder or hub name of the tokenizer and chat template to use instead of the model's",
     )  # fmt: skip
     hf_overrides: dict[str, Any] | None = flag(  # noqa: RUF009 - it declares a field
         MODEL, "--hf-overrides", read=_object, metavar="JSON",
-        help="fields of config.json that have other values; those of an inner ..._config are merged into it",
+        help="replace these fields of config.json; the fields of a nested ..._config are merged into it",
     )  # fmt: skip
     generation_config: str = flag(
         MODEL, "--generation-config", read=_generation, metavar="{auto,vllm,FOLDER}", default="auto",
-        help="whose generation_config.json says how tokens are drawn where a request does not: auto is the model's, vllm "
-        "is none",
+        help="source of default sampling parameters (generation_config.json): auto is the model's folder, vllm is none, or give "
+        "another folder",
     )  # fmt: skip
     override_generation_config: dict[str, Any] | None = flag(  # noqa: RUF009 - it declares a field
         MODEL, "--override-generation-config", read=_object, metavar="JSON",
-        help='fields of it that have other values, such as {"temperature": 0.5}',
+        help='replace these fields of the generation config, such as {"temperature": 0.5}',
     )  # fmt: skip
 
     @property
     def replaces_files(self) -> bool:
-        """Whether the model's folder cannot be used as it is."""
+        """Return whether the service needs a folder with changed files instead of the model's own."""
         return (
             self.tokenizer is not None
             or self.hf_overrides is not None

@@ -1,4 +1,4 @@
-"""Checks of options that look at the machine: files of keys, certificates, optional packages."""
+"""Checks of options against the machine: files of keys, certificates, optional packages."""
 
 import importlib.util
 import ssl
@@ -8,25 +8,25 @@ from pathlib import Path
 
 from server.options.flag import OptionsError
 
-PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own
+PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # defined by OpenTelemetry
 _EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}  # protocol -> the last part of its package's name
 
 
 def check_key(name: str, key: str) -> None:
-    """Refuse a key that no header can carry.
+    """Refuse a key that a header cannot carry.
 
     Raises:
-        OptionsError: it is empty or has white space.
+        OptionsError: The key is empty or contains white space.
     """
     if key.split() != [key]:
-        raise OptionsError(f"{name} is empty or has white space; give a key without any")
+        raise OptionsError(f"{name} is empty or contains white space; give a key without white space")
 
 
 def read_keys(path: Path, name: str = "--api-key-file") -> tuple[str, ...]:
-    """Read a file of keys: one per line; empty lines and those that begin with # are passed over.
+    """Read a file of keys: one per line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        OptionsError: it cannot be read, or a line is no key.
+        OptionsError: The file cannot be read, or a line is not a key.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -35,7 +35,7 @@ def read_keys(path: Path, name: str = "--api-key-file") -> tuple[str, ...]:
     keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     for number, key in enumerate(keys, start=1):
         if key.split() != [key]:
-            raise OptionsError(f"{name} {str(path)!r}: key {number} has white space in it")
+            raise OptionsError(f"{name} {str(path)!r}: key {number} contains white space")
     return tuple(keys)
 
 
@@ -46,7 +46,7 @@ def read_cluster_key(path: Path) -> bytes:
     """Read the secret that all nodes of a service share.
 
     Raises:
-        OptionsError: it cannot be read, is too short to be one, or others can read it too.
+        OptionsError: The file cannot be read, its key is too short, or other users can access it.
     """
     name = f"--cluster-key-file {str(path)!r}"
     try:
@@ -55,20 +55,20 @@ def read_cluster_key(path: Path) -> bytes:
         raise OptionsError(f"{name} cannot be read: {error.strerror}") from error
     if status.st_mode & 0o077:
         raise OptionsError(
-            f"{name} can be used by others than its owner (mode {stat.S_IMODE(status.st_mode):o}); run chmod 600 on it"
+            f"{name} is accessible to other users (mode {stat.S_IMODE(status.st_mode):o}); run chmod 600 on it"
         )
     if len(key) < MIN_KEY_BYTES:
         raise OptionsError(
-            f"{name} has {len(key)} bytes; a key has {MIN_KEY_BYTES} or more: make one with `openssl rand -hex 32`"
+            f"{name} has {len(key)} bytes; a key needs at least {MIN_KEY_BYTES}: make one with `openssl rand -hex 32`"
         )
     return key
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """Load a certificate now: a service that cannot use it should not have loaded a model first.
+    """Load a certificate now, so that an unusable one fails before the model is loaded.
 
     Raises:
-        OptionsError: a file is missing, or is not what it should be.
+        OptionsError: A file is missing or invalid.
     """
     if certfile is None:
         if keyfile is not None:
@@ -79,20 +79,20 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
             raise OptionsError(f"{flag} is {name!r}, which is not a file")
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # With a password at hand OpenSSL does not ask the terminal for one.
+        # With a password given, OpenSSL does not prompt for one on the terminal.
         context.load_cert_chain(certfile, keyfile, password="")
     except (ssl.SSLError, OSError) as error:
         raise OptionsError(
-            f"--ssl-certfile {certfile!r} cannot be used: {error}; it must be a certificate in PEM form "
-            "and --ssl-keyfile its key, without a password"
+            f"--ssl-certfile {certfile!r} cannot be used: {error}; give a certificate in PEM format "
+            "and its key as --ssl-keyfile, without a password"
         ) from error
 
 
 def check_traces(environment: Mapping[str, str]) -> str:
-    """Return the protocol that the environment asks for, after a check that spans can be sent with it.
+    """Return the trace protocol that the environment selects, after checking that its exporter is installed.
 
     Raises:
-        OptionsError: naming the missing package, or the unknown protocol.
+        OptionsError: A package is missing, or the protocol is unknown; the message names it.
     """
     protocol = environment.get(PROTOCOL_VARIABLE, "grpc")
     if protocol not in _EXPORTERS:
@@ -113,5 +113,5 @@ def check_traces(environment: Mapping[str, str]) -> str:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a package above it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

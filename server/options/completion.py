@@ -1,7 +1,7 @@
-"""`wideep completion bash`: what the Tab key knows, written from the parsers, and so from the table of options.
+"""`wideep completion bash`: a completion script, generated from the parsers and so from the table of options.
 
-bash is told the words of each command and the values of each flag that has a list of them; all else it completes as
-files, which MODEL and most values are. zsh runs the same script through its own `bashcompinit`.
+The script contains the words of each command and the values of each flag with a fixed list of values. All other words
+are completed as file names, which suits MODEL and most values. zsh runs the same script through its `bashcompinit`.
 """
 
 import argparse
@@ -37,14 +37,14 @@ class _Command(NamedTuple):
     path: str  # such as /experts/load; empty for wideep itself
     below: Sequence[str]  # commands, verbs or other words that may follow
     flags: Sequence[str]
-    values: Mapping[str, Sequence[str]]  # of flags that take one of a list
+    values: Mapping[str, Sequence[str]]  # flag -> its values, for flags with a fixed list
 
 
 def completion_script(shell: str, parser: argparse.ArgumentParser, shown: Sequence[str]) -> str:
-    """Return the script that a shell reads.
+    """Return the completion script for a shell.
 
     Args:
-        shown: the commands that --help shows; the others are for WideEP's own use.
+        shown: Commands that --help shows; the other ones are internal.
     """
     commands = [each for each in _commands(parser, "") if not each.path or each.path.split("/")[1] in shown]
     steps = [
@@ -69,7 +69,7 @@ def completion_script(shell: str, parser: argparse.ArgumentParser, shown: Sequen
 
 
 def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
-    # argparse has no public way to ask a parser for what it takes.
+    # argparse has no public method that lists the arguments of a parser.
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     below: dict[str, argparse.ArgumentParser] = {}
     for action in actions:
@@ -86,9 +86,9 @@ def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
 
 
 def _values_of(action: argparse.Action) -> tuple[str, ...]:
-    """Return the values that a flag's help lists."""
+    """Return the fixed values of a flag, from its choices or its metavar."""
     if action.choices is not None:
         return tuple(map(str, action.choices))
     shown = action.metavar if isinstance(action.metavar, str) else ""
     words = shown.strip("{}").split(",") if shown.startswith("{") else []
-    return tuple(word for word in words if not word.isupper())  # FOLDER stands for any
+    return tuple(word for word in words if not word.isupper())  # FOLDER is a placeholder

@@ -1,8 +1,8 @@
-"""What an option is: one field of a dataclass that says its flag, its type, its default, its help and what it refuses.
+"""An option: one field of a dataclass that declares its flag, type, default, help and accepted values.
 
-`table` declares the options with `flag` and `switch`. From these fields come the command line's parser, the check of
-every value, the keywords of `LLM(...)`, the value that is handed to child processes, and docs/options.md. Names on the
-command line may have aliases: the first is the one that messages name.
+`table` declares the options with `flag` and `switch`. These fields produce the command line's parser, the check of every
+value, the keywords of `LLM(...)`, the options that child processes receive, and docs/options.md. A flag may have several
+names; messages use the first.
 """
 
 import argparse
@@ -13,21 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Reader = Callable[
-    [str, Any], Any
-]  # a flag's name, what was given (a text, or a keyword's value) -> the option's value
+# A flag's name and the given value (a text, or a keyword's value) -> the option's value.
+Reader = Callable[[str, Any], Any]
 _METADATA = "flag"
 
 
 class OptionsError(ValueError):
-    """An option's value that cannot be served; the message says what was wrong and what is allowed."""
+    """An option has an unsupported value. The message has the value and the allowed values."""
 
 
 class Group(NamedTuple):
-    """Options that belong together, as --help and docs/options.md show them."""
+    """Related options, shown together by --help and docs/options.md."""
 
     title: str
-    heeded_by: str  # the processes that act on them
+    heeded_by: str  # the processes that use them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,38 +34,37 @@ class Flag:
     """One option on the command line."""
 
     group: Group
-    names: tuple[
-        str, ...
-    ]  # such as ("--threads",); the first is ours, others are aliases; MODEL has no dashes
-    off_names: tuple[str, ...] = ()  # of a switch: the flags that turn it off
+    # Such as ("--threads",): WideEP's name, then its aliases; MODEL has no dashes.
+    names: tuple[str, ...]
+    off_names: tuple[str, ...] = ()  # flags that turn a switch off
     help: str
-    off_help: str = ""  # of `off_names`
+    off_help: str = ""  # help of `off_names`
     read: Reader
     default: Any
-    default_text: str | None = None  # how --help says the default; None: as the value itself
+    default_text: str | None = None  # the default as --help shows it; None shows the value itself
     metavar: str | None = None
     action: str = "store"  # argparse's, or "switch"
     nargs: str | None = None  # argparse's
-    keyword: str = ""  # for scripts; empty: the first name with underscores
-    taken_as: Mapping[str, str] = dataclasses.field(default_factory=dict)  # words of other programs -> ours
-    taken_because: str = ""  # why, for the line that says so
+    keyword: str = ""  # name in scripts; if empty, the first name with underscores
+    taken_as: Mapping[str, str] = dataclasses.field(default_factory=dict)  # values of other programs -> ours
+    taken_because: str = ""  # the reason, for the log line about such a value
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Return the name that messages use."""
         return (*self.names, *self.off_names)[0]
 
     @property
     def is_switch(self) -> bool:
-        """Whether it has no value."""
+        """Return whether the flag takes no value."""
         return self.action == "switch"
 
 
 class Option(NamedTuple):
-    """A flag and where its value goes."""
+    """A flag and the field that its value goes to."""
 
-    keyword: str  # the name that scripts use for it
-    path: tuple[str, ...]  # of the field, from the outermost dataclass on
+    keyword: str  # its name in scripts
+    path: tuple[str, ...]  # names of the fields, from the outermost dataclass inward
     flag: Flag
 
 
@@ -100,7 +98,7 @@ def switch(
     default: bool = False,
     keyword: str = "",
 ) -> Any:
-    """Declare a field whose flags take no value; `on` turn it on, `off` turn it off."""
+    """Declare a field whose flags take no value; flags in `on` turn it on, flags in `off` turn it off."""
     declared = Flag(
         group=group, names=on, off_names=tuple(off), help=help, off_help=off_help, read=_read_switch,
         default=default, action="switch", keyword=keyword,
@@ -109,7 +107,7 @@ def switch(
 
 
 def options_of(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[Option]:
-    """Yield the options that a dataclass declares, and those of the dataclasses inside it."""
+    """Yield the options of a dataclass, including those of nested dataclasses."""
     for field in dataclasses.fields(kind):
         declared: Flag | None = field.metadata.get(_METADATA)
         here = (*path, field.name)
@@ -124,7 +122,7 @@ def _as_keyword(name: str) -> str:
 
 
 def off_names_of(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names under which vLLM turns a switch off: --no-enable-x and --disable-x for --enable-x."""
+    """Return vLLM's names for turning a switch off: --no-enable-x and --disable-x for --enable-x."""
     found = []
     for name in names:
         if name.startswith("--"):
@@ -137,10 +135,10 @@ def off_names_of(names: tuple[str, ...]) -> tuple[str, ...]:
 def add_flags(
     parser: argparse.ArgumentParser, options: Sequence[Option], defaults: Mapping[str, Any]
 ) -> None:
-    """Add flags to a parser, in groups; what is not given will be missing in the parsed arguments.
+    """Add flags to a parser, in groups. Flags that are not given are absent from the parsed arguments.
 
     Args:
-        defaults: by keyword; shown instead of the table's.
+        defaults: Defaults to show instead of the table's, by keyword.
     """
     groups: dict[Group, argparse._ArgumentGroup] = {}
     for option in options:
@@ -152,7 +150,7 @@ def add_flags(
 
 
 def _arguments(option: Option, default: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield what argparse is told of an option: names, and settings. A switch may have flags for on and for off."""
+    """Yield argparse's names and settings for an option. A switch may have separate flags for on and off."""
     declared = option.flag
     if declared.is_switch:
         others = [name for name in off_names_of(declared.names) if name not in declared.off_names]
@@ -175,7 +173,7 @@ def _arguments(option: Option, default: Any) -> Iterator[tuple[tuple[str, ...], 
 
 
 def words_of(option: Option) -> tuple[str, ...]:
-    """Return every word that a command line may say for an option, those that --help leaves out too."""
+    """Return every name of an option on the command line, including those that --help omits."""
     declared = option.flag
     return (
         *declared.names,
@@ -195,7 +193,7 @@ def help_text(declared: Flag, default: Any) -> str:
 
 
 def default_text(declared: Flag, default: Any) -> str:
-    """Say a default; empty where there is nothing to say."""
+    """Return a default as text. Returns an empty text if there is no default to show."""
     if default == declared.default and declared.default_text is not None:
         return declared.default_text
     return (
@@ -216,17 +214,17 @@ def _read_switch(name: str, given: Any) -> bool:
 def text(name: str, given: Any) -> str:
     """Read a text as it is."""
     if isinstance(given, bool):
-        raise OptionsError(f"{name} is {given!r}; it takes a value and is no switch")
+        raise OptionsError(f"{name} is {given!r}; it needs a value")
     return str(given)
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Read one text or several."""
+    """Read one text or a list of texts."""
     return tuple(text(name, each) for each in (given if isinstance(given, list | tuple) else [given]))
 
 
 def one_of(*choices: str) -> Reader:
-    """Return a reader of one of some words."""
+    """Return a reader that accepts only these words."""
 
     def read(name: str, given: Any) -> str:
         if given not in choices:
@@ -258,7 +256,7 @@ _SUFFIXES = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000, "K": 1 << 10, "M": 
 
 
 def tokens(least: int) -> Reader:
-    """Return a reader of numbers of tokens, which may end as vLLM's: 8k is 8,000, 8K is 8,192, 1.5k is 1,500."""
+    """Return a reader of token counts, with vLLM's suffixes: 8k is 8,000, 8K is 8,192, 1.5k is 1,500."""
     read_whole = whole(least)
 
     def read(name: str, given: Any) -> int:
@@ -270,7 +268,7 @@ def tokens(least: int) -> Reader:
             value = float(digits[:-1]) * unit
         except ValueError:
             value = math.nan
-        if not value.is_integer():  # nor is "nan"
+        if not value.is_integer():  # also true of nan
             raise OptionsError(
                 f"{name} is {given!r}; give a number of tokens such as 8192, 8k (8000) or 8K (8192)"
             )
@@ -280,7 +278,7 @@ def tokens(least: int) -> Reader:
 
 
 def number(fits: Callable[[float], bool], allowed: str) -> Reader:
-    """Return a reader of numbers that fit; `allowed` says which do. No comparison holds for "nan"."""
+    """Return a reader of numbers for which `fits` is true; `allowed` describes them. Comparisons with nan are false."""
 
     def read(name: str, given: Any) -> float:
         try:
@@ -311,7 +309,7 @@ def size(name: str, given: Any) -> int:
 
 
 def json_texts(name: str, given: Any) -> tuple[str, ...]:
-    """Read a JSON list of strings, the form in which vLLM takes lists; from a script a list."""
+    """Read a JSON list of strings, as vLLM takes lists, or a Python list from a script."""
     value = given
     if isinstance(given, str):
         try:

@@ -1,9 +1,9 @@
-"""Flags of other programs: what becomes of each, so that a command line from vLLM or SGLang is taken or answered by a sentence.
+"""Flags of other programs: how command lines written for vLLM or SGLang are accepted or refused, with a reason.
 
-`vllm_flags` and `sglang_flags` declare them with `refused`, `harmless` and `alias`; a flag that means the same here
-under the same name stands in `table`, once. From these come the parser (it must know how many values a flag has), the
-lines at the start, the refusals, docs/from_vllm.md and docs/from_sglang.md. Rejected: to ignore what is not known, as
-a service that starts without what was asked for is found out about in production.
+`vllm_flags` and `sglang_flags` declare them with `refused`, `harmless` and `alias`. A flag with the same name and meaning
+here is declared once, in `table`. These declarations produce the parser (which needs each flag's number of values), the
+lines logged at startup, the refusals, docs/from_vllm.md and docs/from_sglang.md. Rejected: ignoring unknown flags, as a
+service that starts without a requested feature fails only in production.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,74 +12,74 @@ from typing import Any
 
 from server.options.flag import OptionsError, off_names_of
 
-GIVEN = "{given}"  # in `otherwise`: the value
-Said = Mapping[str, Any]  # by keyword of ours, or by the name of a flag of another program
+GIVEN = "{given}"  # placeholder for the value in `otherwise`
+Said = Mapping[str, Any]  # given values, by our keyword or by the name of another program's flag
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Which values of a flag change nothing here."""
+    """The values of a flag that have no effect here."""
 
-    in_words: str  # for the tables
-    test: Callable[[Any, Said], bool]  # of a value, and all that was said with it
+    in_words: str  # description for the tables
+    test: Callable[[Any, Said], bool]  # takes a value, and all values given with it
 
 
 ALL = Fits("any value", lambda _given, _said: True)
 NONE = Fits("no value", lambda _given, _said: False)
 
-# What is said of flags of both programs.
-GENERATES = "only generation of text is served, no embeddings, scores or rewards; leave it out"
-TEXT = "models that see or hear are served as their text decoder"
-TEXT_ONLY = f"{TEXT}, and no image, audio or video is taken; leave it out"
-LORA = "adapters are not served; merge one into the weights (merge_and_unload in PEFT) and serve the result"
-NO_HALVES = "steps in two halves (dual-batch overlap) were slower wherever they were measured and are no longer offered; leave it out"
+# Texts that both programs' flags share.
+GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
+TEXT = "only the text decoder of multimodal models is served"
+TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"
+LORA = "adapters are not supported; merge them into the weights (PEFT's merge_and_unload)"
+NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"
 MEMORY = (
-    "weights and KV cache stay in the device's memory; where it is short take more ranks (--data-parallel-size), "
+    "weights and KV cache stay in the device's memory; if it is too small, use more ranks (--data-parallel-size), "
     "--quantization int8, or a smaller --kv-cache-memory"
 )
-PACE = "say --target-itl-ms: the time between two tokens that steps with prompts keep to"
-KERNELS = "there is one set of kernels for each kind of device, chosen by --device and what the device can; leave it out"
+PACE = "use --target-itl-ms, the target time between two tokens for steps with prompts"
+KERNELS = "each kind of device has one set of kernels, chosen by --device and the device's capabilities; leave it out"
 GRAPHS = (
     "decode steps on a GPU are captured for every padded size; --enforce-eager runs them without CUDA graphs, "
-    "--enable-torch-compile compiles what lies between the kernels"
+    "--enable-torch-compile compiles the operations between the kernels"
 )
-DRAFTS = "drafts come from texts or the model's own layers; say --speculative-config"
+DRAFTS = "drafts come from texts or from the model's own layers; use --speculative-config"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignFlag:
-    """A flag that other programs have, under this name or with these values."""
+    """A flag of other programs that is not one of ours, or has other values there."""
 
-    names: tuple[str, ...]  # the first is what messages name
+    names: tuple[str, ...]  # messages use the first
     takes: str = "value"  # "value", "values", or "nothing": a switch
-    because: str = ""  # why a value that fits changes nothing
-    otherwise: str = ""  # why another one is not served, and what to say instead; empty: all values fit
+    because: str = ""  # why a value that fits has no effect
+    otherwise: str = ""  # why another value is refused, and its replacement; if empty, all values fit
     fits: Fits = NONE
-    becomes: str = ""  # our flag that means the same
-    key: str = ""  # of that flag's JSON, which it sets; empty: the whole value
-    spelled: Mapping[str, str] = field(default_factory=dict)  # words of the other program -> ours
+    becomes: str = ""  # our flag with the same meaning
+    key: str = ""  # the key that it sets in that flag's JSON; if empty, it sets the whole value
+    spelled: Mapping[str, str] = field(default_factory=dict)  # values of the other program -> ours
 
     @property
     def name(self) -> str:
-        """What messages call it, and where its value is found."""
+        """Return the name that messages use and that values are stored under."""
         return self.names[0]
 
     @property
     def off_names(self) -> tuple[str, ...]:
-        """The names that turn a switch off."""
+        """Return the names that turn a switch off."""
         return off_names_of(self.names) if self.takes == "nothing" else ()
 
 
 def refused(
     otherwise: str, *, values: str = "", lists: str = "", switches: str = ""
 ) -> tuple[ForeignFlag, ...]:
-    """Declare flags that are not served.
+    """Declare flags that are not supported.
 
     Args:
-        otherwise: why, and what to say instead; one for all.
-        values: names of flags with a value each, separated by blanks; other names of the same flag after a slash.
-        lists: of flags with several values.
-        switches: of flags with none.
+        otherwise: The reason for all of them, and their replacement.
+        values: Names of flags with one value, separated by blanks; a slash separates names of the same flag.
+        lists: Names of flags with several values.
+        switches: Names of flags without a value.
     """
     return tuple(
         ForeignFlag(names=names, takes=takes, otherwise=otherwise)
@@ -96,13 +96,13 @@ def harmless(
     lists: str = "",
     switches: str = "",
 ) -> tuple[ForeignFlag, ...]:
-    """Declare flags that change nothing here, all their values or those that fit.
+    """Declare flags that have no effect here, either with any value or with values that fit.
 
     Args:
-        because: why they change nothing.
-        fits: which values do.
-        otherwise: why the others are not served, and what to say instead; empty: as `because`, and to leave them out.
-        values, lists, switches: as for `refused`.
+        because: Why they have no effect.
+        fits: The values without an effect.
+        otherwise: Why other values are refused, and their replacement. If empty, `because` and "leave it out".
+        values, lists, switches: As for `refused`.
     """
     if fits is not ALL:
         otherwise = otherwise or f"{because}; leave it out"
@@ -120,7 +120,7 @@ def alias(
     takes: str = "value",
     spelled: Mapping[str, str] | None = None,
 ) -> ForeignFlag:
-    """Declare a flag that means the same as one of ours, or sets one key of its JSON; numbers are numbers there."""
+    """Declare a flag with the meaning of one of ours, or of one key of its JSON. Numbers are stored as numbers there."""
     return ForeignFlag(
         names=tuple(names.split("/")), takes=takes, becomes=becomes, key=key, spelled=spelled or {}
     )
@@ -133,27 +133,27 @@ def _each(values: str, lists: str, switches: str) -> Iterator[tuple[tuple[str, .
 
 
 def of(*allowed: Any) -> Fits:
-    """Return a test for some values; a switch's are True and False."""
+    """Return a test for these values; a switch's values are True and False."""
     words = dict.fromkeys(map(str, allowed))
     return Fits(" or ".join(words), lambda given, _said: str(given) in words)
 
 
 def judge(flag: ForeignFlag, given: Any, said: Said) -> str:
-    """Return the line that says why a flag changes nothing.
+    """Return the line that explains why a flag has no effect.
 
     Raises:
-        OptionsError: it would have to change something that cannot be changed.
+        OptionsError: The flag asks for an unsupported change.
     """
     if flag.fits.test(given, said):
-        return f"{shown(flag, given)} changes nothing: {flag.because}"
+        return f"{shown(flag, given)} has no effect: {flag.because}"
     if given is False and flag.takes == "nothing" and not flag.because:
-        return f"{shown(flag, given)} changes nothing: it is off"
+        return f"{shown(flag, given)} has no effect: it is off"
     why = flag.otherwise or flag.because
     raise OptionsError(f"{shown(flag, given)}: {why.replace(GIVEN, str(given))}")
 
 
 def shown(flag: ForeignFlag, given: Any) -> str:
-    """Return the flag as it may be written."""
+    """Return the flag and its value as on a command line."""
     if flag.takes == "nothing":
         return flag.name if given is not False else flag.off_names[0]
     words = given if isinstance(given, list | tuple) else [given]

@@ -1,4 +1,4 @@
-"""docs/from_vllm.md and docs/from_sglang.md, from the tables: `python -m server.options.guides` writes them; a test holds them equal."""
+"""Generate docs/from_vllm.md and docs/from_sglang.md from the tables: `python -m server.options.guides`; a test compares them."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,22 +17,22 @@ from server.options.vllm_flags import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAG
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 _COMMON = """\
-A flag of the other program is taken if it means the same here, or if it changes nothing; in the second case a line at the start
-says so. A flag for something that WideEP does not have is refused before anything is loaded, with the message below and exit
-status 2. For an unknown flag the message names one that is spelled alike, if there is one.
+A flag of the other program is accepted if it means the same here or has no effect here; in the second case the service logs a
+line at startup. A flag for a feature that WideEP does not have is refused before anything is loaded, with the message below and
+exit status 2. For an unknown flag, the message suggests a flag with a similar name, if there is one.
 
-Names may have underscores for dashes. `--no-enable-NAME` and `--disable-NAME` turn `--enable-NAME` off, `--no-NAME` another
-switch. A JSON value may come key by key: `--eplb-config.num_redundant_experts 8`. `--config FILE` reads a YAML file of names and values, with dashes or
-underscores, lists as lists and JSON as mappings; where both name an option, the command line's value counts. Numbers of tokens may end in k, m or g
-(thousand, million, 10^9) or K, M or G (1,024 and its powers), as in vLLM: `--max-model-len 8k` is 8,000 and
-`--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) are powers of 1,024, whatever the letter's case.
-`LLM(...)` takes and refuses the same names as keywords.
+Names may contain underscores instead of dashes. `--no-enable-NAME` and `--disable-NAME` turn `--enable-NAME` off; `--no-NAME`
+turns other switches off. The keys of a JSON value may be given one by one: `--eplb-config.num_redundant_experts 8`.
+`--config FILE` reads a YAML file of names and values (dashes or underscores, lists as lists, JSON as mappings); the command
+line takes precedence. Numbers of tokens may end in k, m or g (thousand, million, 10^9) or K, M or G (1,024 and its powers), as
+in vLLM: `--max-model-len 8k` is 8,000 and `--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) always use
+powers of 1,024. `LLM(...)` accepts and refuses the same names as keywords.
 """
 _VLLM = """\
 # Coming from vLLM
 
 {common}
-A wide-EP command, and the same here:
+A wide-EP command and its equivalent:
 
 ```console
 # needs: eight GPUs, and the hub
@@ -41,19 +41,19 @@ $ vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --tensor-parallel-si
 $ wideep serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
 ```
 
-`wideep serve` takes the first one's flags as well. On several nodes torchrun starts the ranks, on each node the same line
-([README](../README.md)): `--headless`, `--data-parallel-address` and the like have no part in it.
+`wideep serve` also accepts the flags of the first command. On several nodes, torchrun starts the ranks with the same command
+line on each node ([README](../README.md)); flags such as `--headless` and `--data-parallel-address` do not apply.
 
 ## The flags of `vllm serve` 0.33
 
-"same": the same name and meaning ([options.md](options.md)). "alias": another name for ours. "harmless": taken, and
-changes nothing. "refused": not served.
+"same": the same name and meaning ([options.md](options.md)). "alias": another name for one of WideEP's flags. "harmless":
+accepted without effect. "refused": not supported.
 """
 _SGLANG = """\
 # Coming from SGLang
 
 {common}
-A wide-EP command, and the same here:
+A wide-EP command and its equivalent:
 
 ```console
 # needs: eight GPUs, and the hub
@@ -63,13 +63,15 @@ $ wideep serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-eplb --eplb-config '{{"num
     --gpu-memory-utilization 0.85
 ```
 
-`wideep serve` takes the first one's flags as well. Two counts differ. With data-parallel attention SGLang's `--max-running-requests` and `--chunked-prefill-size` are of all
-ranks together; `--max-num-seqs` and `--max-num-batched-tokens` are one rank's.
+`wideep serve` also accepts the flags of the first command. Two counts differ. With data-parallel attention, SGLang's
+`--max-running-requests` and `--chunked-prefill-size` count all ranks together; `--max-num-seqs` and `--max-num-batched-tokens`
+count one rank.
 
 ## The flags of `sglang.launch_server` 0.5.23
 
-Those of its published recipes and the usual others; rare ones are refused as unknown. "same": the same name and meaning
-([options.md](options.md)). "alias": another name for ours. "harmless": taken, and changes nothing. "refused": not served.
+The flags of its published recipes and other common ones; rare flags are refused as unknown. "same": the same name and meaning
+([options.md](options.md)). "alias": another name for one of WideEP's flags. "harmless": accepted without effect. "refused": not
+supported.
 """
 
 
@@ -80,12 +82,12 @@ class _Row(NamedTuple):
 
 
 def vllm_guide() -> str:
-    """Return docs/from_vllm.md."""
+    """Return the text of docs/from_vllm.md."""
     return _page(_VLLM, SAME_AS_VLLM, DIFFERS_FROM_VLLM, VLLM_FLAGS)
 
 
 def sglang_guide() -> str:
-    """Return docs/from_sglang.md."""
+    """Return the text of docs/from_sglang.md."""
     shared = set(SHARED_WITH_VLLM.split())
     flags = [*SGLANG_FLAGS, *(flag for flag in VLLM_FLAGS if shared & {*flag.names})]
     return _page(_SGLANG, SAME_AS_SGLANG, DIFFERS_FROM_SGLANG, flags)
@@ -100,7 +102,7 @@ def _page(head: str, same: str, differs: Mapping[str, str], flags: Iterable[Fore
 
 
 def _same_rows(names: Iterable[str], differs: Mapping[str, str]) -> Iterator[_Row]:
-    """Yield flags of ours; those of which there is nothing to say come first, in one row."""
+    """Yield rows of our flags; flags without a remark come first, so that they share one row."""
     taken = {option.flag.names[0]: option.flag for option in OPTIONS if option.flag.taken_as}
     told: dict[str, str] = {}
     for name in names:

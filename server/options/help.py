@@ -1,7 +1,7 @@
 """`wideep serve --help`: the common flags; `--help=GROUP`, `--help=FLAG` or `--help=all` show the others.
 
-A service has over a hundred flags, and a reader of `--help` wants about fifteen of them. vLLM's `--help=ConfigGroup` has the
-same form. All flags with their defaults are in docs/options.md, which is written from the same table.
+A service has over a hundred flags, of which most readers need about fifteen. vLLM's `--help=ConfigGroup` has the same
+form. docs/options.md, generated from the same table, lists all flags with their defaults.
 """
 
 import argparse
@@ -22,18 +22,18 @@ _COMMON_KEYWORDS = (
 
 
 class HelpAction(argparse.Action):
-    """Prints the flags that were asked for and ends the process with status 0, or 2 if the topic is unknown."""
+    """Print the requested flags and exit with status 0, or with status 2 if the topic is unknown."""
 
     def __init__(self, option_strings: Sequence[str], dest: str = argparse.SUPPRESS, **_: Any) -> None:
         super().__init__(
             option_strings, dest, nargs="?", default=argparse.SUPPRESS, metavar="GROUP",
-            help="show the common flags; a group's; those whose name contains a word; or all",
+            help="show the common flags, the flags of a group, flags with a word in their name, or all flags",
         )  # fmt: skip
 
     def __call__(
         self, parser: argparse.ArgumentParser, _namespace: Any, topic: Any, _flag: str | None = None
     ) -> None:
-        """Print and exit."""
+        """Print the help and exit."""
         if topic == ALL:
             parser.print_help()
             parser.exit()
@@ -52,7 +52,7 @@ class HelpAction(argparse.Action):
 
 
 def group_words() -> tuple[str, ...]:
-    """Return the names of the groups as `--help=NAME` takes them."""
+    """Return the names of the groups for `--help=NAME`."""
     return tuple(dict.fromkeys(_word_of(option.flag.group) for option in OPTIONS))
 
 
@@ -60,7 +60,7 @@ def _options_on(topic: str | None) -> list[Option]:
     """Return the options to show.
 
     Raises:
-        OptionsError: the topic is neither a group nor part of a flag's name.
+        OptionsError: The topic is neither a group nor part of a flag's name.
     """
     if topic is None:
         return [

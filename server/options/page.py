@@ -1,4 +1,4 @@
-"""docs/options.md, from the table: `python -m server.options.page > docs/options.md`; a test holds them equal."""
+"""Generate docs/options.md from the table: `python -m server.options.page > docs/options.md`; a test compares them."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from server.options.table import OPTIONS
 _HEAD = """\
 # Options
 
-Every flag of `wideep serve` and `wideep worker`; `run-batch` takes them too, and `LLM(...)` as keywords with underscores
-([offline.md](offline.md)). This page is written by `python -m server.options.page`, from the table that the flags come
-from (server/options/table.py). What the endpoint's options are for: [operations.md](operations.md). `--no-NAME` turns a
-switch off, underscores may stand for dashes, and `--eplb-config.num_redundant_experts 8` for
-`--eplb-config '{"num_redundant_experts": 8}'`. Flags of vLLM's and SGLang's that are not here:
-[from_vllm.md](from_vllm.md), [from_sglang.md](from_sglang.md).
+All flags of `wideep serve` and `wideep worker`. `run-batch` accepts them too, and `LLM(...)` accepts them as keywords with
+underscores ([offline.md](offline.md)). `python -m server.options.page` generates this page from the table of flags
+(server/options/table.py). [operations.md](operations.md) explains the endpoint's options. `--no-NAME` turns a switch off.
+Underscores may replace dashes, and `--eplb-config.num_redundant_experts 8` is the same as
+`--eplb-config '{"num_redundant_experts": 8}'`. For flags of vLLM and SGLang that are not listed here, see
+[from_vllm.md](from_vllm.md) and [from_sglang.md](from_sglang.md).
 
-`--tokenizer`, `--hf-overrides`, `--generation-config` and `--override-generation-config` leave the model's files alone: the
-service runs from a folder of links to them under `~/.cache/wideep/checkpoints` (or `$XDG_CACHE_HOME/wideep`), with the changed ones
-written anew. It may be deleted when no service runs from it.
+`--tokenizer`, `--hf-overrides`, `--generation-config` and `--override-generation-config` do not change the model's files: the
+service runs from a folder of links to them under `~/.cache/wideep/checkpoints` (or `$XDG_CACHE_HOME/wideep`), with new copies of
+the changed files. This folder may be deleted when no service uses it.
 """
 
 
 def options_page() -> str:
-    """Return the page's text."""
+    """Return the text of docs/options.md."""
     lines = [_HEAD]
     groups = list(dict.fromkeys(option.flag.group for option in OPTIONS))
     for group in groups:
@@ -35,7 +35,7 @@ def options_page() -> str:
 
 
 def _rows(option: Option) -> Iterator[str]:
-    """Yield an option's row; a switch has one for each way to turn it."""
+    """Yield an option's row; a switch has one row for on and one for off."""
     declared = option.flag
     if declared.is_switch:
         default = "on" if declared.default else "off"

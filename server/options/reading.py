@@ -1,7 +1,7 @@
-"""Reads options: from a command line, from a script's keywords, from the process that started this one.
+"""Read options from a command line, from a script's keywords, or from the parent process.
 
-What a process of a service hands to its children is the value itself, as JSON (`handed_on`), but for the API keys:
-everybody on the machine can read a command line, so keys travel in the environment. So does the cluster key of one start.
+A process of a service passes its options to its children as JSON (`handed_on`), without the API keys: every user of the
+machine can read a command line, so keys are passed in the environment, as is the generated cluster key.
 """
 
 import argparse
@@ -25,29 +25,24 @@ from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, HttpOptions, 
 from server.options.vllm_flags import VLLM_FLAGS
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
-_CLUSTER_KEY_VARIABLE = (
-    "WIDEEP_OWN_CLUSTER_KEY"  # for processes that `wideep serve` starts; users give a file
-)
-PRIVATE_DEFAULTS = {
-    "port": 0,
-    "access_log": False,
-    "log_stats": False,
-}  # of a service that belongs to one script or batch
-_HANDED_ON = "--options"  # what a process of ours gets instead of flags
-_ALIKE = 0.75  # of two names, as difflib counts: what is less alike is another word, not a slip
+# For processes that `wideep serve` starts; users give a file.
+_CLUSTER_KEY_VARIABLE = "WIDEEP_OWN_CLUSTER_KEY"
+# Defaults of a service that belongs to one script or batch.
+PRIVATE_DEFAULTS = {"port": 0, "access_log": False, "log_stats": False}
+_HANDED_ON = "--options"  # passed to our own processes instead of flags
+_ALIKE = 0.75  # difflib's ratio; below it, a name is taken for another word, not for a typing error
 _NESTED: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "checkpoint": CheckpointOptions}
 _INNER: dict[str, Any] = {**_NESTED, "eplb_config": EplbConfig}
 
 
-_FOREIGN = {
-    flag.name: flag for flag in (*VLLM_FLAGS, *SGLANG_FLAGS)
-}  # by the name under which values are found
+# By the name under which values are stored.
+_FOREIGN = {flag.name: flag for flag in (*VLLM_FLAGS, *SGLANG_FLAGS)}
 _NAMES = {name: flag for flag in _FOREIGN.values() for name in (*flag.names, *flag.off_names)}
 _BY_NAME = {word: option for option in OPTIONS for word in words_of(option)}
 
 
 def keyword(name: str) -> str:
-    """Return the name of a flag as scripts write it."""
+    """Return the keyword of a flag in scripts."""
     return name.lstrip("-").replace("-", "_")
 
 
@@ -60,8 +55,8 @@ def add_options(
     """Add MODEL and all flags to a command's parser.
 
     Args:
-        defaults: by keyword, shown by --help instead of the table's.
-        own: flags of other programs that this command has itself.
+        defaults: Defaults that --help shows instead of the table's, by keyword.
+        own: Flags of other programs that this command defines itself.
     """
     add_flags(parser, OPTIONS, defaults or {})
     parser.add_argument(
@@ -69,7 +64,7 @@ def add_options(
         dest="model_flag",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="another way to write MODEL",
+        help="the same as MODEL",
     )
     for flag in _FOREIGN.values():
         names = [name for name in flag.names if name not in _BY_NAME and name not in own]
@@ -87,12 +82,12 @@ def add_options(
 
 
 def known_words() -> tuple[str, ...]:
-    """Return every flag that a service takes or answers by a sentence, ours first."""
+    """Return every flag that a service accepts or refuses with a reason, ours first."""
     return (*_BY_NAME, "--model", *_NAMES)
 
 
 def said_in(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a command line says: by keyword, and by name for flags of other programs.
+    """Return the values on a command line: by keyword, or by name for flags of other programs.
 
     Raises:
         OptionsError: MODEL is given twice.
@@ -115,10 +110,10 @@ def options_from(
     """Return the options of a parsed command line.
 
     Args:
-        defaults: by keyword, instead of the table's.
+        defaults: Defaults to use instead of the table's, by keyword.
 
     Raises:
-        OptionsError: naming the flag, the value seen and the values allowed.
+        OptionsError: A value is invalid; the message names the flag, the value and the allowed values.
     """
     if args.handed_on is not None:
         return options_from_json(args.handed_on, environment)
@@ -126,35 +121,35 @@ def options_from(
 
 
 def notes_on(args: argparse.Namespace) -> list[str]:
-    """Return a line for each flag of a command line that changes nothing, or is taken as something else.
+    """Return a line for each flag on a command line that has no effect or whose value is replaced.
 
     Raises:
-        OptionsError: as `options_from`.
+        OptionsError: As for `options_from`.
     """
     return [] if args.handed_on is not None else _settle(_with_file(said_in(args)))[1]
 
 
 def _with_file(said: dict[str, Any]) -> dict[str, Any]:
-    """Add what the file of --config says and the command line does not."""
+    """Add the options of the --config file that the command line does not give."""
     if "config" not in said:
         return said
     return {**said_in_file(Path(said["config"])), **said}
 
 
 def said_in_file(path: Path) -> dict[str, Any]:
-    """Return what a file of --config says, by keyword.
+    """Return the options in a --config file, by keyword.
 
     Raises:
-        OptionsError: it cannot be read, or names what is no option.
+        OptionsError: The file cannot be read, or contains an unknown option.
     """
     return _by_keyword(_read_config_file(path), f"--config {path}: ")
 
 
 def _read_config_file(path: Path) -> dict[str, Any]:
-    """Return the options of a YAML file, by name, as vLLM and SGLang write theirs; null is not said.
+    """Return the options of a YAML file by name, in the format of vLLM and SGLang; null means "not given".
 
     Raises:
-        OptionsError: it cannot be read, is no YAML, or is no mapping from names.
+        OptionsError: The file cannot be read, is not YAML, or is not a mapping with names as keys.
     """
     name = f"--config {str(path)!r}"
     try:
@@ -167,14 +162,14 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise OptionsError(f"{name} is no mapping; give lines such as `max-model-len: 4096`")
+        raise OptionsError(f"{name} is not a mapping; give lines such as `max-model-len: 4096`")
     if "config" in content:
         raise OptionsError(f"{name} names another file under config; put all options into one")
     return content
 
 
 def _by_keyword(given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Return options that were given by name, with dashes or underscores, as `said_in` returns those of a command line."""
+    """Return options given by name, with dashes or underscores, in the form of `said_in`."""
     keywords = {option.keyword: option.keyword for option in OPTIONS if option is not CONFIG_FILE}
     keywords |= {
         keyword(name): option.keyword for name, option in _BY_NAME.items() if not option.flag.is_switch
@@ -190,13 +185,13 @@ def _by_keyword(given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         else:
             close = nearest(plain, [*keywords, *map(keyword, _NAMES)])
             raise OptionsError(
-                f"{where}{name!r} is no option{close}; the options are {', '.join(sorted({*keywords.values()}))}"
+                f"{where}{name!r} is not an option{close}; the options are {', '.join(sorted({*keywords.values()}))}"
             )
     return {name: value for name, value in found.items() if value is not None}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question after what may have been meant, to go between two parts of a sentence; empty where nothing is like it."""
+    """Return a " (did you mean X?)" for the most similar name. Returns an empty text if no name is similar."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=_ALIKE)
     return f" (did you mean {found[0]}?)" if found else ""
 
@@ -207,22 +202,22 @@ def options_from_keywords(
     """Return the options of a service that belongs to one script.
 
     Args:
-        keywords: flags without dashes and with underscores: numbers and strings as they are, a flag without a value
-            as a bool (enable_prefix_caching=False is --no-enable-prefix-caching), a flag that repeats as a list, JSON
-            as a list or dict; None is not said. The port is a free one and nothing is logged of every request, unless
-            said.
+        keywords: Flags without dashes and with underscores. Numbers and strings are given as they are, switches as
+            bools (enable_prefix_caching=False is --no-enable-prefix-caching), repeated flags as lists, JSON as a list
+            or dict; None means "not given". By default the port is a free one, and requests and throughput are not
+            logged.
 
     Raises:
-        OptionsError: no such option, or a value that its flag would not take.
+        OptionsError: An option is unknown, or its flag would refuse the value.
     """
     return _read({**PRIVATE_DEFAULTS, **_by_keyword(keywords), "model": model}, environment)
 
 
 def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what was said in our own words, and a line for each flag that changes nothing or is taken as something else.
+    """Return the given values under our names, and a line for each flag that has no effect or whose value is replaced.
 
     Raises:
-        OptionsError: a flag of another program that cannot be granted, or that contradicts ours.
+        OptionsError: A flag of another program is not supported or contradicts one of ours.
     """
     ours = {name: value for name, value in said.items() if name not in _FOREIGN}
     notes: list[str] = []
@@ -243,10 +238,10 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _judge_all(foreign: Sequence[ForeignFlag], said: Mapping[str, Any]) -> list[str]:
-    """Return a line for each flag that changes nothing.
+    """Return a line for each flag that has no effect.
 
     Raises:
-        OptionsError: naming every flag that is not supported, so that one run shows them all.
+        OptionsError: Flags are not supported; the message names all of them, so that one run shows every problem.
     """
     notes, refusals = [], []
     for flag in foreign:
@@ -268,12 +263,12 @@ def _take_part(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
         value = int(value)
     before = _object(ours.get(option.keyword, {}))
     if not isinstance(before, dict) or before.get(flag.key, value) != value:
-        raise OptionsError(f"{flag.name} is {given}, which {option.flag.name} says as well: give one")
+        raise OptionsError(f"{flag.name} is {given}, but {option.flag.name} sets the same value; give one")
     ours[option.keyword] = {**before, flag.key: value}
 
 
 def _object(given: Any) -> Any:
-    """Return what a text says as JSON, as far as it does: its flag's reader has the last word."""
+    """Return a text's JSON value, or the text itself if it is not JSON; the flag's reader then refuses it."""
     try:
         return json.loads(given) if isinstance(given, str) else given
     except ValueError:
@@ -294,7 +289,7 @@ def _take_alias(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
 
 
 def _read(said: Mapping[str, Any], environment: Mapping[str, str]) -> Options:
-    """Check what was said, by keyword, and complete it by the defaults."""
+    """Check the given values, by keyword, and fill in the defaults."""
     said, _ = _settle(said)
     read: dict[str, Any] = {name: {} for name in _NESTED}
     for option in OPTIONS:
@@ -316,7 +311,7 @@ def _name_of(model: str) -> str:
 
 
 def _check_together(options: Options, environment: Mapping[str, str]) -> None:
-    """Check options against each other, and what they need of the machine."""
+    """Check options against each other and against the machine."""
     check_limits(options.max_num_seqs, options.max_num_batched_tokens)
     if options.gpu_memory_utilization is not None and options.kv_cache_bytes is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
@@ -327,7 +322,7 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
         )
     if options.uds is not None and options.http.ssl_certfile is not None:
         raise OptionsError(
-            "--ssl-certfile is for --host and --port; a socket of --uds is this machine's alone: leave it out"
+            "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
@@ -335,33 +330,33 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int | None) -> None:
-    """Check two limits against each other, where both are known.
+    """Check two limits against each other if both are known.
 
     Raises:
-        OptionsError: a step has no room for all running requests.
+        OptionsError: A step is too small for all running requests.
     """
     if max_num_seqs and max_num_batched_tokens and max_num_batched_tokens < max_num_seqs:
         raise OptionsError(
             f"--max-num-batched-tokens is {max_num_batched_tokens}; it must be at least --max-num-seqs "
-            f"({max_num_seqs}), so that every running request gets its token in every step"
+            f"({max_num_seqs}), so that every running request gets a token in every step"
         )
 
 
 def handed_on(options: Options) -> list[str]:
-    """Return the command-line arguments with which a child process gets the same options, but for keys."""
+    """Return the command-line arguments that pass these options to a child process, except for keys."""
     said = asdict(options)
     del said["api_keys"], said["own_cluster_key"]
     return [_HANDED_ON, json.dumps(said)]
 
 
 def environment_from(options: Options) -> dict[str, str]:
-    """Return the environment variables that carry what `handed_on` leaves out."""
+    """Return the environment variables with the keys that `handed_on` omits."""
     own = {_CLUSTER_KEY_VARIABLE: options.own_cluster_key} if options.own_cluster_key else {}
     return {API_KEY_VARIABLE: " ".join(options.api_keys), **own}
 
 
 def options_from_json(handed: str, environment: Mapping[str, str]) -> Options:
-    """Read what `handed_on` wrote; it was checked by who wrote it."""
+    """Read the output of `handed_on`, which the parent process has checked."""
     try:
         said = json.loads(handed)
         inner = {name: kind(**_with_tuples(said[name])) for name, kind in _INNER.items()}

@@ -1,8 +1,8 @@
 """The table of options: every flag of `serve`, `worker`, `engine` and `front`, each declared once.
 
-Names are vLLM's where vLLM has them. One difference on purpose: no origin is allowed unless it is named, so that a page
-in somebody's browser cannot use a service that is meant for the machine it runs on. `reading` reads command lines and
-keywords by this table, `page` makes docs/options.md of it.
+Names follow vLLM where it has the option. One difference is deliberate: no origin is allowed by default, so that a web
+page from elsewhere cannot use a service that is meant for the local machine. `reading` reads command lines and keywords
+by this table, and `page` generates docs/options.md from it.
 """
 
 import json
@@ -40,9 +40,10 @@ from server.options.flag import (
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routers`
-SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill 30 s after they asked
-MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un has room for one more, a zero
-QUIET_PATHS = (  # asked every few seconds, by machines and by the dashboard
+SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
+MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero
+# Endpoints that machines and the dashboard poll every few seconds.
+QUIET_PATHS = (
     *("/health", "/metrics", "/ping", "/server_info"),
     *("/throughput", "/experts/load", "/v1/fault_tolerance/status"),
 )
@@ -58,7 +59,7 @@ LOGS = Group("logs and traces", "the front")
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _NOT_NEGATIVE = number(lambda seconds: 0 <= seconds < math.inf, "0 or more seconds")
-# vLLM's and SGLang's ways; each of ours has both modes, and `auto` is the fastest that the machine has.
+# Backends of vLLM and SGLang. Each of WideEP's has both modes, and `auto` is the fastest one on the machine.
 _BACKENDS_OF_OTHERS = (
     "deepep", "deepep_low_latency", "deepep_high_throughput", "deepep_v2", "pplx", "naive", "allgather_reducescatter",
     "flashinfer", "flashinfer_all2allv", "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided", "nixl_ep", "nixl",
@@ -76,7 +77,7 @@ def _root_path(name: str, given: Any) -> str:
 
 
 def _key_file(name: str, given: Any) -> str:
-    """Read the file once: a service whose keys cannot be read should not have loaded a model first."""
+    """Read the file once, so that an unreadable one fails before the model is loaded."""
     read_keys(Path(text(name, given)), name)
     return str(given)
 
@@ -114,7 +115,7 @@ def _model(name: str, given: Any) -> str:
 def _template_file(name: str, given: Any) -> str:
     if not os.path.isfile(text(name, given)):
         raise OptionsError(f"{name} is {given!r}, which is not a file; give one with a Jinja template")
-    return str(os.path.abspath(given))  # processes of a service need not share a directory
+    return str(os.path.abspath(given))  # the processes of a service may have different working directories
 
 
 def _cluster_key_file(name: str, given: Any) -> str:
@@ -126,7 +127,7 @@ def _cluster_key_file(name: str, given: Any) -> str:
 def _directory(name: str, given: Any) -> str:
     path = os.path.abspath(os.path.expanduser(text(name, given)))
     if not given or (os.path.exists(path) and not os.path.isdir(path)):
-        raise OptionsError(f"{name} is {given!r}; give a folder, which is made if it is missing")
+        raise OptionsError(f"{name} is {given!r}; give a folder (it is created if missing)")
     return path
 
 
@@ -156,7 +157,7 @@ def _eplb_config(name: str, given: Any) -> EplbConfig:
 
 
 def _speculative_config(name: str, given: Any) -> str:
-    """Its text, with what is not given filled in."""
+    """Return the configuration as JSON, with defaults filled in."""
     try:
         return parse_speculative_config(given if isinstance(given, str) else json.dumps(given)).as_json()
     except SpeculativeConfigError as error:
@@ -194,139 +195,141 @@ def _traces_url(name: str, given: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    """Who may ask over HTTP, from where, how much, over TLS or not, and until when."""
+    """API keys, request limits, CORS, proxies, TLS and shutdown of the HTTP endpoint."""
 
     api_key_file: str | None = flag(
         HTTP, "--api-key-file", read=_key_file, metavar="FILE",
-        help="require a key of this file too: one per line, # begins a comment; read again when it changes",
+        help="require a bearer key from this file (one per line, # starts a comment) or from --api-key; reloaded when it changes",
     )  # fmt: skip
     operator_key_file: str | None = flag(
-        HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key may",
-        help="only keys of this file may change or record experts and reset the prefix cache; they open all else too; the "
-        "form is that of --api-key-file",
+        HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key is an operator's",
+        help="file of operator keys, in the form of --api-key-file; only they may change or record experts and reset the "
+        "prefix cache; they also open all other endpoints",
     )  # fmt: skip
     max_request_bytes: int = flag(
         HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
-        help="longest body that is read, e.g. 512K or 64M; longer ones are a 413",
+        help="largest request body, e.g. 512K or 64M; larger ones get 413",
     )  # fmt: skip
     max_inflight_request_bytes: int | None = flag(
         HTTP, "--max-inflight-request-bytes", read=size, metavar="BYTES", default_text="8 times --max-request-bytes",
-        help="bytes of all bodies that are being read at once, without the first 64K of each; a body that does not fit is a 503",
+        help="total size of the bodies being read at once, without the first 64K of each; a body that exceeds it gets 503",
     )  # fmt: skip
     max_connections: int | None = flag(
-        HTTP, "--max-connections", read=whole(1), metavar="N", default_text="by the limit of open files, at most 16384",
-        help="connections that are open at once; one more closes the longest idle one, or is a 503 if none is idle",
+        HTTP, "--max-connections", read=whole(1), metavar="N", default_text="from the limit of open files, at most 16384",
+        help="maximum number of open connections; one more closes the longest idle one, or gets 503 if none is idle",
     )  # fmt: skip
     max_connections_per_address: int | None = flag(
         HTTP, "--max-connections-per-address", read=whole(1), metavar="N", default_text="half of --max-connections",
-        help="connections from one address (of IPv6, one network of 64 bits); loopback and --forwarded-allow-ips have no such "
-        "bound",
+        help="maximum number of connections from one address (for IPv6, from one /64 network); loopback and "
+        "--forwarded-allow-ips are exempt",
     )  # fmt: skip
     forwarded_allow_ips: tuple[str, ...] = flag(
         HTTP, "--forwarded-allow-ips", read=_addresses, metavar="ADDRESSES", default=(), default_text="none",
-        help="proxies whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses or networks, separated by commas, or *",
+        help="proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: comma-separated addresses or networks, or *",
     )  # fmt: skip
     files_dir: str | None = flag(
-        HTTP, "--files-dir", read=_directory, metavar="DIR", default_text="a temporary one, removed when the service ends",
-        help="keep files of /v1/files and batches in this folder, also for a service that is started again; one service at "
-        "a time",
+        HTTP, "--files-dir", read=_directory, metavar="DIR", default_text="a temporary folder, removed when the service ends",
+        help="folder for the files of /v1/files and batches; they survive a restart of the service; one service at a time "
+        "may use it",
     )  # fmt: skip
     max_files_bytes: int = flag(
         HTTP, "--max-files-bytes", read=size, metavar="BYTES", default=1 << 30, default_text="1G",
-        help="uploads are a 413 where the files that are kept would have more; one upload has up to --max-request-bytes",
+        help="total size of stored files; an upload that exceeds it gets 413; --max-request-bytes limits a single upload",
     )  # fmt: skip
     shutdown_timeout_s: float = flag(
         HTTP, "--shutdown-timeout-seconds", "--shutdown-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         default=SHUTDOWN_TIMEOUT_S,
-        help="how long open requests may go on after SIGTERM; 0 ends them at once",
+        help="time for open requests to finish after SIGTERM; 0 ends them at once",
     )  # fmt: skip
     allowed_origins: tuple[str, ...] = flag(
         HTTP, "--allowed-origins", read=json_texts, metavar="JSON", default=(), default_text="none",
         help="""origins whose pages may use the service from a browser, such as '["https://chat.example"]' or '["*"]'""",
     )  # fmt: skip
     allowed_hosts: tuple[str, ...] = flag(
-        HTTP, "--allowed-hosts", read=_hosts, metavar="JSON", default=(), default_text="addresses and own names",
-        help="""without API keys: further names that clients may use for the service, such as a proxy's: '["chat.example"]', """
+        HTTP, "--allowed-hosts", read=_hosts, metavar="JSON", default=(), default_text="IP addresses and the machine's names",
+        help="""further host names that clients may use if no API key is required, such as a proxy's: '["chat.example"]', """
         """'["*.example"]' or '["*"]'""",
     )  # fmt: skip
     allowed_methods: tuple[str, ...] = flag(
         HTTP, "--allowed-methods", read=json_texts, metavar="JSON", default=("*",), default_text='["*"]',
-        help="methods that those pages may use",
+        help="methods that pages from --allowed-origins may use",
     )  # fmt: skip
     allowed_headers: tuple[str, ...] = flag(
         HTTP, "--allowed-headers", read=json_texts, metavar="JSON", default=("*",), default_text='["*"]',
-        help="headers that those pages may send",
+        help="headers that pages from --allowed-origins may send",
     )  # fmt: skip
     allow_credentials: bool = switch(
-        HTTP, "--allow-credentials", help="let those pages send cookies and the like"
+        HTTP,
+        "--allow-credentials",
+        help="let pages from --allowed-origins send cookies and other credentials",
     )
     ssl_certfile: str | None = flag(
         HTTP, "--ssl-certfile", read=text, metavar="FILE", help="serve HTTPS with this certificate (PEM)"
     )
     ssl_keyfile: str | None = flag(
         HTTP, "--ssl-keyfile", read=text, metavar="FILE",
-        help="the certificate's key, where the certificate's file does not hold it",
+        help="private key of the certificate, if the file of --ssl-certfile does not contain it",
     )  # fmt: skip
     root_path: str = flag(
         HTTP, "--root-path", read=_root_path, metavar="PATH", default="",
-        help="path under which a proxy shows the service, e.g. /llm",
+        help="path prefix under which a proxy publishes the service, e.g. /llm",
     )  # fmt: skip
 
     @property
     def most_inflight_bytes(self) -> int:
-        """Bytes of all bodies that are read at once."""
+        """Return the limit for the total size of bodies that are being read, in bytes."""
         return self.max_inflight_request_bytes or 8 * self.max_request_bytes
 
     @property
     def scheme(self) -> str:
-        """What URLs begin with."""
+        """Return the scheme of the service's URLs."""
         return "https" if self.ssl_certfile else "http"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What is logged and traced, and how."""
+    """Logs, tracing and their formats."""
 
     format: str = flag(
         LOGS, "--log-format", read=one_of("text", "json"), metavar="{text,json}", default="text",
-        help="form of access and error log",
+        help="format of the access log and the error log",
     )  # fmt: skip
     level: str = flag(
         LOGS, "--log-level", "--uvicorn-log-level", read=one_of(*_LEVELS),
-        metavar="{debug,info,warning,error,critical}", default="info", help="least that is logged",
+        metavar="{debug,info,warning,error,critical}", default="info", help="lowest level to log",
         taken_as={**{word.upper(): word for word in _LEVELS}, "trace": "debug", "NOTSET": "debug"},
-        taken_because="levels are written in small letters, and debug is the least of them",
+        taken_because="levels are lower case, and debug is the lowest",
     )  # fmt: skip
     requests: bool = switch(
         LOGS, "--log-requests", "--enable-log-requests", off=["--disable-log-requests"],
-        help="log every request's prompt and parameters, which is off by default",
-        off_help="do not (the default, for scripts that say so)",
+        help="log the prompt and parameters of every request (off by default)",
+        off_help="do not log prompts and parameters (the default)",
     )  # fmt: skip
     access: bool = switch(
         LOGS, off=["--disable-access-log", "--disable-uvicorn-access-log"], default=True, keyword="access_log",
-        off_help="no line per answered HTTP request",
+        off_help="do not log answered HTTP requests",
     )  # fmt: skip
     stats: bool = switch(
         LOGS, off=["--disable-log-stats"], default=True, keyword="log_stats",
-        off_help="no line of throughput every 10 s while there is traffic",
+        off_help="do not log the throughput (every 10 s during traffic)",
     )  # fmt: skip
     quiet_paths: tuple[str, ...] = flag(
         LOGS, "--disable-access-log-for-endpoints", read=_paths, metavar="PATHS", default=QUIET_PATHS,
-        default_text=",".join(QUIET_PATHS), help="no such line for these paths, separated by commas",
+        default_text=",".join(QUIET_PATHS), help="comma-separated paths whose requests the access log omits",
     )  # fmt: skip
     otlp_endpoint: str | None = flag(
         LOGS, "--otlp-traces-endpoint", read=_traces_url, metavar="URL",
-        help="send one OpenTelemetry span per request there, e.g. http://127.0.0.1:4317; needs wideep[otel]",
+        help="collector that receives one OpenTelemetry span per request, e.g. http://127.0.0.1:4317; needs wideep[otel]",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for. `None` means: not said, the default is found where it is known."""
+    """The options of a service. None means "not given": the default depends on the machine or the model."""
 
     model: str = flag(
         MODEL, "MODEL", read=_model, metavar="MODEL", nargs="?", default=DEMO_MODEL,
-        help="a Hugging Face model directory, a hub name, or 'demo', the model that WideEP makes itself",
+        help="Hugging Face model directory, hub name, or 'demo' for a small model that WideEP generates",
     )  # fmt: skip
     checkpoint: CheckpointOptions = field(default=CheckpointOptions())
     host: str = flag(
@@ -338,96 +341,94 @@ class Options:
         read=whole(0, 65535),
         metavar="PORT",
         default=8000,
-        help="port to listen on; 0 takes a free one",
+        help="port to listen on; 0 chooses a free one",
     )
     uds: str | None = flag(
         HTTP, "--uds", read=_socket_path, metavar="PATH",
-        help="listen on a Unix domain socket instead of --host and --port: curl --unix-socket PATH http://localhost/v1/models",
+        help="Unix domain socket to listen on instead of --host and --port: curl --unix-socket PATH http://localhost/v1/models",
     )  # fmt: skip
     served_model_names: tuple[str, ...] = flag(
         HTTP, "--served-model-name", read=_names, metavar="NAME", action="extend", nargs="+", default=(),
-        default_text="MODEL's", help="names that requests may use for the model; the first is shown",
+        default_text="MODEL's", help="names that requests may use for the model; the service shows the first one",
     )  # fmt: skip
     api_keys: tuple[str, ...] = flag(
         HTTP, "--api-key", read=_keys, metavar="KEY", action="append", default=(),
-        help="require this bearer key; may be repeated. Others on the machine can read a command line: prefer "
-        "--api-key-file, or keys in the variable WIDEEP_API_KEY",
+        help="required bearer key; may be repeated. Other users of the machine can read a command line: prefer "
+        "--api-key-file, or keys in the environment variable WIDEEP_API_KEY",
     )  # fmt: skip
     per_request_metrics: bool = switch(
         HTTP, "--enable-per-request-metrics",
-        help="add the times of each request to its answer, or to the usage chunk of its stream",
+        help="add the times of each request to its response, or to the usage chunk of its stream",
     )  # fmt: skip
     http: HttpOptions = field(default=HttpOptions())
 
     seed: int | None = flag(
-        HTTP, "--seed", read=whole(0, 2**64 - 1), metavar="N", default_text="drawn anew",
-        help="requests that bring no seed get theirs from this one, in order of arrival: the same requests in the same "
-        "order are answered the same",
+        HTTP, "--seed", read=whole(0, 2**64 - 1), metavar="N", default_text="random for each request",
+        help="base seed for requests without one, assigned in order of arrival: the same requests in the same order get the "
+        "same answers",
     )  # fmt: skip
 
     tool_call_parser: str | None = flag(
         TOOLS, "--tool-call-parser", read=one_of(*TOOL_PARSERS), metavar="NAME",
-        default_text="by its chat template", help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}",
+        default_text="from the chat template", help=f"format of the model's tool calls: {', '.join(TOOL_PARSERS)}",
     )  # fmt: skip
     reasoning_parser: str | None = flag(
         TOOLS, "--reasoning-parser", read=one_of(*REASONING_PARSERS), metavar="NAME",
-        default_text="by its chat template", help=f"how the model writes reasoning: {', '.join(REASONING_PARSERS)}",
+        default_text="from the chat template", help=f"format of the model's reasoning: {', '.join(REASONING_PARSERS)}",
     )  # fmt: skip
     chat_template: str | None = flag(
-        TOOLS, "--chat-template", read=_template_file, metavar="FILE", default_text="the model's own",
-        help="render chats with this Jinja template",
+        TOOLS, "--chat-template", read=_template_file, metavar="FILE", default_text="the model's template",
+        help="file with a Jinja template that renders chats",
     )  # fmt: skip
     tokenizer_mode: str = flag(
         TOOLS, "--tokenizer-mode", read=one_of("auto", "hf", "slow", "deepseek_v32"), metavar="NAME", default="auto",
-        help="deepseek_v32 renders chats as DeepSeek-V3.2's published code does, which auto chooses for that model if it has no "
-        "chat template; hf and slow are auto",
+        help="chat renderer: deepseek_v32 is DeepSeek-V3.2's published code, which auto uses for that model if it has no chat "
+        "template; hf and slow mean auto",
     )  # fmt: skip
 
     data_parallel_size: int | None = flag(
         RANKS, "--data-parallel-size", "-dp", read=whole(1), metavar="N",
-        default_text="2 on CPU, else one per GPU", help="ranks on this node, one process each",
+        default_text="2 on CPU, otherwise one per GPU", help="number of ranks on this node, one process each",
     )  # fmt: skip
     join: str | None = flag(
         RANKS, "--join", read=_endpoint, metavar="HOST:PORT",
-        help="for `wideep worker` under a torchrun of its own: take the place of a node that is away in the service "
-        "whose --rdzv-endpoint this is",
+        help="replace a lost node of the service with this --rdzv-endpoint; for `wideep worker` under a separate torchrun",
     )  # fmt: skip
     cluster_key_file: str | None = flag(
         RANKS, "--cluster-key-file", read=_cluster_key_file, metavar="FILE",
-        help="a secret of 32 bytes or more, the same on all nodes, with which front and ranks authenticate each other and all "
-        "they say; only its owner may read it",
+        help="file with a secret of at least 32 bytes, the same on all nodes, that authenticates the front, the ranks and all "
+        "their messages; only its owner may have access to it",
     )  # fmt: skip
     device: str = flag(
         RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",
-        help="what computes; auto is cuda where a GPU and all that it needs is found, else cpu, and says why",
+        help="device to compute on; auto uses cuda if a GPU and all that it needs are found, otherwise cpu, and logs why",
     )  # fmt: skip
     threads: int | None = flag(
-        RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="threads per rank"
+        RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="number of threads per rank"
     )  # fmt: skip
     dtype: str = flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
-        default="auto", default_text="auto, on a GPU bfloat16",
+        default="auto", default_text="auto (bfloat16 on a GPU)",
         taken_as={"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
-        taken_because="weights are kept in float32 or bfloat16, which has float16's size and float32's range: answers "
+        taken_because="weights are kept in float32 or bfloat16; bfloat16 has float16's size and float32's range, and answers "
         "differ from float16's in the last digits",
-        help="type the weights are kept in, but for quantised ones, which stay as they are; CPU computes in float32, a "
-        "GPU in this type",
+        help="data type of the weights; quantised weights keep theirs. A GPU computes in this type, CPU in float32",
     )  # fmt: skip
     quantization: str | None = flag(
         RANKS, "--quantization", "-q", read=one_of("int8", "int4", *STORED_METHODS), metavar="{int8,int4}",
-        help="quantise experts and linear layers as they are loaded, a scale per 32 inputs; less memory, on a CPU faster "
-        "decodes, other answers (docs/quantised.md); the name of the format that the checkpoint has changes nothing",
+        help="quantise experts and linear layers on load, with one scale per 32 inputs: less memory, faster decoding on CPU, "
+        "different answers (docs/quantised.md). Naming the checkpoint's own format changes nothing",
     )  # fmt: skip
     batch_invariant: bool = switch(
         RANKS, "--batch-invariant",
-        help="on a GPU: no token's bits depend on the requests beside it, at a price in speed; always so on CPU",
+        help="make each token's bits independent of the other requests in its batch on a GPU, at a cost in speed; always so on CPU",
     )  # fmt: skip
     enforce_eager: bool = switch(
-        RANKS, "--enforce-eager", help="on a GPU: run decode steps without CUDA graphs"
+        RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs"
     )
     enable_torch_compile: bool = switch(
         RANKS, "--enable-torch-compile",
-        help="on a GPU: compile what lies between attention, experts and routing (norms, rotary, residuals); the start "
+        help="compile the operations between attention, experts and routing on a GPU (norms, rotary, residuals); the start "
         "takes longer",
     )  # fmt: skip
 
@@ -435,149 +436,149 @@ class Options:
         DISPATCH, "--all2all-backend", read=one_of(*BACKENDS), metavar=f"{{{','.join(BACKENDS)}}}", default="auto",
         taken_as=dict.fromkeys(_BACKENDS_OF_OTHERS, "auto"),
         taken_because="steps that only decode use the low-latency exchange and steps with prompts the normal one, as far as "
-        "this machine goes; deep_ep is the installed DeepEP",
-        help="how ranks exchange tokens; auto is shm between ranks of one host, gloo otherwise; on GPUs it is nccl, with "
-        "decode steps through each other's memory (nvshmem between hosts) where that can be had; deep_ep is the "
-        "installed package",
+        "this machine supports them; deep_ep is the installed DeepEP",
+        help="backend that exchanges tokens between ranks; auto is shm within one host, otherwise gloo; on GPUs auto is nccl, "
+        "with decode steps through peer memory (nvshmem between hosts) if available; deep_ep is the installed DeepEP "
+        "package",
     )  # fmt: skip
     dispatch_mode: str = flag(
         DISPATCH, "--dispatch-mode", read=one_of("auto", "normal", "low_latency"),
         metavar="{auto,normal,low_latency}", default="auto",
-        help="auto is low_latency for steps that only decode, normal for steps with prompts",
+        help="mode of the exchange; auto is low_latency for steps that only decode and normal for steps with prompts",
     )  # fmt: skip
     dispatch_dtype: str = flag(
         DISPATCH, "--dispatch-dtype", read=one_of("auto", "fp8"), metavar="{auto,fp8}", default="auto",
-        help="what tokens travel to experts as: the model's own type, or FP8 with DeepSeek's block scales, a quarter of "
-        "float32's bytes and not the same bits",
+        help="format in which tokens are sent to experts; auto is the model's data type; fp8 has DeepSeek's block scales, "
+        "takes a quarter of float32's bytes and gives different bits",
     )  # fmt: skip
     dispatch_node_size: int = flag(
         DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default=0,
-        default_text="0, straight to every rank",
-        help="send a token once to each node of N ranks and spread it inside, where links between nodes are the slow "
-        "ones; divides the number of ranks",
+        default_text="0, directly to every rank",
+        help="number of ranks per node for a two-stage exchange that sends a token once to each node and spreads it inside, for "
+        "slow links between nodes; must divide the number of ranks",
     )  # fmt: skip
     distributed_timeout_s: float = flag(
         DISPATCH, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS", default=30.0,
-        help="how long a rank may keep another one waiting before it counts as hung",
+        help="time that a rank may keep another one waiting before it counts as hung",
     )  # fmt: skip
 
     heartbeat_timeout_s: float = flag(
         DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS", default=2.0,
-        help="how long a rank's process may stand still until it is killed and started again, and the others' least patience; 0: for ever, for a debugger, and links that are cut "
-        "are found by --distributed-timeout-seconds only",
+        help="restart a rank whose process sends no heartbeat for this long; other ranks wait at least as long. 0 disables "
+        "the check (for a debugger); cut links are then found only after --distributed-timeout-seconds",
     )  # fmt: skip
     max_rank_restarts: int = flag(
         DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
-        help="how often within 10 minutes a rank that died is started again before it stays away",
+        help="maximum number of restarts of a failing rank within 10 minutes; after these it stays down",
     )  # fmt: skip
 
     enable_eplb: bool = switch(
         PLACEMENT, "--enable-eplb",
-        help="move experts while serving, where that pays by the load seen; `wideep experts apply` works without",
+        help="move experts during operation if the observed load makes it worthwhile; `wideep experts apply` works without it",
     )  # fmt: skip
     eplb_config: EplbConfig = flag(  # noqa: RUF009 - it declares a field
         PLACEMENT, "--eplb-config", read=_eplb_config, metavar="JSON", default=EplbConfig(), default_text="{}",
-        help='such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
+        help='settings of expert placement, such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
         "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, num_groups, min_nodes, "
         "spread, history_file",
     )  # fmt: skip
     expert_placement: str | None = flag(
-        PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts evenly",
-        help="start with this placement, as `wideep experts plan --out FILE` writes it",
+        PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts spread evenly",
+        help="initial placement, a file written by `wideep experts plan --out FILE`",
     )  # fmt: skip
 
     max_model_len: int | None = flag(
         LIMITS, "--max-model-len", read=tokens(1), metavar="TOKENS", default_text="the model's",
-        help="prompt plus output, such as 4096, 8k (8000) or 8K (8192)",
+        help="maximum length of prompt plus output in tokens, such as 4096, 8k (8000) or 8K (8192)",
     )  # fmt: skip
     max_num_seqs: int | None = flag(
         LIMITS, "--max-num-seqs", read=whole(1), metavar="N", default_text="64 on CPU, 256 on a GPU",
-        help="requests a rank runs at once",
+        help="maximum number of requests that a rank runs at once",
     )  # fmt: skip
     max_num_batched_tokens: int | None = flag(
         LIMITS, "--max-num-batched-tokens", read=tokens(16), metavar="TOKENS",
-        default_text="512 on CPU, 8192 on a GPU", help="tokens a rank runs in one step, such as 8192 or 8K",
+        default_text="512 on CPU, 8192 on a GPU", help="maximum number of tokens in one step of a rank, such as 8192 or 8K",
     )  # fmt: skip
     max_num_queued_reqs: int | None = flag(
-        LIMITS, "--max-num-queued-reqs", read=whole(1), metavar="N", default_text="no bound",
-        help="choices of requests that may wait or run, all ranks together; one more is a 429 with Retry-After",
+        LIMITS, "--max-num-queued-reqs", read=whole(1), metavar="N", default_text="no limit",
+        help="maximum number of waiting and running requests on all ranks (each of a request's n choices counts); one more "
+        "gets 429 with Retry-After",
     )  # fmt: skip
     scheduling_policy: str = flag(
         LIMITS, "--scheduling-policy", read=one_of(FCFS, PRIORITY), metavar="{fcfs,priority}", default=FCFS,
-        help="who begins first of those that wait at a rank: fcfs is who came first; priority is who has the lower number in "
-        "the field `priority`, then who came first (docs/scheduling.md)",
+        help="order in which a rank starts waiting requests: fcfs is the order of arrival; priority starts lower values of "
+        "the field `priority` first, equal values in order of arrival (docs/scheduling.md)",
     )  # fmt: skip
     routing_policy: str = flag(
         LIMITS, "--routing-policy", read=one_of(*ROUTER_NAMES), metavar="{prefix,fewest,round-robin}", default=ROUTER_NAMES[0],
-        help="which rank a request goes to: prefix is the one that comes to its first token soonest; fewest is the one with the "
-        "fewest outstanding tokens; round-robin is the next one, whatever they do, and nothing is moved; the last two are to "
-        "compare with, and know no sessions (docs/scheduling.md)",
+        help="rule that chooses a request's rank: prefix takes the one with the earliest expected first token; fewest takes the "
+        "one with the fewest outstanding tokens; round-robin takes the next one and never moves a request. The last two are "
+        "for comparison and ignore sessions (docs/scheduling.md)",
     )  # fmt: skip
     target_itl_ms: float | None = flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
-        default_text="2.2 decode steps of all who run or wait on CPU, none on a GPU",
-        help="time between two tokens of a stream that a step with prompts keeps to, as far as it can: it takes on fewer "
-        "tokens of prompts, at least 16 to 64",
+        default_text="2.2 decode steps of all running and waiting requests on CPU, none on a GPU",
+        help="target time between two tokens of a stream; steps that include prompts take fewer prompt tokens to meet it, "
+        "but at least 16 to 64",
     )  # fmt: skip
     speculative_config: str | None = flag(
-        LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="nothing is drafted",
-        help="try several tokens of a request in a step, without changing any of them: vLLM's keys, such as "
+        LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="no drafts",
+        help="speculative decoding: try several tokens of a request in a step, without changing its tokens; vLLM's keys, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
     )  # fmt: skip
     max_logprobs: int | None = flag(
-        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all by -1",
-        help="log-probabilities that a request may ask for beside each token; -1 is as many as it likes",
+        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all with -1",
+        help="maximum number of log-probabilities per token that a request may ask for; -1 is no limit",
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",
-        help="deadline of a request; 0 is none",
+        help="time limit of a request; 0 disables it",
     )  # fmt: skip
     rank_recovery_timeout_s: float = flag(
         LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=600.0,
-        help="when no rank serves any more, how long requests wait for one to come back until the service ends",
+        help="time that requests wait for a rank to return if none serves; after it the service ends",
     )  # fmt: skip
 
     kv_cache_bytes: int | None = flag(
         MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",
-        default_text="25% of free memory over the local ranks; on a GPU what --gpu-memory-utilization leaves",
-        help="KV cache per rank, e.g. 512M or 2G",
+        default_text="25% of free memory over the local ranks; on a GPU, the memory that --gpu-memory-utilization leaves",
+        help="size of the KV cache per rank, e.g. 512M or 2G",
     )  # fmt: skip
     gpu_memory_utilization: float | None = flag(
         MEMORY, "--gpu-memory-utilization", read=_SHARE, metavar="SHARE", default_text="0.9 on a GPU",
-        help="on a GPU: share of its free memory for weights and KV cache; on CPU: share of free memory for the KV cache; "
-        "above 0 and at most 1",
+        help="share of free memory, above 0 and at most 1, for weights and KV cache on a GPU, or for the KV cache on CPU",
     )  # fmt: skip
     enable_prefix_caching: bool = switch(
         MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"], default=True,
-        help="the default", off_help="do not reuse the KV cache of equal prefixes",
+        help="reuse the KV cache of equal prefixes (the default)", off_help="do not reuse the KV cache of equal prefixes",
     )  # fmt: skip
     mamba_cache_mode: str | None = flag(
         MEMORY, "--mamba-cache-mode", read=one_of("none", "align"), metavar="{none,align}", default=None,
-        default_text="align, where there are recurrent layers",
-        help="of recurrent layers: align keeps states at the ends of blocks, from which requests with equal prefixes go on; "
-        "none keeps none, and such requests run their whole prompts",
+        default_text="align for models with recurrent layers",
+        help="caching of recurrent states: align keeps the states at the ends of blocks, from which requests with equal "
+        "prefixes continue; none keeps no states, and such requests run their whole prompts",
     )  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
-    # A cluster key that `wideep serve` makes for the processes of one start; no flag sets it, and no command line shows it.
+    # The cluster key that `wideep serve` generates for the processes of one start. No flag or command line contains it.
     own_cluster_key: str = field(default="", repr=False)
 
     @property
     def cluster_key(self) -> bytes | None:
-        """The secret of front and ranks; None: there is none."""
+        """Return the shared secret of front and ranks. Returns None if there is no key."""
         if self.cluster_key_file is None:
             return self.own_cluster_key.encode() or None
         return read_cluster_key(Path(self.cluster_key_file))
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """How tokens are drafted; None: they are not."""
+        """Return the settings of speculative decoding. Returns None if it is off."""
         given = self.speculative_config
         return parse_speculative_config(given) if given else None
 
     @property
     def needs_key(self) -> bool:
-        """Whether requests must carry an API key."""
+        """Return whether requests must carry an API key."""
         return bool(self.api_keys) or self.http.api_key_file is not None
 
 
@@ -585,7 +586,7 @@ CONFIG_FILE = Option(
     "config", (),
     Flag(
         group=MODEL, names=("--config",), read=text, default=None, metavar="FILE",
-        help="read options of a YAML file, as vLLM's: `max-model-len: 4096`; what the command line says goes before it",
+        help="YAML file of options in vLLM's format, e.g. `max-model-len: 4096`; the command line takes precedence",
     ),
 )  # fmt: skip
 OPTIONS = (*options_of(Options), CONFIG_FILE)

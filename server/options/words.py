@@ -1,7 +1,7 @@
-"""A command line as people type it, before it is parsed: underscores for dashes, JSON key by key; and words nobody knows.
+"""Preparation of a command line for the parser (underscores for dashes, JSON key by key), and messages for unknown words.
 
-vLLM's users write --max_model_len, --eplb-config.num_redundant_experts 32 and -O3. What is left over after parsing is
-answered by a sentence that names the nearest flag there is.
+Users of vLLM write --max_model_len, --eplb-config.num_redundant_experts 32 and -O3. The message for a word that the
+parser does not know suggests the nearest flag.
 """
 
 import json
@@ -14,7 +14,7 @@ _HELP_BY_GROUP = ("wideep serve", "wideep worker")
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """Return a command's words with dashes in the names of flags, and JSON that came key by key as one value."""
+    """Return a command's words with dashes in flag names and with JSON keys joined to one value."""
     found: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = iter(words)
@@ -30,7 +30,7 @@ def spelled(words: Sequence[str]) -> list[str]:
             found += ["--optimization-level", name[2:]]
         elif keys and name.startswith("-") and base in known_words():
             if base not in objects:
-                found += [base, ""]  # its place; the value is written below
+                found += [base, ""]  # reserves the position; the value is filled in below
             given = value if equals else next(rest, "")
             _put(objects.setdefault(base, {}), keys.split("."), given)
         else:
@@ -51,16 +51,16 @@ def _put(content: dict[str, Any], keys: Sequence[str], given: str) -> None:
 
 
 def why_unknown(left: Sequence[str], command: str, own: Iterable[str] = ()) -> str:
-    """Say what is wrong with the words that a parser has left over.
+    """Return the message about words that the parser did not recognise.
 
     Args:
-        command: such as `wideep serve`.
-        own: the flags of a command that is not a service's.
+        command: Such as `wideep serve`.
+        own: Flags of a command that does not start a service.
     """
     flag = next((word for word in left if word.startswith("-")), None)
     if flag is None:
-        return f"{left[0]!r} is one word too many; `{command} --help` says what it takes"
+        return f"unexpected argument {left[0]!r}; `{command} --help` lists the arguments"
     name = flag.partition("=")[0]
     question = nearest(name, list(own)) or nearest(name, known_words())
     listed = f"{command} --help=all" if command in _HELP_BY_GROUP else f"{command} --help"
-    return f"{name} is no flag of `{command}`{question}; `{listed}` lists them"
+    return f"{name} is not a flag of `{command}`{question}; `{listed}` lists them"

@@ -1,12 +1,12 @@
-"""How evenly experts' tokens fall on ranks over simulated time, under a placement that may change while it serves.
+"""Balance of expert tokens over ranks in simulated time, under a placement that may change during operation.
 
-What experts are asked for comes as windows: of recorded loads, or of a generated one (lognormal over
-experts, drawn for every layer, which drifts by a lognormal factor from window to window). A step's tokens are drawn from
-its window (multinomial, once for each power of two of tokens), because a batch of few tokens is uneven under the best placement.
+The load of experts consists of windows, either recorded or generated (lognormal over experts, drawn for every layer,
+drifting by a lognormal factor from window to window). A step's tokens are drawn from its window (multinomial, once for each
+power of two of tokens), because a batch of few tokens is uneven even under the best placement.
 
-Placements change as in a service: every `step_interval` steps the last window is looked at, by `expert_placement.control`
-("repair"), or planned from nothing with even shares as DeepSeek's EPLB does ("even"); moves take their time, and switch at
-their end. "linear" has no redundant experts and never changes. Rejected: drawing every step's tokens, 1 ms a step.
+Placements change as in a service: every `step_interval` steps the last window is evaluated by `expert_placement.control`
+("repair"), or a new plan with even shares is made, as by DeepSeek's EPLB ("even"). Moves take time, and the placement
+switches at their end. "linear" has no redundant experts and never changes. Rejected: drawing every step's tokens, 1 ms a step.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,12 @@ from scheduler.moves.start_placement import start_placement
 from server.simulation.flags import PLACEMENT_NAMES
 from server.sizing.step_times import StepCost
 
-GENERATED_LAYERS = 8  # that stand for all of a model's
+GENERATED_LAYERS = 8  # represent all layers of a model
 _HOST = "host"  # of all ranks: nodes are not simulated
 
 
 class ExpertModel(NamedTuple):
-    """What of a model decides how experts are placed."""
+    """The properties of a model that affect expert placement."""
 
     num_layers: int
     num_experts: int
@@ -43,21 +43,21 @@ class ExpertModel(NamedTuple):
 
 
 class ExpertLoads(NamedTuple):
-    """What experts are asked for: one window after the other, then from the beginning."""
+    """The load of experts: a sequence of windows, repeated from the beginning."""
 
-    windows: np.ndarray  # [windows, layers, experts] float64; every layer adds up to 1
+    windows: np.ndarray  # [windows, layers, experts] float64; the sum over the experts of a layer is 1
     window_s: float
 
     def at(self, now_s: float) -> int:
-        """The window of a time."""
+        """Return the index of the window at a time."""
         return int(now_s / self.window_s) % len(self.windows)
 
 
 def recorded_loads(paths: Sequence[Path], window_s: float) -> ExpertLoads:
-    """Read loads of files.
+    """Read recorded loads from files.
 
     Raises:
-        LoadFileError: naming the file and what is wrong.
+        LoadFileError: A file is invalid; the message names it and the reason.
     """
     return ExpertLoads(_normed(read_loads(paths).load), window_s)
 
@@ -72,12 +72,12 @@ def generated_loads(
     window_s: float,
     seed: int,
 ) -> ExpertLoads:
-    """Make lognormal loads.
+    """Generate lognormal loads.
 
     Args:
-        skew: sigma over a layer's experts; 0: all experts alike. At 0.7 the hottest of 256 is asked for 6 times as often as
-            the mean one, as in DeepSeek-V3 under SGLang (sgl-project/sglang, issue 6017: 5.6 to 8.1 times, sigma 0.56 to 0.86).
-        drift: sigma of the lognormal factor from window to window; there 0.07 to 0.30.
+        skew: Sigma over the experts of a layer; 0 makes them equal. At 0.7 the hottest of 256 gets 6 times the mean load,
+            as in DeepSeek-V3 under SGLang (sgl-project/sglang, issue 6017: 5.6 to 8.1 times, sigma 0.56 to 0.86).
+        drift: Sigma of the lognormal factor from window to window; 0.07 to 0.30 in the same source.
     """
     draw = np.random.default_rng(seed)
     load = np.exp(skew * draw.standard_normal((num_layers, num_experts)))
@@ -93,10 +93,10 @@ def _normed(load: np.ndarray) -> np.ndarray:
 
 
 class _Seen:
-    """What steps did since they were last looked at."""
+    """Figures of the steps since the last evaluation."""
 
     def __init__(self) -> None:
-        self.tokens = np.zeros(2)  # of prompts, of decodes
+        self.tokens = np.zeros(2)  # of prompts and of decodes
         self.steps = self.prefill_steps = 0
         self.experts_s = self.prefill_experts_s = self.step_s = 0.0
 
@@ -111,7 +111,7 @@ class _Seen:
 
 
 class ExpertBalance:
-    """A placement that serves, and how even it is now."""
+    """The current placement, and its balance at a time."""
 
     def __init__(
         self,
@@ -123,16 +123,16 @@ class ExpertBalance:
         *,
         seed: int = 0,
     ) -> None:
-        """Place experts as a service does at its start, without knowing the load.
+        """Place experts as a service does at startup, without a known load.
 
         Args:
-            policy: of `PLACEMENT_NAMES`.
-            config: its redundant experts are not `linear`'s.
+            policy: One of `PLACEMENT_NAMES`.
+            config: Settings of the placement; `linear` ignores the number of redundant experts.
 
         Raises:
-            ConfigError: more redundant experts than ranks have a use for.
+            ConfigError: There are more redundant experts than the ranks can use.
         """
-        assert policy in PLACEMENT_NAMES, "the command line offers no other"
+        assert policy in PLACEMENT_NAMES, "the command line checks the name"
         self._policy, self._model, self._loads, self._seed = policy, model, loads, seed
         self._num_ranks, self._hosts = num_ranks, (_HOST,) * num_ranks
         self._config = replace(config, num_redundant_experts=0) if policy == "linear" else config
@@ -141,17 +141,16 @@ class ExpertBalance:
             layers, experts, num_ranks, eplb=self._config, hosts=self._hosts, file=None
         )
         self.num_moves = 0
-        self.last_reason = ""  # of "repair": what was decided last, with its numbers
-        self._expert_bytes = (
-            model.expert_bytes * max(1, model.num_layers) // layers
-        )  # a layer stands for several
-        self._drawn: dict[tuple[int, int], float] = {}  # by window and tokens, of this placement
+        self.last_reason = ""  # the last decision of "repair", with its numbers
+        # A simulated layer represents several.
+        self._expert_bytes = model.expert_bytes * max(1, model.num_layers) // layers
+        self._drawn: dict[tuple[int, int], float] = {}  # balance of this placement, by window and tokens
         self._step = 0
         self._seen = _Seen()
-        self._coming: tuple[float, Placement] | None = None  # when, what
+        self._coming: tuple[float, Placement] | None = None  # time and placement of the next switch
 
     def balancedness(self, now_s: float, num_tokens: int) -> float:
-        """Mean over max of the ranks' expert rows in a step of all ranks' tokens, layers together."""
+        """Return mean over max of the ranks' expert rows, over all layers, in a step with this number of tokens."""
         if self._coming is not None and self._coming[0] <= now_s:
             self.placement, self._coming = self._coming[1], None
             self._drawn.clear()
@@ -163,13 +162,13 @@ class ExpertBalance:
 
     def _draw(self, window: int, bits: int) -> float:
         draw = np.random.default_rng((self._seed, window, bits))
-        choices = min((3 << bits) // 4 * self._model.top_k or 1, 1 << 40)  # the middle of the power's range
+        choices = min((3 << bits) // 4 * self._model.top_k or 1, 1 << 40)  # the middle of the range
         counts = draw.multinomial(choices, self._loads.windows[window]).astype(np.float64)
         ranks = rank_load(self.placement, counts)
         return float(ranks.mean(axis=1).sum() / ranks.max(axis=1).sum())
 
     def note_step(self, prefill: int, decode: int, cost: StepCost, balancedness: float, now_s: float) -> None:
-        """Learn from a step, and decide about the placement when it is time."""
+        """Record a step, and decide about the placement if it is due."""
         self._step += 1
         config = self._config
         if self._policy == "linear" or self._num_ranks == 1:
@@ -198,7 +197,7 @@ class ExpertBalance:
             self._coming = now_s + move_seconds(transfers, situation, self._config), target
 
     def _situation(self, load: np.ndarray) -> Situation:
-        """What a service would know from its ranks' reports."""
+        """Return the figures that a service would get from its ranks' reports."""
         seen, num_ranks = self._seen, self._num_ranks
         window = LoadWindow(load.shape[0], load.shape[1], num_ranks, self._config.window_size)
         counts = np.zeros((len(load), 2, load.shape[1] + num_ranks), dtype=np.int64)

@@ -1,8 +1,8 @@
-"""What a simulation found: latencies, goodput, waits by cause, imbalance, caches; as values, as JSON.
+"""Results of a simulation: latencies, goodput, waits by cause, imbalance and caches, as values and as JSON.
 
-Waits by cause: a step is computed again with one thing after the other made even (experts, prompts' tokens, decode rows,
-contexts); what each takes off the step's time is what the ranks waited for it. Together they are all that uneven ranks
-cost. This is done for one step in CAUSE_EVERY.
+Waits by cause: the time of a step is computed again with one cause after another made even (experts, prompt tokens, decode
+rows, contexts); each reduction is the time that ranks waited for this cause. The sum is the total cost of uneven ranks. This
+is done for one step in CAUSE_EVERY.
 """
 
 import math
@@ -21,12 +21,12 @@ from server.sizing.step_times import StepCost, StepTimes
 
 CAUSE_EVERY = 16
 CAUSES = ("experts", "prefill", "decode_rows", "contexts")
-_GAP_BINS = 200  # of times between tokens, per factor e: half a percent each
+_GAP_BINS = 200  # for times between tokens, per factor e: half a percent each
 PERCENTILES = (50, 90, 99)
 
 
 class Outcome(NamedTuple):
-    """A request's end."""
+    """The outcome of a request."""
 
     arrival_s: float
     first_s: float
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """What a request must keep to be counted as good; in milliseconds, None is no bound."""
+    """The limits for a good request, in milliseconds; None is no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -48,7 +48,7 @@ class Slo:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationReport:
-    """What came out. Times of latencies are milliseconds; shares are 0 to 1."""
+    """The results. Latencies are in milliseconds; shares are 0 to 1."""
 
     num_requests: int
     num_refused: int
@@ -56,7 +56,7 @@ class SimulationReport:
     requests_per_s: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
-    goodput_per_s: float  # requests that kept to the SLO
+    goodput_per_s: float  # requests within the limits of the SLO
     good_share: float
     ttft_ms: dict[str, float]  # mean and percentiles
     tpot_ms: dict[str, float]
@@ -64,33 +64,33 @@ class SimulationReport:
     e2e_ms: dict[str, float]
     num_steps: int
     step_ms: float  # mean
-    busy_share: float  # of the duration, that steps ran
+    busy_share: float  # share of the duration in steps
     step_parts: dict[str, float]  # shares of the steps' time
     waiting_share: float  # of all ranks' time in steps
     waits_by_cause: dict[str, float]  # shares of the steps' time
-    balancedness: dict[str, float]  # mean over max of ranks, weighted by what there was
-    kv_usage: dict[str, float]  # mean and most; empty: the run ended before the first look
+    balancedness: dict[str, float]  # mean over max of ranks, weighted by the amounts
+    kv_usage: dict[str, float]  # mean and maximum; empty if the run ended before the first sample
     num_preemptions: int
-    prefix_hit_rate: float  # of prompt tokens
-    num_request_moves: int  # of requests that waited, to another rank
+    prefix_hit_rate: float  # share of prompt tokens
+    num_request_moves: int  # waiting requests moved to another rank
     num_expert_moves: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the report as JSON values."""
         return asdict(self)
 
 
 class SimulationFigures:
-    """Told what happens; makes a report at the end."""
+    """Collects the events of a run and makes the report."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self.num_events = 0  # requests' ends; what a run was about
+        self.num_events = 0  # ended requests
         self.num_request_moves = 0
         self._ttft_s, self._tpot_s, self._e2e_s = array("d"), array("d"), array("d")
         self._has_tpot = array("b")
         self._gaps: Counter[int] = Counter()
-        self._gap_total_ns = 0  # whole numbers: a sum that does not depend on the order
+        self._gap_total_ns = 0  # an integer, so that the sum does not depend on the order
         self._num_refused = 0
         self._tokens = [0, 0, 0]  # prompt, cached, output
         self._num_steps = 0
@@ -105,11 +105,11 @@ class SimulationFigures:
         self._stats: list[SchedulerStats] = []
 
     def note_step(self, rows: np.ndarray, cost: StepCost, balancedness: float, times: StepTimes) -> None:
-        """Take a step.
+        """Record a step.
 
         Args:
             rows: [fields of `Rows`, ranks].
-            times: what computed its cost.
+            times: Model of step times that computed the cost.
         """
         self._num_steps += 1
         total_s = cost.total_s
@@ -123,17 +123,17 @@ class SimulationFigures:
             self._causes_of_s += total_s
 
     def note_gaps(self, seconds: float, count: int) -> None:
-        """Take so many tokens that came so long after the ones before."""
+        """Record `count` tokens that arrived `seconds` after the previous ones."""
         if count:
             self._gaps[math.floor(math.log(max(seconds, 1e-9)) * _GAP_BINS)] += count
             self._gap_total_ns += round(seconds * 1e9) * count
 
     def note_cache(self, usage: Sequence[float]) -> None:
-        """Take what share of their blocks ranks use now."""
+        """Record the share of blocks in use on each rank."""
         self._kv.append((sum(usage) / len(usage), max(usage)))
 
     def note_end(self, outcome: Outcome) -> None:
-        """Take a request's end."""
+        """Record the end of a request."""
         self.num_events += 1
         if not outcome.is_served:
             self._num_refused += 1
@@ -148,11 +148,11 @@ class SimulationFigures:
         self._e2e_s.append(outcome.last_s - outcome.arrival_s)
 
     def end(self, now_s: float, stats: list[SchedulerStats]) -> None:
-        """Take the end, and the ranks' counters."""
+        """Record the end of the run, and the ranks' counters."""
         self._end_s, self._stats = now_s, stats
 
     def report(self, slo: Slo, *, num_expert_moves: int = 0) -> SimulationReport:
-        """Say what came out."""
+        """Return the results."""
         ttft_ms, tpot_ms, e2e_ms = (
             1e3 * np.frombuffer(each, dtype=np.float64) if each else np.zeros(0)
             for each in (self._ttft_s, self._tpot_s, self._e2e_s)
@@ -217,7 +217,7 @@ class SimulationFigures:
         return {"mean": statistics.fmean(means), "most": max(most)}
 
     def _gap_summary(self) -> dict[str, float]:
-        """Like `_summary`, of bins."""
+        """Return the same as `_summary`, from bins."""
         bins = sorted(self._gaps.items())
         total = sum(count for _, count in bins)
         if not total:
@@ -231,7 +231,7 @@ class SimulationFigures:
 
 
 def causes_of(rows: np.ndarray, total_s: float, times: StepTimes) -> np.ndarray:
-    """Seconds that a step would be shorter, had its ranks the same: [causes], one after the other.
+    """Return by how many seconds a step would be shorter if causes were even: [causes], one after another.
 
     Args:
         rows: [fields of `Rows`, ranks].
@@ -243,7 +243,7 @@ def causes_of(rows: np.ndarray, total_s: float, times: StepTimes) -> np.ndarray:
     mean_prompts = of_prompts.mean()
     prefill, of_prompts = even * prefill.mean(), even * mean_prompts
     seconds.append(_seconds(times, prefill, decode, row_context + of_prompts, of_prompts))
-    # As many rows on each rank, of its own mean context; then of the same.
+    # First the same number of rows on each rank, with its own mean context; then the same context.
     decodes = even * decode.mean()
     own_context = np.divide(
         row_context, decode, out=even * row_context.sum() / max(decode.sum(), 1.0), where=decode > 0

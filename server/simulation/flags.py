@@ -1,7 +1,7 @@
-"""The flags of `wideep simulate`; `run` runs it. Nothing heavy is imported here, because `wideep --help` needs it.
+"""The flags of `wideep simulate`; `run` runs it. It has no heavy imports, because `wideep --help` needs it.
 
-What a service is started with (ranks, lengths, limits, memory) comes from the table of options, so that these flags have
-their names, aliases and checks here too.
+The options of the service (ranks, lengths, limits, memory) come from the table of options, with the same names, aliases
+and checks.
 """
 
 import argparse
@@ -29,13 +29,13 @@ examples:
   wideep simulate mooncake.jsonl --model ./Qwen3-235B-A22B --device h100 -dp 16 --routers all --placements all --hours 0.5
   wideep simulate conv.csv --calibrate http://127.0.0.1:8000 --rate-scale 0.1
 routers:
-  prefix       what the service does: outstanding tokens less the prefix that a rank holds
-  fewest       outstanding tokens alone
+  prefix       as in the service: outstanding tokens, less the prefix that a rank holds
+  fewest       outstanding tokens only
   round-robin  one rank after the other
 placements of experts:
   linear       in order, no redundant experts
-  even         redundant experts, planned anew at every decision, copies share evenly (as DeepSeek's EPLB)
-  repair       what the service does: other shares, then few moves, where they pay
+  even         redundant experts, a new plan at every decision, copies share evenly (as DeepSeek's EPLB)
+  repair       as in the service: first other shares, then few moves, if they pay
 """
 _POSITIVE = number(lambda given: 0 < given < math.inf, "above 0")
 _SECONDS = number(lambda given: 1 <= given <= 1e6, "1 to 1000000")
@@ -47,41 +47,41 @@ def add_simulate_parser(commands: Any) -> None:
     """Add `simulate` to the command line's parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
-        help="what a service of many ranks would make of a trace of requests: latencies, goodput, waits, caches",
-        description="Serve a trace in simulated time: the real router, schedulers, lock-step and placement, with step "
-        "times from a roofline or measured on a running service. 8 to 1,024 ranks on one core.",
+        help="simulate a service of many ranks on a request trace: latencies, goodput, waits, caches",
+        description="Serve a trace in simulated time with the real router, schedulers, lock-step and placement, and with "
+        "step times from a roofline or measured on a running service. 8 to 1,024 ranks on one core.",
         epilog=_EXAMPLE,
     )
     parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="requests: Azure's CSV or Mooncake's JSON lines"
+        "trace", type=Path, metavar="TRACE", help="file of requests: Azure's CSV or Mooncake's JSON lines"
     )
     times = parser.add_argument_group("step times")
     times.add_argument(
-        "--model", type=Path, metavar="MODEL", help="a model's directory, or a config.json alone"
+        "--model", type=Path, metavar="MODEL", help="directory of a model, or a single config.json"
     )
-    times.add_argument("--device", metavar="NAME", help="of the ranks, as in `wideep size` (default: h100)")
+    times.add_argument("--device", metavar="NAME", help="device, as in `wideep size` (default: h100)")
     times.add_argument(
         "--calibrate", metavar="URL", help="take step times, caches and limits from a running service"
     )
     times.add_argument(
-        "--calibrate-seconds", default="30", metavar="S", help="watch it for so long (default: %(default)s)"
+        "--calibrate-seconds", default="30", metavar="S", help="seconds to watch it (default: %(default)s)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--rate-scale", default="1", metavar="X", help="so many times as many requests (default: 1)"
+        "--rate-scale", default="1", metavar="X", help="factor for the request rate (default: 1)"
     )
     load.add_argument("--duration", metavar="S", help="seconds of arrivals; a shorter trace is repeated")
-    load.add_argument("--hours", metavar="H", help="likewise, in hours (default: the trace once)")
+    load.add_argument("--hours", metavar="H", help="the same in hours (default: the trace once)")
     load.add_argument(
         "--slo", type=objectives, default="ttft:2000,tpot:50", metavar="NAME:MS,...",
-        help="what a good request keeps to; names: ttft, tpot, e2e (default: %(default)s)",
+        help="limits of a good request in milliseconds: ttft, tpot, e2e (default: %(default)s)",
     )  # fmt: skip
     compared = parser.add_argument_group("compare")
     compared.add_argument(
-        "--routers", default="prefix", metavar="NAME,...", help="or all (default: %(default)s)"
+        "--routers", default="prefix", metavar="NAME,...", help="routers, or all (default: %(default)s)"
     )
     compared.add_argument(
-        "--placements", default="repair", metavar="NAME,...", help="or all (default: %(default)s)"
+        "--placements", default="repair", metavar="NAME,...", help="placements, or all (default: %(default)s)"
     )
     experts = parser.add_argument_group("load of experts")
     experts.add_argument(
@@ -89,23 +89,23 @@ def add_simulate_parser(commands: Any) -> None:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="recorded windows, as `wideep experts simulate` takes",
+        help="recorded windows, in the formats of `wideep experts simulate`",
     )
     experts.add_argument(
         "--expert-skew",
         default="0.7",
         metavar="SIGMA",
-        help="else drawn, lognormal over experts; 0: all alike (default: %(default)s)",
+        help="without --expert-load, sigma of lognormal loads; 0 makes experts equal (default: %(default)s)",
     )
     experts.add_argument(
         "--expert-drift", default="0.1", metavar="SIGMA",
-        help="of it from window to window, lognormal (default: %(default)s)",
+        help="sigma of the lognormal change from window to window (default: %(default)s)",
     )  # fmt: skip
     experts.add_argument(
-        "--load-window", default="600", metavar="S", help="length of a window (default: %(default)s)"
+        "--load-window", default="600", metavar="S", help="seconds of a window (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", default="0", metavar="N", help="of all that is drawn (default: %(default)s)"
+        "--seed", default="0", metavar="N", help="seed of all random numbers (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_flags(parser, SERVED_OPTIONS, {})
@@ -113,16 +113,16 @@ def add_simulate_parser(commands: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """The command line, read.
+    """The options on the command line.
 
     Attributes:
-        served: flags of a service, by keyword.
-        duration_s: None: the trace once.
-        slo_ms: bounds by name.
+        served: Flags of a service, by keyword.
+        duration_s: Seconds of arrivals. None serves the trace once.
+        slo_ms: Limits by name.
     """
 
     trace: Path
-    model: Path | None  # either this, or `calibrate`
+    model: Path | None  # either this or `calibrate` is given
     calibrate: str | None
     device: str
     served: Mapping[str, Any]
@@ -140,15 +140,15 @@ class SimulateOptions:
 
     @property
     def says_redundancy(self) -> bool:
-        """Whether --eplb-config has num_redundant_experts."""
+        """Return whether --eplb-config has num_redundant_experts."""
         return '"num_redundant_experts"' in str(self.served.get("eplb_config", ""))
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "SimulateOptions":
-        """Read it.
+        """Read and check the options.
 
         Raises:
-            OptionsError: naming the flag, the value seen and the values allowed.
+            OptionsError: An option is invalid; the message names the flag, the value and the allowed values.
         """
         served = {name: vars(args)[name] for name in _SERVED if name in vars(args)}
         _check_times(args, served)
@@ -173,7 +173,7 @@ class SimulateOptions:
 
 
 def _check_times(args: argparse.Namespace, served: Mapping[str, Any]) -> None:
-    """Refuse what says nothing of where step times come from, or twice."""
+    """Refuse flags that give no source of step times, or two."""
     if (args.model is None) == (args.calibrate is None):
         raise OptionsError(
             "give --model, for step times from a roofline, or --calibrate, from a running service"
@@ -181,17 +181,17 @@ def _check_times(args: argparse.Namespace, served: Mapping[str, Any]) -> None:
     if args.calibrate is None:
         return
     if args.device is not None:
-        raise OptionsError("--device says what a roofline is of; with --calibrate leave it out")
+        raise OptionsError("--device is for a roofline; leave it out with --calibrate")
     for option in SERVED_OPTIONS:
         if option.keyword in _OF_A_ROOFLINE and option.keyword in served:
             raise OptionsError(
-                f"{option.flag.names[0]} is for a roofline; with --calibrate the running service says it: leave it out"
+                f"{option.flag.names[0]} is for a roofline; with --calibrate the running service determines it: leave it out"
             )
 
 
 def _duration_s(args: argparse.Namespace) -> float | None:
     if args.duration is not None and args.hours is not None:
-        raise OptionsError("--duration and --hours say the same; give one of them")
+        raise OptionsError("--duration and --hours set the same value; give one of them")
     if args.duration is None and args.hours is None:
         return None
     return float(
@@ -202,11 +202,11 @@ def _duration_s(args: argparse.Namespace) -> float | None:
 
 
 def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Read a list of names, each once."""
+    """Read a list of names, without repetitions."""
     names = known if text == "all" else tuple(dict.fromkeys(each.strip() for each in text.split(",")))
     for name in names:
         if name not in known:
             raise OptionsError(
-                f"{flag}: {name!r} is none{nearest(name, known)}; there are {', '.join(known)}, and all for all of them"
+                f"{flag}: {name!r} is unknown{nearest(name, known)}; give some of {', '.join(known)}, or all"
             )
     return names

@@ -1,7 +1,7 @@
-"""Step times of a running service, read from what it measures, and used for one that is simulated.
+"""Step times from the measurements of a running service, for a simulated one.
 
-A step of a rank takes a fixed time, and more by its decode rows, its prompts' tokens and the tokens they attend to: a plane,
-fitted to what the service says of its steps. Ranks wait for the slowest.
+A rank's step takes a fixed time, and additional time for its decode rows, its prompt tokens and the tokens they attend to:
+a linear function, fitted to the service's reports about its steps. Ranks wait for the slowest.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from server.sizing.step_times import RankRows, StepCost
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTimes:
-    """`StepTimes` by a plane."""
+    """`StepTimes` from a linear function."""
 
     step_s: float
     prefill_token_s: float
@@ -22,14 +22,14 @@ class MeasuredTimes:
     attended_token_s: float = 0.0
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Return a line with the times."""
         return (
-            f"measured: {1e3 * self.step_s:.2f} ms a step, {1e6 * self.decode_row_s:.1f} us per decode row, "
-            f"{1e6 * self.prefill_token_s:.1f} us per token of a prompt"
+            f"measured: {1e3 * self.step_s:.2f} ms per step, {1e6 * self.decode_row_s:.1f} us per decode row, "
+            f"{1e6 * self.prefill_token_s:.1f} us per prompt token"
         )
 
     def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
-        """See `StepTimes`; what experts take is part of what rows take, so that balancedness changes nothing."""
+        # The time of experts is part of the time of rows, so balancedness has no effect.
         rows = ranks if isinstance(ranks, np.ndarray) else np.array([each[:3] for each in ranks])
         own = rows[:, :3] @ np.array([self.prefill_token_s, self.decode_row_s, self.attended_token_s])
         slowest = float(own.max())

@@ -1,8 +1,8 @@
-"""One simulated rank: the real scheduler over a real block pool, driven by a clock that is only counted.
+"""One simulated rank: the real scheduler over a real block pool, with a counted clock.
 
-While all that a rank does is give every running request a token per step, nothing is computed: the rank *coasts*, its rows
-are known ahead, and `catch_up` takes the steps in one go (`SkippingScheduler.skip`). It is woken by a request that arrives, or
-when the last plain step is over. What comes of it is the same as if every step had been planned; a test compares both.
+While a rank only gives every running request one token per step, nothing is computed: the rank *coasts*, its rows are known
+in advance, and `catch_up` takes all steps at once (`SkippingScheduler.skip`). An arriving request wakes it, and so does the
+end of its plain steps. The result is the same as if every step had been planned; a test compares both.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from scheduler.policy.skipping import SkippingScheduler
 from scheduler.step.lockstep import Agreement
 from scheduler.step.prefill_pace import PrefillPace
 
-NEVER = 1 << 62  # a step that does not come
+NEVER = 1 << 62  # a step that is never reached
 
 
 class RankLimits(NamedTuple):
-    """What a rank may run and hold; named as the service's options."""
+    """The limits of a rank, named as the service's options."""
 
     num_blocks: int
     block_tokens: int = 16
@@ -29,11 +29,11 @@ class RankLimits(NamedTuple):
     max_model_len: int = 131_072
     enable_prefix_caching: bool = True
     target_itl_s: float | None = None
-    is_paced: bool = True  # prompts are cut to what streams can wait for; see `scheduler.step.prefill_pace`
+    is_paced: bool = True  # prompts are cut to limit the wait of streams; see `scheduler.step.prefill_pace`
 
 
 class Rows(NamedTuple):
-    """A rank's rows of one step, as `RankRows` has them."""
+    """A rank's rows in one step, with the fields of `RankRows`."""
 
     prefill: int
     decode: int
@@ -45,13 +45,13 @@ NO_ROWS = Rows(0, 0, 0, 0)
 
 
 class SimulatedRank:
-    """A rank between steps; steps are numbered from 1 by whoever drives it."""
+    """A rank between steps; its caller numbers the steps from 1."""
 
     def __init__(self, limits: RankLimits) -> None:
-        """Set up an empty rank.
+        """Create an empty rank.
 
         Raises:
-            SchedulerLimitsError: the limits contradict each other.
+            SchedulerLimitsError: The limits contradict each other.
         """
         self.pool = BlockPool(limits.num_blocks, limits.block_tokens, secret=bytes(16))
         self.scheduler = SkippingScheduler(
@@ -62,19 +62,19 @@ class SimulatedRank:
             enable_prefix_caching=limits.enable_prefix_caching,
         )
         self.pace = PrefillPace(limits.target_itl_s, is_limited=limits.is_paced)
-        self.done_step = 0  # the last one whose outcome the scheduler has
-        self.taken: list[Sequence] = []  # of the planned step, what has its token already
+        self.done_step = 0  # the last step with results in the scheduler
+        self.taken: list[Sequence] = []  # sequences of the planned step that already have their token
         self._batch: StepBatch | None = None
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that requests hold."""
+        """Return the share of blocks that requests hold."""
         return 1 - self.pool.num_free / self.pool.num_blocks
 
     def plan(self, agreement: Agreement, now_s: float, *, is_stepwise: bool) -> Rows:
-        """Plan a step as the engine does, and say what is in it.
+        """Plan a step as the engine does, and return its rows.
 
-        `is_stepwise`: by nothing but `Scheduler.schedule`.
+        `is_stepwise` plans only with `Scheduler.schedule`.
         """
         limits = {"prefill_budget": agreement.prefill_budget, "most_tokens": agreement.agreed_tokens or None}
         if is_stepwise:
@@ -93,7 +93,7 @@ class SimulatedRank:
         return Rows(batch.num_prefill_tokens, num_decodes + len(self.taken), attended, of_prompts)
 
     def commit(self, step: int) -> list[RequestOutput]:
-        """Take the planned step's tokens; every request samples its own number."""
+        """Commit the planned step's tokens; every request samples its own number."""
         assert self._batch is not None, "a step is planned before it is committed"
         batch, self._batch = self._batch, None
         self.done_step = step
@@ -101,12 +101,12 @@ class SimulatedRank:
         return [*self.scheduler.commit(batch, tokens, [None] * len(tokens)), *batch.begun]
 
     def catch_up(self, step: int, told: Callable[[str, int], None]) -> list[RequestOutput]:
-        """Take the plain steps up to this one, this one included.
+        """Take the plain steps up to and including this one.
 
         Args:
-            told: called with every request that ran in them and its tokens.
+            told: Called with every request that ran in them and its number of tokens.
 
-        Returns: of requests that ended in the last of them.
+        Returns: Outputs of the requests that ended in the last of them.
         """
         num_steps, self.done_step = step - self.done_step, step
         if not num_steps or not self.scheduler.running:
@@ -116,28 +116,28 @@ class SimulatedRank:
         return self.scheduler.skip(num_steps)
 
     def coasting_rows(self) -> Rows:
-        """The next step's rows, where it is a plain one."""
+        """Return the rows of the next step if it is a plain one."""
         running = self.scheduler.running
         return Rows(0, len(running), sum(len(sequence.token_ids) for sequence in running), 0)
 
 
 def request_id_of(number: int) -> str:
-    """Name the n-th request of a simulation."""
+    """Return the id of the n-th request of a simulation."""
     return str(2 * number + 1)
 
 
 def answer_token(request_id: str) -> int:
-    """The token that a request's answer is made of: no other request's text has it."""
+    """Return the token that a request's answer consists of; no other request's text contains it."""
     return int(request_id)
 
 
 def prompt_tokens(
     number: int, num_tokens: int, hash_ids: tuple[int, ...], hash_tokens: int
 ) -> tuple[int, ...]:
-    """Make the n-th request's prompt: a token per hash id, its own where the trace does not say what it shares.
+    """Return the n-th request's prompt: one token per hash id, or the request's own token without hash ids.
 
     Args:
-        hash_ids: small and dense, one per `hash_tokens`.
+        hash_ids: Small, dense numbers, one per `hash_tokens`.
     """
     if not hash_ids:
         return (answer_token(request_id_of(number)),) * num_tokens

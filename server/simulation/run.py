@@ -1,4 +1,4 @@
-"""Run `wideep simulate`: every router with every placement over one trace, side by side."""
+"""Run `wideep simulate`: every router with every placement on one trace, side by side."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ from server.sizing.devices import UnknownDeviceError
 from server.sizing.fit import SizeError
 from server.traces import TracedRequest, TraceError, read_trace
 
-_MOST_WINDOWS = 144  # of generated loads; then from the beginning
+_MOST_WINDOWS = 144  # of generated loads; after these they repeat
 _REFUSED = (
     OptionsError, TraceError, LoadFileError, SimulationError, CalibrationError, SizeError, UnknownDeviceError,
     PreflightError, ConfigError, UnsupportedModelError, SchedulerLimitsError,
@@ -42,7 +42,7 @@ _REFUSED = (
 
 
 class SimulatedRun(NamedTuple):
-    """One router with one placement."""
+    """The result for one router with one placement."""
 
     router: str
     placement: str
@@ -51,15 +51,15 @@ class SimulatedRun(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """How much of a trace there is to serve."""
+    """The size of a trace."""
 
     num_requests: int
     duration_s: float
-    has_shared_prefixes: bool  # whether it says anything of prefixes
+    has_shared_prefixes: bool  # whether it has data about prefixes
 
 
 def run_simulate(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status: 2 where something is wrong with what was asked, 1 with the service."""
+    """Run the command and return the exit status: 2 for invalid options or files, 1 for an error of the service."""
     try:
         asked = SimulateOptions.of(args)
         runs = simulate(asked)
@@ -74,13 +74,13 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 
 def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
-    """Simulate what was asked; says on stderr what each run came to.
+    """Simulate the requested runs, and report each on stderr.
 
     Raises:
-        ServiceError: a service to calibrate by cannot be reached.
-        SimulationError and others: something is wrong with what was asked; the message says what.
+        ServiceError: A service for calibration cannot be reached.
+        SimulationError and others: An option or file is invalid; the message says why.
     """
-    extent = _extent(asked)  # a file that is none is refused before a model is read
+    extent = _extent(asked)  # refuses a wrong file before a model is read
     slo = Slo(**{f"{name}_ms": bound for name, bound in asked.slo_ms.items()})
     runs = []
     measured: Subject | None = None
@@ -97,13 +97,13 @@ def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
             try:
                 report = _serve(asked, subject, loads, router, placement, extent, slo)
             except PreemptedError as error:
-                print(f"{error}: beginning anew, with prefixes remembered", file=sys.stderr)
+                print(f"{error}: starting again, with prefixes remembered", file=sys.stderr)
                 remembering = extent._replace(has_shared_prefixes=True)
                 report = _serve(asked, subject, loads, router, placement, remembering, slo)
             runs.append(SimulatedRun(router, placement, subject, report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
-                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of processor time",
+                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of CPU time",
                 file=sys.stderr,
             )
     return runs
@@ -113,7 +113,7 @@ def _extent(asked: SimulateOptions) -> _Extent:
     """Read the trace once, as it will be served.
 
     Raises:
-        TraceError: it cannot be read.
+        TraceError: The trace cannot be read.
     """
     num_requests, last_s, has_shared_prefixes = 0, 0.0, False
     for request in _trace(asked):
@@ -135,10 +135,10 @@ def _serve(
     extent: _Extent,
     slo: Slo,
 ) -> SimulationReport:
-    """Serve the trace once and say what came out.
+    """Serve the trace once and return the results.
 
     Raises:
-        PreemptedError: it has to be served with prefixes remembered.
+        PreemptedError: The trace must be served with prefixes remembered.
     """
     num_ranks = subject.num_ranks
     experts = ExpertBalance(placement, subject.experts, loads, num_ranks, subject.config, seed=asked.seed)
@@ -158,23 +158,23 @@ def _serve(
         )
         figures = service.run(_trace(asked))
     if experts.last_reason:
-        print(f"{router}, {placement}: decided last about experts: {experts.last_reason}", file=sys.stderr)
+        print(f"{router}, {placement}: last decision about experts: {experts.last_reason}", file=sys.stderr)
     return figures.report(slo, num_expert_moves=experts.num_moves)
 
 
 def _measured(asked: SimulateOptions) -> Subject:
-    assert asked.calibrate is not None, "the command line has checked it"
+    assert asked.calibrate is not None, "the command line checks it"
     with Connection(asked.calibrate, api_key_of(os.environ)) as client:
         print(f"watching {client.url} for {asked.calibrate_s:g} s", file=sys.stderr)
         return from_service(asked, client)
 
 
 def _loads(asked: SimulateOptions, subject: Subject) -> ExpertLoads:
-    """What experts are asked for.
+    """Return the load of experts.
 
     Raises:
-        LoadFileError: a file is none.
-        SimulationError: it is of another model.
+        LoadFileError: A file is invalid.
+        SimulationError: A file is for another model.
     """
     if not asked.expert_load:
         num_windows = math.ceil((asked.duration_s or 3600.0) / asked.load_window_s)
@@ -190,14 +190,14 @@ def _loads(asked: SimulateOptions, subject: Subject) -> ExpertLoads:
     loads = recorded_loads(asked.expert_load, asked.load_window_s)
     if loads.windows.shape[2] != subject.experts.num_experts:
         raise SimulationError(
-            f"--expert-load is of {loads.windows.shape[2]} experts, and {subject.name} has "
+            f"--expert-load has {loads.windows.shape[2]} experts, but {subject.name} has "
             f"{subject.experts.num_experts}; give a load of this model"
         )
     return loads
 
 
 def to_json(runs: list[SimulatedRun], asked: SimulateOptions) -> dict[str, Any]:
-    """Return JSON values."""
+    """Return the runs as JSON values."""
     subject = runs[0].subject
     return {
         "trace": asked.trace.name,
@@ -220,7 +220,7 @@ def to_json(runs: list[SimulatedRun], asked: SimulateOptions) -> dict[str, Any]:
 
 
 def text(runs: list[SimulatedRun], asked: SimulateOptions) -> str:
-    """Return a table: a column for every run."""
+    """Return a table with a column per run."""
     subject, slo = runs[0].subject, ", ".join(f"{name} {bound:g} ms" for name, bound in asked.slo_ms.items())
     head = [
         f"{subject.name}, {subject.num_ranks} ranks, {asked.trace.name} at {asked.rate_scale:g} times its rate",
@@ -243,13 +243,13 @@ def text(runs: list[SimulatedRun], asked: SimulateOptions) -> str:
 
 
 def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
-    """What a column says, by its row's name."""
+    """Return a column's cells with the names of their rows."""
     report = run.report
     lines = [
         ("router", run.router),
         ("placement of experts", run.placement),
         ("requests", f"{report.num_requests:,}"),
-        ("refused: longer than a sequence may be", f"{report.num_refused:,}"),
+        ("refused: too long for a sequence", f"{report.num_refused:,}"),
         ("requests/s", f"{report.requests_per_s:.2f}"),
         ("prompt tokens/s", f"{report.prompt_tokens_per_s:,.0f}"),
         ("output tokens/s", f"{report.output_tokens_per_s:,.0f}"),
@@ -266,11 +266,11 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
     lines += [
         ("steps", f"{report.num_steps:,}"),
         ("mean step, ms", f"{report.step_ms:.2f}"),
-        ("time with steps", f"{report.busy_share:.1%}"),
+        ("time in steps", f"{report.busy_share:.1%}"),
         ("ranks wait for slower ones", f"{report.waiting_share:.1%}"),
     ]
     lines += [
-        (f"  steps longer by uneven {name.replace('_', ' ')}", f"{share:.1%}")
+        (f"  time lost to uneven {name.replace('_', ' ')}", f"{share:.1%}")
         for name, share in report.waits_by_cause.items()
     ]
     lines += [
@@ -280,13 +280,13 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
     kv = (
         f"{report.kv_usage['mean']:.1%} / {report.kv_usage['most']:.1%}"
         if report.kv_usage
-        else f"not looked at before step {LOOK_STEPS}"
+        else f"no sample before step {LOOK_STEPS}"
     )
     return [
         *lines,
-        ("requests moved while they waited", f"{report.num_request_moves:,}"),
+        ("waiting requests moved", f"{report.num_request_moves:,}"),
         ("experts moved", f"{report.num_expert_moves:,}"),
-        ("KV blocks in use, mean / most", kv),
+        ("KV blocks in use, mean / maximum", kv),
         ("preemptions", f"{report.num_preemptions:,}"),
         ("prompt tokens found cached", f"{report.prefix_hit_rate:.1%}"),
     ]

@@ -1,12 +1,12 @@
-"""A whole service in simulated time: router, lock-step and schedulers are the real ones, only the step's time is computed.
+"""A whole service in simulated time: the real router, lock-step and schedulers, with computed step times.
 
-The loop is the engine's (`scheduler.engine`), for all ranks at once: agree, take in what arrived, plan, say what comes next,
-run, commit. What a step takes is `StepTimes`' business; a request that arrives while a step runs is routed by what the
-front knows at that moment and runs in the next one, at the soonest. So does one that waited at a rank and is moved.
+The loop is the engine's (`scheduler.engine`), for all ranks at once: agree, take in arrivals, plan, announce the next step,
+run, commit. `StepTimes` determines the duration of a step. A request that arrives during a step is routed by the front's
+state at that time, and runs in the next step at the earliest. So does a waiting request that moves.
 
-Cost grows with events, not with steps times ranks: ranks that only decode coast (see `rank`), and all headers of a step
-are merged into one with the same decision (any of the flags, the most decodes, the least budget). With `is_stepwise`
-nothing is skipped: the slow oracle of the tests. What it leaves out: tokenizing, HTTP, faults, drafts, stop tokens.
+The cost depends on events, not on steps times ranks: ranks that only decode coast (see `rank`), and all headers of a step
+are merged into one with the same decision (any of the flags, the most decodes, the least budget). `is_stepwise` skips
+nothing: the slow oracle of the tests. Not simulated: tokenizing, HTTP, faults, drafts, stop tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,20 +36,20 @@ from server.simulation.rank import (
 from server.sizing.step_times import StepTimes
 from server.traces import PREFIX_TOKENS, TracedRequest
 
-LOOK_STEPS = 256  # between looks at how full the ranks' caches are
+LOOK_STEPS = 256  # between samples of the ranks' cache usage
 
 
 class SimulationError(ValueError):
-    """A simulation that cannot be run; the message says why and what to do."""
+    """The simulation is not possible; the message has the reason and the remedy."""
 
 
 class PreemptedError(RuntimeError):
-    """A request was preempted where no rank remembers prefixes: in a service it would find what it has computed."""
+    """A request was preempted while ranks do not remember prefixes; in a service it would find its computed prefix."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has no outcome yet."""
+    """A request without an outcome yet."""
 
     request: Request
     num_moves: int = 0
@@ -61,34 +61,32 @@ class _Open:
 
 @dataclass(slots=True)
 class _MergedHeaders:
-    """A header exchange of one rank that speaks for all."""
+    """A header exchange of one rank that represents all ranks."""
 
     rows: list[list[int]] = field(default_factory=list)
 
     def post(self, values: Sequence[int]) -> None:
-        """See `HeaderExchange`."""
         self.rows.append(list(values))
 
     def collect(self, timeout_s: float) -> list[list[int]]:
-        """See `HeaderExchange`."""
         return [self.rows.pop(0)]
 
     def interrupt(self, error: DispatchError) -> None:
-        """Nobody waits."""
+        """Do nothing: the exchange never waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the exchange holds no resources."""
 
 
 class _Announced(NamedTuple):
-    """What ranks said of the coming step before the one that runs: of all of them, [ranks] int64."""
+    """The announcements of all ranks about the coming step, made before the running one: [ranks] int64 each."""
 
     decodes: np.ndarray
-    open: np.ndarray  # sequences that would run if all who wait had begun
+    open: np.ndarray  # sequences that would run if all waiting requests had begun
 
 
 class SimulatedService:
-    """Ranks, a front's router, and a clock."""
+    """Ranks, the front's router, and a clock."""
 
     def __init__(
         self,
@@ -102,15 +100,15 @@ class SimulatedService:
         has_shared_prefixes: bool = True,
         ended: Callable[[float], None] | None = None,
     ) -> None:
-        """Set up an idle service.
+        """Create an idle service.
 
         Args:
-            has_shared_prefixes: whether a request may begin as another does. Where none does, ranks need not remember
-                prefixes, which takes most of the memory and half of the time, unless one is preempted: then `run` raises.
-            ended: told the simulated time at every end of a request.
+            has_shared_prefixes: Whether requests may share prefixes. If not, ranks need not remember prefixes, which takes
+                most of the memory and half of the time. If a request is then preempted, `run` raises.
+            ended: Called with the simulated time at every end of a request.
 
         Raises:
-            SchedulerLimitsError: a rank's limits contradict each other.
+            SchedulerLimitsError: A rank's limits contradict each other.
         """
         self._forgets = limits.enable_prefix_caching and not has_shared_prefixes
         if self._forgets:
@@ -128,9 +126,9 @@ class SimulatedService:
         )
         self.figures = SimulationFigures(num_ranks)
         self.now_s = 0.0
-        self._step = 0  # the one that runs, or ran last
+        self._step = 0  # the running or last step
         self._open: dict[str, _Open] = {}
-        self._dense: dict[int, int] = {}  # a trace's hash ids, numbered
+        self._dense: dict[int, int] = {}  # hash ids of a trace -> dense numbers
         self._num_routed = 0
         self._inbox: dict[int, list[Request]] = {}
         self._awake: set[int] = set()  # ranks that plan their next step
@@ -138,30 +136,28 @@ class SimulatedService:
             routing.note_size(number, seats=limits.max_num_seqs, block_tokens=limits.block_tokens)
         zeros = np.zeros(num_ranks, dtype=np.int64)
         self._until = np.full(num_ranks, NEVER, dtype=np.int64)  # the last plain step
-        self._rows = np.zeros(
-            (len(Rows._fields), num_ranks), dtype=np.int64
-        )  # of the next step, or the one that runs
-        self._coasting_decodes = zeros.copy()  # rows of ranks that coast
-        self._charged = zeros.copy()  # of those, rows that the router still expects tokens of
-        self._untold = zeros.copy()  # tokens that the router has not been told of
+        # Of the next or running step.
+        self._rows = np.zeros((len(Rows._fields), num_ranks), dtype=np.int64)
+        self._coasting_decodes = zeros.copy()  # rows of coasting ranks
+        self._charged = zeros.copy()  # the part of these rows for which the router still expects tokens
+        self._untold = zeros.copy()  # tokens not yet reported to the router
         self._announced = _Announced(zeros.copy(), zeros.copy())
-        self._budgets = zeros.copy()  # of prefill, valid where not stale
+        self._budgets = zeros.copy()  # prefill budgets, valid unless stale
         self._is_stale = np.ones(num_ranks, dtype=bool)
         self._is_prompt_announced = False
         self._has_work = False
-        self._freed: dict[
-            int, int
-        ] = {}  # ranks that coast while requests wait there, and the step in which one ends
-        self._settled: set[int] = set()  # ranks of which more or less may run than they announced
-        self._is_crowded = np.zeros(num_ranks, dtype=bool)  # requests wait there
-        self._looked_s = 0.0  # when moves were last looked for
+        # Coasting ranks with waiting requests -> the step in which a running one ends.
+        self._freed: dict[int, int] = {}
+        self._settled: set[int] = set()  # ranks with a possibly outdated announcement
+        self._is_crowded = np.zeros(num_ranks, dtype=bool)  # the rank has waiting requests
+        self._looked_s = 0.0  # time of the last search for moves
         self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
     def run(self, trace: Iterator[TracedRequest]) -> SimulationFigures:
-        """Serve a trace to its last request and return what was seen.
+        """Serve a trace to its last request and return the figures.
 
         Raises:
-            PreemptedError: a request was preempted, and prefixes are not remembered that a service would remember.
+            PreemptedError: A request was preempted, and prefixes that a service would remember are not remembered.
         """
         coming = _Arrivals(trace)
         while coming.next_s < np.inf or self._open:
@@ -176,7 +172,7 @@ class SimulatedService:
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that requests hold, of all ranks."""
+        """Return the number of blocks that requests hold on all ranks."""
         return sum(rank.pool.num_blocks - rank.pool.num_free for rank in self._ranks)
 
     def _check_preemptions(self) -> None:
@@ -203,10 +199,10 @@ class SimulatedService:
         self._unnoted = (cost.total_s, self._rows[1].copy(), self._rows[0].copy(), agreement.has_prefill)
         self._commit(awake, begun_s)
 
-    # What ranks say
+    # Announcements of ranks
 
     def _wake(self, coming: "_Arrivals") -> None:
-        """Let all ranks say again what comes, now that something has arrived."""
+        """Let all ranks announce their next step again, after an arrival."""
         if not self._inbox:
             self.now_s = max(self.now_s, coming.next_s)
             self._route(coming, self.now_s)
@@ -215,7 +211,7 @@ class SimulatedService:
         self._has_work = self._is_prompt_announced = True
 
     def _agree(self) -> Agreement:
-        """Exchange headers: one that says what all of them together do."""
+        """Exchange headers: a single one that merges those of all ranks."""
         budget = self._least_budget() if self._awake or self._inbox else 0
         decodes = int(self._announced.decodes.max())
         self._lockstep.post(
@@ -228,7 +224,7 @@ class SimulatedService:
         return self._lockstep.agree()
 
     def _least_budget(self) -> int:
-        """The least that a rank could take on, by what it announced; 0: no rank knows of a limit."""
+        """Return the smallest prefill budget of all ranks, from their announcements; 0 if no rank has a limit."""
         if not self._limits.is_paced:
             return 0
         decodes, num_open = self._announced
@@ -240,7 +236,7 @@ class SimulatedService:
         return int(known.min()) if known.size else 0
 
     def _announce(self, awake: list[int]) -> None:
-        """Note what ranks say of the coming step now that this one is planned."""
+        """Record the ranks' announcements of the coming step, after this one is planned."""
         decodes, num_open = self._announced
         has_prefill = self._step in self._freed.values()
         for number in self._settled.union(awake):
@@ -256,7 +252,7 @@ class SimulatedService:
         self._has_work = bool(awake) or bool(self._coasting_decodes.any())
 
     def _note_pace(self) -> None:
-        """Let ranks learn from the step before: behind what they said before it, ahead of what they say now."""
+        """Let ranks learn from the previous step: after their announcement before it, and before the next one."""
         if self._unnoted is None:
             return
         seconds, decodes, prefill, has_prefill = self._unnoted
@@ -278,7 +274,7 @@ class SimulatedService:
     # Requests
 
     def _route(self, coming: "_Arrivals", until_s: float) -> None:
-        """Give ranks what arrives up to a time, by what the front knows now."""
+        """Route the requests that arrive up to a time, by the front's current state."""
         while coming.next_s <= until_s:
             traced = coming.take()
             number, self._num_routed = self._num_routed, self._num_routed + 1
@@ -294,7 +290,7 @@ class SimulatedService:
             self._submit(entry, self._routing.pick(prompt_ids, untold=self._untold))
 
     def _submit(self, entry: _Open, rank: int) -> None:
-        """Give a request to a rank. How long its answer will be is not known: it is charged as one without max_tokens."""
+        """Give a request to a rank. Its answer's length is unknown, so it is charged like one without max_tokens."""
         request = entry.request
         self._routing.admit(
             request.request_id,
@@ -306,7 +302,7 @@ class SimulatedService:
         self._inbox.setdefault(rank, []).append(request)
 
     def _move(self) -> None:
-        """Move requests that wait to ranks with room, as the front does: by what ranks say behind a step, and not too often."""
+        """Move waiting requests to ranks with room, as the front does: by the ranks' reports after a step, at intervals."""
         is_due = self.now_s - self._looked_s >= MOVE_EVERY_S
         if not is_due or not self._is_crowded.any() or self._is_crowded.all():
             return
@@ -330,7 +326,7 @@ class SimulatedService:
             self._settle(number)
 
     def _takes_back(self, request: Request, number: int) -> bool:
-        """Take a request back from a rank that has not begun with it; says whether."""
+        """Take a request back from its rank. Returns False if the rank has already begun it."""
         if request in self._inbox.get(number, ()):
             self._inbox[number].remove(request)
             return True
@@ -343,13 +339,13 @@ class SimulatedService:
             self._catch_up(number)
             for request in requests:
                 rank.scheduler.add(request)
-            for output in rank.scheduler.expire(self.now_s):  # those that cannot be served
+            for output in rank.scheduler.expire(self.now_s):  # requests that cannot be served
                 self._take(output)
             self._settle(number)
         self._inbox.clear()
 
     def _commit(self, awake: list[int], begun_s: float) -> None:
-        """Take what the step yielded; `_rows` becomes the next one's."""
+        """Record the results of the step, after which `_rows` is for the next step."""
         num_taken = int(self._coasting_decodes.sum())
         for number in awake:
             rank = self._ranks[number]
@@ -374,7 +370,7 @@ class SimulatedService:
             self.figures.note_cache([rank.kv_usage for rank in self._ranks])
 
     def _take(self, output: RequestOutput) -> None:
-        """Take what a rank yielded in a step that it planned."""
+        """Record an output of a step that the rank planned."""
         entry = self._open[output.request_id]
         num_tokens = len(output.token_ids)
         if not entry.num_tokens:
@@ -411,7 +407,7 @@ class SimulatedService:
     # Coasting
 
     def _settle(self, number: int) -> None:
-        """Find out whether a rank that is up to date coasts, plans its next step, or has nothing to do."""
+        """Determine whether an up-to-date rank coasts, plans its next step, or is idle."""
         scheduler = self._ranks[number].scheduler
         num_steps = 0 if self._is_stepwise else scheduler.num_plain_steps
         self._settled.add(number)
@@ -440,14 +436,14 @@ class SimulatedService:
             self._freed[number] = self._step + num_steps
 
     def _catch_up(self, number: int) -> None:
-        """Bring a rank that coasts up to date with the last step."""
+        """Advance a coasting rank to the last step."""
         ended = self._ranks[number].catch_up(self._step, self._told)
         self._untold[number] = 0
         for output in ended:
             self._end(output)
 
     def _told(self, request_id: str, num_tokens: int) -> None:
-        """Take that a request got so many tokens up to now, of which no output tells."""
+        """Record tokens of a request up to now for which there is no output."""
         entry = self._open[request_id]
         entry.num_tokens += num_tokens
         entry.last_s = self.now_s
@@ -455,7 +451,7 @@ class SimulatedService:
 
 
 class _Arrivals:
-    """A trace, of which the next request's time is known."""
+    """A trace with a known time of the next request."""
 
     def __init__(self, trace: Iterator[TracedRequest]) -> None:
         self._trace = trace
@@ -463,11 +459,11 @@ class _Arrivals:
 
     @property
     def next_s(self) -> float:
-        """When the next one arrives; infinite where there is none."""
+        """Return the time of the next request, or infinity at the end."""
         return np.inf if self._next is None else self._next.arrival_s
 
     def take(self) -> TracedRequest:
-        """Take the next one; there must be one."""
-        assert self._next is not None, "there is nothing to take"
+        """Return the next request and remove it; there must be one."""
+        assert self._next is not None, "the trace has ended"
         taken, self._next = self._next, next(self._trace, None)
         return taken

@@ -1,9 +1,9 @@
-"""What is simulated: a model on devices that a roofline speaks for, or a service that runs and is measured.
+"""The service to simulate: a model on devices with a roofline, or a running service with measurements.
 
-A running service is watched through /experts/load (steps, their seconds and tokens since the start, by rank) and
-/server_info (caches and limits). What steps took between two looks is fitted by a plane: a fixed time, and seconds per
-decode row and per token of a prompt. Watch it while it has work to do, at more than one load: from one load the fixed time cannot be told
-from what rows take.
+A running service is watched through /experts/load (steps, their seconds and tokens since startup, by rank) and /server_info
+(caches and limits). A linear function is fitted to the step times between samples: a fixed time, and seconds per decode row
+and per prompt token. Watch the service while it has work, under more than one load: with only one load, the fixed time
+cannot be separated from the time per row.
 """
 
 import time
@@ -30,13 +30,13 @@ from server.sizing.read_model import read_model
 from server.sizing.roofline import WIDEEP, WIDEEP_CPU, Roofline
 from server.sizing.step_times import StepTimes
 
-DEFAULT_RANKS = 8  # of a roofline's service
-EVERY_S = 1.0  # between looks at a running service
-_LEAST_STEPS = 20  # while a service is watched, for them to say something
+DEFAULT_RANKS = 8  # of a service with a roofline
+EVERY_S = 1.0  # between samples of a running service
+_LEAST_STEPS = 20  # of a service during its measurement, for a meaningful fit
 
 
 class CalibrationError(ValueError):
-    """A running service that does not say how long its steps take; the message says why and what to do."""
+    """A running service has no usable step times; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,19 @@ class Subject:
     times: StepTimes
     experts: ExpertModel
     config: EplbConfig
-    source: str  # of the step times, in words
+    source: str  # description of the step times
 
 
 def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
-    """Read a model and a device.
+    """Return the service of a model and a device.
 
     Args:
-        placement: of experts, which decides how many slots there are.
+        placement: Placement of experts, which determines the number of slots.
 
     Raises:
-        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: it cannot be read, or does not fit.
+        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: It is invalid or does not fit.
     """
-    assert asked.model is not None, "the command line has checked it"
+    assert asked.model is not None, "the command line checks it"
     device = device_named(asked.device)
     options = options_from_keywords(str(asked.model), asked.served, environment={})
     options = _limited(replace(options, device="cpu" if device.is_cpu else "cuda"))
@@ -109,10 +109,10 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
 
 
 def _limited(options: Options) -> Options:
-    """Fill limits in as a start does.
+    """Fill in limits as a start does.
 
     Raises:
-        OptionsError: a limit that was said does not go with the other's default.
+        OptionsError: A given limit contradicts the other one's default.
     """
     seqs, batched = DEFAULT_LIMITS[options.device]
     filled = replace(
@@ -125,36 +125,36 @@ def _limited(options: Options) -> Options:
 
 
 def redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
-    """Give a placement its redundant experts: `linear` none, others what was given, else a slot more on every rank."""
+    """Set the redundant experts of a placement: none for `linear`, otherwise the given number or one per rank."""
     if placement == "linear":
         return replace(config, num_redundant_experts=0)
     return config if asked.says_redundancy else replace(config, num_redundant_experts=num_ranks)
 
 
 class Look(NamedTuple):
-    """What a service did between two moments."""
+    """The work of a service between two samples."""
 
     steps: float
-    decode_rows: float  # of all steps, on the rank that had most
-    prompt_tokens: float  # of all steps and ranks: mostly one of them has prompts in a step
-    seconds: float  # in steps and from one to the next
+    decode_rows: float  # sum over steps, on the rank with the most
+    prompt_tokens: float  # sum over steps and ranks: usually only one rank has prompts in a step
+    seconds: float  # in steps and between them
 
 
 def from_service(
     asked: SimulateOptions, client: Connection, *, sleep: Callable[[float], None] = time.sleep
 ) -> Subject:
-    """Watch a running service for a while; experts are as --eplb-config says.
+    """Watch a running service for some time; experts are those of --eplb-config.
 
     Raises:
-        ServiceError: there is none.
-        CalibrationError: it had nothing to do.
+        ServiceError: The service cannot be reached.
+        CalibrationError: The service had no work.
     """
     info, load = client.get_json("/server_info"), client.get_json("/experts/load")
     if not info["max_running_requests"]:
         raise CalibrationError(
-            f"{client.url} has no rank that serves; wait until /health answers 200, then ask again"
+            f"{client.url} has no serving rank; wait until /health returns 200, then try again"
         )
-    num_served = len(load["ranks"])  # /server_info adds up those that serve now
+    num_served = len(load["ranks"])  # /server_info has the sums over these ranks
     looks = []
     for _ in range(max(1, round(asked.calibrate_s / EVERY_S))):
         sleep(EVERY_S)
@@ -189,7 +189,7 @@ def from_service(
 
 
 def look_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Look:
-    """Read two answers of /experts/load; a rank that is not in both is left out."""
+    """Compare two responses of /experts/load; ranks that are not in both are ignored."""
     first = {rank["rank"]: rank["since_start"] for rank in before["ranks"]}
     last = {rank["rank"]: rank["since_start"] for rank in after["ranks"]}
     both = [rank for rank in first if rank in last]
@@ -205,14 +205,14 @@ def look_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Look:
 
 
 def fit(looks: list[Look]) -> MeasuredTimes:
-    """Fit a plane to what was seen; nothing takes less than no time.
+    """Fit a linear function to the samples, without negative times.
 
     Raises:
-        CalibrationError: there were too few steps.
+        CalibrationError: There were too few steps.
     """
     if sum(each.steps for each in looks) < _LEAST_STEPS:
         raise CalibrationError(
-            f"the service ran fewer than {_LEAST_STEPS} steps while it was watched; let it answer requests meanwhile"
+            f"the service ran fewer than {_LEAST_STEPS} steps during the measurement; send requests meanwhile"
         )
     table = np.array(looks)
     known = [0, 1, 2]

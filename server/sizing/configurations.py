@@ -1,10 +1,10 @@
-"""Which of many published configurations a start accepts, on CPUs and on GPUs, and what `wideep size` says of them.
+"""Which published configurations a start accepts on CPUs and on GPUs, and the result of `wideep size` for each.
 
-`python -m server.sizing.configurations FOLDER` prints the table of docs/checkpoints.md. A folder has each model's config.json in a
-folder of its own (OWNER/NAME/config.json), or all beside each other as OWNER--NAME_config.json, with ModelOpt's
-hf_quant_config.json beside it where a model has one. No weights are needed: it is the check of a start that reads no file but
-these, so what only the weights show (a missing tensor, scales without codes) is not in the table.
-Rejected: to keep the configurations in this repository, whose licences are many.
+`python -m server.sizing.configurations FOLDER` prints the table of docs/checkpoints.md. A folder contains each model's
+config.json in its own folder (OWNER/NAME/config.json), or all files together as OWNER--NAME_config.json, with ModelOpt's
+hf_quant_config.json next to it for models that have one. Weights are not needed: the check is the part of a start that
+reads only these files, so problems that only weights show (a missing tensor, scales without codes) are not in the table.
+Rejected: keeping the configurations in this repository, because they have many licences.
 """
 
 import argparse
@@ -37,21 +37,21 @@ _COLUMNS = (
 
 
 class Verdict(NamedTuple):
-    """What becomes of one configuration."""
+    """The result for one configuration."""
 
     name: str
     model_type: str
     quantisation: str
-    on_cpu: str  # yes, text (its text decoder is served) or no
+    on_cpu: str  # yes, text (only its text decoder is served) or no
     on_gpu: str
-    weights_gb: float | None  # None: size says nothing
+    weights_gb: float | None  # None without an estimate
     shared_gb: float | None
     ranks: int | None
     reason: str
 
 
 def judge_all(folder: Path, device: str) -> tuple[list[Verdict], int]:
-    """Judge every configuration below a folder, and count those that are of no Mixture-of-Experts model."""
+    """Return the verdicts on all configurations in a folder, and the number of models that are not Mixture-of-Experts."""
     found, num_dense = [], 0
     for name, files in sorted(_configurations(folder)):
         with tempfile.TemporaryDirectory(prefix="wideep_config_") as made:
@@ -68,7 +68,7 @@ def judge_all(folder: Path, device: str) -> tuple[list[Verdict], int]:
 
 
 def judge(name: str, directory: Path, device: str) -> Verdict:
-    """Judge one, for the number of ranks of a GPU named in `wideep size`."""
+    """Return the verdict on one configuration; `wideep size` counts its ranks of a GPU with this name."""
     config = read_config(directory)
     served = "text" if isinstance(config.get("text_config"), dict) else "yes"
     on_cpu, on_gpu = (_read(directory, on_gpu=each) for each in (False, True))
@@ -100,7 +100,7 @@ def judge(name: str, directory: Path, device: str) -> Verdict:
 
 
 def table(verdicts: Sequence[Verdict], num_dense: int, device: str) -> str:
-    """Write a table in Markdown, and a line of sums below it."""
+    """Return a Markdown table, with a line of totals below it."""
     head = [each.format(device=device) for each in _COLUMNS]
     rows = [head, ["---"] * len(head), *(_row(each) for each in verdicts)]
     lines = [f"| {' | '.join(row)} |" for row in rows]
@@ -111,20 +111,20 @@ def table(verdicts: Sequence[Verdict], num_dense: int, device: str) -> str:
     sized = sum(each.ranks is not None for each in verdicts)
     lines += [
         "",
-        f"{len(verdicts)} configurations of Mixture-of-Experts models: {on_cpu} are accepted on CPUs, {on_gpu} on GPUs, and size "
-        f"finds ranks for {sized}. {num_dense} of other models are left out.",
+        f"{len(verdicts)} configurations of Mixture-of-Experts models: {on_cpu} are accepted on CPUs, {on_gpu} on GPUs, and "
+        f"`wideep size` finds a number of ranks for {sized}. {num_dense} configurations of other models are omitted.",
     ]
     return "\n".join(lines)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m server.sizing.configurations", description=__doc__.splitlines()[0]
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument(
-        "--device", default="h200", metavar="GPU", help="of `wideep size` (default: %(default)s)"
+        "--device", default="h200", metavar="GPU", help="device of `wideep size` (default: %(default)s)"
     )
     args = parser.parse_args(words)
     verdicts, num_dense = judge_all(args.folder, args.device)
@@ -135,11 +135,11 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
-    """Every model's name and files, by the names that a model's directory has for them."""
+    """Yield each model's name and files, with the names that the files have in a model's directory."""
     for path in folder.rglob(f"*{_CONFIG}"):
         begin = path.name.removesuffix(_CONFIG)
         if begin and not (begin.endswith("_") and "--" in begin):
-            continue  # of a tokenizer, of generation, ModelOpt's own
+            continue  # a tokenizer's, a generation config or ModelOpt's
         if begin.endswith("_hf_quant_"):
             continue
         name = begin.rstrip("_").replace("--", "/") or path.parent.relative_to(folder).as_posix()
@@ -148,7 +148,7 @@ def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
 
 
 def _read(directory: Path, *, on_gpu: bool) -> ReadModel | str:
-    """Read a model as for a kind of device, or say why it is refused there."""
+    """Read a model for a kind of device. Returns the message if it is refused."""
     try:
         return read_model(directory, on_gpu=on_gpu, float_bytes=2)
     except (ConfigError, PreflightError, UnsupportedModelError) as error:

@@ -1,7 +1,7 @@
-"""Deployments of a model on a device: numbers of ranks and replicas, each judged, and the fewest that keep targets.
+"""Deployments of a model on a device: the estimate for a number of ranks or replicas, and the fewest ranks for a target.
 
-Each is judged by the memory that a start would count (`fit`), by the roofline's step and by a load that goes on
-(`estimate`). Replicas under tensor parallelism, which WideEP does not do, are judged by the same roofline.
+Each is judged by the memory that a start would count (`fit`), by the roofline's step and by a steady load (`estimate`).
+Replicas with tensor parallelism, which WideEP does not support, are judged by the same roofline.
 """
 
 import math
@@ -25,7 +25,7 @@ _MOST_RANKS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """One number of ranks, and what is foretold of it."""
+    """One number of ranks, and the prediction for it."""
 
     num_ranks: int
     options: Options
@@ -35,7 +35,7 @@ class Deployment:
     expected: Estimate
 
     def misses(self, asked: SizeOptions) -> str | None:
-        """Which target it misses; None: it keeps all."""
+        """Return the missed target. Returns None if all targets are met."""
         if asked.tpot_s is not None and self.expected.tpot_s > asked.tpot_s:
             return "time per token"
         if asked.ttft_s is not None and self.expected.ttft_s > asked.ttft_s:
@@ -46,38 +46,38 @@ class Deployment:
 
 
 class Replicas(NamedTuple):
-    """Copies of the model, each cut over some devices by tensor parallelism."""
+    """Copies of the model, each split over several devices by tensor parallelism."""
 
     ways: int
     copies: int
     expected: Estimate  # of one copy, per device
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields as JSON values."""
         return {**self._asdict(), "expected": self.expected.to_json()}
 
 
 class Sized(NamedTuple):
-    """All that is told."""
+    """The whole result."""
 
     model: ReadModel
     device: Device
     chosen: Deployment
-    least: Deployment | None  # that keeps the targets; None: there are none, or none keeps them
+    least: Deployment | None  # the fewest ranks that meet the targets, if there are any
     replicas: tuple[Replicas, ...]
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, of as many ranks as the device has on one."""
+        """Return the number of nodes, with the device's usual number of ranks on each."""
         return math.ceil(self.chosen.num_ranks / self.device.node_ranks)
 
     @property
     def output_per_node(self) -> float:
-        """Output tokens per second."""
+        """Return the output tokens per second and node."""
         return self.chosen.expected.output_per_rank * self.chosen.num_ranks / self.num_nodes
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the result as JSON values."""
         chosen = self.chosen
         costs = self.model.costs
         return {
@@ -112,13 +112,13 @@ class Sized(NamedTuple):
 
 
 class Sizing:
-    """Judges numbers of ranks of one model on one device."""
+    """Estimates numbers of ranks of one model on one device."""
 
     def __init__(self, model: ReadModel, device: Device, options: Options, asked: SizeOptions) -> None:
-        """Take what was asked.
+        """Check the lengths of requests.
 
         Raises:
-            SizeError: requests are longer than a sequence may be.
+            SizeError: Requests are longer than a sequence may be.
         """
         self._model, self._device, self._options, self._asked = model, device, options, asked
         self._engine = WIDEEP_CPU if device.is_cpu else WIDEEP
@@ -126,14 +126,14 @@ class Sizing:
         if asked.input_tokens + asked.output_tokens > model.longest:
             raise SizeError(
                 f"--input {asked.input_tokens} and --output {asked.output_tokens} are {asked.input_tokens + asked.output_tokens} "
-                f"tokens; a sequence has {model.longest} at most (--max-model-len, or the model's own length)"
+                f"tokens; a sequence may have at most {model.longest} (--max-model-len, or the model's own length)"
             )
 
     def deployment(self, num_ranks: int) -> Deployment:
-        """Judge one; where --max-num-batched-tokens is not given, with the size of steps that serves best.
+        """Estimate a number of ranks, with the best step size if --max-num-batched-tokens is not given.
 
         Raises:
-            SizeError: it does not fit, or nodes would have different numbers of ranks.
+            SizeError: The model does not fit, or nodes would have different numbers of ranks.
         """
         return self._best(self._with_all_step_sizes(num_ranks))
 
@@ -146,7 +146,7 @@ class Sizing:
         if num_ranks % num_nodes:
             fewer, more = num_nodes * (num_ranks // num_nodes), num_nodes * math.ceil(num_ranks / num_nodes)
             raise SizeError(
-                f"{num_ranks} ranks on {num_nodes} nodes of {self._device.node_ranks} are not equally many on each; give {fewer} "
+                f"{num_ranks} ranks cannot be divided equally between {num_nodes} nodes of {self._device.node_ranks}; give {fewer} "
                 f"or {more}"
             )
         return [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
@@ -178,11 +178,10 @@ class Sizing:
         return self._balances[key]
 
     def _share_of(self, num_ranks: int) -> Device:
-        """What a rank has of the device."""
         return self._device.shared_by(min(num_ranks, self._device.node_ranks))
 
     def smallest(self) -> Deployment:
-        """The fewest ranks that fit."""
+        """Return the estimate for the fewest ranks that the model fits on."""
         problems: list[SizeError] = []
 
         def fitting(num_ranks: int) -> Deployment | None:
@@ -195,15 +194,15 @@ class Sizing:
         found = self._fewest(fitting)
         if found is None:
             raise SizeError(
-                f"it does not fit on {_MOST_RANKS} ranks of {self._device.name} either: {problems[-1]}"
+                f"the model does not fit, even on {_MOST_RANKS} ranks of {self._device.name}: {problems[-1]}"
             )
         return found
 
     def least(self) -> Deployment:
-        """The fewest ranks that keep the targets.
+        """Return the estimate for the fewest ranks that meet the targets.
 
         Raises:
-            SizeError: no number does; it says which part of a step forbids it.
+            SizeError: No number of ranks does; the message names the longest part of a step.
         """
         tried: list[Deployment] = []
 
@@ -219,14 +218,14 @@ class Sizing:
         found = self._fewest(keeping)
         if found is None:
             if not tried:
-                self.smallest()  # says why nothing fits
+                self.smallest()  # raises with the reason why nothing fits
             raise SizeError(self._why_not(tried))
         return found
 
     def _fewest(self, judge: Callable[[int], Deployment | None]) -> Deployment | None:
-        """The fewest ranks that pass: steps of a power of two or half as much more, then all that the last one left out.
+        """Return the fewest ranks that pass: try powers of two and 1.5 times them, then the numbers before the first success.
 
-        Beyond a node these are whole nodes. Numbers below one that does not pass are taken not to pass either.
+        Above one node, only whole nodes are tried. Numbers below a failing one are assumed to fail too.
         """
         node, before = self._device.node_ranks, 0
         for num_ranks in self._coarse_candidates():
@@ -242,7 +241,7 @@ class Sizing:
         return None
 
     def replicas(self, chosen: Deployment) -> Iterator[Replicas]:
-        """Judge copies of the model on the same devices, each cut by tensor parallelism, heads evenly; those that fit."""
+        """Yield estimates for copies of the model on the same devices, for each even split by tensor parallelism that fits."""
         num_ranks, costs = chosen.num_ranks, self._model.costs
         for ways in range(1, num_ranks + 1):
             if num_ranks % ways or self._model.heads % ways:
@@ -274,7 +273,7 @@ class Sizing:
         return min(tokens // chosen.work.context_tokens, chosen.options.max_num_seqs * ways)
 
     def _coarse_candidates(self) -> Iterator[int]:
-        """Powers of two in a node, then nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+        """Yield powers of two in a node, then numbers of nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
         node = self._device.node_ranks
         yield from (2**power for power in range(node.bit_length()) if 2**power < node)
         for power in range((_MOST_RANKS // node).bit_length()):
@@ -283,7 +282,7 @@ class Sizing:
                 yield 3 * node << (power - 1)
 
     def _step_sizes(self, num_ranks: int) -> Iterator[Options]:
-        """Fill limits in: room for all users at least, and steps of the default size and smaller, or as asked."""
+        """Fill in limits: room for at least all users, and steps of the default size and smaller, or the given limits."""
         options = self._options
         seqs, batched = DEFAULT_LIMITS[options.device]
         if self._asked.users is not None:
@@ -297,7 +296,7 @@ class Sizing:
             yield replace(options, max_num_seqs=seqs, max_num_batched_tokens=size)
 
     def _room(self, memory: RankMemory, options: Options) -> int:
-        """Requests of the wanted length that a rank runs at once."""
+        """Return the number of requests of the given length that a rank runs at once."""
         assert options.max_num_seqs, "limits are filled in"
         blocks = (
             memory.kv_tokens
@@ -308,7 +307,7 @@ class Sizing:
         return min(room, memory.num_states // STATES_OF_ONE) if memory.num_states else room
 
     def _why_not(self, tried: list[Deployment]) -> str:
-        """Say which bound forbids the targets."""
+        """Return the reason why the targets cannot be met."""
         asked = self._asked
         if asked.tpot_s is not None:
             best = min(tried, key=lambda each: each.expected.tpot_s)
@@ -320,7 +319,7 @@ class Sizing:
                 return self._too_slow("time to the first token", asked.ttft_s, best.expected.ttft_s, best)
         most = max(tried, key=lambda each: each.expected.running_per_rank * each.num_ranks)
         return (
-            f"no number of ranks up to {_MOST_RANKS} of {self._device.name} keeps all targets at once for {most.work.users} "
+            f"no number of ranks up to {_MOST_RANKS} on {self._device.name} meets all targets at once for {most.work.users} "
             f"users; {most.num_ranks} ranks have room for {most.expected.running_per_rank * most.num_ranks}"
         )
 
@@ -334,7 +333,7 @@ class Sizing:
         }
         longest = max(parts, key=lambda part: parts[part])
         return (
-            f"no number of ranks up to {_MOST_RANKS} of {self._device.name} gives a {what} of {1000 * target_s:g} ms: the best "
-            f"is {1000 * best_s:.1f} ms on {best.num_ranks}, where {longest} take {1000 * parts[longest]:.1f} of a step's "
-            f"{1000 * step.total_s:.1f} ms"
+            f"no number of ranks up to {_MOST_RANKS} on {self._device.name} reaches a {what} of {1000 * target_s:g} ms; the best "
+            f"is {1000 * best_s:.1f} ms on {best.num_ranks} (longest part: {longest}, {1000 * parts[longest]:.1f} of a step's "
+            f"{1000 * step.total_s:.1f} ms)"
         )

@@ -1,8 +1,8 @@
-"""Devices that `wideep size` knows, by name, and the measuring of this machine. No torch.
+"""Devices that `wideep size` supports by name, and measurements of this machine. No torch.
 
-A device is what one rank computes on: a GPU, or a machine's processor, whose memory and cores its ranks share. Rates are
-dense ones (without sparsity) of their makers' data sheets; memory is what the driver gives to programs. What of a rate is
-achieved is not said here (`roofline.Shares`), but for `this`, whose rates are measured and so achieved already.
+A device is the hardware of one rank: a GPU, or a machine's processor with memory and cores that its ranks share. Rates are
+dense ones (without sparsity) from data sheets; memory is what the driver makes available. The achieved share of a rate is
+in `roofline.Shares`; only the rates of `this` are measured, and thus achieved.
 """
 
 import os
@@ -16,30 +16,30 @@ from server.process.preflight.memory import available_bytes, usable_cores
 
 _GIB = 1 << 30
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
-_MEASURED_BYTES = 256 << 20  # far more than any cache
-_MEASURED_ROWS = 1024  # of a square product
+_MEASURED_BYTES = 256 << 20  # much larger than any cache
+_MEASURED_ROWS = 1024  # of a square matrix product
 _REPEATS = 5
 
 
 class UnknownDeviceError(ValueError):
-    """A device that is not in the table; the message names those that are."""
+    """The device is not in the table; the message lists the known ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a rank computes on.
+    """The hardware that a rank computes on.
 
     Attributes:
-        memory_bytes: that programs may take.
-        memory_bytes_per_s: of reading it.
-        rates: products, operations per second (a multiplication and an addition are two), by the type of the numbers.
-        link_bytes_per_s: one way, of one device to the others of its domain.
-        link_ranks: devices that such links join.
-        network_bytes_per_s: one way, of one device to other domains.
-        node_ranks: ranks of a machine.
-        is_cpu: ranks of a machine share memory, its rate and the cores.
-        is_measured: rates are what was achieved, not what is promised.
-        source: where the figures are from.
+        memory_bytes: Memory available to programs.
+        memory_bytes_per_s: Read rate of the memory.
+        rates: Matrix products in operations per second (a multiply-add is two), by number type.
+        link_bytes_per_s: Rate one way, from one device to the others of its domain.
+        link_ranks: Number of devices in a domain of such links.
+        network_bytes_per_s: Rate one way, from one device to other domains.
+        node_ranks: Number of ranks on a machine.
+        is_cpu: The ranks of a machine share its memory, memory rate and cores.
+        is_measured: The rates were measured, not taken from a data sheet.
+        source: Source of the figures.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Device:
     source: str
 
     def rate_of(self, kind: str) -> float:
-        """Operations per second on numbers of a kind; on what it has no products for, those of the widest type."""
+        """Return operations per second for a type of numbers, or for the widest type if this one has no products."""
         return self.rates.get(kind, next(iter(self.rates.values())))
 
     def shared_by(self, num_ranks: int) -> "Device":
-        """What one rank has of it, of so many on the machine."""
+        """Return one rank's share if the machine has this number of ranks."""
         if not self.is_cpu or num_ranks == 1:
             return self
         return replace(
@@ -84,7 +84,7 @@ def _gpu(
     node_ranks: int = 8,
     network_gbit: float = 400,
 ) -> Device:
-    """One row of the table: rates in 10^12 operations, links in 10^9 bytes one way, 0 for types that it lacks."""
+    """Return a row of the table: rates in 10^12 operations/s (0 for missing types), links in 10^9 bytes/s one way."""
     rates = {"bfloat16": bf16, "fp8": fp8, "fp4": fp4}
     return Device(
         name=name,
@@ -103,7 +103,7 @@ _EPYC = "https://www.amd.com/en/products/processors/server/epyc/4th-generation-9
 _TABLE = (
     _gpu("a100", 79.1, 2.039, 312, 0, 0, 300, f"{_NVIDIA}/a100/", network_gbit=200),
     _gpu("h100", 79.1, 3.35, 989, 1979, 0, 450, f"{_NVIDIA}/h100/"),
-    # An H100 whose NVLink is cut to 400 GB/s both ways: DeepSeek-V3's report, arXiv 2412.19437, and DeepEP's README.
+    # An H100 with NVLink limited to 400 GB/s both ways: DeepSeek-V3's report, arXiv 2412.19437, and DeepEP's README.
     _gpu("h800", 79.1, 3.35, 989, 1979, 0, 200, "https://arxiv.org/abs/2412.19437"),
     _gpu("h200", 139.8, 4.8, 989, 1979, 0, 450, f"{_NVIDIA}/h200/"),
     _gpu("b200", 178.0, 7.7, 2250, 4500, 9000, 900, f"{_NVIDIA}/dgx-b200/"),
@@ -123,7 +123,7 @@ _TABLE = (
     _gpu("l40s", 44.5, 0.864, 362, 733, 0, 32, f"{_NVIDIA}/l40s/", network_gbit=200),
     Device(
         name="cpu", memory_bytes=768 * _GIB, memory_bytes_per_s=460.8e9,
-        # 96 cores at 2.4 GHz, two fused multiplications of 8 numbers each in a cycle.
+        # 96 cores at 2.4 GHz, two fused multiply-adds of 8 numbers each per cycle.
         rates={"float32": 96 * 2.4e9 * 32}, link_bytes_per_s=100e9, link_ranks=64, network_bytes_per_s=12.5e9,
         node_ranks=2, is_cpu=True, source=f"{_EPYC} (12 channels of DDR5-4800)",
     ),
@@ -134,22 +134,22 @@ NAMES = (*DEVICES, THIS)
 
 
 def device_named(name: str) -> Device:
-    """Find a device; `this` is measured, which takes some seconds.
+    """Return a device; `this` is measured, which takes some seconds.
 
     Raises:
-        UnknownDeviceError: there is none of that name.
+        UnknownDeviceError: There is no device with this name.
     """
     if name == THIS:
         return measure_cpu()
     if name not in DEVICES:
         raise UnknownDeviceError(
-            f"--device is {name!r}; known are {', '.join(NAMES)}, of which {THIS} measures this machine's processor"
+            f"--device is {name!r}; known devices are {', '.join(NAMES)}; {THIS} measures this machine's processor"
         )
     return DEVICES[name]
 
 
 def measure_cpu() -> Device:
-    """Measure this machine's processor: how fast it reads memory, and multiplies float32."""
+    """Measure this machine's processor: its memory read rate and its float32 products."""
     cores = usable_cores()
     return Device(
         name=THIS,
@@ -157,7 +157,7 @@ def measure_cpu() -> Device:
         memory_bytes_per_s=_measure_reading(),
         rates={"float32": _measure_products()},
         link_bytes_per_s=_measure_copying(),
-        link_ranks=1 << 30,  # no other machine is known of
+        link_ranks=1 << 30,  # only this machine is known
         network_bytes_per_s=1.25e9,
         node_ranks=2,
         is_cpu=True,
@@ -167,7 +167,7 @@ def measure_cpu() -> Device:
 
 
 def _shortest_s(call: Callable[[], object]) -> float:
-    """The shortest of some times: whatever else the machine did made the others longer."""
+    """Return the shortest of several times, because other work on the machine only makes them longer."""
     times = []
     for _ in range(_REPEATS):
         started_s = time.perf_counter()
@@ -182,7 +182,7 @@ def _measure_reading() -> float:
 
 
 def _measure_copying() -> float:
-    """What a message through shared memory takes: it is written by one rank and read by another."""
+    """Return the rate of messages through shared memory: one rank writes them, another reads them."""
     source = np.ones(_MEASURED_BYTES // 4, dtype=np.float32)
     target = np.zeros_like(source)
     return _MEASURED_BYTES / _shortest_s(lambda: np.copyto(target, source)) / 2

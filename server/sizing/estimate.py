@@ -1,8 +1,8 @@
-"""What users see: time per token, time to the first one, tokens per second, under a load that goes on.
+"""Latency and throughput under a steady load: time per token, time to the first token, tokens per second.
 
-In the long run every running request takes one row of each step, and prompts come as fast as answers end, so that an
-average step has prompts' tokens in the ratio of input to output. Ranks walk in step, so that all of them have such steps.
-How even experts are is had from the placement planner that serves, on loads as uneven as published ones.
+In the long run every running request takes one row of each step, and prompts arrive as fast as answers end, so an average
+step has prompt tokens in the ratio of input to output. Ranks run in lock-step, so all of them have such steps. The balance
+of experts comes from the placement planner of the service, on loads as uneven as published ones.
 """
 
 import math
@@ -15,50 +15,51 @@ from expert_placement.placement import imbalance, linear_placement
 from expert_placement.plan import plan
 from server.sizing.step_times import RankRows, StepCost, StepTimes
 
-# Of experts' loads, log-normal: at EP32 with 8 experts a rank the fullest then has 2.6 times the mean, as TensorRT-LLM's
-# blog 4 measured for DeepSeek-R1 ((max - mean) / mean = 1.564), before it balanced.
+# Sigma of expert loads, log-normal: at EP32 with 8 experts per rank, the fullest rank then has 2.6 times the mean, which is
+# TensorRT-LLM's measurement for DeepSeek-R1 before balancing (blog 4: (max - mean) / mean = 1.564).
 LOAD_SPREAD = 1.15
-# What is left of evenness in the window after the one that was planned for: the same blog, 0.109 to 0.115 above the mean.
+# The balance that is left in the window after the planned one; from the same blog, 0.109 to 0.115 above the mean.
 KEPT_BALANCE = 0.9
-_LAYERS, _PLANNED_LAYERS, _SEED = 16, 4, 0  # drawn to find how even a placement is; planning takes its time
+# Layers of random loads for measuring the balance; planning takes longer per layer.
+_LAYERS, _PLANNED_LAYERS, _SEED = 16, 4, 0
 
 
 class Workload(NamedTuple):
-    """What users ask for."""
+    """The requests of the users."""
 
-    users: int  # whose requests run or wait at any time
+    users: int  # users with a running or waiting request
     input_tokens: int
     output_tokens: int
 
     @property
     def context_tokens(self) -> int:
-        """Of one request at its end."""
+        """Return the length of a request at its end."""
         return self.input_tokens + self.output_tokens
 
 
 class Estimate(NamedTuple):
-    """What a service is foretold to do."""
+    """The prediction for a service."""
 
-    running_per_rank: int  # requests whose answers come, at once
-    waiting_users: int  # of all, for want of room
-    prefill_per_step: float  # tokens of prompts in an average step of a rank
-    step: StepCost  # the average one
+    running_per_rank: int  # requests that generate tokens at the same time
+    waiting_users: int  # on all ranks, for lack of room
+    prefill_per_step: float  # prompt tokens in an average step of a rank
+    step: StepCost  # the average step
     tpot_s: float
     ttft_s: float
     output_per_rank: float  # tokens per second
     input_per_rank: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields as JSON values."""
         step = {name: value for name, value in self.step._asdict().items() if name != "waiting_s"}
         return {**self._asdict(), "step": step}
 
 
 def balancedness(num_experts: int, num_ranks: int, slots_per_rank: int, *, is_planned: bool) -> float:
-    """Mean over max of the ranks' expert rows, on average over layers.
+    """Return mean over max of the ranks' expert rows, averaged over layers.
 
     Args:
-        is_planned: the placement follows the load; else experts are in order.
+        is_planned: The placement follows the load; otherwise experts are in order.
     """
     if num_ranks == 1:
         return 1.0
@@ -82,34 +83,34 @@ def estimate(
     max_running: int,
     max_batched_tokens: int,
 ) -> Estimate:
-    """Foretell.
+    """Return the prediction.
 
     Args:
-        times: of the deployment's steps.
-        balance: see `balancedness`.
-        max_running: requests that a rank has room for at once.
-        max_batched_tokens: of a rank's step.
+        times: Step times of the deployment.
+        balance: Result of `balancedness`.
+        max_running: Number of requests that a rank can run at once.
+        max_batched_tokens: Maximum number of tokens in a step of a rank.
     """
     running = max(1, min(math.ceil(work.users / num_ranks), max_running))
     waiting = max(0, work.users - running * num_ranks)
     busy_ranks = min(num_ranks, work.users)
-    # So many decode that prompts, in proportion, fit into a step beside them.
+    # The number of decodes that leaves room in a step for a proportional number of prompt tokens.
     per_decode = work.input_tokens / work.output_tokens
     decodes = min(float(running), max_batched_tokens / (1 + per_decode))
     prefill = decodes * per_decode
     chunk = min(work.input_tokens, max(16, max_batched_tokens - int(decodes)))
     steps = _Steps(times, work, decodes, busy_ranks, num_ranks, balance)
-    # Prompts come in chunks, on some ranks now and then, and the others wait: steps without any, and with.
+    # Prompts arrive in chunks on some ranks at times, and the others wait: steps without and with chunks.
     chunks = busy_ranks * prefill / chunk
     any_share = -math.expm1(-chunks)
     mixed = steps.with_chunks(min(busy_ranks, max(1, round(chunks / max(any_share, 1e-9)))), chunk)
     step = _blend(steps.with_chunks(0, 0), mixed, any_share)
     prompt_s = math.ceil(work.input_tokens / chunk) * mixed.total_s
-    if decodes < running:  # prompts fill the steps: all who do not decode wait (Little's law)
+    if decodes < running:  # prompts fill the steps: requests that do not decode wait (Little's law)
         ttft_s = max(prompt_s, work.output_tokens * step.total_s * (running / decodes - 1))
     else:
-        busy = prefill / max(1.0, max_batched_tokens - decodes)  # of the room for prompts
-        # A queue with one server and equal jobs (Pollaczek and Khinchine).
+        busy = prefill / max(1.0, max_batched_tokens - decodes)  # share of the room for prompts
+        # A queue with one server and equal jobs (Pollaczek-Khinchine).
         ttft_s = prompt_s * (1 + busy / (2 * max(1 - busy, 0.02)))
     ttft_s += step.total_s / 2
     share = busy_ranks / num_ranks
@@ -126,7 +127,7 @@ def estimate(
 
 
 class _Steps:
-    """Steps of ranks that decode alike, of which some run a chunk of a prompt beside."""
+    """Steps in which all busy ranks have equal decodes, and some also run a chunk of a prompt."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Steps:
         self._prompt = work.input_tokens
 
     def with_chunks(self, num_ranks: int, chunk: int) -> StepCost:
-        """What one costs in which so many ranks have a chunk."""
+        """Return the cost of a step in which this number of ranks have a chunk."""
         of_prompts = chunk * self._prompt // 2
         alone = RankRows(0, self._decodes, self._context, 0)
         mixed = RankRows(chunk, self._decodes, self._context + of_prompts, of_prompts)
@@ -154,7 +155,7 @@ class _Steps:
 
 
 def _blend(first: StepCost, second: StepCost, share: float) -> StepCost:
-    """The average of two kinds of steps, of which the second's share is given."""
+    """Return the average of two kinds of steps, weighted by the share of the second."""
 
     def mean(one: float, other: float) -> float:
         return (1 - share) * one + share * other

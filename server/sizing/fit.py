@@ -1,7 +1,7 @@
-"""What fits on a rank: weights, slots with redundancy, memory for experts that move, buffers, KV cache and states.
+"""The memory of a rank: weights, slots with redundancy, room for moving experts, buffers, KV cache and states.
 
-The same functions that a start calls, with a device's memory in place of what a machine has free: what this says is what
-a service of these flags reports. Tensor parallelism, which WideEP does not do, is counted beside it for comparison.
+It calls the functions of a start, with the device's memory instead of the machine's free memory, so the result equals the
+report of a service with these flags. Tensor parallelism, which WideEP does not support, is computed for comparison.
 """
 
 from typing import Any, NamedTuple
@@ -22,42 +22,42 @@ from server.sizing.read_model import ReadModel
 
 
 class SizeError(ValueError):
-    """What was asked for cannot be had; the message says which bound forbids it."""
+    """The requested deployment is not possible; the message names the bound."""
 
 
 class RankMemory(NamedTuple):
-    """One rank's memory, in bytes where nothing else is said."""
+    """One rank's memory, in bytes unless stated otherwise."""
 
-    total: int  # of the device, or the rank's share of the machine's
+    total: int  # of the device, or the rank's share of the machine
     shared_weights: int
     expert_weights: int  # all slots
-    spare_experts: int  # for experts that move
-    buffers: int  # activations, graphs, attention's parts
-    kv_cache: int  # with states
-    slots_per_rank: int  # of a layer
-    num_redundant: int  # slots of a layer beyond one for each expert
-    token_bytes: int  # KV of one token, all layers
+    spare_experts: int  # room for moving experts
+    buffers: int  # activations, graphs, partial results of attention
+    kv_cache: int  # including states
+    slots_per_rank: int  # per layer
+    num_redundant: int  # slots per layer in addition to one per expert
+    token_bytes: int  # KV cache of one token in all layers
     state_bytes: int  # of one sequence
     kv_tokens: int
     num_states: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields as JSON values."""
         return self._asdict()
 
 
 def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: int) -> RankMemory:
-    """Count what a rank holds.
+    """Return the memory of a rank.
 
     Args:
-        options: as a start fills them in, with limits.
+        options: Options of a start, with limits filled in.
 
     Raises:
-        SizeError: it does not fit; the message says by how much, or what is left for the KV cache.
+        SizeError: The model does not fit; the message has the difference, or the room for the KV cache.
     """
     try:
         experts = rank_experts(model.weights, dict(model.config), options, num_ranks)
-    except PreflightError as error:  # more redundant experts than these ranks have a use for
+    except PreflightError as error:  # more redundant experts than these ranks can use
         raise SizeError(str(error)) from error
     weights = model.weights.shared + experts.serving + experts.spare
     local_ranks = min(num_ranks, device.node_ranks)
@@ -73,8 +73,8 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     needed = weights + buffers + kv_bytes
     if needed > total:
         raise SizeError(
-            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache) "
-            f"and {device.name} has {total / 2**30:.1f} GiB for it; use more ranks, fewer redundant experts or a smaller "
+            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache), "
+            f"but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a smaller "
             f"model"
         )
     of_layer = experts.slots_per_rank * num_ranks
@@ -95,12 +95,12 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
 
 
 def heads_of(model: ReadModel) -> AttentionHeads:
-    """What attention's buffers are counted by."""
+    """Return the dimensions that determine the size of attention's buffers."""
     return AttentionHeads(model.heads, model.value_dims, model.is_latent, model.has_index, model.longest)
 
 
 def token_bytes(shape: LayerShape, device: Device) -> int:
-    """Of cache that one layer takes per token: bfloat16 on a GPU, float32 on a CPU."""
+    """Return the cache bytes of one layer per token: bfloat16 on a GPU, float32 on a CPU."""
     return shape.token_bytes if device.is_cpu else 2 * shape.token_numbers
 
 
@@ -129,12 +129,12 @@ def _cache_size(model: ReadModel, device: Device, options: Options, kv_bytes: in
 
 
 def replica_tokens(model: ReadModel, device: Device, options: Options, ways: int, *, local_ranks: int) -> int:
-    """Tokens of KV cache of one replica cut over `ways` devices by tensor parallelism; 0 where it does not fit.
+    """Return the KV cache tokens of one replica split over `ways` devices by tensor parallelism, or 0 if it does not fit.
 
-    Every device holds its part of all weights, and of the KV heads as far as they can be cut; latents whole.
+    Every device holds its part of all weights and, as far as they can be split, of the KV heads; latents are whole.
 
     Args:
-        local_ranks: among which a CPU's memory is shared out.
+        local_ranks: Number of ranks that share a CPU's memory.
     """
     cut = model.costs.cut(ways)
     share = options.gpu_memory_utilization or GPU_SHARE

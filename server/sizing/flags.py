@@ -1,7 +1,7 @@
-"""The flags of `wideep size`; `size` runs it. Nothing heavy is imported here, because `wideep --help` needs it.
+"""The flags of `wideep size`; `size` runs it. It has no heavy imports, because `wideep --help` needs it.
 
-What a service is started with (ranks, lengths, limits, memory) comes from the table of options, so that these flags have
-their names, aliases and checks here too.
+The options of the service (ranks, lengths, limits, memory) come from the table of options, with the same names, aliases
+and checks.
 """
 
 import argparse
@@ -34,60 +34,60 @@ def add_size_parser(commands: Any) -> None:
     """Add `size` to the command line's parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "size",
-        help="what a model takes and gives on some devices: memory, times, tokens per second, ranks, flags",
-        description="Say of a model and a device, before anything is rented or loaded: what fits, what a step takes, how "
-        "many ranks a target needs, whether expert parallelism pays, and which flags to use. From config.json alone.",
+        help="estimate memory, latency and throughput of a model on a device",
+        description="Estimate a deployment before you rent or load anything: memory, step times, the ranks that a target "
+        "needs, whether expert parallelism pays, and the flags to use. Needs only a config.json.",
         epilog=_EXAMPLE,
     )
     parser.add_argument(
-        "model", nargs="?", type=Path, metavar="MODEL", help="a model's directory, or a config.json alone"
+        "model", nargs="?", type=Path, metavar="MODEL", help="directory of a model, or a single config.json"
     )
     parser.add_argument(
         "--device", default="this", metavar="NAME",
-        help="h100, h200, h800, b200, gb200, gb300, mi300x, cpu and others, or this, which measures the processor of this "
-        "machine (default: %(default)s)",
+        help="h100, h200, h800, b200, gb200, gb300, mi300x, cpu and others, or this, which measures this machine's processor "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--users", "--max-concurrency", metavar="N", help="requests at any time (default: what fits)"
+        "--users", "--max-concurrency", metavar="N", help="concurrent requests (default: as many as fit)"
     )
     parser.add_argument(
-        "--input", "--input-len", "--random-input-len", default="1000", metavar="TOKENS", help="of a prompt (default: %(default)s)"
+        "--input", "--input-len", "--random-input-len", default="1000", metavar="TOKENS", help="tokens of a prompt (default: %(default)s)"
     )  # fmt: skip
     parser.add_argument(
         "--output", "--output-len", "--random-output-len", default="250", metavar="TOKENS",
-        help="of an answer (default: %(default)s)",
+        help="tokens of an answer (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--tpot-ms", metavar="MS", help="target: time per output token, on average")
-    parser.add_argument("--ttft-ms", metavar="MS", help="target: time to the first token, on average")
+    parser.add_argument("--tpot-ms", metavar="MS", help="target: mean time per output token")
+    parser.add_argument("--ttft-ms", metavar="MS", help="target: mean time to the first token")
     parser.add_argument(
-        "--published", action="store_true", help="published deployments, each beside what is foretold of it"
+        "--published", action="store_true", help="compare published deployments with their predictions"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    # Other names of what the table has, for who says what they want and not how it is served.
+    # Other names for flags of the table, common in sizing.
     parser.add_argument(
-        "--ranks", dest="data_parallel_size", default=argparse.SUPPRESS, metavar="N", help="as -dp"
+        "--ranks", dest="data_parallel_size", default=argparse.SUPPRESS, metavar="N", help="same as -dp"
     )
     parser.add_argument(
         "--context",
         dest="max_model_len",
         default=argparse.SUPPRESS,
         metavar="TOKENS",
-        help="as --max-model-len",
+        help="same as --max-model-len",
     )
     add_flags(parser, SERVED_OPTIONS, {})
 
 
 def served_keywords(args: argparse.Namespace) -> Mapping[str, Any]:
-    """What the command line says of a service, by keyword."""
+    """Return the service's options on the command line, by keyword."""
     return {name: vars(args)[name] for name in _SERVED if name in vars(args)}
 
 
 class SizeOptions(NamedTuple):
-    """What else it says, read.
+    """The other options on the command line.
 
     Attributes:
-        users: None: as many as there is room for.
-        tpot_s, ttft_s: targets; None: there is none.
+        users: Number of concurrent requests. None means as many as fit.
+        tpot_s, ttft_s: Targets in seconds, or None.
     """
 
     users: int | None
@@ -98,13 +98,13 @@ class SizeOptions(NamedTuple):
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "SizeOptions":
-        """Read it.
+        """Read and check the options.
 
         Raises:
-            OptionsError: naming the flag, the value seen and the values allowed.
+            OptionsError: An option is invalid; the message names the flag, the value and the allowed values.
         """
         if args.model is None and not args.published:
-            raise OptionsError("MODEL is missing; give a model's directory or a config.json, or --published")
+            raise OptionsError("MODEL is missing; give a model's directory, a config.json, or --published")
         return cls(
             users=None if args.users is None else _USERS("--users", args.users),
             input_tokens=_LENGTH("--input", args.input),

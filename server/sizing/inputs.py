@@ -1,6 +1,6 @@
-"""What `wideep size` and `wideep simulate` check before they import torch: that the model and the device exist.
+"""Checks of `wideep size` and `wideep simulate` before they import torch: the model and the device exist.
 
-A model is a directory, a config.json, "demo", or a hub name, of which only config.json is fetched.
+A model is a directory, a config.json, "demo", or a hub name, for which only config.json is downloaded.
 """
 
 import argparse
@@ -13,10 +13,10 @@ from server.sizing.devices import NAMES
 
 
 def resolve_inputs(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments with `model` as a path that exists.
+    """Return the arguments with `model` as an existing path.
 
     Raises:
-        OptionsError: the model cannot be found or fetched, or the device is unknown.
+        OptionsError: The model cannot be found or downloaded, or the device is unknown.
     """
     if args.device is not None and args.device not in NAMES:
         raise OptionsError(

@@ -1,8 +1,8 @@
-"""What a model costs to run, counted once: numbers, bytes and features of each kind of layer. No torch.
+"""The cost of running a model: numbers, bytes and features of each kind of layer. No torch.
 
-`read_model` counts them off a model on the meta device; `roofline` and simulators make seconds of them. A *weight* is a
-number that every row is multiplied with (two operations); a *feature* is a number that enters or leaves such a product,
-which some kernel has to read or write.
+`read_model` counts them on a model on the meta device; `roofline` and simulators convert them to seconds. A *weight* is a
+number that every row is multiplied by (two operations); a *feature* is a number that enters or leaves such a product and
+that some kernel reads or writes.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,29 +12,29 @@ from typing import Any, NamedTuple
 class LayerCosts(NamedTuple):
     """One layer.
 
-    What a rank computes for its own rows (projections, dense and shared experts, the router), the routed experts, and
-    what a row's attention reads of its context.
+    The fields cover the computation of a rank for its own rows (projections, dense and shared experts, the router), the
+    routed experts, and the context that a row's attention reads.
     """
 
     own_weights: int
-    own_bytes: int  # that these weights take
+    own_bytes: int  # size of these weights
     own_features: int  # per row
-    num_experts: int  # routed; 0: the layer has none
-    top_k: int  # experts of a row
+    num_experts: int  # routed; 0 in a layer without experts
+    top_k: int  # experts per row
     expert_weights: int  # of one expert
     expert_bytes: int
     expert_features: int  # per row and expert
-    attended_flops: int  # per row and attended token, as decodes compute it
-    prefill_flops: int  # likewise, as prompts do: latents are expanded to heads first
+    attended_flops: int  # per row and attended token, in decodes
+    prefill_flops: int  # the same in prompts, where latents are first expanded to heads
     cached_numbers: int  # per token of context that attention reads
-    kv_heads: int  # that these are of; 1 for latents
+    kv_heads: int  # heads of these numbers; 1 for latents
     index_numbers: int  # per token of context that a sparse index reads
-    reach: int  # tokens that a row attends to at most; 0: all
-    state_bytes: int  # that a recurrence keeps per sequence
+    reach: int  # maximum tokens that a row attends to; 0 is no limit
+    state_bytes: int  # of a recurrence, per sequence
 
 
 class Layers(NamedTuple):
-    """Layers that are alike."""
+    """A group of equal layers."""
 
     num: int
     each: LayerCosts
@@ -45,12 +45,12 @@ class ModelCosts:
     """A model.
 
     Attributes:
-        name: its model type.
-        hidden_dim: numbers of a row that travels to experts.
-        layers: all of its layers, alike ones together.
-        own_kind, expert_kind: what weights are stored as: bfloat16, fp8, mxfp4, ...
-        head_weights, head_bytes: of the output projection.
-        shared_bytes: all that every rank has, embeddings included.
+        name: Model type.
+        hidden_dim: Numbers in a row that is sent to experts.
+        layers: All layers, in groups of equal ones.
+        own_kind, expert_kind: Storage format of weights: bfloat16, fp8, mxfp4, ...
+        head_weights, head_bytes: Size of the output projection.
+        shared_bytes: Size of all weights that every rank holds, including embeddings.
     """
 
     name: str
@@ -64,27 +64,27 @@ class ModelCosts:
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers that have routed experts."""
+        """Return the number of layers with routed experts."""
         return sum(layers.num for layers in self.layers if layers.each.num_experts)
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer that has any."""
+        """Return the number of routed experts in a layer that has any."""
         return max(layers.each.num_experts for layers in self.layers)
 
     @property
     def top_k(self) -> int:
-        """Experts of a row."""
+        """Return the number of experts per row."""
         return max(layers.each.top_k for layers in self.layers)
 
     @property
     def all_experts_bytes(self) -> int:
-        """Every expert of every layer, once."""
+        """Return the size of one copy of every expert in every layer."""
         return sum(count * each.num_experts * each.expert_bytes for count, each in self.layers)
 
     @property
     def active_weights(self) -> int:
-        """Weights that one token is multiplied with, the output projection included."""
+        """Return the number of weights that one token is multiplied by, including the output projection."""
         per_layer = sum(
             count * (each.own_weights + each.top_k * each.expert_weights) for count, each in self.layers
         )
@@ -92,14 +92,14 @@ class ModelCosts:
 
     @property
     def total_weights(self) -> int:
-        """Weights of all layers and the output projection; embeddings are looked up, not multiplied."""
+        """Return the number of weights in all layers and the output projection; embeddings are looked up, not multiplied."""
         per_layer = sum(
             count * (each.own_weights + each.num_experts * each.expert_weights) for count, each in self.layers
         )
         return per_layer + self.head_weights
 
     def cut(self, ways: int) -> "ModelCosts":
-        """What one of `ways` devices has of it under tensor parallelism; latents are on all of them."""
+        """Return the part on one of `ways` devices with tensor parallelism; latents are on all of them."""
         layers = tuple(Layers(count, _cut(each, ways)) for count, each in self.layers)
         return ModelCosts(
             name=self.name,
@@ -113,7 +113,7 @@ class ModelCosts:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the fields as JSON values."""
         return asdict(self)
 
 

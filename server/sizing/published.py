@@ -1,9 +1,9 @@
-"""Published figures of other deployments, each foretold by the same roofline, and how far off that is.
+"""Published figures of other deployments, the roofline's prediction for each, and the error.
 
-What a figure is of (model, devices, rows of a rank, context, formats, overlap) is what its source says; where a source
-leaves something out, the note says what is taken. The shares of `roofline` are the same for all; one of them (`whole`) is
-from the two figures that are `is_asked`, and no other figure was used for any.
-Evenness is `estimate.balancedness` of the deployment's slots, or 1 where the source made routing even.
+Model, devices, rows of a rank, context, formats and overlap are those in the source; if the source omits one, the note gives
+the assumption. The shares of `roofline` are the same for all figures. One of them (`whole`) was fitted to the two figures
+with `is_asked`; no other share was fitted to a figure.
+The balance is `estimate.balancedness` for the deployment's slots, or 1 if the source made routing even.
 """
 
 import statistics
@@ -27,7 +27,7 @@ _FP8 = {
 _NVFP4 = {
     "quant_method": "modelopt",
     "quant_algo": "NVFP4",
-    # Of nvidia/DeepSeek-R1-0528-FP4-v2: attention but its output projection is left alone; it is in the engines' FP8 then.
+    # Of nvidia/DeepSeek-R1-0528-FP4-v2: attention except its output projection is not quantised; the engines then use FP8.
     "ignore": ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj", "lm_head"],
 }
 _DEEPSEEK_V3: dict[str, Any] = {
@@ -45,7 +45,7 @@ _QWEN3_235B: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
-# Values of the models' own config.json on the hub.
+# Values from the models' config.json on the hub.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "deepseek-v3": {**_DEEPSEEK_V3, "quantization_config": _FP8},
     "deepseek-v3-nvfp4": {**_DEEPSEEK_V3, "quantization_config": _NVFP4},
@@ -71,7 +71,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 
-_FP8_ROW, _FP4_ROW = 1 + 4 / 128, 0.5 + 1 / 16  # with their scales
+_FP8_ROW, _FP4_ROW = 1 + 4 / 128, 0.5 + 1 / 16  # including scales
 _DECODE = EngineTraits("low-latency DeepEP", True, True, _FP8_ROW, 2, 2, "choice", "choice")
 _PREFILL = EngineTraits("normal DeepEP", True, True, _FP8_ROW, 2, 2, "node", "node")
 _NVL72 = _DECODE._replace(name="DeepEP over NVLink", overlaps=False)
@@ -88,31 +88,31 @@ _PROFILE = "https://github.com/deepseek-ai/profile-data"
 
 
 class Figure(NamedTuple):
-    """One published figure: tokens per second and device, output ones of decodes or input ones of prompts."""
+    """One published figure: tokens per second and device, output tokens for decode or input tokens for prefill."""
 
     what: str
-    model: str  # of MODELS
+    model: str  # key of MODELS
     device: str
     engine: EngineTraits
     num_ranks: int
     slots_per_rank: int
     phase: Literal["decode", "prefill"]
-    rows: int  # of a rank's step
-    context: int  # tokens that a decode reads; of a whole prompt
+    rows: int  # in a step of a rank
+    context: int  # tokens that a decode reads, or tokens of a whole prompt
     published: float
     source: str
     note: str = ""
     is_even: bool = False  # the source made routing even
     is_planned: bool = True  # its placement follows the load
-    tokens_per_row: float = 1.0  # less where drafts are not all accepted
-    prefill_rows: int = 0  # of a decode's step
-    is_asked: bool = False  # `roofline.Shares.whole` is from it: it does not count as foretold
+    tokens_per_row: float = 1.0  # less if some drafts are rejected
+    prefill_rows: int = 0  # in a decode step
+    is_asked: bool = False  # `roofline.Shares.whole` was fitted to it, so it does not count as a prediction
 
 
-_MTP = "128 requests with a draft each, of which the source accepts 60 %"
+_MTP = "128 requests with one draft each; the source accepts 60 % of the drafts"
 FIGURES = (
     Figure("DeepSeek, online, decode", "deepseek-v3", "h800", _DECODE, 144, 2, "decode", 88, 4989, 14800 / 8, _DEEPSEEK,
-           "rows from 14,800 tokens/s of 8 devices at 21 per user; an average over day and night"),
+           "rows computed from 14,800 tokens/s of 8 devices at 21 per user; an average over day and night"),
     Figure("DeepSeek, profile, decode", "deepseek-v3", "h800", _DECODE, 128, 2, "decode", 256, 4096, 18598 / 8, _SGLANG_96,
            _MTP, is_even=True, tokens_per_row=0.8, is_asked=True),
     Figure("DeepSeek, profile, prefill", "deepseek-v3", "h800", _PREFILL, 32, 8, "prefill", 16384, 4096, 62713 / 8, _SGLANG_96,
@@ -125,56 +125,56 @@ FIGURES = (
     Figure("SGLang, prefill of 4k, even", "deepseek-v3", "h100", _PREFILL, 32, 9, "prefill", 16384, 4096, 59337 / 8, _SGLANG_96,
            is_even=True),
     Figure("SGLang, Kimi K2, decode", "kimi-k2", "h200", _DECODE, 96, 5, "decode", 480, 2050, 24000 / 8,
-           "https://lmsys.org/blog/2025-07-17-k2-large-scale-ep/", "its table by node; its cluster total says a third more"),
+           "https://lmsys.org/blog/2025-07-17-k2-large-scale-ep/", "from its table by node; its cluster total is a third higher"),
     Figure("SGLang, Kimi K2, prefill", "kimi-k2", "h200", _PREFILL, 32, 13, "prefill", 16384, 2000, 56000 / 8,
            "https://lmsys.org/blog/2025-07-17-k2-large-scale-ep/", "rows and slots as in SGLang's DeepSeek figures"),
     Figure("vLLM, gpt-oss-120b, mixed", "gpt-oss-120b", "h100", _ONE, 1, 128, "decode", 21, 4100, 678, _GPUSTACK,
-           "14,247 tokens/s, of which 200 in 4,200 are output; rows from these and 31.7 ms per token", prefill_rows=430),
+           "14,247 tokens/s, of which 200 in 4,200 are output; rows computed from these and 31.7 ms per token", prefill_rows=430),
     Figure("llm-d and vLLM, decode", "deepseek-v3", "h200", _DECODE, 16, 16, "decode", 128, 3000, 1741,
            "https://github.com/llm-d/llm-d/tree/main/guides/wide-ep-lws/experimental-dp-aware", "2,048 users on 16 devices, 2k in and out; no EPLB",
            is_planned=False),
     Figure("SGLang, GB200 part I, decode", "deepseek-v3", "gb200", _NVL72, 48, 6, "decode", 768, 2050, 7583, _SGLANG_GB200_1,
-           "rows: half of part II's, whose KV cache has half the bytes"),
+           "half the rows of part II, which has a KV cache of half the bytes"),
     Figure("SGLang, GB200 part II, decode", "deepseek-v3", "gb200", _NVL72, 48, 6, "decode", 768, 2050, 9087, _SGLANG_GB200,
            "FP8 experts, bfloat16 attention; rows as above"),
     Figure("SGLang, GB200, decode, FP4", "deepseek-v3-nvfp4", "gb200", _NVL72_FP4, 48, 6, "decode", 1408, 2050, 13386, _SGLANG_GB200),
     Figure("SGLang, GB200, prefill", "deepseek-v3", "gb200", _NVL72_PREFILL, 4, 72, "prefill", 16384, 2000, 18471, _SGLANG_GB200,
-           "rows of a step are not given"),
+           "the source does not give the rows of a step"),
     Figure("SGLang, GB200, prefill, FP4", "deepseek-v3-nvfp4", "gb200", _FP4_PREFILL, 2, 144, "prefill", 16384, 2000, 26156,
-           _SGLANG_GB200, "rows of a step are not given"),
+           _SGLANG_GB200, "the source does not give the rows of a step"),
     Figure("vLLM, GB200, prefill, FP4", "deepseek-v3-nvfp4", "gb200", _FP4_PREFILL, 2, 128, "prefill", 32768, 2000, 26200,
-           "https://blog.vllm.ai/2026/02/03/dsr1-gb200-part1.html", "64k tokens of two devices saturate, it says", is_planned=False),
+           "https://blog.vllm.ai/2026/02/03/dsr1-gb200-part1.html", "according to the source, 64k tokens saturate two devices", is_planned=False),
     Figure("vLLM, GB300, prefill, FP4", "deepseek-v3-nvfp4", "gb300", _FP4_PREFILL, 2, 128, "prefill", 32768, 2000, 22476,
            "https://blog.vllm.ai/2026/02/13/gb300-deepseek.html", is_planned=False),
 )  # fmt: skip
 
 
 class Compared(NamedTuple):
-    """A figure and what was foretold of it."""
+    """A figure and its prediction."""
 
     figure: Figure
     balance: float
-    foretold: float  # tokens per second and device
+    foretold: float  # predicted tokens per second and device
 
     @property
     def error(self) -> float:
-        """Foretold over published, less one."""
+        """Return the relative error: predicted over published, minus one."""
         return self.foretold / self.figure.published - 1
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the comparison as JSON values."""
         figure = {**self.figure._asdict(), "engine": self.figure.engine._asdict()}
         return {**figure, "balancedness": self.balance, "foretold": self.foretold, "error": self.error}
 
 
 @cache
 def costs_of(model: str) -> ModelCosts:
-    """The costs of one of `MODELS`, in a GPU's bfloat16 where it is not quantised."""
+    """Return the costs of one of `MODELS`, in bfloat16 for weights that are not quantised."""
     return read_config_values(MODELS[model], float_bytes=2).costs
 
 
 def compare(figure: Figure, costs: ModelCosts) -> Compared:
-    """Foretell a figure."""
+    """Return the prediction for a figure."""
     balance = (
         1.0
         if figure.is_even
@@ -195,5 +195,5 @@ def compare(figure: Figure, costs: ModelCosts) -> Compared:
 
 
 def median_error(compared: list[Compared]) -> float:
-    """The median of the errors' sizes, over figures that no share is from."""
+    """Return the median of the absolute errors, over figures that no share was fitted to."""
     return statistics.median(abs(each.error) for each in compared if not each.figure.is_asked)

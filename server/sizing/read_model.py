@@ -1,8 +1,8 @@
-"""What `wideep size` has to know of a model: its costs, what it caches and what its weights take.
+"""Read a model for `wideep size`: its costs, its cache and the size of its weights.
 
-The model is built on the meta device as a start would build it, so that nothing is read but config.json: families need no
-list, and what cannot be served is refused by the start's own sentence. Where the weights are there, the headers of
-their files say what they take; without them it is counted off the modules, in the format that the configuration names.
+The model is built on the meta device, as in a start, and only config.json is read: there is no list of families, and an
+unsupported model is refused with the message of a start. If the weights are present, the headers of their files give their
+size; otherwise it is counted on the modules, in the format of the configuration.
 Rejected: formulas over field names of config.json, which would be wrong for the next family.
 """
 
@@ -32,25 +32,25 @@ from server.process.preflight.model import PreflightError, check_is_moe, check_q
 from server.sizing.model_costs import LayerCosts, Layers, ModelCosts
 
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
-_SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # as files have them
-_PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as a start counts them
+_SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # in the files
+_PLAIN_KINDS = {4: "float32", 2: "bfloat16", 1.25: "int8", 0.75: "int4"}  # by bytes, as counted by a start
 
-# By `on_gpu`. What kernels of GPUs lack is asked of the same function as at start; nothing else of a backend counts here.
+# By `on_gpu`. Unsupported features of GPU kernels come from the function that a start uses; no other part matters here.
 BACKENDS = {False: CPU, True: replace(CPU, why_unserved=gpu_limits.why_unserved)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadModel:
-    """A model as sizing needs it.
+    """A model for sizing.
 
     Attributes:
-        name: for people. path: to start it with.
-        config: config.json.
-        weights: what its weights take once loaded, as a start counts them.
-        has_files: these were read off the files, not counted off the configuration.
-        shapes: what each layer caches.
-        longest: tokens that a sequence may have.
-        heads, value_dims: of attention, see `AttentionHeads`.
+        name: Name for users. path: Path to start it with.
+        config: Content of config.json.
+        weights: Size of its weights once loaded, as counted by a start.
+        has_files: The size was read from the weight files, not counted on the configuration.
+        shapes: Cache of each layer.
+        longest: Maximum tokens of a sequence.
+        heads, value_dims: Of attention, see `AttentionHeads`.
     """
 
     name: str
@@ -66,12 +66,12 @@ class ReadModel:
 
     @property
     def is_latent(self) -> bool:
-        """Whether latents are cached."""
+        """Return whether latents are cached."""
         return any(shape.latent for shape in self.shapes)
 
     @property
     def has_index(self) -> bool:
-        """Whether a sparse index chooses tokens."""
+        """Return whether a sparse index chooses tokens."""
         return any(shape.index_dim for shape in self.shapes)
 
 
@@ -83,24 +83,24 @@ def read_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
 ) -> ReadModel:
-    """Read a model's directory, or a config.json alone.
+    """Read a model's directory or a single config.json.
 
     Args:
-        on_gpu: it is to be served on GPUs, whose kernels must take it; else on CPUs.
-        float_bytes: what a number takes that is not quantised; None: as the checkpoint has it.
-        quantization: that weights get on load.
+        on_gpu: Check that GPU kernels support the model; otherwise CPU kernels.
+        float_bytes: Bytes per number that is not quantised. None keeps the checkpoint's type.
+        quantization: Quantisation on load.
 
     Raises:
-        PreflightError: it is no MoE, its files are damaged, or it is quantised already.
-        UnsupportedModelError: it cannot be served on this kind of device.
-        ConfigError: max_model_len is more than the model takes.
+        PreflightError: The model has no experts, its files are damaged, or it is already quantised.
+        UnsupportedModelError: The model is not supported on this kind of device.
+        ConfigError: max_model_len is more than the model supports.
     """
     if path.is_dir():
         check_quantisation(read_config(path), path, asked=quantization)
         return _read(path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path))
     if not path.is_file():
         raise PreflightError(
-            f"{path} does not exist; give a model's directory, or its config.json (nothing is fetched)"
+            f"{path} does not exist; give a model's directory or its config.json (nothing is downloaded)"
         )
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         shutil.copy(path, Path(folder) / "config.json")
@@ -116,7 +116,7 @@ def read_model(
 
 
 def read_config_values(values: Mapping[str, Any], *, float_bytes: float | None) -> ReadModel:
-    """Likewise of the values of a config.json."""
+    """Read a model from the values of a config.json."""
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(values)))
         return _read(Path(folder), CPU, float_bytes, None, str(values.get("model_type")))
@@ -157,13 +157,13 @@ def _read(
 
 
 def _plain_bytes(config: Mapping[str, Any]) -> int:
-    """What a number of a checkpoint takes on a CPU: bfloat16 stays, all else is float32."""
+    """Return the bytes per number of a checkpoint on a CPU: bfloat16 is kept, all other types become float32."""
     dtype = field_of(dict(config), "dtype") or field_of(dict(config), "torch_dtype") or "bfloat16"
     return 2 if dtype == "bfloat16" else 4
 
 
 class _Heads(NamedTuple):
-    """Of attention, by the configuration; 0 where it does not say."""
+    """Dimensions of attention from the configuration; 0 if it does not have one."""
 
     num: int
     latent: int
@@ -182,14 +182,14 @@ class _Heads(NamedTuple):
 
 
 class _Storage:
-    """What a weight takes, by the name of its module and its shape."""
+    """The size of a weight, by its module's name and its shape."""
 
     def __init__(self, quantisation: Quantisation | None, plain_bytes: float) -> None:
         self._found, self._plain_bytes = quantisation, plain_bytes
         self.plain_kind = _PLAIN_KINDS[plain_bytes]
 
     def format_of(self, module: str, *, is_expert: bool) -> WeightFormat | None:
-        """How a weight is quantised; None: it is not."""
+        """Return a weight's quantisation. Returns None if it is not quantised."""
         if self._found is None or (self._found.method == "mxfp4" and not is_expert):
             return None
         if self._found.leaves_plain(module):
@@ -197,7 +197,7 @@ class _Storage:
         return self._found.formats[-1 if is_expert else 0]
 
     def num_bytes(self, shape: tuple[int, ...], stored: WeightFormat | None) -> int:
-        """Of a weight of [..., outputs, inputs], scales included."""
+        """Return the size of a weight [..., outputs, inputs], including scales."""
         if stored is None:
             return int(prod(shape) * self._plain_bytes)
         *outer, rows, inputs = shape
@@ -208,12 +208,12 @@ class _Storage:
         return int(prod(shape) * _CODE_BITS[stored.name] / 8 + scales + zeros)
 
     def kind(self, stored: WeightFormat | None) -> str:
-        """The name of how numbers are stored."""
+        """Return the name of a storage format."""
         return self.plain_kind if stored is None else stored.name
 
 
 class _Part(NamedTuple):
-    """What some modules have."""
+    """The costs of some modules."""
 
     weights: int = 0
     num_bytes: int = 0
@@ -270,12 +270,12 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
 
 
 def _check_layers(skeleton: Skeleton, layers: list[str]) -> None:
-    """Refuse a model some of whose layers were not found: their weights would count as shared by all ranks."""
+    """Refuse a model if some layers were not found, because their weights would count as shared by all ranks."""
     begins = tuple(f"{layer}." for layer in layers)
     apart = [name for name in skeleton.experts if not name.startswith(begins)]
     if apart or len(layers) != len(skeleton.cache_shapes):
         kind = type(skeleton.model).__name__
-        seen = f"{apart[0]} is in none of them" if apart else f"{len(skeleton.cache_shapes)} cache something"
+        seen = f"{apart[0]} is in none of them" if apart else f"{len(skeleton.cache_shapes)} have a cache"
         raise UnsupportedModelError(
             f"the decoder layers of {kind} cannot be counted: {len(layers)} were found, and {seen}. The model may still be "
             "served; please report its model_type"
@@ -283,7 +283,7 @@ def _check_layers(skeleton: Skeleton, layers: list[str]) -> None:
 
 
 def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:
-    """A layer's own part, one of its experts, and how many of these it has."""
+    """Return a layer's own part, one of its experts, and the number of experts."""
     own, expert, num_experts = _Part(), _Part(), 0
     for path, module in layer.named_modules():
         full = f"{name}.{path}" if path else name
@@ -317,7 +317,7 @@ def _own(module: str, leaf: str, shape: tuple[int, ...], storage: _Storage, *, i
 
 
 def _expert(module: Any, name: str, storage: _Storage) -> _Part:
-    """One expert of an experts module, biases included; what all share beside them counts as nothing."""
+    """Return one expert of an experts module, including biases; parameters that all experts share are not counted."""
     part, count = _Part(), int(module.num_experts)
     stored = storage.format_of(f"{name}.0.{leaves(module)[0].removeprefix('gate_')}", is_expert=True)
     for leaf in leaves(module):
@@ -335,7 +335,7 @@ def _expert(module: Any, name: str, storage: _Storage) -> _Part:
 def _context_costs(
     shapes: list[LayerShape], index: int, heads: _Heads, config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """What attention of a layer costs per row and token of context, and a recurrence per sequence."""
+    """Return the costs of a layer's attention per row and context token, and of a recurrence per sequence."""
     shape = shapes[index]
     state_bytes = shape.state.num_bytes if shape.state else 0
     read = shape if shape.source is None else shapes[shape.source]
@@ -355,7 +355,7 @@ def _context_costs(
 
 
 def _outside_bytes(model: nn.Module, layers: list[str], storage: _Storage) -> int:
-    """What embeddings, the last norm and the output projection take; a tied one is there once."""
+    """Return the size of embeddings, last norm and output projection; a tied weight counts once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return sum(
         storage.num_bytes(tuple(tensor.shape), None)

@@ -1,4 +1,4 @@
-"""What `wideep size` prints for people: figures, every assumption behind them, and the command line to use."""
+"""The output of `wideep size` for users: figures, all assumptions behind them, and the command line to use."""
 
 import json
 import shlex
@@ -19,7 +19,7 @@ _GIB = 1 << 30
 
 
 def size_text(sized: Sized, asked: SizeOptions) -> str:
-    """Return all that is told of one deployment."""
+    """Return the text about one deployment."""
     chosen = sized.chosen
     parts = [
         _head(sized),
@@ -46,8 +46,8 @@ def size_json(sized: Sized, asked: SizeOptions) -> dict[str, Any]:
 
 
 def published_text(compared: list[Compared]) -> str:
-    """Return the table of published figures, and how far off what is foretold is."""
-    lines = [f"{'':33}{'device':>6} {'ranks':>5} {'even':>5} {'published':>10} {'foretold':>9} {'error':>6}"]
+    """Return the table of published figures with predictions and errors."""
+    lines = [f"{'':33}{'device':>6} {'ranks':>5} {'even':>5} {'published':>10} {'predicted':>9} {'error':>6}"]
     sources: dict[str, int] = {}
     notes = []
     for each in compared:
@@ -63,11 +63,11 @@ def published_text(compared: list[Compared]) -> str:
     others = [each for each in compared if not each.figure.is_asked]
     faster = sum(each.error > 0 for each in others)
     lines += [
-        "tokens per second and device: output ones of decodes, input ones of prefills",
+        "tokens per second and device: output tokens for decode, input tokens for prefill",
         "",
-        f"median error {median_error(compared):.0%} over the {len(others)} figures without *; {faster} of them are foretold too high",
-        "* one share of the roofline (whole) is from these two; no other figure was used for any",
-        "None of these figures is of WideEP.",
+        f"median error {median_error(compared):.0%} over the {len(others)} figures without *; {faster} of the predictions are too high",
+        "* one share of the roofline (whole) was fitted to these two; no other share was fitted to a figure",
+        "None of these figures was measured on WideEP.",
         "",
         *notes,
         "",
@@ -99,25 +99,27 @@ def _ranks(count: int) -> str:
 def _memory(sized: Sized) -> str:
     memory, chosen = sized.chosen.memory, sized.chosen
     source = (
-        "headers of the weights' files" if sized.model.has_files else "config.json; no weights were there"
+        "from the headers of the weight files"
+        if sized.model.has_files
+        else "from config.json, without weights"
     )
     rows = (
-        ("weights that every rank has", memory.shared_weights, ""),
+        ("weights on every rank", memory.shared_weights, ""),
         (
             "experts", memory.expert_weights,
-            f"{memory.slots_per_rank} slots of a layer, {memory.num_redundant} redundant ones in all",
+            f"{memory.slots_per_rank} slots per layer, {memory.num_redundant} redundant in total",
         ),
-        ("room for experts that move", memory.spare_experts, ""),
+        ("room for moving experts", memory.spare_experts, ""),
         ("buffers of steps", memory.buffers, ""),
         ("KV cache and states", memory.kv_cache, f"{memory.token_bytes:,} bytes per token"),
-        ("of", memory.total, ""),
+        ("total", memory.total, ""),
     )  # fmt: skip
-    lines = [f"memory of a rank, GiB ({source})"]
+    lines = [f"memory per rank, GiB ({source})"]
     lines += [
         f"  {name:30}{num_bytes / _GIB:9.3f}{f'  {note}' if note else ''}" for name, num_bytes, note in rows
     ]
     lines.append(
-        f"  KV cache: {memory.kv_tokens:,} tokens per rank, {memory.kv_tokens * chosen.num_ranks:,} in all; "
+        f"  KV cache: {memory.kv_tokens:,} tokens per rank, {memory.kv_tokens * chosen.num_ranks:,} in total; "
         f"{memory.kv_tokens / sized.model.longest:.1f} requests of {sized.model.longest:,} tokens per rank"
     )
     if memory.num_states:
@@ -128,20 +130,20 @@ def _memory(sized: Sized) -> str:
 def _load(sized: Sized, asked: SizeOptions) -> str:
     chosen = sized.chosen
     work, expected, step = chosen.work, chosen.expected, chosen.expected.step
-    fits = " (all that there is room for)" if asked.users is None else ""
+    fits = " (as many as fit)" if asked.users is None else ""
     output, ms = expected.output_per_rank, 1000
     waiting = f"; {expected.waiting_users} users wait for room" if expected.waiting_users else ""
     return "\n".join(
         (
-            f"under a load that goes on: {work.users:,} users{fits}, {work.input_tokens:,} tokens in, {work.output_tokens:,} out",
-            f"  a step of {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
+            f"under a steady load: {work.users:,} users{fits}, {work.input_tokens:,} tokens in, {work.output_tokens:,} out",
+            f"  a step takes {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
             f"{ms * step.experts_s:.2f} experts (balancedness {chosen.balance:.2f}), {ms * step.dispatch_s:.2f} dispatch, "
             f"{ms * step.other_s:.2f} output projection and host",
-            f"  {expected.running_per_rank} requests run on a rank, beside {expected.prefill_per_step:.0f} tokens of prompts per "
-            f"step{waiting}",
+            f"  a step of a rank has {expected.running_per_rank} requests and {expected.prefill_per_step:.0f} prompt tokens "
+            f"on average{waiting}",
             f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
             f"  output tokens per second: {output:,.0f} per rank, {sized.output_per_node:,.0f} per node, "
-            f"{output * chosen.num_ranks:,.0f} in all; "
+            f"{output * chosen.num_ranks:,.0f} in total; "
             f"input {expected.input_per_rank:,.0f} per rank",
         )
     )
@@ -156,15 +158,17 @@ def _targets(sized: Sized, asked: SizeOptions) -> str:
         if target is not None
     ]
     missed = sized.chosen.misses(asked)
-    verdict = "kept" if missed is None else f"missed ({missed})"
+    verdict = "met" if missed is None else f"missed ({missed})"
     least = (
-        "no number of ranks keeps it" if sized.least is None else f"the fewest are {sized.least.num_ranks}"
+        "no number of ranks meets it"
+        if sized.least is None
+        else f"the fewest ranks are {sized.least.num_ranks}"
     )
     return f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; {least}"
 
 
 def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str:
-    """Answer whether expert parallelism pays here."""
+    """Return the comparison of expert parallelism with replicas."""
     if chosen.num_ranks == 1:
         return ""
     count, ours = chosen.num_ranks, chosen.expected
@@ -189,7 +193,7 @@ def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str
         return "\n".join(
             [
                 *lines,
-                "  yes: no replica of the whole model fits, into however many equal parts these devices cut it",
+                "  yes: no replica of the whole model fits, with any even split of the model over these devices",
             ]
         )
     best = max(replicas, key=lambda each: each.expected.output_per_rank)
@@ -229,7 +233,7 @@ def _command(sized: Sized) -> str:
     return (
         f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend wideep "
         f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
-        f"  on each of the {nodes} nodes, of which HEAD is one"
+        f"  on each of the {nodes} nodes; HEAD is one of them"
     )
 
 
@@ -238,38 +242,38 @@ def _assumptions(sized: Sized) -> Iterator[str]:
     shares = shares_of(device)
     yield _device_line(device)
     yield (
-        f"achieved of that: {shares.memory:.0%} of memory, {shares.products:.0%} of products, {shares.attention:.0%} in attention, "
+        f"achieved shares: {shares.memory:.0%} of memory, {shares.products:.0%} of products, {shares.attention:.0%} in attention, "
         f"{shares.link:.0%} of links, {shares.network:.0%} of the network; {shares.whole:.0%} of all these together"
     )
     yield (
-        f"{1e6 * shares.layer_s:.0f} us per layer and {1000 * shares.step_s:g} ms per step beside; "
-        f"{shares.padding_rows:.0f} rows of padding per expert; rows are passed over {shares.passes:g} times per product"
+        f"{1e6 * shares.layer_s:.0f} us per layer and {1000 * shares.step_s:g} ms per step are added; "
+        f"{shares.padding_rows:.0f} rows of padding per expert; {shares.passes:g} passes over the rows per product"
     )
     if chosen.num_ranks > 1:
         yield (
-            f"a message's way takes {1e6 * shares.link_latency_s:.0f} us by links, {1e6 * shares.network_latency_s:.0f} us by the network"
+            f"a message takes {1e6 * shares.link_latency_s:.0f} us by links, {1e6 * shares.network_latency_s:.0f} us by the network"
         )
     if chosen.options.kv_cache_bytes is None:
         share = chosen.options.gpu_memory_utilization or (KV_SHARE if device.is_cpu else GPU_SHARE)
-        what = "the KV cache" if device.is_cpu else "the rank, weights and buffers and KV cache"
+        what = "the KV cache" if device.is_cpu else "weights, buffers and the KV cache"
         yield f"{share:.0%} of the memory is for {what} (--gpu-memory-utilization)"
     kind = "float32" if device.is_cpu else "bfloat16"
-    yield f"WideEP multiplies in {kind} whatever weights are stored as, sends rows and answers in it, and overlaps nothing"
+    yield f"WideEP multiplies in {kind} for all storage formats, sends rows and answers in it, and does not overlap dispatch"
     if chosen.num_ranks > 1:
         how = (
-            f"placed by load, {1 - KEPT_BALANCE:.0%} of evenness lost as it changes"
+            f"placed by load, with {1 - KEPT_BALANCE:.0%} of the balance lost as it changes"
             if chosen.options.enable_eplb
-            else "in order (--enable-eplb: placed by load)"
+            else "in order (--enable-eplb places them by load)"
         )
-        yield f"experts' loads are log-normal with sigma {LOAD_SPREAD} (as uneven as TensorRT-LLM's blog 4 measured), experts {how}"
-    yield "no prompt hits the prefix cache; requests come evenly; nothing is drafted"
+        yield f"expert loads are log-normal with sigma {LOAD_SPREAD} (as measured in TensorRT-LLM's blog 4); experts are {how}"
+    yield "no prefix cache hits; requests arrive evenly; no drafts"
     if not device.is_cpu:
         yield "predictions for GPUs have not been compared with WideEP on GPUs (`wideep size --published`)"
 
 
 def _device_line(device: Device) -> str:
     rates = ", ".join(f"{rate / 1e12:,.4g} in {kind}" for kind, rate in device.rates.items())
-    link = "memory of the machine" if device.is_cpu else f"{device.link_ranks} by links"
+    link = "shared memory" if device.is_cpu else f"{device.link_ranks} devices on links"
     return (
         f"{device.name}: {device.memory_bytes / _GIB:.1f} GiB at {device.memory_bytes_per_s / 1e9:,.0f} GB/s, 10^12 operations/s: "
         f"{rates}; {link} of {device.link_bytes_per_s / 1e9:.0f} GB/s, network {device.network_bytes_per_s / 1e9:g} GB/s "

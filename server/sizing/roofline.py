@@ -1,12 +1,12 @@
-"""How long a step takes by its bounds: attention, experts, dispatch and imbalance, from a model's costs and a device. No torch.
+"""The time of a step from its bounds: attention, experts, dispatch and imbalance, from a model's costs and a device. No torch.
 
-Every part is the longer of what it reads from memory and what it multiplies (a roofline: Williams et al., 2009), at the
-shares of the promised rates that published kernels achieve. The shares are one small set for all models, GPUs and engines,
-each with its source below. One of them, `whole`, is from two published traces; how well the others' figures are then
-foretold is printed by `wideep size --published`.
+Every part takes the longer of its memory reads and its multiplications (a roofline: Williams et al., 2009), at the shares
+of the nominal rates that published kernels achieve. One small set of shares applies to all models, GPUs and engines; each
+has its source below. One of them, `whole`, was fitted to two published traces; `wideep size --published` prints how well
+the other figures are predicted.
 
-What it does not know: the network's topology beyond one domain of fast links, contention of messages, steps that wait
-for the host, prefix hits, what other services do on the machine.
+Not modelled: the network's topology beyond one domain of fast links, contention of messages, steps that wait for the host,
+prefix hits, and other programs on the machine.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ Sends = Literal["choice", "rank", "node"]
 
 
 class Shares(NamedTuple):
-    """What of a promised rate kernels achieve, and what a step costs beside. The same for all GPUs."""
+    """Shares of nominal rates that kernels achieve, and fixed costs of a step. The same for all GPUs."""
 
     # DeepGEMM's README, 64 rows on H800 (3,350 GB/s): 1,688 to 2,668 GB/s; FlashMLA's: 3,000 GB/s.
     memory: float = 0.8
-    # DeepGEMM's README: 1,550 TFLOPS of H800's 1,979 at most; less for other shapes than the best.
+    # DeepGEMM's README: at most 1,550 TFLOPS of H800's 1,979; less for most shapes.
     products: float = 0.7
     # FlashMLA's README: 660 TFLOPS of H800's 989 in decodes; 1,460 of B200's 2,250 in prompts.
     attention: float = 0.65
@@ -36,24 +36,24 @@ class Shares(NamedTuple):
     network: float = 0.86
     # TensorRT-LLM's blog 18: 19 and 31 us for one token among 8 GPUs.
     link_latency_s: float = 20e-6
-    # DeepEP's README, 128 tokens among 128 GPUs: 192 us, of which 174 at 43 GB/s; and the sending side as much again.
+    # DeepEP's README, 128 tokens among 128 GPUs: 192 us, of which 174 at 43 GB/s; the sending side takes as long again.
     network_latency_s: float = 40e-6
-    # Rows that a group of an expert's is rounded up by, on average: half of the 64 that grouped kernels take at once.
+    # Mean padding rows per group of an expert: half of the 64 rows that grouped kernels process at once.
     padding_rows: float = 32.0
-    # Passes over what enters and leaves a product: the product's own, and that of one kernel before or behind it (norm,
+    # Passes over the inputs and outputs of a product: the product's own, and one by a kernel before or after it (norm,
     # quantisation, rotation, activation, permutation).
     passes: float = 2.0
-    # Some 20 kernels of a layer in a CUDA graph, 2 us from one to the next.
+    # About 20 kernels of a layer in a CUDA graph, 2 us from one to the next.
     layer_s: float = 40e-6
-    # What is left of all these when kernels run together: tails, gaps, processors lent to messages. DeepSeek's two published
-    # traces (H800, even routing) take 1.31 and 1.35 times what the shares above add up to; no other figure was asked.
+    # The share that remains of all these when kernels run together: tails, gaps, processors used for messages. DeepSeek's
+    # two published traces (H800, even routing) take 1.31 and 1.35 times the sum of the shares above; no other figure was used.
     whole: float = 0.75
-    # The host's part of a step: scheduling, sampling, the launch of a graph.
+    # The host's part of a step: scheduling, sampling, launching a graph.
     step_s: float = 1e-3
 
 
 GPU_SHARES = Shares()
-# Measured rates are what is achieved; numpy's are near our kernels'. A layer is a call into compiled code.
+# Measured rates are achieved rates; numpy's are close to our kernels'. A layer is a call into compiled code.
 MEASURED_SHARES = Shares(
     memory=1.0,
     products=1.0,
@@ -69,18 +69,17 @@ CPU_SHARES = MEASURED_SHARES._replace(memory=0.8, products=0.75, network=0.8)
 
 
 class EngineTraits(NamedTuple):
-    """What an engine does that changes the time of a step."""
+    """Properties of an engine that affect the time of a step."""
 
     name: str
-    multiplies_codes: (
-        bool  # quantised weights are multiplied as they are, not as the bfloat16 that they stand for
-    )
-    overlaps: bool  # one half of the rows is computed while the other travels
-    row_bytes: float  # of a number of a row on its way to experts
-    answer_bytes: float  # of one on its way back
-    kv_bytes: float  # of a cached number
-    sends: Sends  # how often a row goes out: to every choice, to every rank or node that has one
-    returns: Sends  # likewise answers
+    # Whether quantised weights are multiplied directly, instead of as bfloat16.
+    multiplies_codes: bool
+    overlaps: bool  # one half of the rows is computed while the other one is sent
+    row_bytes: float  # per number of a row sent to experts
+    answer_bytes: float  # per number of an answer
+    kv_bytes: float  # per cached number
+    sends: Sends  # copies of a row: one per choice, or one per rank or node with a choice
+    returns: Sends  # the same for answers
 
 
 WIDEEP = EngineTraits("WideEP", False, False, 2, 2, 2, "rank", "choice")
@@ -88,14 +87,14 @@ WIDEEP_CPU = EngineTraits("WideEP on CPU", False, False, 4, 4, 4, "rank", "choic
 
 
 def shares_of(device: Device) -> Shares:
-    """What of a device's rates is achieved."""
+    """Return the achieved shares of a device's rates."""
     if not device.is_cpu:
         return GPU_SHARES
     return MEASURED_SHARES if device.is_measured else CPU_SHARES
 
 
 class _Rows(NamedTuple):
-    """What each of R ranks runs, as arrays."""
+    """The rows of each of R ranks, as arrays."""
 
     rows_R: np.ndarray
     decode_attended_R: np.ndarray
@@ -109,12 +108,12 @@ class _Rows(NamedTuple):
 class _Parts(NamedTuple):
     own_R: np.ndarray
     experts_s: float  # of the fullest rank
-    even_experts_s: float  # if all were as full
+    even_experts_s: float  # if all ranks had the same number of expert rows
     dispatch_s: float
 
 
 class Roofline:
-    """`StepTimes` of one model on one device under expert parallelism; with one rank, on a single device."""
+    """`StepTimes` of one model on one device with expert parallelism; with one rank, on a single device."""
 
     def __init__(
         self,
@@ -126,13 +125,13 @@ class Roofline:
         shares: Shares | None = None,
         reducing: int = 1,
     ) -> None:
-        """Set up.
+        """Compute the achieved rates.
 
         Args:
-            costs: of the model; of one device's part under tensor parallelism.
-            device: what a rank has of it.
-            slots_per_rank: of a layer.
-            reducing: devices that add up their parts after attention and experts, under tensor parallelism; 1: none.
+            costs: Costs of the model, or of one device's part with tensor parallelism.
+            device: A rank's share of the device.
+            slots_per_rank: Number of slots per layer.
+            reducing: Number of devices that add partial results after attention and experts (tensor parallelism), or 1.
         """
         self._costs, self._device, self._engine = costs, device, engine
         self._slots, self._reducing = slots_per_rank, reducing
@@ -144,7 +143,6 @@ class Roofline:
         self._attention_rate = device.rate_of(narrow) * self._shares.attention
 
     def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
-        """See `StepTimes`."""
         rows = _arrays(ranks)
         whole = self._parts(rows, balancedness)
         computing_R = whole.own_R + whole.experts_s
@@ -176,7 +174,7 @@ class Roofline:
         )
 
     def _rate(self, kind: str) -> float:
-        """Operations per second on weights that are stored so."""
+        """Return operations per second on weights in this storage format."""
         if not self._engine.multiplies_codes:
             return self._device.rate_of("bfloat16")
         if kind in ("mxfp4", "nvfp4"):
@@ -198,7 +196,7 @@ class Roofline:
         return _Parts(own_R / whole, experts_s / whole, even_s / whole, dispatch_s / whole)
 
     def _own_s(self, layer: LayerCosts, rows: _Rows) -> np.ndarray:
-        """What each rank takes for its own rows in one layer."""
+        """Return the time of each rank for its own rows in one layer."""
         products = np.maximum(
             layer.own_bytes / self._memory, 2 * layer.own_weights * rows.rows_R / self._own_rate
         )
@@ -225,7 +223,7 @@ class Roofline:
         return features * (self._shares.passes * element_bytes / self._memory)
 
     def _experts_s(self, layer: LayerCosts, pairs: float) -> float:
-        """What a rank takes for so many pairs of a row and a slot, spread over its slots at random."""
+        """Return the time for this number of pairs of a row and a slot, spread over a rank's slots at random."""
         active = self._slots * -np.expm1(-pairs / self._slots)
         padded = pairs + active * self._shares.padding_rows
         reading_s = active * layer.expert_bytes / self._memory
@@ -234,7 +232,7 @@ class Roofline:
         return float(max(reading_s, multiplying_s) + passing_s)
 
     def _dispatch_s(self, layer: LayerCosts, rows: _Rows, balancedness: float) -> float:
-        """What rows take to the ranks of their experts and home again; the fullest rank's are the most."""
+        """Return the time of rows to the ranks of their experts and back; the fullest rank determines it."""
         num_ranks = len(rows.rows_R)
         if num_ranks == 1:
             return 0.0
@@ -248,7 +246,7 @@ class Roofline:
         return (row + answer) / balancedness + latency_s
 
     def _travel_s(self, rows: float, top_k: int, num_ranks: int, sends: Sends, number_bytes: float) -> float:
-        """Links inside a domain and the network work at the same time."""
+        """Return the time of the exchange; links inside a domain and the network work at the same time."""
         domain = min(num_ranks, self._device.link_ranks)
         inside, outside = _crossings(top_k, num_ranks, domain, sends)
         one = rows * self._costs.hidden_dim * number_bytes
@@ -262,7 +260,7 @@ class Roofline:
         return self._shares.link_latency_s if is_inside else self._shares.network_latency_s
 
     def _reduce_s(self, rows: _Rows) -> float:
-        """Two sums of all devices' parts: each is sent and received once, cut by the number of devices."""
+        """Return the time of two all-reduces: each device sends and receives its part of every sum once."""
         ways = self._reducing
         one = 2 * (ways - 1) / ways * float(rows.rows_R.max()) * self._costs.hidden_dim * 2
         inside = ways <= self._device.link_ranks
@@ -274,7 +272,7 @@ class Roofline:
         return 2 * (one / rate + self._latency_s(ways))
 
     def _other_s(self, sampled: float) -> float:
-        """The output projection of the rows that are sampled, and the host's part."""
+        """Return the time of the output projection for the sampled rows, and of the host."""
         reading_s = self._costs.head_bytes / self._memory
         rate = self._device.rate_of("bfloat16") * self._shares.products
         return max(reading_s, 2 * self._costs.head_weights * sampled / rate) + self._shares.step_s
@@ -288,20 +286,20 @@ def _arrays(ranks: Sequence[RankRows] | np.ndarray) -> _Rows:
     given = [each._replace(prefill_attended_tokens=each.prefill_attended_tokens or 0) for each in ranks]
     prefill_R, decodes_R, attended_R, of_prompts_R = np.asarray(given, dtype=np.float64).T
     is_open_R = np.asarray([each.prefill_attended_tokens is None for each in ranks])
-    rows_R = np.maximum(prefill_R + decodes_R, 1.0)  # a rank with nothing to do runs padding
+    rows_R = np.maximum(prefill_R + decodes_R, 1.0)  # an idle rank runs padding
     of_prompts_R = np.where(is_open_R, attended_R * prefill_R / rows_R, of_prompts_R)
     return _Rows(rows_R, attended_R - of_prompts_R, of_prompts_R, decodes_R)
 
 
 def _within(attended_R: np.ndarray, count_R: np.ndarray, reach: int) -> np.ndarray:
-    """Tokens that rows attend to where each sees `reach` at most; 0: all."""
+    """Return the tokens that rows attend to if each sees at most `reach`; 0 is no limit."""
     return np.minimum(attended_R, count_R * reach) if reach else attended_R
 
 
 def _crossings(top_k: int, num_ranks: int, domain: int, sends: Sends) -> tuple[float, float]:
-    """How often a row travels inside its domain of fast links, and out of it.
+    """Return how often a row travels inside its domain of fast links, and out of it.
 
-    Choices fall on ranks at random. A row that goes once to a node is spread there through the links inside.
+    Choices fall on ranks at random. A row that is sent once to a node is spread there through the links inside.
     """
     out = 1 - domain / num_ranks
     if sends == "choice":
@@ -314,5 +312,5 @@ def _crossings(top_k: int, num_ranks: int, domain: int, sends: Sends) -> tuple[f
 
 
 def _distinct(places: float, choices: int) -> float:
-    """How many of some places are chosen at least once."""
+    """Return the expected number of places that are chosen at least once."""
     return float(places * (1 - (1 - 1 / places) ** choices))

@@ -1,4 +1,4 @@
-"""Run `wideep size`: what fits, what steps take, how many ranks a target needs, and whether expert parallelism pays."""
+"""Run `wideep size`: memory, step times, the ranks that a target needs, and whether expert parallelism pays."""
 
 import argparse
 import contextlib
@@ -26,7 +26,7 @@ _ERRORS = (
 
 
 def run_size(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status: 2 where it cannot be said, 1 where the ranks asked for miss the targets."""
+    """Run the command and return the exit status: 2 if no estimate is possible, 1 if the given ranks miss a target."""
     try:
         asked = SizeOptions.of(args)
         if args.published:
@@ -44,10 +44,10 @@ def run_size(args: argparse.Namespace) -> int:
 
 
 def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
-    """Read the model and the device, and judge.
+    """Read the model and the device, and return the estimate.
 
     Raises:
-        SizeError: nothing keeps the targets, or what is asked for does not fit; and what `read_model` raises.
+        SizeError: No number of ranks meets the targets, or the given one does not fit. Also raises as `read_model`.
     """
     device = device_named(args.device)
     options = options_from_keywords(str(args.model), served_keywords(args), environment={})

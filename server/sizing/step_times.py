@@ -1,6 +1,6 @@
-"""What one lock-step costs, to whoever asks: `roofline` computes it, a simulator of a service adds it up.
+"""The interface for the cost of one lock-step: `roofline` computes it, a simulator of a service sums it.
 
-Ranks meet in every MoE layer, so that a step takes what its slowest rank takes, and the others wait. No torch.
+Ranks exchange tokens in every MoE layer, so a step takes as long as its slowest rank, and the others wait. No torch.
 """
 
 from collections.abc import Sequence
@@ -10,34 +10,34 @@ import numpy as np
 
 
 class RankRows(NamedTuple):
-    """What one rank runs in one step."""
+    """The rows of one rank in one step."""
 
-    prefill_tokens: int  # tokens of prompts
+    prefill_tokens: int  # prompt tokens
     decode_tokens: int  # rows of running requests, one each
-    attended_tokens: int  # over all rows: tokens of context each reads (prefill included)
-    prefill_attended_tokens: int | None = None  # of these, by tokens of prompts; None: every row as many
+    attended_tokens: int  # context tokens read, summed over all rows (including prefill)
+    prefill_attended_tokens: int | None = None  # the part read by prompt tokens; None: the same for every row
 
 
 class StepCost(NamedTuple):
-    """Seconds of one lock-step, and what the slowest rank made the others wait, by cause."""
+    """Seconds of one lock-step, by cause, and each rank's waiting time."""
 
     total_s: float
-    attention_s: float  # of the slowest rank: with all else that a rank computes for its own rows
+    attention_s: float  # of the slowest rank, with all other work for its own rows
     experts_s: float  # of the rank with the most expert rows
     dispatch_s: float
     other_s: float  # output projection, sampling, launches
-    waiting_s: tuple[float, ...]  # per rank, waited for slower ones
+    waiting_s: tuple[float, ...]  # per rank, time spent waiting for slower ones
 
 
 class StepTimes(Protocol):
-    """Says what a step costs."""
+    """A model of step times."""
 
     def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
-        """Return what one step of all ranks costs.
+        """Return the cost of one step of all ranks.
 
         Args:
-            ranks: what each runs; a rank with nothing runs along. Of many ranks also as an array, [ranks, 4], with the
-                fields of `RankRows`, all of them known.
-            balancedness: of experts, mean over max of the ranks' expert rows: 1.0 is even.
+            ranks: Rows of each rank; an idle rank takes part in the step too. For many ranks also an array, [ranks, 4],
+                with the fields of `RankRows`, none of them None.
+            balancedness: Mean over max of the ranks' expert rows; 1.0 is even.
         """
         ...

@@ -72,7 +72,7 @@ def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]
 def test_abbreviated_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--max-model", "3"]) == 2
     assert capsys.readouterr().err == (
-        "wideep serve: --max-model is no flag of `wideep serve` (did you mean --max-model-len?); `wideep serve --help=all` "
+        "wideep serve: --max-model is not a flag of `wideep serve` (did you mean --max-model-len?); `wideep serve --help=all` "
         "lists them\n"
     )
 
@@ -83,7 +83,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
     assert main(["srve"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        "wideep: 'srve' is no command (did you mean serve?); the commands are serve, worker, doctor, size, simulate, chat, "
+        "wideep: 'srve' is not a command (did you mean serve?); the commands are serve, worker, doctor, size, simulate, chat, "
     )
     assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
         "ours are nobody's business"
@@ -93,9 +93,9 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["chat", "--ulr"], "wideep chat: --ulr is no flag of `wideep chat`"),
-        (["--verion"], "wideep: --verion is no flag of `wideep` (did you mean --version?)"),
-        (["serve", "a", "b"], "wideep serve: 'b' is one word too many"),
+        (["chat", "--ulr"], "wideep chat: --ulr is not a flag of `wideep chat`"),
+        (["--verion"], "wideep: --verion is not a flag of `wideep` (did you mean --version?)"),
+        (["serve", "a", "b"], "wideep serve: unexpected argument 'b'"),
         (["run-batch", "-i", "a", "-o", "b", "--enable-lora"], "wideep run-batch: --enable-lora: adapters"),
     ],
 )
@@ -126,7 +126,7 @@ def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_fir
     assert answer.returncode == 2 and answer.stderr.startswith("wideep serve: --enable-lora: adapters")
     answer = run("serve", "/no/such/model", "-tp", "1")
     first, second = answer.stderr.splitlines()
-    assert first.startswith("wideep serve: --tensor-parallel-size 1 changes nothing: ")
+    assert first.startswith("wideep serve: --tensor-parallel-size 1 has no effect: ")
     assert second == "wideep serve: the model path /no/such/model does not exist"
 
 

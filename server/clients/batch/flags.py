@@ -1,4 +1,4 @@
-"""The flags of `wideep run-batch`; `run_batch` runs it. Nothing heavy is imported here: `wideep --help` needs it."""
+"""The flags of `wideep run-batch`; `run_batch` runs it. It has no heavy imports, because `wideep --help` needs it."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ a line of in.jsonl:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
    "body": {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}}
 
-The same command again goes on where a batch was interrupted. The exit status is 0 if every line has a good answer.
+Repeat the command to continue an interrupted batch. The exit status is 0 if every line has a good answer.
 """
 
 
@@ -25,7 +25,7 @@ def add_batch_parser(commands: Any) -> None:
     batch = commands.add_parser(
         "run-batch",
         help="answer a file of requests, in OpenAI's batch format",
-        description="Answer a file of requests: with a service of its own, or with one that runs (--url).",
+        description="Answer a file of requests with a private service, or with a running one (--url).",
         epilog=_EXAMPLES,
     )
     batch.usage = "wideep run-batch -i FILE -o FILE [MODEL] [FLAGS]"
@@ -35,21 +35,21 @@ def add_batch_parser(commands: Any) -> None:
     add(
         "-o", "--output-file", type=Path, required=True, metavar="FILE", help="answers, appended line by line"
     )
-    add("--url", metavar="URL", help="send the requests to this service, and start none")
+    add("--url", metavar="URL", help="send the requests to this service instead of starting one")
     add(
         "--concurrency",
         type=int,
         metavar="N",
-        help="requests sent at once (default: what its own service runs at once, 64 with --url)",
+        help="number of concurrent requests (default: as many as the private service runs at once, 64 with --url)",
     )
     add_options(batch, PRIVATE_DEFAULTS)
 
 
 def check_batch_arguments(args: argparse.Namespace) -> None:
-    """Check what concerns run-batch alone.
+    """Check the flags of run-batch itself.
 
     Raises:
-        OptionsError: naming the flag.
+        OptionsError: A flag is invalid; the message names it.
     """
     if args.concurrency is not None and not 1 <= args.concurrency <= 4096:
         raise OptionsError(f"--concurrency is {args.concurrency}; it must be 1 to 4096")
@@ -60,8 +60,8 @@ def check_batch_arguments(args: argparse.Namespace) -> None:
 
 
 def _refuse_serve_flags(args: argparse.Namespace) -> None:
-    """Refuse what would be silently ignored: --url starts no service that flags could shape."""
+    """Refuse flags that --url would silently ignore, because it does not start a service."""
     for name in said_in(args):
         if name != "api_key":
             shown = "MODEL" if name == "model" else f"--{name.lstrip('-').replace('_', '-')}"
-            raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses one that runs")
+            raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses a running one")

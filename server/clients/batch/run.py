@@ -1,8 +1,8 @@
-"""`wideep run-batch`: answer a file of requests and write the answers down, each as soon as it is there.
+"""`wideep run-batch`: answer a file of requests and write each answer as soon as it is available.
 
-An ordinary client of the endpoint: of a service of its own, which it starts and ends, or of one that runs. Every line
-of the input gets one line of the output, bad ones too. What fails for a reason that passes (a service that is lost, or
-full for a minute) is not written: it ends the run, and the same command goes on from there later.
+This is an ordinary client of the endpoint, of a private service that it starts and stops, or of a running one. Every input
+line gets one output line, even an invalid one. Temporary failures (a lost service, or one that is full for a minute) are
+not written: they end the run, and the same command continues from there later.
 """
 
 import argparse
@@ -23,20 +23,20 @@ from server.options.reading import said_in
 from server.options.table import Options
 from server.process.private_service import PrivateService, ServiceEndedError
 
-URL_CONCURRENCY = 64  # with a service whose size we do not know
+URL_CONCURRENCY = 64  # for a service of unknown size
 
 
 def run_batch(
     args: argparse.Namespace, options: Options | None, *, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Answer the batch that the command line names.
+    """Answer the batch of the command line.
 
     Args:
-        args: see `flags`.
-        options: of the service to start; None with --url.
+        args: Arguments of `flags`.
+        options: Options of the service to start; None with --url.
 
     Returns:
-        The exit status: 0 if every line has a good answer, 1 if not or if the batch was stopped, 2 for wrong files.
+        The exit status: 0 if every line has a good answer, 1 if not or if the batch was stopped, 2 for invalid files.
     """
     try:
         with terminate_as_interrupt(), BatchOutput(args.output_file) as output:
@@ -48,17 +48,17 @@ def run_batch(
         _say(str(error))
         return 2 if isinstance(error, BatchFileError) else 1
     except KeyboardInterrupt:
-        _say("stopped; the same command goes on from here")
+        _say("stopped; run the same command again to continue")
         return 1
 
 
 def _begin(input_file: Path, output: BatchOutput) -> int:
-    """Say what is done already; returns the lines to go."""
+    """Report the lines that are already answered, and return the number of remaining lines."""
     num_open = sum(1 for _ in _open_lines(input_file, output))
     if output.was_torn:
-        _say("cut off the output's last line, which was torn")
+        _say("removed the incomplete last line of the output")
     if output.answered:
-        _say(f"{len(output.answered)} lines are answered already, {num_open} to go")
+        _say(f"{len(output.answered)} lines are already answered, {num_open} remain")
     return num_open
 
 
@@ -69,7 +69,7 @@ def _answer(
     num_open: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Answer the open lines with the service that was asked for."""
+    """Answer the remaining lines with the selected service."""
     if options is None:
         client = BulkClient(
             args.url,
@@ -114,17 +114,17 @@ async def _answer_all(
 
 
 def _open_lines(input_file: Path, output: BatchOutput) -> Generator[BatchLine | BadLine, None, None]:
-    """Yield the lines that the output has nothing for."""
+    """Yield the input lines without an output line."""
     yield from (line for line in read_batch(input_file) if line.key not in output.answered)
 
 
 def _finish(input_file: Path, output: BatchOutput) -> int:
-    """Say how the batch as a whole went; returns the exit status."""
+    """Report the result of the whole batch, and return the exit status."""
     verdicts = [output.answered.get(line.key, False) for line in read_batch(input_file)]
     num_failed = verdicts.count(False)
     _say(
         f"{len(verdicts) - num_failed} of {len(verdicts)} lines have good answers"
-        + (f"; the output says of the other {num_failed} what is wrong" if num_failed else "")
+        + (f"; the output has the errors of the other {num_failed}" if num_failed else "")
     )
     return 1 if num_failed else 0
 

@@ -1,8 +1,8 @@
-"""What the answers of one load come to: rates, and distributions of times. The definitions are in docs/bench.md.
+"""Figures of one load: rates, and distributions of times. docs/bench.md has the definitions.
 
-They are those of vLLM's and SGLang's serving benchmarks, so that figures compare. The time between tokens is of tokens and not
-of chunks: with drafts a chunk brings several tokens, and a chunk of three after 30 ms is three tokens 10 ms apart.
-Knows no HTTP.
+They are those of vLLM's and SGLang's serving benchmarks, so that results are comparable. The time between tokens counts
+tokens, not chunks: with drafts, a chunk contains several tokens, and a chunk of three after 30 ms is three tokens 10 ms apart.
+This module does not depend on HTTP.
 """
 
 import statistics
@@ -25,33 +25,33 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class LevelFigures:
-    """What one load came to. Tokens and times are of answers that ended well."""
+    """The figures of one load. Tokens and times are those of answers without an error."""
 
-    num_requests: int  # that were answered, well or not
+    num_requests: int  # answered requests, with and without an error
     num_failed: int
     duration_s: float  # from the first request's start to the last good answer's end
     requests_per_s: float
     prompt_tokens: int
     output_tokens: int
-    cached_tokens: int  # of the prompts, that the service had in its prefix cache
+    cached_tokens: int  # prompt tokens from the service's prefix cache
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompt and output
     tokens_per_chunk: float
-    ttft_ms: Spread | None  # None: nothing to measure it on
+    ttft_ms: Spread | None  # None without a measurement
     tpot_ms: Spread | None
     itl_ms: Spread | None
     e2e_ms: Spread | None
-    goodput_per_s: float | None  # requests that met every objective; None: there is no objective
-    late_p99_ms: float  # how much later than due a request was sent: the load generator's own lag
+    goodput_per_s: float | None  # requests that met every objective; None without objectives
+    late_p99_ms: float  # delay between a request's scheduled and actual time: the load generator's own lag
 
 
 def figures_of(
     answers: Sequence[StreamedAnswer], objectives: Mapping[str, float] | None = None
 ) -> LevelFigures:
-    """Reduce the answers of one load.
+    """Compute the figures of one load.
 
     Args:
-        objectives: most milliseconds by name: ttft, tpot, e2e.
+        objectives: Maximum in milliseconds by name: ttft, tpot, e2e.
     """
     good = [each for each in answers if not each.failure]
     begun_s = min((each.start_s for each in answers), default=0.0)
@@ -85,25 +85,25 @@ def figures_of(
 
 
 def ttft_s(answer: StreamedAnswer) -> float:
-    """Time to the first token."""
+    """Return the time to the first token."""
     return answer.first_s - answer.start_s
 
 
 def e2e_s(answer: StreamedAnswer) -> float:
-    """Time to the end."""
+    """Return the time to the end."""
     return answer.end_s - answer.start_s
 
 
 def tpot_s(answer: StreamedAnswer) -> float:
-    """Time per output token after the first; 0 where there is no second. Where all tokens are hidden, the first one's counts."""
+    """Return the time per output token after the first, or 0 without a second token. If all are hidden, the first counts."""
     begun_s = answer.first_s if answer.arrivals_s else answer.start_s
     return (answer.end_s - begun_s) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
 
 
 def gaps_s(answer: StreamedAnswer) -> Iterator[float]:
-    """Yield the times between tokens: a chunk's tokens share the time since the chunk before.
+    """Yield the times between tokens; the tokens of a chunk share the time since the previous chunk.
 
-    Where the service does not say how many tokens a chunk has, an answer's chunks have equally many.
+    If the service does not report the number of tokens per chunk, all chunks of an answer count as equal.
     """
     times, counts = answer.arrivals_s, answer.counts
     if not times:
@@ -113,7 +113,7 @@ def gaps_s(answer: StreamedAnswer) -> Iterator[float]:
         counts = [round(number * per_chunk) for number in range(1, 1 + len(times))]
     before_s, before = times[0], counts[0]
     for time_s, count in zip(times[1:], counts[1:], strict=True):
-        if count > before:  # else a part of a token: its time is the next one's too
+        if count > before:  # otherwise a part of a token: its time is added to the next one
             yield from repeat((time_s - before_s) / (count - before), count - before)
             before_s, before = time_s, count
 
@@ -131,7 +131,7 @@ def _spread(values_s: Sequence[float]) -> Spread | None:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile (1 to 99), interpolated between neighbours; of one value, that value."""
+    """Return a percentile (1 to 99), interpolated between neighbours; a single value is returned as it is."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -1,4 +1,4 @@
-"""The flags of `wideep bench`, and what they come to; `run_bench` runs it. Nothing heavy is imported: `wideep --help` needs it."""
+"""The flags of `wideep bench` and their checks; `run_bench` runs it. It has no heavy imports, because `wideep --help` needs it."""
 
 import argparse
 import json
@@ -12,12 +12,12 @@ from typing import Any
 from server.clients.url_flag import add_url
 from server.options.flag import OptionsError
 
-OBJECTIVES = ("ttft", "tpot", "e2e")  # that --slo may name, in milliseconds
+OBJECTIVES = ("ttft", "tpot", "e2e")  # allowed in --slo, in milliseconds
 STDOUT = "-"
 DEFAULT_LEVELS = "1,4,16"
 DEFAULT_TOKENS = {"prompt": 128, "output": 64}
-OPEN_DURATION_S = 60.0  # at a rate, where nothing else ends it
-REQUESTS_PER_CLIENT, LEAST_REQUESTS = 4, 10  # of a closed loop, likewise
+OPEN_DURATION_S = 60.0  # of an open loop without another limit
+REQUESTS_PER_CLIENT, LEAST_REQUESTS = 4, 10  # of a closed loop without another limit
 _MOST_CLIENTS = 1 << 14
 _OWN_FIELDS = (
     "model",
@@ -35,21 +35,21 @@ examples:
   wideep bench http://127.0.0.1:8000 --rate 1,2,4 --duration 60 --slo ttft:2000,tpot:50 --plot rates.png
   wideep bench http://127.0.0.1:8000 --trace conversations.csv --num-requests 200 --trace-scale 0.5,1,2 --ignore-eos
 
-Figures are defined in docs/bench.md. Ctrl-C ends with what was measured so far.
+docs/bench.md defines the figures. Ctrl-C ends the run and keeps the measurements so far.
 """
 
 
 class Load(StrEnum):
-    """What a level's number is; the values are the flags' names."""
+    """The meaning of a level's number; the values are the names of the flags."""
 
     CONCURRENCY = "concurrency"  # clients
     RATE = "rate"  # requests per second
-    TRACE = "trace-scale"  # times a trace's own rate
+    TRACE = "trace-scale"  # factor for a trace's own rate
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure, checked."""
+    """Checked options of a measurement."""
 
     url: str
     api_keys: tuple[str, ...]
@@ -63,8 +63,8 @@ class BenchOptions:
     duration_s: float | None
     num_warmup: int
     prompts: Path | None
-    prompt_tokens: int | None  # None: a trace's, or whole prompts
-    output_tokens: int  # a trace has its own
+    prompt_tokens: int | None  # None for a trace's lengths, or for whole prompts
+    output_tokens: int  # ignored with a trace
     tokenizer: str | None
     ignore_eos: bool
     extra_body: dict[str, Any]
@@ -76,12 +76,12 @@ class BenchOptions:
 
     @property
     def is_cut(self) -> bool:
-        """Whether prompts are cut to a number of tokens."""
+        """Return whether prompts are cut to a number of tokens."""
         return self.trace is not None or self.prompt_tokens is not None
 
     @property
     def cuts_while_measuring(self) -> bool:
-        """Whether the service tokenizes the prompts of chats during the measurement: their number is not known before."""
+        """Return whether the service tokenizes chat prompts during the measurement, as their number is not known before."""
         is_open_ended = (
             self.load is Load.CONCURRENCY and self.duration_s is not None and self.num_requests is None
         )
@@ -92,20 +92,20 @@ def add_bench_parser(commands: Any) -> None:
     """Add `bench` to the command line's parser."""
     bench = commands.add_parser(
         "bench",
-        help="put a load on a service and measure it",
+        help="measure a service's throughput and latency under load",
         description="Put a load on a service with OpenAI's endpoints, and measure throughput and latency.",
         epilog=_EXAMPLES,
     )
     bench.usage = "wideep bench [URL] [FLAGS]"
     add_url(bench)
     add = bench.add_argument
-    add("--model", metavar="NAME", help="which served model (default: the first)")
-    add("--api-key", metavar="KEY", help="sent to the service (default: WIDEEP_API_KEY, else OPENAI_API_KEY)")
+    add("--model", metavar="NAME", help="name of the served model (default: the first)")
+    add("--api-key", metavar="KEY", help="API key (default: WIDEEP_API_KEY, then OPENAI_API_KEY)")
     add(
         "--endpoint",
         choices=("chat", "completions"),
         default="chat",
-        help="which endpoint streams (default: %(default)s)",
+        help="endpoint to measure (default: %(default)s)",
     )
     _add_load_flags(bench.add_argument_group("the load"))
     _add_request_flags(bench.add_argument_group("the requests"))
@@ -117,9 +117,9 @@ def _add_load_flags(group: Any) -> None:
     add(
         "--concurrency",
         metavar="N,N",
-        help=f"clients, each of which asks again when it was answered (default: {DEFAULT_LEVELS})",
+        help=f"closed loop: numbers of concurrent clients (default: {DEFAULT_LEVELS})",
     )
-    add("--rate", metavar="R,R", help="requests per second at random times (Poisson), whatever is unanswered")
+    add("--rate", metavar="R,R", help="open loop: requests per second, with Poisson arrivals")
     add(
         "--trace",
         type=Path,
@@ -129,16 +129,16 @@ def _add_load_flags(group: Any) -> None:
     add(
         "--trace-scale",
         metavar="X,X",
-        help="times a trace's own rate: 2 is twice as many requests per second (default: 1)",
+        help="factors for a trace's own rate: 2 is twice as many requests per second (default: 1)",
     )
-    add("--num-requests", type=whole, metavar="N", help="requests of each level")
-    add("--duration", type=positive, metavar="S", help="seconds of each level in which requests are sent")
+    add("--num-requests", type=whole, metavar="N", help="number of requests per level")
+    add("--duration", type=positive, metavar="S", help="seconds during which each level sends requests")
     add(
         "--warmup",
         type=whole_or_none,
         default=0,
         metavar="N",
-        help="requests before each level that do not count (default: 0)",
+        help="number of uncounted requests before each level (default: 0)",
     )
 
 
@@ -148,30 +148,30 @@ def _add_request_flags(group: Any) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="JSON lines or a text (default: Python's documentation); sent whole, unless a length is given",
+        help="prompts as JSON lines or text (default: Python's documentation); sent whole unless a length is given",
     )
     add("--prompt-tokens", type=whole, metavar="N", help="length of prompts (default: 128 without --prompts)")
-    add("--output-tokens", type=whole, metavar="N", help="most tokens of an answer (default: 64)")
+    add("--output-tokens", type=whole, metavar="N", help="maximum tokens of an answer (default: 64)")
     add(
         "--token-scale",
         type=positive,
         metavar="X",
-        help="times the lengths of a trace, for a small machine (default: 1)",
+        help="factor for the lengths in a trace, for a small machine (default: 1)",
     )
     add(
         "--tokenizer",
         metavar="DIRECTORY",
-        help="the checkpoint's tokenizer, to cut prompts with (default: the service's /tokenize)",
+        help="directory of the checkpoint's tokenizer, for cutting prompts (default: the service's /tokenize)",
     )
-    add("--ignore-eos", action="store_true", help="answers go on to their most tokens")
+    add("--ignore-eos", action="store_true", help="generate max_tokens in every answer")
     add(
         "--extra-body",
         type=_json_object,
         default={},
         metavar="JSON",
-        help="fields of every request, such as '{\"temperature\": 0}'",
+        help="additional fields of every request, such as '{\"temperature\": 0}'",
     )
-    add("--seed", type=whole_or_none, default=0, metavar="N", help="of arrivals and prompts (default: 0)")
+    add("--seed", type=whole_or_none, default=0, metavar="N", help="seed of the random load (default: 0)")
 
 
 def _add_result_flags(group: Any) -> None:
@@ -181,34 +181,32 @@ def _add_result_flags(group: Any) -> None:
         type=objectives,
         default={},
         metavar="NAME:MS,...",
-        help="count requests within these milliseconds: ttft, tpot, e2e, such as ttft:2000,tpot:50",
+        help="count requests within these limits in milliseconds: ttft, tpot, e2e, such as ttft:2000,tpot:50",
     )
     add(
         "--count-chunks",
         action="store_true",
-        help="ask how many tokens each chunk has (continuous_usage_stats), for exact ITL with drafts",
+        help="request the number of tokens per chunk (continuous_usage_stats), for exact ITL with drafts",
     )
-    add(
-        "--json", nargs="?", const=STDOUT, metavar="FILE", help="all figures as JSON; without FILE: to stdout"
-    )
-    add("--plot", type=Path, metavar="FILE", help="latency over throughput as a picture: .png, .svg or .pdf")
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="write all figures as JSON to FILE or stdout")
+    add("--plot", type=Path, metavar="FILE", help="plot latency over throughput: .png, .svg or .pdf")
 
 
 def bench_options_from(args: argparse.Namespace) -> BenchOptions:
     """Check the flags together.
 
     Raises:
-        OptionsError: naming the flag.
+        OptionsError: A flag is invalid; the message names it.
     """
     load, levels = _levels(args)
     _check_lengths(args)
     _check_files(args)
     if "@" in args.url.rpartition("://")[2].partition("/")[0]:
-        raise OptionsError("a name or a password in the URL is not sent; give the key with --api-key")
+        raise OptionsError("user names and passwords in the URL are not sent; give the key with --api-key")
     if own := [name for name in args.extra_body if name in _OWN_FIELDS]:
         raise OptionsError(
-            f"--extra-body has {', '.join(own)}, which is set by other flags (--model, --output-tokens, --count-chunks); "
-            "a request is one streamed choice"
+            f"--extra-body has {', '.join(own)}, which other flags set (--model, --output-tokens, --count-chunks); "
+            "a request always has one streamed choice"
         )
     duration_s = args.duration
     if load is Load.RATE and duration_s is None and args.num_requests is None:
@@ -243,12 +241,12 @@ def bench_options_from(args: argparse.Namespace) -> BenchOptions:
 
 
 def _levels(args: argparse.Namespace) -> tuple[Load, tuple[float, ...]]:
-    """Return which load it is, and its levels."""
+    """Return the kind of load, and its levels."""
     if args.concurrency is not None and args.rate is not None:
-        raise OptionsError("--concurrency and --rate are two loads; give one of them")
+        raise OptionsError("--concurrency and --rate are different loads; give one of them")
     if args.trace_scale is not None and (args.trace is None or args.concurrency or args.rate):
         raise OptionsError(
-            "--trace-scale is for a trace's own arrival times: --trace FILE without another load"
+            "--trace-scale scales a trace's own arrival times; use it with --trace FILE and without another load"
         )
     if args.rate is not None:
         return Load.RATE, _numbers("--rate", args.rate)
@@ -257,7 +255,7 @@ def _levels(args: argparse.Namespace) -> tuple[Load, tuple[float, ...]]:
     clients = _numbers("--concurrency", DEFAULT_LEVELS if args.concurrency is None else args.concurrency)
     for each in clients:
         if each != int(each) or each > _MOST_CLIENTS:
-            raise OptionsError(f"--concurrency has {each:g}; clients are whole numbers, 1 to {_MOST_CLIENTS}")
+            raise OptionsError(f"--concurrency has {each:g}; give whole numbers from 1 to {_MOST_CLIENTS}")
     return Load.CONCURRENCY, clients
 
 
@@ -279,28 +277,28 @@ def _check_lengths(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise OptionsError(
-                    f"{flag} is for a load without a trace; --token-scale scales a trace's lengths"
+                    f"{flag} applies to a load without a trace; --token-scale scales a trace's lengths"
                 )
     elif args.token_scale is not None:
-        raise OptionsError("--token-scale is for the lengths of a --trace")
+        raise OptionsError("--token-scale scales the lengths in a trace; give --trace")
     elif args.tokenizer is not None and args.prompts is not None and args.prompt_tokens is None:
         raise OptionsError(
-            "--tokenizer cuts prompts; those of --prompts are sent whole without --prompt-tokens"
+            "--tokenizer cuts prompts, but without --prompt-tokens the prompts of --prompts are sent whole"
         )
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Refuse files that cannot be read, or written after all."""
+    """Refuse files that cannot be read, and output files in missing folders."""
     for flag, path in (("--trace", args.trace), ("--prompts", args.prompts)):
         if path is not None and not path.is_file():
-            raise OptionsError(f"{flag} {path} is no file")
+            raise OptionsError(f"{flag} {path} is not a file")
     if args.json is not None and ("://" in args.json or re.fullmatch(r"[\w.-]+:\d+", args.json)):
         raise OptionsError(
-            f"--json {args.json} would be a file; the URL comes first: wideep bench URL --json"
+            f"--json {args.json} would be a file name; put the URL first: wideep bench URL --json"
         )
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         if path not in (None, STDOUT) and not Path(path).absolute().parent.is_dir():
-            raise OptionsError(f"{flag} {path} is in a folder that is not there")
+            raise OptionsError(f"{flag} {path} is in a folder that does not exist")
 
 
 def objectives(text: str) -> dict[str, float]:
@@ -312,7 +310,7 @@ def objectives(text: str) -> dict[str, float]:
             raise argparse.ArgumentTypeError(f"{name} is given twice")
         if name not in OBJECTIVES:
             raise argparse.ArgumentTypeError(
-                f"{name!r} is no objective; there are {', '.join(OBJECTIVES)}, such as ttft:2000"
+                f"{name!r} is not an objective; use {', '.join(OBJECTIVES)}, such as ttft:2000"
             )
         try:
             found[name] = float(most)
@@ -343,7 +341,7 @@ def whole(text: str) -> int:
 
 
 def whole_or_none(text: str) -> int:
-    """Read a whole number, 0 or more."""
+    """Read a whole number of at least 0."""
     if not (text.isascii() and text.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 0 or more")
     return int(text)

@@ -1,8 +1,8 @@
-"""Make a load: clients that ask one request after the other, or requests that come at times of their own.
+"""Generate a load: clients that send one request after another, or requests at given times.
 
-A closed loop (so many clients) finds what a service can do; an open loop (a rate, or a trace's times) what its users see, because
-a slow service does not slow the arrivals down. Arrivals at a rate are a Poisson process. An open loop sends late only
-where the machine is too busy to send, and says by how much. Neither loop knows HTTP.
+A closed loop (a number of clients) measures the capacity of a service; an open loop (a rate, or a trace's times) measures
+what its users see, because a slow service does not slow arrivals down. Arrivals at a rate are a Poisson process. An open
+loop sends a request late only if the machine is too busy, and reports the delay. Neither loop depends on HTTP.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ async def closed_loop(
     duration_s: float | None = None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Work on jobs, `concurrency` at once; none is begun after `duration_s`, and those that were begun are ended."""
+    """Work on jobs, `concurrency` at once. No job starts after `duration_s`; started jobs are finished."""
     begun_s = clock()
 
     def in_time() -> Iterator[Job]:
@@ -44,11 +44,11 @@ async def open_loop(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Begin each job at its time, whatever became of the others, and wait for all.
+    """Start each job at its time, regardless of the others, and wait for all.
 
     Args:
-        work: is told when it was due, by the clock.
-        jobs: with their times after the begin, in order.
+        work: Gets the job and its scheduled time on the clock.
+        jobs: Times after the start in seconds, in order, with the jobs.
     """
     begun_s = clock()
     async with asyncio.TaskGroup() as group:
@@ -59,7 +59,7 @@ async def open_loop(
 
 
 def poisson_times(rate: float, seed: int) -> Iterator[float]:
-    """Yield arrival times of `rate` requests per second, without end."""
+    """Yield endless arrival times in seconds, `rate` per second."""
     draw, at_s = random.Random(seed), 0.0
     while True:
         at_s += draw.expovariate(rate)

@@ -1,9 +1,9 @@
-"""Prompts of real text: whole ones from a file, or passages that are cut to a number of tokens.
+"""Prompts of real text: whole prompts from a file, or passages cut to a number of tokens.
 
-Random tokens are routed to experts unlike text, so a load on a Mixture-of-Experts model wants text. Without a file it is Python's
-own documentation, which the standard library carries. Every passage begins at a token where no other does, so that none is a prefix
-hit by accident; what a trace says is shared (its hash ids) is shared. The tokens are the model's: the service's /tokenize
-(WideEP, vLLM) or the checkpoint's tokenizer count them.
+Random tokens are routed to experts differently from text, so a load on a Mixture-of-Experts model needs text. The default
+text is Python's documentation, which is part of the standard library. Every passage begins at a different token, so that
+none is an accidental prefix hit; prefixes that a trace shares (its hash ids) are shared. Tokens are the model's: the
+service's /tokenize (WideEP, vLLM) or the checkpoint's tokenizer counts them.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple, Protocol
 from server.clients.connection import Connection, ServiceError
 from server.options.flag import OptionsError
 
-MOST_CHARS = 8 << 20  # of a file, that passages are cut from
-_PIECE_CHARS = 1 << 17  # that /tokenize is given at once
-_GOLDEN = 0.6180339887498949  # so large a stride keeps passages apart for as long as there is room (Weyl's sequence)
-_REMEDY = "name its tokenizer with --tokenizer DIRECTORY, or send whole prompts: --prompts FILE"
+MOST_CHARS = 8 << 20  # of a file for passages
+_PIECE_CHARS = 1 << 17  # of one request to /tokenize
+_GOLDEN = 0.6180339887498949  # a stride that keeps passages apart as long as there is room (Weyl's sequence)
+_REMEDY = "give its tokenizer with --tokenizer DIRECTORY, or send whole prompts: --prompts FILE"
 _JSON_KEYS = ("prompt", "text", "question", "turns", "messages", "conversations")
 
 
 class PromptTokenizer(Protocol):
-    """The model's tokenizer, wherever it is."""
+    """The model's tokenizer, local or in the service."""
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, without those that begin a prompt."""
+        """Return a text's tokens, without special tokens at the beginning."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
@@ -40,31 +40,31 @@ class PromptTokenizer(Protocol):
 
     @property
     def num_chat_tokens(self) -> int:
-        """What the chat template adds to a message."""
+        """Return the number of tokens that the chat template adds to a message."""
         ...
 
 
 class RequestLengths(NamedTuple):
-    """How long a request's prompt and answer are to be."""
+    """The lengths of a request's prompt and answer."""
 
     output_tokens: int
-    prompt_tokens: int | None = None  # None: a whole prompt of the file's
-    hash_ids: tuple[int, ...] = ()  # one for each `block_tokens` of the prompt: the same id is the same text
-    block_tokens: float = 0.0  # with a part where a trace is scaled
+    prompt_tokens: int | None = None  # None for a whole prompt from the file
+    hash_ids: tuple[int, ...] = ()  # one per `block_tokens` of the prompt: the same id is the same text
+    block_tokens: float = 0.0  # not whole if a trace is scaled
 
 
 class Passages:
-    """Passages of a text, each of which begins elsewhere, until every token was a beginning."""
+    """Passages of a text with different beginnings, until every token has been a beginning."""
 
     def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
-        """Args: seed says where the first one begins."""
+        """Args: seed determines the beginning of the first passage."""
         self._ids = token_ids
         self._at = random.Random(seed).randrange(len(token_ids)) if seed else 0
         stride = max(1, int(len(token_ids) * _GOLDEN))
         self._stride = next(each for each in range(stride, 0, -1) if math.gcd(each, len(token_ids)) == 1)
 
     def take(self, num_tokens: int) -> list[int]:
-        """Return the next passage; one that comes to the text's end goes on at its beginning."""
+        """Return the next passage; at the end of the text, it continues at the beginning."""
         begin, self._at = self._at, (self._at + self._stride) % len(self._ids)
         passage: list[int] = []
         while len(passage) < num_tokens:
@@ -74,7 +74,7 @@ class Passages:
 
 
 class Prompts:
-    """The prompts of a whole run; its levels share nothing, or a level would find its prompts in the cache."""
+    """The prompts of a whole run; levels share no prompts, which would be prefix hits."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Prompts:
         *,
         is_chat: bool = True,
     ) -> None:
-        """Take passages, or whole prompts, which come again when all were taken.
+        """Use passages, or whole prompts, which repeat when all were used.
 
         Args:
-            tokenizer: what cuts passages.
-            is_chat: whether passages are to be texts.
+            tokenizer: Tokenizer that cuts passages.
+            is_chat: Whether passages must be texts.
         """
         self._passages = source if isinstance(source, Passages) else None
         self._whole = cycle(() if isinstance(source, Passages) else source)
@@ -95,14 +95,14 @@ class Prompts:
         self._shared: dict[int, list[int]] = {}
 
     def begin_level(self) -> None:
-        """Forget what the hash ids stood for."""
+        """Forget the texts of the hash ids."""
         self._shared.clear()
 
     def take(self, lengths: RequestLengths) -> str | list[int]:
-        """Return the next prompt: a text, or a completion's token ids.
+        """Return the next prompt: a text, or token ids for a completion.
 
         Raises:
-            ServiceError: the service cannot say what text it is.
+            ServiceError: The service cannot convert tokens to text.
         """
         if self._passages is None:
             return next(self._whole)
@@ -125,11 +125,11 @@ class Prompts:
 
 
 def passages_of(path: Path | None, tokenizer: PromptTokenizer, *, seed: int) -> Passages:
-    """Tokenize a file's text, or Python's documentation, to cut passages from it.
+    """Tokenize a file's text, or Python's documentation, for passages.
 
     Raises:
-        OptionsError: the file has no prompts.
-        ServiceError: the service does not tokenize.
+        OptionsError: The file has no prompts.
+        ServiceError: The service does not tokenize.
     """
     text = documentation() if path is None else "\n\n".join(read_prompts(path))
     pieces = [
@@ -139,15 +139,15 @@ def passages_of(path: Path | None, tokenizer: PromptTokenizer, *, seed: int) -> 
 
 
 def documentation() -> str:
-    """Return the text that is there where nobody has one: Python's own, in English."""
+    """Return the default text: Python's documentation, in English."""
     return "\n".join(pydoc_data.topics.topics.values())
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: a JSON object or string a line, or a text's paragraphs.
+    """Return the prompts in a file: one JSON object or string per line, or the paragraphs of a text.
 
     Raises:
-        OptionsError: it cannot be read or has none; the message names the line.
+        OptionsError: The file cannot be read or has no prompts; the message names the line.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -163,21 +163,21 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _json_values(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a list (.json), or of each line, with their places in words."""
+    """Yield the values of a list (.json) or of each line, with a text for their places."""
     whole = None
-    with contextlib.suppress(ValueError):  # many files with lines are called .json
+    with contextlib.suppress(ValueError):  # many files of lines are called .json
         whole = json.loads(text) if path.suffix == ".json" else None
     if whole is not None:
         values = whole if isinstance(whole, list) else [whole]
         yield from ((f"element {number}", each) for number, each in enumerate(values, start=1))
         return
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: strings may hold U+2028
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: strings may contain U+2028
         if not line.strip():
             continue
         try:
             yield f"line {number}", json.loads(line)
-        except ValueError as error:  # also of a number with thousands of digits
-            raise OptionsError(f"--prompts {path}, line {number}: it is not JSON ({error})") from error
+        except ValueError as error:  # also for a number with thousands of digits
+            raise OptionsError(f"--prompts {path}, line {number}: not JSON ({error})") from error
 
 
 def _json_prompts(path: Path, values: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -185,17 +185,17 @@ def _json_prompts(path: Path, values: Iterable[tuple[str, Any]]) -> Iterator[str
         prompt = _prompt_of(value)
         if not prompt:
             raise OptionsError(
-                f"--prompts {path}, {place}: it has no text; it must be a string or an object with one of "
+                f"--prompts {path}, {place}: no text; give a string or an object with one of "
                 f"{', '.join(_JSON_KEYS)}"
             )
         yield prompt
 
 
 def _prompt_of(value: Any) -> str:
-    """Return the first text of what a line holds; empty where there is none."""
+    """Return the first text in a value. Returns an empty text if it has none."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list):  # turns, or messages: the first that is no system's
+    if isinstance(value, list):  # turns, or messages: the first one that is not a system prompt
         return next((text for each in value if (text := _prompt_of(each))), "")
     if isinstance(value, dict) and value.get("role", value.get("from")) != "system":
         keys = (*_JSON_KEYS, "content", "value")
@@ -204,30 +204,23 @@ def _prompt_of(value: Any) -> str:
 
 
 class ServiceTokenizer:
-    """The tokenizer behind a service's /tokenize and /detokenize."""
+    """The tokenizer behind a service's /tokenize and /detokenize. Its methods raise ServiceError if the service has none."""
 
     def __init__(self, service: Connection, model: str) -> None:
         self._service, self._model = service, model
 
     def encode(self, text: str) -> list[int]:
-        """See `PromptTokenizer`.
-
-        Raises:
-            ServiceError: the service does not tokenize; says what to do.
-        """
         body = {"prompt": text, "add_special_tokens": False}
         token_ids: list[int] = self._ask("/tokenize", body, "tokens", list)
-        if text and not token_ids:  # llama.cpp reads another field and finds none
-            raise ServiceError(f"{self._service.url}/tokenize does not answer as vLLM's does; {_REMEDY}")
+        if text and not token_ids:  # llama.cpp reads another field, which is missing
+            raise ServiceError(f"{self._service.url}/tokenize is not compatible with vLLM's; {_REMEDY}")
         return token_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """See `PromptTokenizer`. Raises as `encode`."""
         return str(self._ask("/detokenize", {"tokens": token_ids}, "prompt", str))
 
     @cached_property
     def num_chat_tokens(self) -> int:
-        """See `PromptTokenizer`. Raises as `encode`."""
         chat = {"messages": [{"role": "user", "content": "x"}]}
         return len(self._ask("/tokenize", chat, "tokens", list)) - len(self.encode("x"))
 
@@ -239,10 +232,10 @@ class ServiceTokenizer:
             raise ServiceError(f"cannot count tokens with {path} ({error}); {_REMEDY}") from error
         except (ValueError, LookupError, TypeError) as error:
             raise ServiceError(
-                f"{self._service.url}{path} does not answer as vLLM's does; {_REMEDY}"
+                f"{self._service.url}{path} is not compatible with vLLM's; {_REMEDY}"
             ) from error
         if not isinstance(value, kind):
-            raise ServiceError(f"{self._service.url}{path} does not answer as vLLM's does; {_REMEDY}")
+            raise ServiceError(f"{self._service.url}{path} is not compatible with vLLM's; {_REMEDY}")
         return value
 
 
@@ -250,12 +243,12 @@ class CheckpointTokenizer:
     """A checkpoint's tokenizer, in this process."""
 
     def __init__(self, directory: str) -> None:
-        """Load it.
+        """Load the tokenizer.
 
         Raises:
-            OptionsError: there is none.
+            OptionsError: The directory has no tokenizer.
         """
-        # transformers takes seconds to load, and only this wants it.
+        # transformers takes seconds to load, and is needed only here.
         from server.front.tokenizer import Tokenizer, TokenizerError  # noqa: PLC0415
 
         try:
@@ -264,16 +257,14 @@ class CheckpointTokenizer:
             raise OptionsError(f"--tokenizer: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """See `PromptTokenizer`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
-        """See `PromptTokenizer`."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
     def num_chat_tokens(self) -> int:
-        """See `PromptTokenizer`; 0 where the checkpoint has no template: the service has one of its own."""
+        """Return 0 if the checkpoint has no template: the service has its own one."""
         if not self._tokenizer.has_chat_template:
             return 0
         chat = self._tokenizer.render_chat([{"role": "user", "content": "x"}])

@@ -1,8 +1,8 @@
-"""What a run came to, for people (tables), for programs (JSON) and as a picture.
+"""The results of a run: tables for users, JSON for programs, and a plot.
 
-A picture is drawn by matplotlib, which is an extra (`wideep[bench]`), because it reads and writes every format that people put
-into reports and scales axes and labels well. Rejected: an SVG of our own, which many places that show pictures do not take; and
-Pillow, which is not installed either and knows no axes.
+matplotlib, an optional dependency (`wideep[bench]`), draws the plot, because it supports every format that reports need and
+draws good axes and labels. Rejected: writing SVG ourselves, which many viewers of pictures do not accept; and Pillow, which
+is also not installed and has no axes.
 """
 
 import importlib
@@ -20,8 +20,8 @@ from server.options.flag import OptionsError
 
 _TIMES = (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("E2E", "e2e_ms"))
 _PARTS = ("mean", "p50", "p90", "p99")
-_LATE_MS = 20.0  # from here on the load generator's own lag is told
-_MOST_FAILURES = 3  # kinds, that are quoted
+_LATE_MS = 20.0  # the load generator's own lag is reported above this
+_MOST_FAILURES = 3  # different failures to quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +32,24 @@ class LevelResult:
     value: float
     figures: LevelFigures
     answers: Sequence[StreamedAnswer]
-    is_whole: bool  # False: it was stopped
+    is_whole: bool  # False if the level was stopped
 
     @property
     def name(self) -> str:
-        """What the level is called."""
+        """Return the level's name."""
         return f"{self.load} {self.value:g}"
 
     @property
     def failures(self) -> Counter[str]:
-        """How often a request failed, by why."""
+        """Return the number of failed requests by reason."""
         return Counter(answer.failure for answer in self.answers if answer.failure)
 
 
 def level_lines(result: LevelResult) -> Iterator[str]:
-    """Yield a level's lines."""
+    """Yield the lines about a level."""
     figures = result.figures
     if result.is_whole and not result.answers:
-        yield f"{result.name}: no request came in its time; give a longer --duration"
+        yield f"{result.name}: no request was due in its time; use a longer --duration"
         return
     stopped = "" if result.is_whole else ", stopped"
     yield (
@@ -78,7 +78,7 @@ def _cells(spread: Spread | None) -> list[str]:
 
 
 def _details(figures: LevelFigures) -> Iterator[str]:
-    """Yield what a level's answers were like."""
+    """Yield descriptions of a level's answers."""
     num_good = max(1, figures.num_requests - figures.num_failed)
     yield f"prompts of {figures.prompt_tokens / num_good:,.0f} tokens, answers of {figures.output_tokens / num_good:,.0f} (means)"
     if figures.prompt_tokens:
@@ -91,7 +91,7 @@ def _details(figures: LevelFigures) -> Iterator[str]:
 
 
 def summary_lines(results: Sequence[LevelResult]) -> Iterator[str]:
-    """Yield a sweep's table, a line for each level."""
+    """Yield a sweep's table, with a line per level."""
     has_goodput = any(each.figures.goodput_per_s is not None for each in results)
     titles = ["requests/s", "output/s", "total/s", "TTFT p50", "p99", "TPOT p50", "p99", "E2E p50", "cached"]
     yield f"{results[0].load:>12}" + "".join(f"{title:>11}" for title in titles + ["goodput/s"] * has_goodput)
@@ -118,7 +118,7 @@ def json_of(head: dict[str, Any], results: Sequence[LevelResult]) -> str:
     """Return a run as JSON.
 
     Args:
-        head: what was run.
+        head: Fields that describe the run.
     """
     levels = [
         {
@@ -134,7 +134,7 @@ def json_of(head: dict[str, Any], results: Sequence[LevelResult]) -> str:
 
 
 def _request_rows(answers: Sequence[StreamedAnswer]) -> list[dict[str, Any]]:
-    """Return a row for each request, in the order in which they were sent."""
+    """Return a row for each request, in the order of sending."""
     sent = sorted(answers, key=lambda each: each.start_s)
     return [_request_row(answer, sent[0].start_s) for answer in sent]
 
@@ -152,13 +152,13 @@ def _request_row(answer: StreamedAnswer, begun_s: float) -> dict[str, Any]:
 
 
 def check_plot(path: Path) -> None:
-    """Tell before the load whether a picture can be drawn.
+    """Check before the load whether a plot can be drawn.
 
     Raises:
-        OptionsError: matplotlib is absent, or the name says no format.
+        OptionsError: matplotlib is missing, or the file name has no known format.
     """
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise OptionsError(f"--plot {path} has no format that is known; end it in .png, .svg or .pdf")
+        raise OptionsError(f"--plot {path} has an unknown format; the name must end in .png, .svg or .pdf")
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -166,7 +166,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, title: str, results: Sequence[LevelResult]) -> None:
-    """Draw TTFT and TPOT over output tokens per second, a point for each level."""
+    """Plot TTFT and TPOT over output tokens per second, with a point per level."""
     matplotlib: Any = importlib.import_module("matplotlib.figure")
     picture = matplotlib.Figure(figsize=(10, 4.5), layout="constrained")
     picture.suptitle(title, fontsize=10)

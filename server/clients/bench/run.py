@@ -1,8 +1,8 @@
-"""`wideep bench`: put a load on a service, level by level, and say what it came to.
+"""`wideep bench`: put a load on a service, level by level, and report the results.
 
-An ordinary client of the endpoint, of any service with OpenAI's chats or completions. The service is asked for nothing else while
-it is measured: prompts are made before a level begins, or in this process where only time ends a closed loop. Ctrl-C ends the
-level; what was answered by then counts.
+This is an ordinary client of any service with OpenAI's chats or completions. The service gets no other requests during a
+measurement: prompts are prepared before a level begins, or in this process if only time ends a closed loop. Ctrl-C ends the
+level; answers until then are counted.
 """
 
 import argparse
@@ -54,18 +54,18 @@ from server.lines import printable, say
 from server.options.flag import OptionsError
 from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
-_PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}  # by whether it is a chat
-_WARMUP_CLIENTS = 4  # where the load has no number of clients
+_PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}  # by "is a chat"
+_WARMUP_CLIENTS = 4  # for a load without a number of clients
 _FOREVER_S = 1e12
-STOPPED = 130  # the exit status of what Ctrl-C ended
+STOPPED = 130  # the exit status after Ctrl-C
 
 
 def run_bench(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
-    """Measure what the command line names.
+    """Run the measurement of the command line.
 
     Returns:
-        The exit status: 0 if every request was answered well, 1 if not or there is no service, 2 for what was asked
-        wrongly, 130 if it was stopped.
+        The exit status: 0 if all requests succeeded, 1 if some failed or no service answers, 2 for invalid flags, 130
+        if the run was stopped.
     """
     try:
         options = bench_options_from(args)
@@ -89,7 +89,7 @@ def run_bench(args: argparse.Namespace, *, environment: Mapping[str, str] = os.e
 
 @dataclass(frozen=True, kw_only=True)
 class _Bench:
-    """All that a level needs."""
+    """The settings and prompts of all levels."""
 
     options: BenchOptions
     url: str
@@ -98,11 +98,11 @@ class _Bench:
 
     @property
     def title(self) -> str:
-        """What is measured, in a line."""
+        """Return a line that describes the measured endpoint."""
         return f"{self.model} at {self.url}{_PATHS[self.options.is_chat]}"
 
     def body(self, lengths: RequestLengths) -> dict[str, Any]:
-        """Make a request's body, with a prompt that no other has."""
+        """Return a request's body, with a unique prompt."""
         options, prompt = self.options, self.prompts.take(lengths)
         asked = {"messages": [{"role": "user", "content": prompt}]} if options.is_chat else {"prompt": prompt}
         counting = {"include_usage": True, "continuous_usage_stats": True}
@@ -118,14 +118,14 @@ class _Bench:
 
 
 def _prepare(options: BenchOptions, service: Connection) -> _Bench:
-    """Find the model, and the text that prompts are made of; whatever is wrong is said here."""
+    """Find the model and the text for prompts; errors in files and flags are reported here."""
     for level in options.levels:
-        _jobs(options, level)  # a broken trace is told of before the service is asked
+        _jobs(options, level)  # reports a broken trace before the service is contacted
     if options.trace is not None:
-        deque(read_trace(options.trace), maxlen=0)  # lines that no level may come to, too
+        deque(read_trace(options.trace), maxlen=0)  # also checks lines that no level may reach
     model = service.served_model(options.model)
     if not options.is_cut:
-        assert options.prompts is not None, "without a length prompts come from a file"
+        assert options.prompts is not None, "prompts without a length come from a file"
         return _Bench(
             options=options, url=service.url, model=model, prompts=Prompts(read_prompts(options.prompts))
         )
@@ -140,10 +140,10 @@ def _prepare(options: BenchOptions, service: Connection) -> _Bench:
 
 
 def _jobs(options: BenchOptions, level: float) -> list[tuple[float, RequestLengths]]:
-    """Return a level's requests with their times; a closed loop that only its duration ends has none yet.
+    """Return a level's requests with their times. A closed loop that ends only by its duration has no list yet.
 
     Raises:
-        TraceError: the trace cannot be read.
+        TraceError: The trace cannot be read.
     """
     most = options.num_requests
     if options.load is Load.CONCURRENCY and most is None and options.duration_s is None:
@@ -170,7 +170,7 @@ def _timed(options: BenchOptions, level: float) -> Iterator[tuple[float, Request
 
 
 def _lengths(options: BenchOptions) -> Iterator[RequestLengths]:
-    """Yield a trace's lengths, from its beginning again when it has ended, or the same ones; without end."""
+    """Yield endless lengths: a trace's, repeated from its beginning, or the same ones."""
     if options.trace is None:
         yield from itertools.repeat(RequestLengths(options.output_tokens, options.prompt_tokens))
     else:
@@ -185,20 +185,20 @@ def _traced(options: BenchOptions, request: TracedRequest) -> RequestLengths:
 
 
 def _sweep(bench: _Bench, api_key: str | None) -> tuple[list[LevelResult], str]:
-    """Measure the levels, and print each as it ends; one that was stopped, or of which nothing was answered, is the last.
+    """Measure the levels and print each as it ends. A level that was stopped, or failed completely, is the last one.
 
     Returns:
-        The levels, and why the next one could not be measured; empty: there is none.
+        The levels, and the reason why the next one could not be measured; empty without one.
 
     Raises:
-        ServiceError, TraceError: not even the first could be.
+        ServiceError, TraceError: Even the first level could not be measured.
     """
     results: list[LevelResult] = []
     _print(bench.options, f"wideep bench: {bench.title}")
     if bench.options.cuts_while_measuring:
         say(
-            "wideep bench: with --duration alone the service tokenizes each prompt during the measurement; --num-requests or "
-            "--tokenizer DIRECTORY prepares them before",
+            "wideep bench: with --duration alone, the service tokenizes each prompt during the measurement; use "
+            "--num-requests or --tokenizer DIRECTORY to prepare the prompts before",
             error=True, level="info",
         )  # fmt: skip
     for value in bench.options.levels:
@@ -217,7 +217,6 @@ def _sweep(bench: _Bench, api_key: str | None) -> tuple[list[LevelResult], str]:
 
 
 def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
-    """Measure one level."""
     answers: list[StreamedAnswer] = []
     is_whole = False
     with suppress(KeyboardInterrupt):
@@ -229,7 +228,7 @@ def _measure(bench: _Bench, value: float, api_key: str | None) -> LevelResult:
 
 
 async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: list[StreamedAnswer]) -> None:
-    """Warm up, then put a level's load on the service; answers are added as they end."""
+    """Warm up, then put a level's load on the service; answers are appended as they end."""
     options, client = bench.options, StreamClient(bench.url, api_key)
     try:
         if options.num_warmup:
@@ -238,7 +237,7 @@ async def _run_level(bench: _Bench, value: float, api_key: str | None, answers: 
         bodies = []
         for at_s, lengths in _jobs(options, value):
             bodies.append((at_s, bench.body(lengths)))
-            await asyncio.sleep(0)  # hears Ctrl-C
+            await asyncio.sleep(0)  # lets Ctrl-C take effect
         with RequestProgress(len(bodies) or None, f"{options.load} {value:g}", lines=True) as progress:
             ask = functools.partial(_ask, bench, client, answers, progress)
             if options.load is not Load.CONCURRENCY:
@@ -258,7 +257,7 @@ async def _ask(
     body: dict[str, Any],
     due_s: float | None = None,
 ) -> None:
-    """Send one request and keep its answer."""
+    """Send one request and store its answer."""
     answer = await client.ask(_PATHS[bench.options.is_chat], body)
     answer.late_s = 0.0 if due_s is None else max(0.0, answer.start_s - due_s)
     answers.append(answer)
@@ -266,10 +265,10 @@ async def _ask(
 
 
 async def _warm_up(bench: _Bench, value: float, client: StreamClient) -> None:
-    """Send requests that do not count, as a closed loop.
+    """Send uncounted requests, as a closed loop.
 
     Raises:
-        ServiceError: none of them was answered well.
+        ServiceError: All of them failed.
     """
     options = bench.options
     clients = int(value) if options.load is Load.CONCURRENCY else _WARMUP_CLIENTS
@@ -286,7 +285,7 @@ async def _warm_up(bench: _Bench, value: float, client: StreamClient) -> None:
 
 
 def _finish(bench: _Bench, results: list[LevelResult], failure: str) -> int:
-    """Write what was measured, say why the rest was not; returns the exit status."""
+    """Write the measurements and the reason for missing ones, and return the exit status."""
     options = bench.options
     measured = [each for each in results if each.answers]
     if len(measured) > 1:
@@ -297,9 +296,9 @@ def _finish(bench: _Bench, results: list[LevelResult], failure: str) -> int:
         _write_json(bench, measured)
     if options.plot_to is not None and measured:
         write_plot(options.plot_to, bench.title, measured)
-        _print(options, f"drawn in {options.plot_to}")
+        _print(options, f"plot written to {options.plot_to}")
     if not results[-1].is_whole:
-        _say("stopped; what is shown was measured before")
+        _say("stopped; the results above were measured before")
         return STOPPED
     if failure:
         _say(failure)
@@ -340,7 +339,7 @@ def _write_json(bench: _Bench, results: list[LevelResult]) -> None:
 
 
 def _print(options: BenchOptions, line: str) -> None:
-    """Print for people: not where the output is JSON."""
+    """Print a line for users: to stderr if JSON goes to stdout."""
     print(printable(line), file=sys.stderr if options.json_to == STDOUT else sys.stdout, flush=True)
 
 

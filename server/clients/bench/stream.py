@@ -1,11 +1,11 @@
-"""Ask a service for streams, and note when their bytes came: the client beneath `wideep bench`.
+"""Send requests for streams and record the arrival times of their bytes: the client of `wideep bench`.
 
-It speaks HTTP/1.1 itself, with httptools' parser on asyncio's sockets, because it runs on the cores that it measures: a token
-that comes alone costs 30 to 45 us of CPU here, and some 370 through OpenAI's client over httpx (measured). The time of a chunk
-is taken when its bytes arrive, before they are parsed. Connections are kept and used again.
+It implements HTTP/1.1 with httptools' parser on asyncio's sockets, because it runs on the cores that it measures: a single
+token costs 30 to 45 us of CPU here, and about 370 us with OpenAI's client over httpx (measured). The time of a chunk is taken
+when its bytes arrive, before they are parsed. Connections are reused.
 
-A request that fails is an answer that says why: a load generator goes on. Knows nothing of loads or figures. Times are those of
-the clock that it is given, in seconds.
+A failed request is an answer with a reason, so that the load generator continues. The module does not depend on loads or
+figures. Times are in seconds, on the given clock.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ import httpx
 
 from server.clients.connection import SOCKET
 
-STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # of a body
-_KEPT_BYTES = 2000  # of a body that is no stream, to quote its error
+STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a body
+_KEPT_BYTES = 2000  # of a body that is not a stream, to quote its error
 _QUOTED_CHARS = 300
 _CONNECT_TIMEOUT_S = 30.0  # a loaded service is slow to accept
 _DECODER = json.JSONDecoder()
@@ -31,35 +31,35 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(kw_only=True, slots=True)
 class StreamedAnswer:
-    """One request and what came of it. It grows while it is read."""
+    """A request and its answer. It grows while the answer is read."""
 
-    start_s: float  # when it was sent, or when a connection for it was asked for
-    end_s: float = 0.0  # of the last chunk with text or with the reason of the end
+    start_s: float  # when the request was sent, or its connection was requested
+    end_s: float = 0.0  # of the last chunk with text or with a finish reason
     arrivals_s: list[float] = field(default_factory=list)  # of chunks with text, reasoning or calls
-    counts: list[int] = field(default_factory=list)  # of tokens up to each of them, where the service says so
+    counts: list[int] = field(default_factory=list)  # of tokens up to each of them, if the service reports it
     prompt_tokens: int = 0
-    output_tokens: int = 0  # by usage; without one, the number of chunks with text
-    cached_tokens: int = 0  # of the prompt, by usage
+    output_tokens: int = 0  # from usage; without usage, the number of chunks with text
+    cached_tokens: int = 0  # of the prompt, from usage
     has_usage: bool = False
-    failure: str = ""  # empty: it ended well
-    late_s: float = 0.0  # after the time at which it was to be sent
+    failure: str = ""  # empty if there was no error
+    late_s: float = 0.0  # delay after the scheduled time
 
     @property
     def first_s(self) -> float:
-        """When its first text came; an answer all of whose tokens are hidden has only its end."""
+        """Return the time of the first text, or of the end if all tokens are hidden."""
         return self.arrivals_s[0] if self.arrivals_s else self.end_s
 
 
 class StreamClient:
-    """Connections to one service, as many as are asked for at once."""
+    """Connections to one service, as many as there are concurrent requests."""
 
     def __init__(
         self, url: str, api_key: str | None = None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Connect when first asked.
+        """Prepare; connections open with the first requests.
 
         Args:
-            url: the service's root, such as http://127.0.0.1:8000, or unix:PATH; `Connection.url` is one.
+            url: The service's root, such as http://127.0.0.1:8000, or unix:PATH, in the form of `Connection.url`.
         """
         self._clock = clock
         self._socket = os.path.expanduser(url.removeprefix(SOCKET)) if url.startswith(SOCKET) else None
@@ -75,7 +75,7 @@ class StreamClient:
         self._idle: list[_Connection] = []
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
-        """Post a body and read the stream that answers it; what goes wrong is in the answer."""
+        """Post a body and read its stream; errors are stored in the answer."""
         content = json.dumps(body).encode()
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(content)}\r\n\r\n"
         request = head.encode() + content
@@ -85,7 +85,7 @@ class StreamClient:
                 connection, is_new = await self._connection()
                 if await connection.read(request, answer) or is_new:
                     break
-                answer.failure, answer.end_s = "", 0.0  # the service had closed it while it waited
+                answer.failure, answer.end_s = "", 0.0  # the service had closed the idle connection
         except (OSError, TimeoutError) as error:
             answer.failure = f"no connection: {error or type(error).__name__}"
             answer.end_s = self._clock()
@@ -95,7 +95,7 @@ class StreamClient:
         return answer
 
     async def _connection(self) -> tuple["_Connection", bool]:
-        """Return a connection that waits, or a new one, and whether it is new."""
+        """Return an idle connection or a new one, and whether it is new."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -113,26 +113,26 @@ class StreamClient:
         return connection
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.hang_up()
         self._idle.clear()
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, which reads one answer at a time. The `on_` methods are httptools' names."""
+    """A connection that reads one answer at a time. httptools defines the names of the `on_` methods."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.is_open = False
         self._clock = clock
         self._parser = httptools.HttpResponseParser(self)
         self._reading: _Reading | None = None
-        self._ended: asyncio.Future[bool] | None = None  # its result: whether anything came
+        self._ended: asyncio.Future[bool] | None = None  # its result: whether any bytes arrived
         self._now_s = 0.0
         self._has_begun, self._status = False, 0
 
     async def read(self, request: bytes, answer: StreamedAnswer) -> bool:
-        """Send a request and read its answer; return False where the service had closed the connection before."""
+        """Send a request and read its answer. Returns False if the service had already closed the connection."""
         self._reading, self._has_begun, self._status = _Reading(answer), False, 0
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
@@ -144,46 +144,46 @@ class _Connection(asyncio.Protocol):
             self._reading = self._ended = None
 
     def hang_up(self) -> None:
-        """Close at once: the service hears that nobody reads."""
+        """Close at once, which cancels the request in the service."""
         self.is_open = False
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the socket."""
+        """Store the transport."""
         assert isinstance(transport, asyncio.Transport), "TCP gives one"
         self._transport, self.is_open = transport, True
 
     def data_received(self, data: bytes) -> None:
-        """Note the time, then parse."""
+        """Record the time, then parse."""
         self._now_s = self._clock()
         self._has_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.hang_up()
-            self._end(f"it does not speak HTTP: {error}")
+            self._end(f"invalid HTTP: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End what is read."""
+        """End the current answer."""
         self.is_open = False
         self._now_s = self._clock()
         is_whole = self._reading is not None and self._reading.has_end
         if is_whole or self._status not in (0, 200):
-            self._end()  # an answer without a length ends so
+            self._end()  # the end of an answer without a length
         else:
             self._end(f"the connection was lost: {error or 'the service closed it'}")
 
     def on_headers_complete(self) -> None:
-        """Note the status."""
+        """Store the status."""
         self._status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the answer."""
+        """Read a part of the answer."""
         if self._reading is not None:
             self._reading.take(body, self._now_s)
 
     def on_message_complete(self) -> None:
-        """The answer is here."""
+        """End the answer."""
         if self._status < 200:
             return  # 100 Continue
         if not self._parser.should_keep_alive():
@@ -199,18 +199,18 @@ class _Connection(asyncio.Protocol):
 
 
 class _Reading:
-    """The events of one answer, as their bytes come."""
+    """Parser for the events of one answer, as their bytes arrive."""
 
     def __init__(self, answer: StreamedAnswer) -> None:
         self.has_end = False
-        self._has_finished = False  # a choice said why it ended
+        self._has_finished = False  # a choice had a finish reason
         self._answer = answer
         self._rest = b""
-        self._kept = b""  # of what is no event
+        self._kept = b""  # bytes that are not events
         self._usage: Mapping[str, Any] | None = None
 
     def take(self, body: bytes, now_s: float) -> None:
-        """Read whole lines; the last one may be of several pieces."""
+        """Read complete lines; the rest is kept for the next call."""
         *lines, self._rest = (self._rest + body).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -223,7 +223,7 @@ class _Reading:
             self.has_end = True
             return
         try:
-            event, _ = _DECODER.raw_decode(text.decode())  # half of what json.loads takes
+            event, _ = _DECODER.raw_decode(text.decode())  # half the time of json.loads
             if event.get("error"):
                 self._answer.failure = _words_of(event)
             usage = event.get("usage")
@@ -231,7 +231,7 @@ class _Reading:
                 self._take_choice(choice, usage, now_s)
         except (ValueError, LookupError, TypeError, AttributeError):
             self._answer.failure = (
-                f"an event that is no chunk of an answer: {text[:_QUOTED_CHARS].decode(errors='replace')}"
+                f"an event is not a chunk of an answer: {text[:_QUOTED_CHARS].decode(errors='replace')}"
             )
             return
         self._usage = usage or self._usage
@@ -249,11 +249,11 @@ class _Reading:
             answer.end_s = now_s
 
     def finish(self, status: int, failure: str, now_s: float) -> None:
-        """Say what came of it.
+        """Store the result.
 
         Args:
-            status: of the answer.
-            failure: of the connection; empty: none.
+            status: HTTP status of the answer.
+            failure: Failure of the connection; empty without one.
         """
         answer = self._answer
         answer.end_s = answer.end_s or now_s
@@ -264,9 +264,9 @@ class _Reading:
             answer.failure = answer.failure or failure
         elif not answer.failure and not answer.arrivals_s and self._usage is None:
             body = (self._kept + self._rest)[:_KEPT_BYTES]
-            answer.failure = f"the answer is no stream with tokens: {_quoted(body) or 'it is empty'}"
+            answer.failure = f"the answer is not a stream of tokens: {_quoted(body) or 'it is empty'}"
         elif not answer.failure and not (self.has_end or self._has_finished):
-            answer.failure = "the stream ended before its answer did"
+            answer.failure = "the stream ended before the answer was complete"
         answer.output_tokens = len(answer.arrivals_s)
         if self._usage is not None:
             self._count(self._usage)
@@ -280,11 +280,11 @@ class _Reading:
             answer.cached_tokens = int(details.get("cached_tokens") or 0)
             answer.has_usage = True
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-            answer.failure = answer.failure or f"its usage is not OpenAI's: {usage!r}"[:_QUOTED_CHARS]
+            answer.failure = answer.failure or f"usage is not in OpenAI's format: {usage!r}"[:_QUOTED_CHARS]
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    """Tell whether a chunk's choice brings something that was generated."""
+    """Return whether a chunk's choice has generated content."""
     if choice.get("text"):
         return True
     delta = choice.get("delta")
@@ -300,7 +300,7 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 
 
 def _words_of(body: Any) -> str:
-    """Return a service's own words for what went wrong."""
+    """Return the service's error message."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:_QUOTED_CHARS]

@@ -1,4 +1,4 @@
-"""Run `wideep experts apply`, `rollback` and `history`: a client of the service's endpoints for placements."""
+"""Run `wideep experts apply`, `rollback` and `history`, through the service's endpoints for placements."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from expert_placement.files import PlacementFileError, load_placement, to_json
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.lines import printable
 
-POLL_S = 0.5  # between looks at how far a change is
+POLL_S = 0.5  # between two queries of a change's progress
 
 
 def run_change(
@@ -22,7 +22,7 @@ def run_change(
     client: Connection | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Run the verb; returns the exit status: 0, 1 if nothing changed though it should have, 2 for a wrong file."""
+    """Run the verb and return the exit status: 0, 1 if a requested change failed, 2 for an invalid file."""
     try:
         with client or Connection(args.url, api_key_of(environment)) as service:
             if args.verb == "history":
@@ -39,7 +39,7 @@ def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float
     body: dict[str, Any] = {"policy": args.policy}
     if args.placement is not None:
         if args.dry_run:
-            print("wideep experts apply: --dry-run plans; it has nothing to say of a file", file=sys.stderr)
+            print("wideep experts apply: --dry-run cannot be used with --placement", file=sys.stderr)
             return 2
         body = {"placement": to_json(load_placement(args.placement))}
     if args.dry_run:
@@ -52,10 +52,10 @@ def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float
 def _changed(
     service: Connection, path: str, body: dict[str, Any], sleep: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Begin a change and wait for its end, however long it takes; returns the history's entry.
+    """Start a change, wait until it ends, however long it takes, and return its entry in the history.
 
     Raises:
-        ServiceError: the service refuses, or cannot be asked any more.
+        ServiceError: The service refuses the change, or cannot be reached any more.
     """
     number = service.post(path, {**body, "wait": False}).json()["change"]
     shown = None
@@ -65,9 +65,7 @@ def _changed(
         under_way = found["under_way"]
         if under_way is None or under_way["change"] != number:
             if not entries:
-                raise ServiceError(
-                    "the change is not in the service's history: the service was started again"
-                )
+                raise ServiceError("the change is not in the service's history: the service was restarted")
             return dict(entries[-1])
         if under_way["stages"] != shown:
             shown = under_way["stages"]
@@ -76,7 +74,7 @@ def _changed(
 
 
 def _say(entry: Mapping[str, Any], as_json: bool) -> int:
-    """Print what became of a change; returns the exit status."""
+    """Print the result of a change, and return the exit status."""
     if as_json:
         print(json.dumps(entry))
     else:
@@ -89,7 +87,7 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
                 f"{entry['seconds']:.1f} s"
             )
         else:
-            print(f"placement {entry['version']} serves as before: nothing was to be changed")
+            print(f"placement {entry['version']} still serves: no change was needed")
         if entry["failed"]:
             print(printable(f"dropped after {done} of {stages} stages: {entry['failed']}"))
     return 1 if entry["failed"] else 0
@@ -106,7 +104,7 @@ def _history(service: Connection, args: argparse.Namespace) -> int:
 
 
 def history_table(entries: list[dict[str, Any]], serving: int) -> str:
-    """Entries as text, one line each and its reason below."""
+    """Return entries as text, one line each with its reason below."""
     lines = [
         f"{'time':19} {'kind':9} {'version':>7} {'moves':>6} {'MB':>9} {'s':>7} {'predicted':>9} {'measured':>9}"
     ]

@@ -1,6 +1,6 @@
-"""The flags of `wideep experts VERB`; `experts_offline` and, for a running service, `experts_live` run them.
+"""The flags of `wideep experts VERB`; `offline` and, for a running service, `live` and `change` run them.
 
-Nothing heavy is imported here, because `wideep --help` needs it.
+It has no heavy imports, because `wideep --help` needs it.
 """
 
 import argparse
@@ -20,9 +20,9 @@ policies:
 """
 _MOST_SECONDS = 604_800  # a week
 POLICIES = {
-    "linear": "experts in order, no copies, nothing ever moves",
-    "even": "planned anew for every window, copies share evenly",
-    "plan": "planned anew for every window, with shares",
+    "linear": "experts in order, no copies, no moves",
+    "even": "a new plan for every window, copies share evenly",
+    "plan": "a new plan for every window, with shares",
     "pinned": "as plan, the first copies of a group of experts on the group's node",
     "shares": "planned once; later only the shares change",
     "repair": "planned once; later repaired with few moves",
@@ -37,8 +37,8 @@ examples:
 def _load_file(text: str) -> Path:
     if text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(
-            f"{text} is an address; `wideep experts record {text} --out load.npz` writes a file of a running "
-            "service's load, and `wideep experts apply` plans and moves there at once"
+            f"{text} is a URL; `wideep experts record {text} --out load.npz` records the load of a running service to a "
+            "file, and `wideep experts apply` plans and moves its experts directly"
         )
     return Path(text)
 
@@ -47,8 +47,8 @@ def add_experts_parser(commands: Any) -> None:
     """Add `experts` and its verbs to the command line's parser."""
     experts = commands.add_parser(
         "experts",
-        help="see what experts are asked to do, plan where they go, try policies on recorded loads",
-        description="See what experts are asked to do, plan where they go, try policies on recorded loads.",
+        help="show the load of experts, plan their placement, compare policies on recorded loads",
+        description="Show the load of experts, plan their placement, compare policies on recorded loads.",
     )
     verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
     _add_live_verbs(verbs)
@@ -58,13 +58,13 @@ def add_experts_parser(commands: Any) -> None:
 
 
 def _add_simulate(verbs: Any) -> argparse.ArgumentParser:
-    """The verb that tries policies on a recorded load."""
+    """Add the verb that compares policies on a recorded load."""
     lines = "".join(f"  {name:8}{what}\n" for name, what in POLICIES.items())
     simulation: argparse.ArgumentParser = verbs.add_parser(
         "simulate",
-        help="what if: policies, redundancy and widths on a recorded load",
-        description="Run policies over recorded windows; each placement is judged on the window that it was made for "
-        "(known) and on the one after it (next), where prefill and decode were recorded apart by phase as well.",
+        help="compare policies, redundancy and numbers of ranks on a recorded load",
+        description="Run policies over recorded windows. Each placement is evaluated on the window that it was planned for "
+        "(known) and on the following one (next), also by phase if prefill and decode were recorded separately.",
         epilog=_SIMULATE_EXAMPLE + lines,
     )
     simulation.add_argument("loads", nargs="+", type=_load_file, metavar="LOADFILE", help=_LOADS_HELP)
@@ -75,30 +75,30 @@ def _add_simulate(verbs: Any) -> argparse.ArgumentParser:
         type=int,
         required=True,
         metavar="S",
-        help="slots of a layer, all ranks together, to try",
+        help="numbers of slots per layer, on all ranks together, to try",
     )
     simulation.add_argument(
         "--policy", nargs="+", choices=list(POLICIES), default=["even", "plan", "shares", "repair"], metavar="P",
-        help="policies to try, see below (default: %(default)s)",
+        help="policies to compare, see below (default: %(default)s)",
     )  # fmt: skip
     return simulation
 
 
 def _add_plan(verbs: Any) -> argparse.ArgumentParser:
-    """The verb that makes or repairs a placement."""
+    """Add the verb that plans or repairs a placement."""
     planning: argparse.ArgumentParser = verbs.add_parser(
         "plan",
-        help="make a placement, or repair one, and say what it promises",
-        description="Make a placement for a recorded load, all its windows together, or repair --current. "
-        "Nothing is served.",
+        help="plan or repair a placement, and show the expected balance",
+        description="Plan a placement for a recorded load, the sum of all its windows, or repair --current. "
+        "No service is involved.",
         epilog=_PLAN_EXAMPLE,
     )
     planning.add_argument("loads", nargs="+", type=_load_file, metavar="LOADFILE", help=_LOADS_HELP)
     planning.add_argument("--ranks", type=int, metavar="R", help="ranks (default: those of --current)")
-    planning.add_argument("--slots", type=int, metavar="S", help="slots of a layer, all ranks together")
-    planning.add_argument("--current", type=Path, metavar="FILE", help="the placement to repair")
-    planning.add_argument("--out", type=Path, metavar="FILE", help="where to write the placement, as JSON")
-    planning.add_argument("--expert-mb", type=float, metavar="MB", help="weights of one expert, 10^6 bytes")
+    planning.add_argument("--slots", type=int, metavar="S", help="slots per layer, on all ranks together")
+    planning.add_argument("--current", type=Path, metavar="FILE", help="placement to repair")
+    planning.add_argument("--out", type=Path, metavar="FILE", help="file to write the placement to, as JSON")
+    planning.add_argument("--expert-mb", type=float, metavar="MB", help="size of one expert, 10^6 bytes")
     planning.add_argument(
         "--link-gbps", type=float, metavar="GBPS", help="rate of a rank's link, 10^9 bits/s"
     )
@@ -106,7 +106,7 @@ def _add_plan(verbs: Any) -> argparse.ArgumentParser:
 
 
 def _seconds(text: str) -> float:
-    """A flag's seconds."""
+    """Read a flag's value in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -117,37 +117,37 @@ def _seconds(text: str) -> float:
 
 
 def _rows(text: str) -> int:
-    """A flag's number of rows."""
+    """Read a flag's number of rows."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
 
 
 def _add_live_verbs(verbs: Any) -> None:
-    """The verbs that ask a running service; `experts_live` runs them."""
+    """Add the verbs that query a running service; `live` runs them."""
     load = verbs.add_parser(
         "load",
-        help="what a running service's experts are asked to do: layers, ranks, the hottest experts",
-        description="Show the load of the last steps; on a terminal again and again until Ctrl-C.",
+        help="show the load of a running service: layers, ranks, the hottest experts",
+        description="Show the load of the last steps; on a terminal, refresh it until Ctrl-C.",
     )
     load.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="default: %(default)s")
-    load.add_argument("--once", action="store_true", help="show it once, on a terminal too")
+    load.add_argument("--once", action="store_true", help="show the load only once, even on a terminal")
     load.add_argument(
         "--rows",
         type=_rows,
         default=8,
         metavar="N",
-        help="layers, ranks and experts to show (default: %(default)s)",
+        help="number of layers, ranks and experts to show (default: %(default)s)",
     )
-    load.add_argument("--json", action="store_true", help="print what GET /experts/load answers")
+    load.add_argument("--json", action="store_true", help="print the response of GET /experts/load")
     record = verbs.add_parser(
         "record",
         help="record a running service's load to a file, for simulate and plan",
-        description="Record how often experts are chosen, second by second, and write it as .npz.",
+        description="Record how often experts are chosen, for each second, and write it as .npz.",
         epilog="example:\n  wideep experts record --seconds 60 --out load.npz\n",
     )
     record.add_argument(
-        "--seconds", type=_seconds, default=30.0, metavar="S", help="how long (default: %(default)s)"
+        "--seconds", type=_seconds, default=30.0, metavar="S", help="duration (default: %(default)s)"
     )
     record.add_argument(
         "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
@@ -157,34 +157,34 @@ def _add_live_verbs(verbs: Any) -> None:
 
 
 def _add_change_verbs(verbs: Any) -> None:
-    """The verbs that change a running service's placement, or tell of changes; `experts_change` runs them."""
+    """Add the verbs that change a running service's placement or list changes; `change` runs them."""
     apply = verbs.add_parser(
         "apply",
-        help="move a running service's experts: to a planned placement, or to one from a file",
-        description="Move experts while the service serves, and wait until the new placement serves or is dropped.",
+        help="move a running service's experts to a planned placement, or to one from a file",
+        description="Move experts during operation, and wait until the new placement serves or is dropped.",
         epilog="examples:\n  wideep experts apply --dry-run\n  wideep experts apply --placement placement.json\n",
     )
     target = apply.add_mutually_exclusive_group()
-    target.add_argument("--placement", type=Path, metavar="FILE", help="make this one serve")
+    target.add_argument("--placement", type=Path, metavar="FILE", help="file with the new placement")
     target.add_argument(
         "--policy",
         choices=("repair", "shares", "plan"),
         default="repair",
-        help="plan by the load seen: few moves, no moves, or anew (default: %(default)s)",
+        help="plan for the observed load: few moves, no moves, or a new plan (default: %(default)s)",
     )
-    apply.add_argument("--dry-run", action="store_true", help="say what it would do and change nothing")
+    apply.add_argument("--dry-run", action="store_true", help="show the planned change without making it")
     rollback = verbs.add_parser(
         "rollback",
-        help="go back to the placement before a running service's last change",
-        description="Make the placement before the last change serve again.",
+        help="restore the placement before a running service's last change",
+        description="Restore the placement before the last change.",
     )
     history = verbs.add_parser(
         "history",
-        help="what a running service decided and moved, with reasons",
-        description="Show decisions and moves, oldest first.",
+        help="list a running service's decisions and moves, with reasons",
+        description="List decisions and moves, oldest first.",
     )
     history.add_argument(
-        "--rows", type=_rows, default=20, metavar="N", help="the last N (default: %(default)s)"
+        "--rows", type=_rows, default=20, metavar="N", help="show the last N (default: %(default)s)"
     )
     for parser in (apply, rollback, history):
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -193,26 +193,26 @@ def _add_change_verbs(verbs: Any) -> None:
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes that the ranks are on (default: 1)"
+        "--nodes", type=int, default=1, metavar="N", help="number of nodes of the ranks (default: 1)"
     )
     parser.add_argument(
-        "--groups", type=int, metavar="G", help="groups of experts whose first copies stay on one node"
+        "--groups", type=int, metavar="G", help="number of groups of experts with first copies on one node"
     )
     parser.add_argument(
-        "--min-nodes", type=int, default=1, metavar="K", help="nodes that must have every expert (default: 1)"
+        "--min-nodes", type=int, default=1, metavar="K", help="nodes that must hold each expert (default: 1)"
     )
-    parser.add_argument("--spread-nodes", action="store_true", help="copies of an expert on different nodes")
+    parser.add_argument("--spread-nodes", action="store_true", help="spread an expert's copies over nodes")
     parser.add_argument(
         "--target",
         type=float,
         default=1.02,
-        help="fullest rank / mean that a repair stops at (default: %(default)s)",
+        help="fullest rank / mean at which a repair stops (default: %(default)s)",
     )
     parser.add_argument(
         "--max-moved",
         type=float,
         default=0.1,
         metavar="PART",
-        help="part of all slots a repair may fill (default: %(default)s)",
+        help="maximum part of all slots that a repair may fill (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,7 +1,7 @@
-"""Run `wideep experts load` and `wideep experts record`: what a running service's experts are asked to do.
+"""Run `wideep experts load` and `wideep experts record`: the load of a running service's experts.
 
-`load` prints a table, on a terminal again and again until Ctrl-C, cut to what the terminal shows at once; `--json` is GET
-/experts/load as it is.
+`load` prints a table. On a terminal, it refreshes the table until Ctrl-C and cuts it to the terminal's size; `--json`
+prints the response of GET /experts/load unchanged.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from typing import Any
 from server.clients.connection import Connection, ServiceError, api_key_of
 from server.lines import printable
 
-_CLEAR = "\x1b[2J\x1b[H"  # the screen, then home (ECMA-48)
-WIDE = 120  # columns of a table that no terminal limits
-_RANK_COLUMNS = 68  # of the table of ranks, without the host's name
+_CLEAR = "\x1b[2J\x1b[H"  # clear the screen, then home (ECMA-48)
+WIDE = 120  # columns of a table without a terminal
+_RANK_COLUMNS = 68  # of the table of ranks, without the host name
 _PHASES = ("prefill", "decode")
 
 
@@ -30,7 +30,7 @@ def run_live(
     sleep: Callable[[float], None] = time.sleep,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
-    """Run the verb; returns the exit status."""
+    """Run the verb and return the exit status."""
     try:
         with Connection(args.url, api_key_of(environment)) as client:
             if args.verb == "record":
@@ -62,7 +62,7 @@ def _load(client: Connection, args: argparse.Namespace, sleep: Callable[[float],
 
 
 def _record(client: Connection, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
-    """Record for a while, or until Ctrl-C, and write what the service has."""
+    """Record for some time, or until Ctrl-C, and write the service's recording."""
     shape = client.get_json("/experts/load")
     client.post("/start_expert_distribution_record")
     print(f"recording for {seconds:g} s; Ctrl-C ends it earlier", file=sys.stderr)
@@ -82,12 +82,12 @@ def _record(client: Connection, seconds: float, out: Path, sleep: Callable[[floa
 
 
 def fitting_table(load: Mapping[str, Any], rows: int, *, width: int, height: int) -> str:
-    """The load as text that a terminal of this size shows without wrapping or scrolling.
+    """Return the load as text that fits a terminal of this size without wrapping or scrolling.
 
     Args:
-        load: as GET /experts/load answers.
-        rows: of layers, experts and ranks at most; fewer where there is no room.
-        width: columns. height: lines.
+        load: Response of GET /experts/load.
+        rows: Maximum number of layers, experts and ranks; fewer if the terminal is too small.
+        width: Number of columns. height: Number of lines.
     """
     for fewer in range(rows, 0, -1):
         lines = _wrapped(load_table(load, fewer, width), width)
@@ -97,7 +97,7 @@ def fitting_table(load: Mapping[str, Any], rows: int, *, width: int, height: int
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """A text's lines: sentences are wrapped, rows of tables cut."""
+    """Return a text's lines; sentences are wrapped, rows of tables are cut."""
     lines = []
     for line in text.splitlines():
         is_row = line.startswith(" ") or "  " in line
@@ -106,12 +106,12 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def load_table(load: Mapping[str, Any], rows: int, width: int = WIDE) -> str:
-    """The load as text: phases, what ranks wait for, ranks, the worst layers and the hottest experts.
+    """Return the load as text: phases, what ranks wait for, ranks, the worst layers and the hottest experts.
 
     Args:
-        load: as GET /experts/load answers.
-        rows: layers, experts and ranks to show of each at most.
-        width: columns that there are: hosts' names are cut.
+        load: Response of GET /experts/load.
+        rows: Maximum number of layers, of experts and of ranks.
+        width: Number of columns, to which host names are cut.
     """
     window = load["window"]
     head = (
@@ -136,7 +136,7 @@ def _phase_lines(load: Mapping[str, Any]) -> list[str]:
     drafts = sum(rank["draft_tokens"] for rank in load["ranks"])
     decodes = sum(rank["decode_tokens"] for rank in load["ranks"])
     if drafts:
-        lines.append(f"drafts: {drafts:,} of the {decodes:,} tokens that decodes ran were tried ahead")
+        lines.append(f"drafts: {drafts:,} of the {decodes:,} decode tokens were drafts")
     return lines
 
 

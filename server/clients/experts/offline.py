@@ -1,7 +1,7 @@
 """Run `wideep experts plan` and `wideep experts simulate`: placements from recorded loads, without a service.
 
-Tables for people by default, `--json` for scripts. The arithmetic is that of `expert_placement`; this file reads
-files and prints.
+The output is a table by default, and JSON for scripts with `--json`. `expert_placement` does the computation; this file
+reads files and prints.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from expert_placement.simulate import PlacementFigures, PolicyResult, Simulation
 
 
 def run_experts(args: argparse.Namespace) -> int:
-    """Run `wideep experts VERB`; returns the exit status."""
+    """Run `wideep experts VERB` and return the exit status."""
     try:
         return _run_simulate(args) if args.verb == "simulate" else _run_plan(args)
     except (LoadFileError, PlacementFileError, ValueError, OSError) as error:
@@ -87,7 +87,7 @@ def _slots_per_rank(slots: int, ranks: int) -> int:
 
 
 def _run_plan(args: argparse.Namespace) -> int:
-    load = read_loads(args.loads).load.sum(axis=0)  # a window of a recording is a second, and may be empty
+    load = read_loads(args.loads).load.sum(axis=0)  # a window of a recording is one second, and may be empty
     current = load_placement(args.current) if args.current else None
     before = None if current is None else imbalance(current, load)
     if current is not None:
@@ -105,7 +105,7 @@ def _run_plan(args: argparse.Namespace) -> int:
         made = repair(load, current, rules, target=args.target, max_moves=budget)
     else:
         if args.ranks is None or args.slots is None:
-            raise ValueError("--ranks and --slots are needed to plan from nothing; or give --current")
+            raise ValueError("a new plan needs --ranks and --slots; for a repair, give --current")
         home = group_homes(load, args.groups, args.nodes) if args.groups else None
         made = plan(load, _slots_per_rank(args.slots, args.ranks), _rules(args, args.ranks, home))
     if args.out:
@@ -155,7 +155,7 @@ def _table(report: dict[str, Any], out: Path | None) -> str:
     if report["bytes"] is not None:
         lines.append(f"bytes    {report['bytes'] / 1e9:.2f} GB")
     if report["seconds"] is not None:
-        lines.append(f"seconds  {report['seconds']:.3f} of transfer, ranks at once")
+        lines.append(f"seconds  {report['seconds']:.3f} of transfer, with all ranks in parallel")
     if out is not None:
         lines.append(f"written  {out} (digest {report['digest']})")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`LLM`: tokens for a script, without a server of its own to look after.
+"""`LLM`: generate tokens in a script, without running a server.
 
     from wideep import LLM, SamplingParams
 
@@ -6,9 +6,9 @@
         for result in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
             print(result.outputs[0].text)
 
-The names are those of vLLM's class. Behind it runs a private service (see `processes.private_service`, which says why), so the
-tokens are the ones that `wideep serve` gives. A chat is rendered and tokenized by the service and then completed like
-any other prompt: its text is what the model wrote, with no tool call or reasoning cut out of it, as in vLLM's class.
+The names are those of vLLM's class. A private service runs behind it (`processes.private_service` explains why), so the
+tokens are those of `wideep serve`. The service renders and tokenizes a chat, and then completes it like any other prompt:
+its text is the model's output, including tool calls and reasoning, as in vLLM's class.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A model that answers this script. A context manager: leaving ends all of its processes."""
+    """A model for this script. A context manager: leaving it ends all processes of the service."""
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
-        """Start the model's ranks and wait until they answer.
+        """Start the model's ranks and wait until they are ready.
 
         Args:
-            model: a Hugging Face directory, a hub name, or "demo".
-            options: those of `wideep serve`, with underscores: data_parallel_size=2, max_model_len=4096, ...
+            model: Hugging Face directory, hub name, or "demo".
+            options: Options of `wideep serve`, with underscores: data_parallel_size=2, max_model_len=4096, ...
 
         Raises:
-            OptionsError: an option that does not exist, or a wrong value.
-            ServiceEndedError: the ranks did not start; the message says why.
+            OptionsError: An option is unknown or has an invalid value.
+            ServiceEndedError: The ranks did not start; the message says why.
         """
         self._service = PrivateService(options_from_keywords(model, options))
         self._loop = _LoopThread()
-        # Also when the script forgets about us, or ends.
+        # Also closes the service if the script drops its last reference to this object, or ends.
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._service, self._loop)
         try:
             self._service.wait_ready()
@@ -61,16 +61,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue prompts, as many at once as the ranks have room for; results are in the prompts' order.
+        """Complete prompts, as many at once as the ranks can run; results are in the order of the prompts.
 
         Args:
-            prompts: one or several: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-            sampling_params: for all, or one for each; None is `SamplingParams()`.
-            use_tqdm: show a bar, where stderr is a terminal.
+            prompts: One or several prompts: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: One for all prompts, or one for each; None is `SamplingParams()`.
+            use_tqdm: Show a progress bar if stderr is a terminal.
 
         Raises:
-            LLMError: the service refused a prompt or a parameter; nothing is generated any more.
-            ServiceLostError: a process of the service died.
+            LLMError: The service refused a prompt or a parameter; the other prompts are cancelled.
+            ServiceLostError: A process of the service died.
         """
         wanted = [_prompt_of(prompt) for prompt in _listed(prompts)]
         return self._run(wanted, sampling_params, use_tqdm)
@@ -86,15 +86,15 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer chats through the checkpoint's chat template; otherwise as `generate`.
+        """Answer chats with the checkpoint's chat template; otherwise the same as `generate`.
 
         Args:
-            messages: one conversation or several, each a list of {"role": ..., "content": ...}.
-            add_generation_prompt: end the prompt where the assistant begins to speak.
-            continue_final_message: leave the last message open, to be continued; then give
+            messages: One or several conversations, each a list of {"role": ..., "content": ...}.
+            add_generation_prompt: End the prompt at the beginning of the assistant's message.
+            continue_final_message: Leave the last message open for continuation; requires
                 add_generation_prompt=False.
-            tools: what the template tells the model that it may call.
-            chat_template_kwargs: more for the template.
+            tools: Tools that the template describes to the model.
+            chat_template_kwargs: Additional variables of the template.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         said = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
@@ -106,7 +106,7 @@ class LLM:
         return self._run(chats, sampling_params, use_tqdm)
 
     def close(self) -> None:
-        """End every process of the service. May be called again."""
+        """End every process of the service. Further calls have no effect."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -122,7 +122,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         if not self._finalizer.alive:
-            raise RuntimeError("this LLM was closed; make another one")
+            raise RuntimeError("this LLM is closed; create another one")
         params = _params_for(prompts, sampling_params)
         questions = [Question(*each) for each in zip(range(len(prompts)), prompts, params, strict=True)]
         return self._loop.run(complete_all(questions, self._client(), shows_bar=use_tqdm))
@@ -135,7 +135,7 @@ class LLM:
 
 
 class _LoopThread:
-    """An event loop in a thread of its own: the script's thread may have a loop already, as notebooks do."""
+    """An event loop in a separate thread: the script's thread may already have a loop, as in notebooks."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -143,7 +143,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run to the end; Ctrl-C in the waiting thread cancels the work, and with it every open request."""
+        """Run the work to its end; Ctrl-C in the waiting thread cancels it and every open request."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -151,26 +151,26 @@ class _LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 def _close(owner_pid: int, service: PrivateService, loop: _LoopThread) -> None:
-    if os.getpid() == owner_pid:  # a forked child must not end what its parent uses
+    if os.getpid() == owner_pid:  # a forked child must not close its parent's service
         service.close()
         loop.close()
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return a list of prompts, whether one or several were given."""
+    """Return a list of prompts, even if only one was given."""
     is_one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts  # type: ignore[list-item, return-value]
 
 
 def _prompt_of(prompt: Prompt) -> str | list[int]:
-    """Bring the forms of a prompt to two: text and token ids."""
+    """Reduce the forms of a prompt to two: text and token ids."""
     if isinstance(prompt, Mapping):
         known = [prompt[name] for name in ("prompt_token_ids", "prompt") if name in prompt]
         if not known:
@@ -182,9 +182,9 @@ def _prompt_of(prompt: Prompt) -> str | list[int]:
 def _params_for(
     prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
 ) -> Sequence[SamplingParams]:
-    """Return the parameters of each prompt."""
+    """Return the parameters for each prompt."""
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * len(prompts)
     if len(given) != len(prompts):
-        raise LLMError(f"{len(prompts)} prompts have {len(given)} sampling_params; give one for each")
+        raise LLMError(f"{len(prompts)} prompts, but {len(given)} sampling_params; give one for each prompt")
     return given

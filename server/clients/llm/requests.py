@@ -1,7 +1,7 @@
-"""How `offline.LLM` puts prompts to its service: one request each, many at once.
+"""How `offline.LLM` sends prompts to its service: one request per prompt, many at once.
 
-A prompt goes to /v1/completions and comes back with its token ids (`return_token_ids`, as in vLLM). A chat is made
-token ids first, by /tokenize, which renders the template as the chat endpoint does.
+A prompt goes to /v1/completions and returns with its token ids (`return_token_ids`, as in vLLM). A chat is first converted
+to token ids by /tokenize, which renders the template in the same way as the chat endpoint.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from server.clients.progress import RequestProgress
 
 
 class LLMError(ValueError):
-    """A prompt or parameter that was refused; the message names it, `status` is HTTP's."""
+    """The service refused a prompt or parameter; the message names it, and `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -22,21 +22,21 @@ class LLMError(ValueError):
 
 
 class Question(NamedTuple):
-    """One prompt and how to continue it."""
+    """A prompt and its sampling parameters."""
 
-    place: int  # among all prompts
-    prompt: str | list[int] | dict[str, Any]  # text, token ids, or a chat as /tokenize takes it
+    place: int  # index among all prompts
+    prompt: str | list[int] | dict[str, Any]  # text, token ids, or a chat in the form of /tokenize
     params: SamplingParams
 
 
 async def complete_all(
     questions: Sequence[Question], client: BulkClient, *, shows_bar: bool
 ) -> list[RequestOutput]:
-    """Have every prompt continued; results are in their order.
+    """Complete all prompts; results are in the order of the prompts.
 
     Raises:
-        LLMError: the service refused one; the others are given up.
-        ServiceLostError: it cannot be reached any more.
+        LLMError: The service refused a prompt; the others are cancelled.
+        ServiceLostError: The service cannot be reached any more.
     """
     results: dict[int, RequestOutput] = {}
 
@@ -62,7 +62,7 @@ async def _complete(question: Question, client: BulkClient, max_model_len: int) 
     if params.max_tokens is None:  # the endpoint's own default is OpenAI's 16
         if isinstance(prompt, str):
             prompt = await _tokenize(client, {"prompt": prompt}, question.place)
-        body["max_tokens"] = max(1, max_model_len - len(prompt))  # one too many is refused, in words
+        body["max_tokens"] = max(1, max_model_len - len(prompt))  # the service refuses a longer prompt
     answer = await _ask(client, "/v1/completions", {**body, "prompt": prompt}, question.place)
     return output_from(answer, text, params)
 

@@ -1,7 +1,7 @@
-"""What a script asks and gets: sampling parameters and results in vLLM's shape, over the endpoint's JSON.
+"""Sampling parameters and results of `LLM` in vLLM's form, on top of the endpoint's JSON.
 
-Field names are vLLM's `SamplingParams`, `RequestOutput`, `CompletionOutput` and `Logprob`, so that scripts written for
-its LLM class read ours. Values are checked by the service, whose refusal names the field.
+Field names are those of vLLM's `SamplingParams`, `RequestOutput`, `CompletionOutput` and `Logprob`, so that scripts for
+its LLM class work. The service checks the values; its error message names the field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 _ALL = -1
-_TOKEN_ID = "token_id:"  # how a token is named where ids were asked for
+_TOKEN_ID = "token_id:"  # prefix of token names in answers with token ids
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. None is: not said, the checkpoint's generation_config.json or the usual decides."""
+    """Parameters for choosing tokens. None means the default of the checkpoint's generation_config.json or of the service."""
 
     n: int = 1
-    max_tokens: int | None = 16  # vLLM's default; None is up to the context's end
+    max_tokens: int | None = 16  # vLLM's default; None is up to the end of the context
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -33,14 +33,14 @@ class SamplingParams:
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    logprobs: int | None = None  # likeliest tokens per position, besides the chosen one
+    logprobs: int | None = None  # number of likeliest tokens per position, in addition to the chosen one
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: Mapping[str, Any] | None = None  # such as {"json": SCHEMA} or {"regex": ...}
 
     def body(self) -> dict[str, Any]:
-        """Return what the endpoint is sent."""
+        """Return the fields of the request's body."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: _plain(value) for name, value in said.items() if value is not None}
 
@@ -50,8 +50,8 @@ class Logprob:
     """A token's natural-log probability at a position."""
 
     logprob: float
-    rank: int | None  # 1 is the likeliest; None: further down than was asked for
-    decoded_token: str | None = None  # where the service told it
+    rank: int | None  # 1 is the likeliest; None is outside the requested number
+    decoded_token: str | None = None  # if the service returned it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # of the chosen tokens; None unless logprobs were asked for
+    cumulative_logprob: float | None  # of the chosen tokens; None without logprobs
     logprobs: list[dict[int, Logprob]] | None  # per token: the chosen one and the likeliest, by id
     finish_reason: str
     stop_reason: str | int | None  # the stop string or token that ended it
@@ -69,19 +69,19 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # as CompletionOutput's; the first token has none
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # as CompletionOutput's; the first is None
     outputs: list[CompletionOutput]
     num_cached_tokens: int  # prompt tokens that came from the prefix cache
     finished: bool = True
 
 
 def output_from(body: Mapping[str, Any], prompt: str | None, params: SamplingParams) -> RequestOutput:
-    """Read an answer of /v1/completions that was asked for token ids."""
+    """Convert an answer of /v1/completions with token ids."""
     choices = body["choices"]
     return RequestOutput(
         request_id=body["id"],
@@ -107,7 +107,7 @@ def _choice(index: int, choice: Mapping[str, Any], params: SamplingParams) -> Co
 
 
 def _ranked(top: Mapping[str, float], num_top: int) -> dict[int, Logprob]:
-    """Read one position: the `num_top` likeliest (_ALL: all), and the chosen token if it is not among them."""
+    """Convert one position: the `num_top` likeliest tokens (_ALL means all), and the chosen one if it is not among them."""
     likeliest_first = sorted(top.items(), key=lambda item: -item[1])
     return {
         int(name.removeprefix(_TOKEN_ID)): Logprob(
@@ -120,7 +120,7 @@ def _ranked(top: Mapping[str, float], num_top: int) -> dict[int, Logprob]:
 def _prompt_logprobs(
     told: Sequence[Mapping[str, Mapping[str, Any]] | None] | None,
 ) -> list[dict[int, Logprob] | None] | None:
-    """Read the prompt's: per position, token id (a string in JSON) to what is known of it."""
+    """Convert a prompt's log-probabilities: one mapping per position, from a token id (a string in JSON) to its entry."""
     if told is None:
         return None
     return [
@@ -137,5 +137,5 @@ def _prompt_logprobs(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: any sequence as a list."""
+    """Return a value in JSON's form: any sequence as a list."""
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -50,8 +50,8 @@ def test_a_conversation_streams_and_is_remembered_until_reset(
     )
     assert chat(front.url) == 0
     said = capsys.readouterr().out
-    assert "Talking to tiny" in said and "one\n" in said and "two 😀\n" in said and "three\n" in said
-    assert "/what is no command" in said
+    assert "Chatting with tiny" in said and "one\n" in said and "two 😀\n" in said and "three\n" in said
+    assert "/what is not a command" in said
     prompts = [front.decode(r.prompt_ids) for rank in front.ranks for r in rank.requests]
     [second] = [prompt for prompt in prompts if "second" in prompt]
     assert "first<|end|>" in second and "assistant\none<|end|>" in second
@@ -91,8 +91,8 @@ def test_flags_reach_the_service_and_questions_may_have_several_lines(
     flags = ("--model", "org/tiny-alias", "--system", "You are t-system.", "--temperature", "0.25")
     assert chat(front.url, *flags) == 0
     said = capsys.readouterr().out
-    assert "Talking to org/tiny-alias" in said
-    assert re.search(r"fine\n\(\d+ tokens?, .*the first after \d+\.\d\d s\)", said), "how fast it was"
+    assert "Chatting with org/tiny-alias" in said
+    assert re.search(r"fine\n\(\d+ tokens?, .*first token after \d+\.\d\d s\)", said), "how fast it was"
     first, second = front.asked("t-lines"), front.asked("t-quoted")
     assert first.params.temperature == second.params.temperature == 0.25
     for asked, question in ((first, "t-lines \nand more<|end|>"), (second, "t-quoted\n\n/inside<|end|>")):
@@ -139,7 +139,7 @@ def test_reasoning_is_told_from_the_answer_and_not_remembered() -> None:
     assert list(client.ask("?")) == [ChatPiece("Hm.", is_reasoning=True), ChatPiece("Yes.")]
     assert client.messages[-1] == {"role": "assistant", "content": "Yes."}
     assert client.speed == Speed(num_tokens=5, first_s=1.0, rest_s=1.0)
-    assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, the first after 1.00 s)"
+    assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, first token after 1.00 s)"
 
 
 def test_reasoning_is_dimmed_on_a_terminal(

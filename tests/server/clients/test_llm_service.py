@@ -53,7 +53,7 @@ def test_an_llm_and_a_batch_give_the_services_tokens(model: Path, tmp_path: Path
     assert all(position for result in results for position in result.outputs[0].logprobs or [{}])
     assert chat.prompt == "<|start|>user\nhello<|end|>\n<|start|>assistant\n"
     assert sampled[0] == sampled[1] != sampled[2]
-    with pytest.raises(RuntimeError, match="was closed"):
+    with pytest.raises(RuntimeError, match="is closed"):
         llm.generate("x")
 
 

@@ -73,7 +73,7 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
         (["--wait-seconds", "0"], "--wait-seconds is 0; it must be above 0 and at most 86400 (a day)"),
         (["--nnodes=2", "--rdzv-endpoint=h"], "--rdzv-endpoint is 'h'; it must be HOST:PORT, such as 10.0.0.1:29400"),
         (["--port", "70000"], "--port is 70000; it must be 0 to 65535"),
-        (["--ndoes", "2"], "--ndoes is no flag of `wideep doctor` (did you mean --nnodes?); `wideep doctor --help` lists them"),
+        (["--ndoes", "2"], "--ndoes is not a flag of `wideep doctor` (did you mean --nnodes?); `wideep doctor --help` lists them"),
     ],
 )  # fmt: skip
 def test_a_command_line_that_says_nothing_sensible_is_one_sentence_and_status_2(

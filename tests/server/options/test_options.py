@@ -212,7 +212,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--rank-recovery-timeout=nan"], "--rank-recovery-timeout is nan"),
         (["--kv-cache-memory=lots"], "--kv-cache-memory is 'lots'; give a size such as 512M"),
         (["--api-key="], "--api-key is empty"),
-        (["--api-key=a b"], "--api-key is empty or has white space"),
+        (["--api-key=a b"], "--api-key is empty or contains white space"),
         (["--served-model-name="], "--served-model-name has an empty name"),
         ([""], "MODEL is empty"),
         (["--eplb-config=1"], "--eplb-config: it is '1'; it must be an object"),
@@ -247,7 +247,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--reasoning-parser=x"], "--reasoning-parser is 'x'; it must be one of cohere"),
         (["--max-num-seqs=many"], "--max-num-seqs is 'many'; it must be a whole number"),
         (["--request-timeout=soon"], "--request-timeout is 'soon'; it must be a number"),
-        (["--enable-dbo"], "--enable-dbo: steps in two halves"),
+        (["--enable-dbo"], "--enable-dbo: dual-batch overlap"),
         (["--options={}"], "--options is for processes that WideEP starts itself"),
     ],
 )
@@ -297,16 +297,16 @@ def test_keywords_mean_what_the_flags_mean(keywords: dict[str, Any], words: tupl
     [
         (
             {"tensor_parallel_size": 2},
-            "--tensor-parallel-size 2: attention runs data-parallel and experts are spread over all ranks: say --data-parallel-size 2",
+            "--tensor-parallel-size 2: attention runs data-parallel and experts are spread over all ranks: use --data-parallel-size 2",
         ),
-        ({"model_len": 2}, "'model_len' is no option"),
+        ({"model_len": 2}, "'model_len' is not an option"),
         ({"dtype": "int3"}, "--dtype is 'int3'; it must be one of auto, float32, bfloat16"),
         ({"max_num_seqs": "many"}, "--max-num-seqs is 'many'; it must be a whole number"),
         ({"max_num_seqs": 0}, "--max-num-seqs is 0; it must be at least 1"),
         ({"max_num_seqs": 2.5}, "--max-num-seqs is 2.5; it must be a whole number"),
-        ({"enable_dbo": True}, "--enable-dbo: steps in two halves"),
+        ({"enable_dbo": True}, "--enable-dbo: dual-batch overlap"),
         ({"enable_eplb": "yes"}, "--enable-eplb is 'yes'; it must be True or False"),
-        ({"max_num_seqs": True}, "--max-num-seqs is True; it takes a value and is no switch"),
+        ({"max_num_seqs": True}, "--max-num-seqs is True; it needs a value"),
     ],
 )
 def test_a_wrong_keyword_is_a_sentence_and_not_the_end_of_the_script(
@@ -320,9 +320,9 @@ def test_a_wrong_keyword_is_a_sentence_and_not_the_end_of_the_script(
 @pytest.mark.parametrize(
     ("content", "mode", "complaint"),
     [
-        ("k" * 64, 0o640, r"others than its owner \(mode 640\); run chmod 600"),
+        ("k" * 64, 0o640, r"accessible to other users \(mode 640\); run chmod 600"),
         ("k" * 64, 0o604, r"mode 604"),
-        ("k" * 31 + "\n", 0o600, "has 31 bytes; a key has 32 or more"),
+        ("k" * 31 + "\n", 0o600, "has 31 bytes; a key needs at least 32"),
     ],
 )
 def test_a_cluster_key_is_a_secret(tmp_path: Path, content: str, mode: int, complaint: str) -> None:

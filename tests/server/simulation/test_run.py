@@ -60,7 +60,7 @@ def test_routers_and_placements_are_compared_side_by_side(
     assert main([*words, "--eplb-config", decides_often]) == 0
     table, said = capsys.readouterr()
     assert "simulated, not measured" in table
-    assert re.search(r"prefix, repair: decided last about experts: .* \d+ moves", said), said
+    assert re.search(r"prefix, repair: last decision about experts: .* \d+ moves", said), said
     line = next(line for line in table.splitlines() if line.startswith("router"))
     assert line.split()[1:] == list(ROUTER_NAMES) * len(PLACEMENT_NAMES)
 
@@ -70,10 +70,10 @@ def test_routers_and_placements_are_compared_side_by_side(
     [
         (
             ["--routers", "prefx"],
-            "--routers: 'prefx' is none (did you mean prefix?); there are prefix, fewest,",
+            "--routers: 'prefx' is unknown (did you mean prefix?); give some of prefix, fewest,",
         ),
-        (["--placements", "eplb"], "--placements: 'eplb' is none; there are linear, even, repair, and all"),
-        (["--hours", "1", "--duration", "5"], "--duration and --hours say the same; give one of them"),
+        (["--placements", "eplb"], "--placements: 'eplb' is unknown; give some of linear, even, repair, or all"),
+        (["--hours", "1", "--duration", "5"], "--duration and --hours set the same value; give one of them"),
         (["--rate-scale", "0"], "--rate-scale is 0.0; it must be above 0"),
         (
             ["--calibrate", "http://127.0.0.1:9"],
@@ -114,7 +114,7 @@ def test_a_model_without_experts_is_refused_by_name(
 def test_an_slo_is_read_as_bench_reads_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(_words(folder, "--slo", "speed:3"))
-    assert "--slo: 'speed' is no objective; there are ttft, tpot, e2e" in capsys.readouterr().err
+    assert "--slo: 'speed' is not an objective; use ttft, tpot, e2e" in capsys.readouterr().err
 
 
 def test_a_broken_line_of_a_trace_is_named_by_its_number(
@@ -124,7 +124,7 @@ def test_a_broken_line_of_a_trace_is_named_by_its_number(
     broken.write_text(TRACE.replace(",25,", ",-25,"))
     assert main(["simulate", str(broken), *_words(folder)[2:], "--kv-cache-memory", "64M"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number of 1 to 100000000" in error
+    assert f"{broken}, line 7: ContextTokens is '-25'; it must be a whole number from 1 to 100000000" in error
 
 
 def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def test_a_service_without_work_or_ranks_cannot_be_calibrated_by(folder: Path) -
     idle = [_Ranks().load(3, 1, 0)] * 2
     with pytest.raises(CalibrationError, match="ran fewer than 20 steps while it was watched"):
         from_service(_asked(folder, 1), _service([*idle]), sleep=lambda _: None)
-    with pytest.raises(CalibrationError, match="has no rank that serves"):
+    with pytest.raises(CalibrationError, match="has no serving rank"):
         from_service(_asked(folder, 1), _service([*idle], max_running=0))
 
 

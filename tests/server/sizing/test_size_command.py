@@ -37,7 +37,7 @@ def test_a_config_alone_gives_memory_times_flags_and_assumptions(
         capsys, str(gpt_oss), "--device", "h100", "--ranks", "2", "--users", "16", "--context", "8192"
     )
     for part in (
-        "experts in mxfp4", "no weights were there", "KV cache:", "time per output token", "does expert parallelism pay",
+        "experts in mxfp4", "without weights", "KV cache:", "time per output token", "does expert parallelism pay",
         "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "have not been compared with WideEP on GPUs",
     ):  # fmt: skip
         assert part in said
@@ -81,8 +81,8 @@ def test_every_share_of_the_roofline_is_told(gpt_oss: Path, capsys: pytest.Captu
     said = _said(capsys, str(gpt_oss), "--device", "h100", "--ranks", "16").partition("assumed\n")[2]
     for part in (
         "80% of memory", "70% of products", "65% in attention", "80% of links", "86% of the network", "75% of all",
-        "20 us by links", "40 us by the network", "32 rows of padding", "2 times per product", "40 us per layer", "1 ms per step",
-        "90% of the memory is for the rank",
+        "20 us by links", "40 us by the network", "32 rows of padding", "2 passes over the rows per product", "40 us per layer", "1 ms per step",
+        "90% of the memory is for weights",
     ):  # fmt: skip
         assert part in said
     assert len(Shares._fields) == 12, "each is in the list above"
@@ -126,15 +126,15 @@ def test_given_ranks_that_miss_a_target_are_status_1(
     ("flags", "says"),
     [
         (["--device", "h10"], "--device is 'h10' (did you mean h100?); known devices are a100, h100,"),
-        (["--device", "h100", "--tpot-ms", "0.1"], "gives a time per token of 0.1 ms: the best is"),
-        (["--device", "h100", "--users", "64", "--ttft-ms", "1"], "gives a time to the first token of 1 ms: the best is 4."),
-        (["--device", "h100", "--users", "10000000", "--tpot-ms", "1e6"], "keeps all targets at once for 10000000 users; 512 ranks have room"),
+        (["--device", "h100", "--tpot-ms", "0.1"], "reaches a time per token of 0.1 ms; the best is"),
+        (["--device", "h100", "--users", "64", "--ttft-ms", "1"], "reaches a time to the first token of 1 ms; the best is 4."),
+        (["--device", "h100", "--users", "10000000", "--tpot-ms", "1e6"], "meets all targets at once for 10000000 users; 512 ranks have room"),
         (["--device", "h100", "--tpot-ms", "soon"], "--tpot-ms is 'soon'; it must be a number"),
         (["--device", "h100", "--users", "0"], "--users is 0; it must be at least 1"),
         (["--device", "l40s", "-dp", "1", "--gpu-memory-utilization", "0.1"], "leaves nothing for the KV cache; use more ranks"),
-        (["--device", "h100", "--input", "200k"], "a sequence has 131072 at most"),
+        (["--device", "h100", "--input", "200k"], "a sequence may have at most 131072"),
         (["--device", "h100", "--context", "200k"], "--max-model-len is 200000; this model has 131072 positions"),
-        (["--device", "h100", "-dp", "9"], "9 ranks on 2 nodes of 8 are not equally many on each; give 8 or 10"),
+        (["--device", "h100", "-dp", "9"], "9 ranks cannot be divided equally between 2 nodes of 8; give 8 or 10"),
         (["--device", "h100", "--tpot-ms", "inf"], "--tpot-ms is inf; it must be above 0"),
         (["--device", "h100", "-dp", "1", "--eplb-config", '{"num_redundant_experts": 4}'], "1 rank has use for at most 0 in addition"),
         (["--device", "h100", "--quantization", "fp8"], "are quantised as mxfp4"),

@@ -98,7 +98,7 @@ def test_all_good_is_status_0_and_the_same_command_again_asks_nothing(
     said = capsys.readouterr().err.splitlines()
     assert said == [
         "wideep run-batch: 20 of 20 lines have good answers",
-        "wideep run-batch: 20 lines are answered already, 0 to go",
+        "wideep run-batch: 20 lines are already answered, 0 remain",
         "wideep run-batch: 20 of 20 lines have good answers",
     ]
 
@@ -116,7 +116,7 @@ def test_it_goes_on_after_a_torn_line_and_with_lines_that_were_added(
     assert main(flags(front, tmp_path)) == 0
     assert set(responses(tmp_path)) == {"0", "1", "2", "3"}
     assert num_asked(front, "b-torn") == 5, "the torn one and the new one"
-    assert "cut off the output's last line, which was torn" in capsys.readouterr().err
+    assert "removed the incomplete last line of the output" in capsys.readouterr().err
 
 
 def test_no_more_requests_are_under_way_than_allowed(front: FrontProcess, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_stop_keeps_what_is_answered_and_hangs_up_on_the_rest(
     asked = next(request for request in held.requests if word in front.decode(request.prompt_ids))
     batch.send_signal(number)
     _, said = batch.communicate(timeout=TIMEOUT_S)
-    assert (batch.returncode, said) == (1, "wideep run-batch: stopped; the same command goes on from here\n")
+    assert (batch.returncode, said) == (1, "wideep run-batch: stopped; run the same command again to continue\n")
     held.wait_for(lambda rank: asked.request_id in rank.aborted)
     held.scripts[f"{word} held"].gates[1].set()
     assert entries(tmp_path) == []

@@ -122,7 +122,7 @@ def test_paragraphs_of_a_text_are_prompts(tmp_path: Path) -> None:
         (
             "p.jsonl",
             '{"answer": "a"}\n',
-            "p.jsonl, line 1: it has no text; it must be a string or an object with one of",
+            "p.jsonl, line 1: no text; give a string or an object with one of",
         ),
         ("p.jsonl", "\n", "p.jsonl has no prompts"),
         ("p.jsonl", "1" * 5000, "p.jsonl, line 1: it is not JSON"),
@@ -155,7 +155,7 @@ def test_a_service_that_counts_no_tokens_is_a_sentence_that_says_what_to_do() ->
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"tokens": []}))  # llama.cpp's
     service = Connection("http://x", http=httpx.Client(transport=transport))
     with pytest.raises(
-        ServiceError, match=r"/tokenize does not answer as vLLM's does; .*--tokenizer DIRECTORY"
+        ServiceError, match=r"/tokenize is not compatible with vLLM's; .*--tokenizer DIRECTORY"
     ):
         passages_of(None, ServiceTokenizer(service, "m"), seed=3)
 

@@ -160,7 +160,7 @@ def test_a_level_without_an_arrival_is_said_and_the_next_one_is_measured(
     words = [*prompts_in(tmp_path, "load-rare"), "--duration", "0.2", "--rate", "0.001,50"]
     assert bench(front.url, *words) == 0
     said = capsys.readouterr().out
-    assert "rate 0.001: no request came in its time" in said and "rate 50: " in said
+    assert "rate 0.001: no request was due in its time" in said and "rate 50: " in said
 
 
 def test_what_was_measured_is_written_though_the_next_level_cannot_be(
@@ -242,7 +242,7 @@ def test_a_stop_says_what_was_measured_so_far_and_hangs_up(
     told, complained = running.communicate(timeout=TIMEOUT_S)
     assert running.returncode == 130, complained
     assert "concurrency 1: 1 requests in" in told and ", stopped; " in told
-    assert "wideep bench: stopped; what is shown was measured before" in complained
+    assert "wideep bench: stopped; the results above were measured before" in complained
     [level] = json.loads(out.read_text())["levels"]
     assert (level["num_requests"], level["is_whole"]) == (1, False)
     held.wait_for(lambda rank: request.request_id in rank.aborted)
@@ -260,17 +260,17 @@ BROKEN_TRACE = (
         (["ftp://x"], 1, "is not a URL of a service"),
         (["FRONT", "--model", "gpt-7"], 1, "--model is 'gpt-7'; FRONT serves tiny, org/tiny-alias"),
         (["FRONT", "--trace", "TRACE"], 2, "TRACE, line 2: output_length is missing"),
-        (["FRONT", "--trace", "nowhere.csv"], 2, "--trace nowhere.csv is no file"),
-        (["FRONT", "--prompts", "nowhere.txt"], 2, "--prompts nowhere.txt is no file"),
-        (["--slo", "speed:4"], 2, "'speed' is no objective; there are ttft, tpot, e2e, such as ttft:2000"),
+        (["FRONT", "--trace", "nowhere.csv"], 2, "--trace nowhere.csv is not a file"),
+        (["FRONT", "--prompts", "nowhere.txt"], 2, "--prompts nowhere.txt is not a file"),
+        (["--slo", "speed:4"], 2, "'speed' is not an objective; use ttft, tpot, e2e, such as ttft:2000"),
         (["--slo", "ttft:0"], 2, "'ttft:0' must be a name and milliseconds above 0"),
         (["--slo", "ttft"], 2, "'ttft' must be a name and milliseconds above 0"),
         (["--rate", "0"], 2, "--rate is '0'; give numbers above 0, separated by commas"),
         (["--rate", "1,fast"], 2, "--rate is '1,fast'; give numbers above 0"),
-        (["--concurrency", "1.5"], 2, "--concurrency has 1.5; clients are whole numbers, 1 to 16384"),
-        (["--concurrency", "1", "--rate", "1"], 2, "--concurrency and --rate are two loads"),
-        (["--trace-scale", "2"], 2, "--trace-scale is for a trace's own arrival times"),
-        (["--token-scale", "2"], 2, "--token-scale is for the lengths of a --trace"),
+        (["--concurrency", "1.5"], 2, "--concurrency has 1.5; give whole numbers from 1 to 16384"),
+        (["--concurrency", "1", "--rate", "1"], 2, "--concurrency and --rate are different loads"),
+        (["--trace-scale", "2"], 2, "--trace-scale scales a trace's own arrival times"),
+        (["--token-scale", "2"], 2, "--token-scale scales the lengths in a trace"),
         (["--trace", "TRACE", "--output-tokens", "4"], 2, "--output-tokens is for a load without a trace"),
         (["--num-requests", "0"], 2, "'0' must be a whole number above 0"),
         (["--duration", "nan"], 2, "'nan' must be a number above 0"),
@@ -287,20 +287,20 @@ BROKEN_TRACE = (
         (
             ["--prompts", "TRACE", "--tokenizer", "x"],
             2,
-            "--tokenizer cuts prompts; those of --prompts are sent",
+            "--tokenizer cuts prompts, but without --prompt-tokens",
         ),
-        (["http://me:secret@127.0.0.1:1"], 2, "a name or a password in the URL is not sent"),
+        (["http://me:secret@127.0.0.1:1"], 2, "user names and passwords in the URL are not sent"),
         (["http://a..b:8000"], 1, "is not a URL of a service"),
         (
             ["FRONT", "--trace", "TRACE", "--concurrency", "1", "--num-requests", "1"],
             2,
             "TRACE, line 2: output",
         ),
-        (["--json", "nowhere/out.json"], 2, "--json nowhere/out.json is in a folder that is not there"),
-        (["--plot", "nowhere/out.png"], 2, "--plot nowhere/out.png is in a folder that is not there"),
-        (["--json", "localhost:9000"], 2, "the URL comes first: wideep bench URL --json"),
-        (["--json", "http://127.0.0.1:1"], 2, "the URL comes first: wideep bench URL --json"),
-        (["--plot", "x.bmp"], 2, "--plot x.bmp has no format that is known; end it in .png, .svg or .pdf"),
+        (["--json", "nowhere/out.json"], 2, "--json nowhere/out.json is in a folder that does not exist"),
+        (["--plot", "nowhere/out.png"], 2, "--plot nowhere/out.png is in a folder that does not exist"),
+        (["--json", "localhost:9000"], 2, "put the URL first: wideep bench URL --json"),
+        (["--json", "http://127.0.0.1:1"], 2, "put the URL first: wideep bench URL --json"),
+        (["--plot", "x.bmp"], 2, "--plot x.bmp has an unknown format; the name must end in .png, .svg or .pdf"),
     ],
 )
 def test_what_cannot_be_measured_is_a_sentence(

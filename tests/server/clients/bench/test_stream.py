@@ -138,38 +138,38 @@ FAILURES = {
     ),
     "no stream": (
         whole(b"200 OK", b'{"choices": []}'),
-        "the answer is no stream with tokens: {'choices': []}",
+        "the answer is not a stream of tokens: {'choices': []}",
     ),
-    "an empty stream": (OK + END, "the answer is no stream with tokens: it is empty"),
+    "an empty stream": (OK + END, "the answer is not a stream of tokens: it is empty"),
     "an error in the stream": (
         OK + chunk(said("x") + event({"error": {"message": "rank 1 is gone"}}) + DONE) + END,
         "rank 1 is gone",
     ),
     "an event that is no JSON": (
         OK + chunk(b"data: {oh\n\n") + END,
-        "an event that is no chunk of an answer: {oh",
+        "an event is not a chunk of an answer: {oh",
     ),
     "an event that is no object": (
         OK + chunk(b"data: [1]\n\n") + END,
-        "an event that is no chunk of an answer: [1]",
+        "an event is not a chunk of an answer: [1]",
     ),
     "an end too early": (OK + chunk(said("x")), "the connection was lost: the service closed it"),
-    "no HTTP": (b"220 smtp.example ESMTP\r\n", "it does not speak HTTP"),
+    "no HTTP": (b"220 smtp.example ESMTP\r\n", "invalid HTTP"),
     "another usage": (
         OK + chunk(said("x") + event({"choices": [], "usage": {"tokens": 3}}) + DONE) + END,
-        "its usage is not OpenAI's: {'tokens': 3}",
+        "usage is not in OpenAI's format: {'tokens': 3}",
     ),
     "a usage without an end": (
         OK + chunk(said("x") + event({"choices": [], "usage": usage(3, float("inf"))}) + DONE) + END,
-        "its usage is not OpenAI's: {'prompt_tokens': 3, 'completion_tokens': inf",
+        "usage is not in OpenAI's format: {'prompt_tokens': 3, 'completion_tokens': inf",
     ),
     "details that are a list": (
         OK + chunk(said("x") + event({"choices": [], "usage": {**usage(3, 1), **LISTED}}) + DONE) + END,
-        "its usage is not OpenAI's",
+        "usage is not in OpenAI's format",
     ),
     "a stream without its answer's end": (
         OK + chunk(said("x")) + END,
-        "the stream ended before its answer did",
+        "the stream ended before the answer was complete",
     ),
 }
 

@@ -66,7 +66,7 @@ def test_a_change_that_takes_long_is_looked_at_until_it_has_ended(capsys: pytest
 
 def test_a_change_that_is_in_no_history_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert PlayedService({**ENTRY, "change": 6}).run("apply") == 1
-    assert "the service was started again" in capsys.readouterr().err
+    assert "the service was restarted" in capsys.readouterr().err
 
 
 def test_what_changed_nothing_is_said_and_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,7 +120,7 @@ def test_plan_writes_a_placement_and_repairs_it(
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        (["--ranks", 4], "--ranks and --slots are needed to plan from nothing; or give --current"),
+        (["--ranks", 4], "a new plan needs --ranks and --slots; for a repair, give --current"),
         (["--ranks", 4, "--slots", 25], "25 slots on 4 ranks: --slots must be a multiple of --ranks"),
         (["--ranks", 4, "--slots", 8], "there are 2 slots per rank; 16 experts on 4 ranks need 4 to 16"),
         (["--ranks", 4, "--slots", 24, "--nodes", 3], "4 ranks on 3 nodes"),
@@ -162,7 +162,7 @@ def test_an_address_is_no_load_and_the_command_that_reads_one_is_named(
     with pytest.raises(SystemExit, match="2"):
         main(["experts", "plan", "http://127.0.0.1:8000", "--ranks", "2", "--slots", "32"])
     message = capsys.readouterr().err
-    assert "is an address; `wideep experts record http://127.0.0.1:8000 --out load.npz`" in message
+    assert "is a URL; `wideep experts record http://127.0.0.1:8000 --out load.npz`" in message
 
 
 def test_windows_of_several_files_and_formats_are_one_trace(

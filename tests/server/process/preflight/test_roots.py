@@ -129,7 +129,7 @@ def test_a_server_py_beside_a_script_is_named_with_ours_and_the_remedy(tmp_path:
     answer = run(sys.executable, script, cwd=ROOT)
     assert answer.stderr.splitlines()[-1].endswith(
         f"RootError: Python finds the package 'server' in {other.resolve()}, which hides WideEP's in {ROOT}; rename it, or "
-        "move it out of the script's folder, which Python looks into first"
+        "move it out of the script's folder, which Python searches first"
     )
 
 
@@ -139,7 +139,7 @@ def test_a_package_on_pythonpath_is_named_with_the_remedy(tmp_path: Path) -> Non
     script.write_text(SCRIPT_TEXT)
     answer = run(sys.executable, script, cwd=ROOT, python_path=clash)
     assert (
-        f"'scheduler' in {other}, which hides WideEP's in {ROOT}; take {clash} out of PYTHONPATH"
+        f"'scheduler' in {other}, which hides WideEP's in {ROOT}; remove {clash} from PYTHONPATH"
         in answer.stderr
     )
 
@@ -157,8 +157,8 @@ def test_a_distribution_that_wrote_over_our_files_is_named(tmp_path: Path) -> No
     answer = run(sys.executable, "-P", site / "wideep.py", "serve", cwd=tmp_path, python_path=site)
     assert answer.returncode == 2
     assert answer.stderr == (
-        f"wideep: the distribution quick-server 1.2 has written server/cli.py into WideEP's own folder {site}; uninstall it "
-        "and install WideEP again, or give WideEP a virtual environment of its own\n"
+        f"wideep: the distribution quick-server 1.2 wrote server/cli.py into WideEP's folder {site}; uninstall it "
+        "and reinstall WideEP, or use a separate virtual environment for WideEP\n"
     )
 
 
