@@ -1,12 +1,12 @@
-"""Token ids to text, as they come: never half a character, never the head of a stop string.
+"""Incremental detokenization that never emits half a character or the start of a stop string.
 
-A token may end inside a UTF-8 character, and what a token looks like may depend on the one before it (a leading
-blank). So the last shown tokens are decoded again with the new ones, and text is shown once it does not end in
-U+FFFD: the window method of Hugging Face's text-generation-inference. Rejected: `tokenizers.decoders.DecodeStream`,
-which raises on some byte sequences and cannot be flushed.
+A token may end inside a UTF-8 character, and a token's text may depend on the previous one (a leading space). So the
+last emitted tokens are decoded again together with the new ones, and text is emitted once it does not end in U+FFFD:
+the window method of Hugging Face's text-generation-inference. Rejected: `tokenizers.decoders.DecodeStream`, which
+raises on some byte sequences and cannot be flushed.
 
-A stop string ends the text at its first occurrence. What could still become one is held back until the next characters
-decide, so a reader never sees text that has to be taken back.
+A stop string ends the text at its first occurrence. Text that could still become a stop string is held back until the
+next characters decide, so emitted text is never retracted.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,13 @@ from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_BYTES_OF_CHARACTER = 4  # in UTF-8; more pending tokens than this hold more than one character
-MAX_SHOWN = (
-    12  # tokens of context; a longer one is shortened to the newest tokens, which costs a second decoding
-)
-CONTEXT_TOKENS = 5  # of the prompt; enough for a leading blank and one character in bytes
+# Tokens of context. A longer context is cut to the newest tokens, which costs a second decoding.
+MAX_SHOWN = 12
+CONTEXT_TOKENS = 5  # of the prompt; enough for a leading space and one character in bytes
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that `Detokenizer` uses."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a token sequence."""
@@ -36,12 +35,12 @@ class Detokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
-        self._shown = list(prompt_ids[-CONTEXT_TOKENS:])  # tokens whose text is out, kept as context
+        self._shown = list(prompt_ids[-CONTEXT_TOKENS:])  # emitted tokens, kept as context
         self._shown_text = self._decode(self._shown)
-        self._pending: list[int] = []  # tokens whose text is not
+        self._pending: list[int] = []  # tokens without emitted text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take tokens; return the text that is complete now."""
+        """Add tokens; return the text that is now complete."""
         self._pending.extend(token_ids)
         if not self._pending:
             return ""
@@ -51,13 +50,13 @@ class Detokenizer:
         return self._show_whole_part() if len(self._pending) > MAX_BYTES_OF_CHARACTER else ""
 
     def flush(self) -> str:
-        """Return what was held back, a broken character as U+FFFD: no more tokens come."""
+        """Return the text that was held back, with U+FFFD for a broken character. Call it after the last token."""
         return self._show(self._decode(self._shown + self._pending))
 
     def _show(self, text: str, *, ends_within_token: bool = False) -> str:
         """Add the pending tokens to the context; return the text that they add."""
         new = text[len(self._shown_text) :]
-        if new:  # else special tokens: they are no context for a leading blank
+        if new:  # without text, these are special tokens, which give no context for a leading space
             self._shown, self._shown_text = self._shown + self._pending, text
             if len(self._shown) > MAX_SHOWN:
                 self._shown = self._pending
@@ -70,7 +69,7 @@ class Detokenizer:
         """Return the text before an unfinished character.
 
         The character usually begins at one of the last three tokens. If every token ends within a character, the text ends
-        within a token. Otherwise the bytes are not UTF-8, and become U+FFFD.
+        within a token. Otherwise the bytes are not valid UTF-8 and become U+FFFD.
         """
         whole = self._decode(self._shown + self._pending).removesuffix(REPLACEMENT)
         for num_held in range(1, MAX_BYTES_OF_CHARACTER):
@@ -91,17 +90,17 @@ class Detokenizer:
 
 
 class Screened(NamedTuple):
-    """What may be shown, and the stop string that ended the text, if one did."""
+    """Text that may be shown, and the stop string that ended it or None."""
 
     text: str
     stop: str | None
 
 
 class StopScreen:
-    """Screens one growing text."""
+    """Searches one growing text for stop strings."""
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
-        """Args: stops without empty strings; include_stop shows the stop string that ended the text."""
+        """Args: stops: Non-empty stop strings; include_stop: Whether the text includes the stop string that ended it."""
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
         self._include = include_stop
@@ -109,7 +108,7 @@ class StopScreen:
         self._held = ""
 
     def push(self, text: str) -> Screened:
-        """Take more text; return what may be shown now."""
+        """Add text; return the part that may be shown now."""
         if not self._stops:
             return Screened(text, None)
         seen = self._held + text
@@ -123,17 +122,17 @@ class StopScreen:
         return Screened(seen[:cut], None)
 
     def pass_by(self, text: str) -> str:
-        """Take text that is not screened (before min_tokens); return it with what was held."""
+        """Return the held text and `text` without searching them (before min_tokens)."""
         shown, self._held = self._held + text, ""
         return shown
 
     def flush(self) -> str:
-        """Return what was held back: the text has ended, so it is no stop string."""
+        """Return the held text. Call it at the end of the text, when no stop string can follow."""
         shown, self._held = self._held, ""
         return shown
 
     def _first_stop(self, seen: str) -> tuple[int, str] | None:
-        """Find the stop string that is complete first; of several ending together, the one that starts first."""
+        """Find the stop string that ends first. If several end at the same place, return the one that starts first."""
         hits = [(seen.find(stop), stop) for stop in self._stops]
         ends = [(at + len(stop), at, stop) for at, stop in hits if at >= 0]
         if not ends:
@@ -142,7 +141,7 @@ class StopScreen:
         return at, stop
 
     def _longest_head(self, seen: str) -> int:
-        """Return how many characters at the end begin a stop string."""
+        """Return the length of the longest tail that begins a stop string."""
         for length in range(min(self._hold, len(seen)), 0, -1):
             tail = seen[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

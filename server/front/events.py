@@ -1,4 +1,4 @@
-"""What happened to the service, for people who look later: lost ranks, returns, epochs. Bounded, in memory."""
+"""A bounded in-memory log of service events: lost ranks, returned ranks, epochs."""
 
 import time
 from collections import deque
@@ -12,11 +12,11 @@ class ServiceEvent(NamedTuple):
     """One event.
 
     Attributes:
-        time: seconds since 1970.
+        time: Seconds since 1970.
         kind: rank_lost, rank_back, regrouped, waiting or stopped.
-        text: a sentence with the cause.
-        rank: None if it concerns all ranks.
-        seconds: how long it took; None if it is a moment.
+        text: A sentence with the cause.
+        rank: The rank concerned, or None for all ranks.
+        seconds: Duration, or None for a momentary event.
     """
 
     time: float
@@ -27,14 +27,14 @@ class ServiceEvent(NamedTuple):
 
 
 class EventLog:
-    """Keeps the newest events."""
+    """Keeps the newest MOST_EVENTS events."""
 
     def __init__(self, calendar: Callable[[], float] = time.time) -> None:
         self._calendar = calendar
         self._events: deque[ServiceEvent] = deque(maxlen=MOST_EVENTS)
 
     def note(self, kind: str, text: str, *, rank: int | None = None, seconds: float | None = None) -> None:
-        """Keep an event that ends now."""
+        """Add an event that ends now."""
         rounded = None if seconds is None else round(seconds, 3)
         self._events.append(ServiceEvent(round(self._calendar(), 3), kind, text, rank, rounded))
 

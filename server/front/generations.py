@@ -1,9 +1,9 @@
-"""A client's answer while it grows: choices that are generated on ranks, and the text of each so far.
+"""A client's answer while it grows: its choices, which ranks generate, and their text.
 
-`Generation` is one choice: one request at one rank. `Answer` is what one HTTP request waits for: one to n choices.
-What arrives while the client is slow is merged into that choice's next piece, so a slow reader holds nobody up and
-costs no more than its own answer's text. Log-probabilities are a hundred times larger: who leaves many of them unread
-for long loses its answer. Knows no rank, journal or HTTP; `requests` feeds it.
+`Generation` is one choice: one request at one rank. `Answer` is the result of one HTTP request: 1 to n choices.
+Output that arrives while the client is slow is merged into the choice's next piece. So a slow reader delays nothing
+else and costs no more memory than its answer's text. Log-probabilities are a hundred times larger: a client that
+leaves many of them unread for long loses its answer. Knows no rank, journal or HTTP; `requests` feeds it.
 """
 
 import asyncio
@@ -18,66 +18,65 @@ from server.front.detokenizer import Decoder, Detokenizer, StopScreen
 
 
 class Asker(NamedTuple):
-    """Who asks, as far as it matters for who goes where."""
+    """Identity of a client, used for routing and fairness."""
 
-    key_id: str = ""  # a digest of the API key, equal for all who send it; "": none is needed
-    session: str = ""  # requests of one go to one rank, where that can take them; "": it is part of none
-    most_choices: int | None = None  # of an answer that are at ranks at once, the rest follow; None: all
+    key_id: str = ""  # digest of the API key; "" if the service needs no key
+    session: str = ""  # requests of one session prefer one rank; "" for none
+    most_choices: int | None = None  # of an answer that are at ranks at once, others follow; None: no limit
 
 
 NOBODY = Asker()
-MAX_UNREAD_TOKENS = 1024  # with log-probabilities; a piece of as many takes 60 ms to encode with 20 each
-UNREAD_S = 5.0  # that more may wait: a front that stood still is fed them all at once
+MAX_UNREAD_TOKENS = 1024  # with log-probabilities; encoding this number with 20 each takes 60 ms
+UNREAD_S = 5.0  # for which more may wait: a front that was stalled receives all of them at once
 
 
 class Follower(Protocol):
-    """A regex that follows one growing text."""
+    """The state of a regex search in one growing text."""
 
     def push(self, text: str) -> int | None:
-        """Return how many characters of a text end the first match, None if it goes on."""
+        """Add text; return the offset in it where the first match ends, or None without a match."""
         ...
 
 
 class Pattern(Protocol):
-    """A regex that ends a text, compiled: `scheduler.structure.stop_pattern` has it."""
+    """A compiled regex that ends a text, implemented by `scheduler.structure.stop_pattern`."""
 
     regex: str
 
     def open(self) -> Follower:
-        """Return one that is at the beginning."""
+        """Start a search."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """One choice as the client wants it: what goes to the rank, and how its tokens become text."""
+    """One requested choice: the request for the rank, and how its tokens become text."""
 
     request: Request
     stops: tuple[str, ...] = ()
-    patterns: tuple[Pattern, ...] = ()  # what they match is shown, and ends the text
+    patterns: tuple[Pattern, ...] = ()  # a match is shown and ends the text
     include_stop: bool = False  # show the stop string or token that ended the text
     skip_special_tokens: bool = True
-    hidden_ids: frozenset[int] = frozenset()  # special tokens that are not shown although others are
-    eos_ids: frozenset[int] = frozenset()  # stop tokens that are the model's, not the client's
+    hidden_ids: frozenset[int] = frozenset()  # special tokens to hide even if others are shown
+    eos_ids: frozenset[int] = frozenset()  # the model's own stop tokens, as opposed to the client's
 
 
 @dataclass(slots=True)
 class Piece:
-    """What a choice gained since it was last taken."""
+    """The output of a choice since it was last taken."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the client's stop string or token, if one ended it
-    matched_stop: str | int | None = None  # likewise, or the model's own end-of-sequence token
-    ends: list[int] = field(
-        default_factory=list
-    )  # per token with log-probabilities: how long the text was with it
+    matched_stop: str | int | None = None  # stop_reason, or the model's end-of-sequence token
+    # The length of the text after each token with log-probabilities.
+    ends: list[int] = field(default_factory=list)
 
 
 class ClientGone(Exception):  # noqa: N818 - not a fault
-    """The client left; nobody waits for this answer."""
+    """The client disconnected, so this answer has no reader."""
 
 
 class Generation:
@@ -94,9 +93,9 @@ class Generation:
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0
-        self.submitted_s = ask.request.arrival_s  # to the rank that it is at
-        self.queued_s = 0.0  # from arrival until a rank ran it that came to its first token
-        self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and on; come with the first token
+        self.submitted_s = ask.request.arrival_s  # time of submission to the present rank
+        self.queued_s = 0.0  # from arrival to the start on the rank that produced the first token
+        self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and up; they come with the first token
         self.first_token_s: float | None = None
         self.last_token_s = ask.request.arrival_s
         self.finished = False
@@ -108,12 +107,13 @@ class Generation:
         self._screen = StopScreen(ask.stops, include_stop=ask.include_stop)
         self._followers = [(pattern.regex, pattern.open()) for pattern in ask.patterns]
         self._piece = Piece()
-        self._unread_since_s: float | None = None  # log-probabilities
+        self._unread_since_s: float | None = None  # for log-probabilities
 
     def push(self, output: RequestOutput) -> FinishReason | None:
-        """Take what the rank yielded; return how the choice ended, if it did.
+        """Add a rank's output; return the finish reason if the choice ended.
 
-        A stop string ends it here, before the rank knows; of several tokens, at the one that completes it.
+        A stop string ends the choice before the rank knows. If a step yields several tokens, the choice ends at the one that
+        completes the stop string.
         """
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += max(0, len(output.token_ids) - 1)
@@ -142,7 +142,7 @@ class Generation:
         return reason
 
     def _show(self, text: str, output: RequestOutput) -> FinishReason | None:
-        """Screen what an output's tokens added; return how the choice ended, if it did."""
+        """Screen the text of an output's tokens; return the finish reason if the choice ended."""
         piece, stop = self._piece, None
         is_early = self.num_tokens <= self.ask.request.params.min_tokens
         if is_early:
@@ -161,44 +161,44 @@ class Generation:
         return FinishReason.STOP
 
     def _first_match(self, text: str) -> tuple[int, str | None]:
-        """Let the regexes follow a text; return where the first of them that matches ends it."""
+        """Search a text for the stop regexes; return the end of the earliest match and its regex."""
         ends = [(follower.push(text), regex) for regex, follower in self._followers]
         return min(((at, regex) for at, regex in ends if at is not None), default=(len(text), None))
 
     def _take_beginning(self, output: RequestOutput) -> None:
-        """Take what comes with the first token, which another rank's first one, after a replay, is not."""
+        """Record values that come with the first token. After a replay, another rank's first token has its own values."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         before_s = self.submitted_s - self.ask.request.arrival_s
         self.queued_s = max(self.queued_s, before_s + output.queued_s)
         self.prompt_logprobs += output.prompt_logprobs
 
     def move(self, rank: int, now_s: float) -> None:
-        """Go on at another rank, which has not seen it yet."""
+        """Continue on another rank, which has not seen the choice yet."""
         self.rank = rank
         self.submitted_s = now_s
 
     def end(self, reason: FinishReason, failure: ApiError | None = None) -> None:
-        """Close the choice; `failure` is what the client is told instead of an answer."""
+        """Close the choice; if `failure` is set, the client gets it instead of an answer."""
         assert not self.finished, "a choice ends once"
         self.finished = True
         self.failure = failure
         if failure is not None:
-            self._piece = Piece()  # nobody is given it any more
+            self._piece = Piece()  # it will not be read any more
         self._piece.finish_reason = reason
         self._on_ready()
 
     def notify(self) -> None:
-        """Wake the reader if there is something to take."""
+        """Wake the reader if there is output."""
         if self._piece.text or self._piece.token_ids:
             self._on_ready()
 
     def take(self) -> Piece:
-        """Hand out what was gained; the choice keeps nothing of it."""
+        """Return the output since the last call, and clear it."""
         piece, self._piece, self._unread_since_s = self._piece, Piece(), None
         return piece
 
     def is_left_unread(self, now_s: float) -> bool:
-        """Tell whether many log-probabilities have waited for the reader for long."""
+        """Return whether the reader has left many log-probabilities unread for long."""
         if not self._piece.logprobs:
             return False
         if self._unread_since_s is None:
@@ -206,7 +206,7 @@ class Generation:
         return len(self._piece.logprobs) > MAX_UNREAD_TOKENS and now_s - self._unread_since_s > UNREAD_S
 
     def _visible(self, output: RequestOutput) -> list[int]:
-        """Return the tokens that are shown: not the stop token that ended the answer, unless asked for."""
+        """Return the tokens to show. The stop token that ended the answer is hidden unless the client requested it."""
         hidden = self.ask.hidden_ids
         token_ids = self._without_stop(output)
         return [each for each in token_ids if each not in hidden] if hidden else token_ids
@@ -222,7 +222,7 @@ class Generation:
 
 
 def one_by_one(output: RequestOutput) -> list[RequestOutput]:
-    """Cut what a step yielded into its tokens; the first brings what comes once, the last the end."""
+    """Split an output into one per token. The first keeps the prompt's log-probabilities, the last the finish reason."""
     last = len(output.token_ids) - 1
     return [
         replace(
@@ -238,7 +238,7 @@ def one_by_one(output: RequestOutput) -> list[RequestOutput]:
 
 
 class Answer:
-    """The choices of one HTTP request, read by one coroutine."""
+    """The choices of one HTTP request. One coroutine reads them."""
 
     def __init__(self, request_id: str, on_close: Callable[["Answer"], None]) -> None:
         self.request_id = request_id
@@ -257,14 +257,14 @@ class Answer:
         return generation
 
     def prompt_logprobs_of(self, index: int, n: int) -> list[Logprobs]:
-        """Return those of a choice's prompt; where only the first of a prompt's n choices asked for them, its."""
+        """Return the log-probabilities of a choice's prompt. If only the first of n choices has them, return those."""
         return self.generations[index].prompt_logprobs or self.generations[index - index % n].prompt_logprobs
 
     async def next(self) -> list[tuple[int, Piece]]:
-        """Wait for pieces and take them, one per choice that has any; empty when every choice has ended.
+        """Wait for pieces and return them, at most one per choice. Returns an empty list if every choice has ended.
 
         Raises:
-            ApiError: a choice failed, and with it the answer.
+            ApiError: A choice failed, and the answer with it.
             ClientGone: `close` was called.
         """
         while not self._ready:
@@ -287,7 +287,7 @@ class Answer:
         return pieces
 
     def close(self) -> None:
-        """The reader has all it wants, or is gone: end what is open. May be called again."""
+        """End open choices, because the reader is finished or gone. May be called again."""
         if not self._closed:
             self._closed = True
             self._on_close(self)

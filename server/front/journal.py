@@ -1,9 +1,8 @@
-"""Every accepted request, what it has been sent so far, and how it ended: exactly one outcome each (I3).
+"""Every accepted request, the tokens delivered so far, and its one outcome (I3).
 
-Open entries hold all that a replay on another rank needs: the prompt, the parameters with the seed that was drawn,
-and the delivered tokens. Closed entries shrink to an outcome, of which a bounded history is kept. In memory only:
-what a front was answering is cut off when it is killed; who asks again with an Idempotency-Key gets the same answer
-(`http.idempotency`).
+Open entries hold all that a replay on another rank needs: the prompt, the parameters with the drawn seed, and the
+delivered tokens. Closed entries shrink to an outcome; a bounded history of outcomes is kept. In memory only: if the front
+is killed, its answers are cut off. A retry with the same Idempotency-Key gets the same answer (`http.idempotency`).
 """
 
 from collections import Counter, deque
@@ -13,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from scheduler.policy.request import FinishReason, Request
 
 HISTORY = 4096  # outcomes kept
-MAX_INCIDENTS = 3  # without a token in between: a request that kills its ranks must not do so for ever
-INCIDENT_S = 1.0  # ranks that are lost within it are one incident: a node, say, or all of them
+MAX_INCIDENTS = 3  # without a token in between: a request that kills its ranks must not do so forever
+INCIDENT_S = 1.0  # ranks lost within this time (by a node's failure) are one incident
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,8 +23,8 @@ class Entry:
     request: Request
     rank: int
     accepted_s: float  # time.monotonic()
-    num_incidents: int = 0  # that took its rank away since its last token
-    incident_s: float = float("-inf")  # when the last of them began
+    num_incidents: int = 0  # that took its rank since its last token
+    incident_s: float = float("-inf")  # start of the last incident
     delivered_ids: list[int] = field(default_factory=list)
 
 
@@ -55,7 +54,7 @@ class Journal:
 
     @property
     def open_entries(self) -> dict[str, Entry]:
-        """The requests that have no outcome yet, by id; not to be changed."""
+        """The requests without an outcome, by id. Do not change it."""
         return self._open
 
     @property
@@ -70,27 +69,27 @@ class Journal:
 
     @property
     def num_replayed(self) -> int:
-        """How often a request was taken from a lost rank since the start."""
+        """Number of times since the start that a request was taken from a lost rank."""
         return self._num_replayed
 
     @property
     def num_moved(self) -> int:
-        """How often a request that waited was taken back from its rank since the start."""
+        """Number of times since the start that a rank released a waiting request."""
         return self._num_moved
 
     @property
     def num_ended(self) -> Counter[FinishReason]:
-        """Outcomes since the start, by reason; with the open entries they make up `num_accepted`."""
+        """Outcomes since the start, by reason. `num_accepted` is their sum plus the open entries."""
         return Counter(self._ended)
 
     def accept(self, request: Request, rank: int, *, now_s: float) -> None:
-        """Open an entry: from here on the request is owed an outcome."""
+        """Open an entry. From now on the request is owed an outcome."""
         assert request.request_id not in self._open, f"request {request.request_id} is in the journal already"
         self._open[request.request_id] = Entry(request=request, rank=rank, accepted_s=now_s)
         self._num_accepted += 1
 
     def replay(self, request_id: str, *, now_s: float) -> bool:
-        """Note that a request's rank is lost; returns whether it goes on elsewhere, or has survived too many."""
+        """Record that a request's rank is lost. Returns False if the request had too many incidents to continue."""
         entry = self._open[request_id]
         if now_s - entry.incident_s >= INCIDENT_S:
             entry.num_incidents, entry.incident_s = entry.num_incidents + 1, now_s
@@ -100,29 +99,29 @@ class Journal:
         return True
 
     def take_back(self, request_id: str) -> None:
-        """Note that a request's rank has given it back: it had done nothing for it."""
-        assert request_id in self._open, f"request {request_id} is given back after its end"
+        """Record that a rank released a request that it had not begun."""
+        assert request_id in self._open, f"request {request_id} is released after its end"
         self._num_moved += 1
 
     def request_so_far(self, request_id: str) -> Request:
-        """The request with the tokens that the client was sent already: what another rank needs to go on with it."""
+        """Return the request with its delivered tokens, so that another rank can continue it."""
         entry = self._open[request_id]
         return replace(entry.request, replayed_ids=tuple(entry.delivered_ids))
 
     def move(self, request_id: str, rank: int) -> None:
-        """Note that a request is at another rank now."""
+        """Record that a request is at another rank."""
         self._open[request_id].rank = rank
 
     def deliver(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Note tokens that the rank yielded and the client is being sent."""
+        """Record tokens from the rank that are being sent to the client."""
         entry = self._open[request_id]
         entry.delivered_ids.extend(token_ids)
         entry.num_incidents = 0
 
     def close(self, request_id: str, reason: FinishReason, *, now_s: float, error: str = "") -> None:
-        """Give the request its one outcome."""
+        """Record the request's one outcome."""
         entry = self._open.pop(request_id, None)
-        assert entry is not None, f"request {request_id} is given a second outcome: {reason}"
+        assert entry is not None, f"request {request_id} gets a second outcome: {reason}"
         self._ended[reason] += 1
         self._outcomes.append(
             Outcome(

@@ -1,7 +1,7 @@
-"""Carries out what `epochs` decides: orders to ranks, requests of a lost rank to others, placements of the members.
+"""Carry out the decisions of `Epochs`: order ranks, move requests of lost ranks, set the members' placement.
 
-Lives in the front's event loop, with the one timer that the decisions need. A rank that is lost before the service has
-begun to serve ends it: mostly it cannot start (a wrong flag, no memory), and nobody waits for an answer yet.
+Runs in the front's event loop, with one timer. If a rank is lost before the service began to serve, the service ends:
+usually the rank cannot start (a wrong flag, too little memory), and no request waits for an answer yet.
 """
 
 import asyncio
@@ -21,40 +21,40 @@ READ_BYTES_PER_S = 50e6  # from a slow disk
 
 
 class RankStreams(Protocol):
-    """What is said to ranks; `server.link.ranks.Ranks` says it."""
+    """Messages to ranks, implemented by `server.link.ranks.Ranks`."""
 
     def regroup(self, order: Order) -> None:
-        """Tell an order to its members."""
+        """Send an order to its members."""
 
     def give_up(self, rank: int, reason: str) -> None:
-        """Close a rank's stream, which loses it."""
+        """Close a rank's stream, so that the rank is lost."""
 
 
 class OpenRequests(Protocol):
-    """What is asked of `server.front.requests.Requests`."""
+    """Requests that follow the ranks, implemented by `server.front.requests.Requests`."""
 
     def enter(self, rank: int) -> None:
-        """Let a rank be given requests."""
+        """Route requests to a rank from now on."""
 
     def leave(self, ranks: Collection[int]) -> None:
-        """Give the requests of lost ranks to others."""
+        """Move the requests of lost ranks to other ranks."""
 
 
 class PlacementHome(Protocol):
-    """What is asked of `server.experts.control.PlacementControl`."""
+    """The state of expert placements, implemented by `server.experts.control.PlacementControl`."""
 
     home: Placement | None
     expert_bytes: int  # of one expert of one layer
 
     def next_version(self) -> int:
-        """A placement's version that was not used."""
+        """Return an unused version number for a placement."""
 
     def regroup(self, order: Order, reason: str) -> None:
-        """Take that other ranks meet with another placement."""
+        """Record that the members of an order meet with its placement."""
 
 
 class Leader:
-    """Keeps a service together that loses ranks and gets them back."""
+    """Keeps a service together while ranks are lost and return."""
 
     def __init__(
         self,
@@ -69,27 +69,27 @@ class Leader:
         clock: Callable[[], float] = time.monotonic,
         events: EventLog | None = None,
     ) -> None:
-        """Args: surviving: the placement at home, over those of its ranks that are members.
+        """Args: surviving: Computes the placement over the member ranks from the home placement.
 
-        on_order is told of every order before the ranks are; on_failure that the service must end, and why.
+        on_order is called with every order before the ranks get it; on_failure with the reason if the service must end.
         """
         self.epochs = epochs
         self._events = events or EventLog()
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
         self._on_order, self._on_failure = on_order, on_failure
         self._requests, self._placement = requests, placement
-        self._entered: set[int] = set(range(epochs.num_ranks))  # ranks that are given requests
+        self._entered: set[int] = set(range(epochs.num_ranks))  # ranks that requests are routed to
         self._timer: asyncio.TimerHandle | None = None
         self._said_phase = Phase.STARTING
-        self._begun_s = 0.0  # of the regrouping under way
+        self._begun_s = 0.0  # of the current regrouping
 
     def resume(self) -> None:
-        """Lead a service whose front was started again."""
+        """Lead a service after a restart of its front."""
         self.epochs.resume(self._clock())
         self._set_timer()
 
     def attach(self, rank: int, *, epoch: int = 0) -> None:
-        """Take a rank that is ready, and was ordered to an epoch before."""
+        """Attach a rank that is ready; `epoch` is the newest one that it was ordered to."""
         if self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d is back", rank)
             absence = self.epochs.missing.get(rank)
@@ -98,7 +98,7 @@ class Leader:
         self._carry_out(self.epochs.attach(rank, self._clock(), epoch=epoch))
 
     def lose(self, rank: int, reason: str) -> None:
-        """Take that a rank is gone."""
+        """Handle the loss of a rank."""
         if self._placement.home is None and not self.epochs.is_resuming:
             self._on_failure(f"rank {rank} is lost: {reason}")
             return
@@ -108,20 +108,20 @@ class Leader:
         self._carry_out(self.epochs.lose(rank, reason, self._clock()))
 
     def take_regrouped(self, rank: int, number: int) -> None:
-        """Take that a rank serves in an epoch."""
+        """Record that a rank serves in an epoch."""
         self.epochs.take_regrouped(rank, number, self._clock())
         self._carry_out(Effects())
 
     def take_fault(self, rank: int, fault: Fault) -> None:
-        """Take that a rank's steps broke off."""
+        """Handle a rank's report that its steps failed."""
         epoch, reason, is_final = fault
-        if epoch == self.epochs.number and (is_final or not self.epochs.faults):  # others follow suit
+        if epoch == self.epochs.number and (is_final or not self.epochs.faults):  # other ranks report it too
             _LOG.warning("rank %d stopped in epoch %d: %s", rank, epoch, reason)
             self._events.note("stopped", f"rank {rank} stopped in epoch {epoch}: {reason}", rank=rank)
         self._carry_out(self.epochs.take_fault(rank, epoch, reason, is_final=is_final, now_s=self._clock()))
 
     def close(self) -> None:
-        """Decide no more."""
+        """Cancel the timer, so that nothing more is decided."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -135,14 +135,14 @@ class Leader:
         if effects.order is not None:
             self._order(effects.order)
         for rank, reason in effects.given_up:
-            self._ranks.give_up(rank, reason)  # which comes back here as a loss
+            self._ranks.give_up(rank, reason)  # which calls `lose`
         self._share_requests()
         self._say()
         self._set_timer()
 
     def _order(self, epoch: Epoch) -> None:
         if self._placement.home is None:
-            self._on_failure("no rank that came back to the front knows where all experts belong")
+            self._on_failure("no rank that returned to the front has the home placement of the experts")
             return
         placement = self._surviving(self._placement.home, epoch.members)
         order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
@@ -153,13 +153,13 @@ class Leader:
         self._ranks.regroup(order)
 
     def _read_s(self, placement: Placement) -> float:
-        """How long a member may take to read what it takes over."""
+        """Return the seconds that a member may take to read its additional experts."""
         assert self._placement.home is not None, "an order has a placement"
         num_slots = placement.slots_per_rank - self._placement.home.slots_per_rank
         return num_slots * placement.num_layers * self._placement.expert_bytes / READ_BYTES_PER_S
 
     def _share_requests(self) -> None:
-        """Give requests to the ranks that can be given them, and take them from those that cannot any more."""
+        """Route requests to ranks that have settled, and take them from ranks that have not."""
         if self.epochs.phase is Phase.STARTING:
             return
         settled = self.epochs.settled
@@ -171,14 +171,14 @@ class Leader:
             self._requests.enter(rank)
 
     def _say(self) -> None:
-        """Write a line when the phase has changed."""
+        """Log a change of phase."""
         epochs, said = self.epochs, self._said_phase
         self._said_phase = epochs.phase
         if epochs.phase is said or said is Phase.STARTING:
             return
         if epochs.phase is Phase.WAITING:
             _LOG.warning("waiting for a rank to come back: %s", epochs.describe())
-            self._events.note("waiting", f"no rank serves: {epochs.describe()}")
+            self._events.note("waiting", f"no rank is serving: {epochs.describe()}")
         elif epochs.phase is Phase.SERVING:
             members = " ".join(map(str, epochs.members))
             seconds = self._clock() - self._begun_s

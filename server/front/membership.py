@@ -1,11 +1,11 @@
-"""Who serves together, epoch by epoch: the front's decisions, as a machine without clock, wires or placements.
+"""The members of each epoch: the front's decisions, as a state machine without clock, network or placements.
 
-The front is the leader. It is the single point of failure anyway, so ranks need no consensus: what it orders, they
-follow, the newest order first. An event comes in with the time it happened at; what is to be done about it comes out.
+The front is the leader. It is the single point of failure anyway, so ranks need no consensus: they follow its newest
+order. Each event comes with its time, and returns the effects to carry out.
 
-An epoch's members are the ranks that are attached; a rank that goes or comes begins the next epoch. A rank whose steps
-broke off says so (a fault): mostly another one is gone, whose stream ends a moment later, so the order waits for that.
-A fault that is final means that the rank cannot hold what it would take over: then nothing helps but a rank more.
+An epoch's members are the attached ranks. A rank that leaves or returns begins the next epoch. A rank with failed steps
+reports a fault. Usually the cause is another rank that is gone, and its stream ends a moment later, so the order waits for
+that. A final fault means that the rank cannot hold the experts it would take over: only another rank helps then.
 """
 
 from collections import deque
@@ -14,22 +14,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-FAULT_GRACE_S = 1.0  # after a fault, for the stream's end that explains it
-REGROUP_TIMEOUT_S = 30.0  # from an order that a rank leaves unanswered until it is given up
-RETURN_S = 10.0  # for ranks to come back to a front that was started again; they ask several times a second
-FOLLOW_S = (
-    2.0  # after the first of them, for the others: one that died with the front takes as long as its start
-)
-MAX_FAULTS, FAULTS_S = 5, 60.0  # epochs that faults may end within that time, until a rank is given up for it
+FAULT_GRACE_S = 1.0  # after a fault, for the end of the stream that explains it
+REGROUP_TIMEOUT_S = 30.0  # for a rank's answer to an order, until its stream is closed
+RETURN_S = 10.0  # for ranks to return to a restarted front; they try several times a second
+# After the first of them, for the others. A rank that died with the front needs the time of its start.
+FOLLOW_S = 2.0
+MAX_FAULTS, FAULTS_S = 5, 60.0  # faults may end this many epochs in this time; then a rank is dropped
 
 
 class Phase(Enum):
-    """How far the service is."""
+    """The state of the service."""
 
     STARTING = "starting"  # not all ranks have attached once
     SERVING = "serving"
-    REGROUPING = "regrouping"  # requests are taken, and wait until members have met
-    WAITING = "waiting"  # for a rank to come back: nobody is left, or those left cannot hold all experts
+    REGROUPING = "regrouping"  # requests are accepted, and wait until the members have met
+    WAITING = "waiting"  # for a rank to return: no rank is left, or those left cannot hold all experts
 
 
 class Absence(NamedTuple):
@@ -40,14 +39,14 @@ class Absence(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """Its number, and the ranks that are to meet in it."""
+    """An epoch's number, and the ranks that meet in it."""
 
     number: int
     members: tuple[int, ...]  # ascending
 
 
 class GivenUp(NamedTuple):
-    """A rank whose stream is to be closed, and why."""
+    """A rank to disconnect by closing its stream."""
 
     rank: int
     reason: str
@@ -55,9 +54,9 @@ class GivenUp(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Effects:
-    """What is to be done."""
+    """What the caller must do."""
 
-    order: Epoch | None = None  # tell its members
+    order: Epoch | None = None  # send it to its members
     given_up: tuple[GivenUp, ...] = ()
     failure: str | None = None  # the service ends
 
@@ -73,7 +72,7 @@ _NOTHING = Effects()
 
 
 class Epochs:
-    """The membership of one service. Times are of one clock that only goes forward."""
+    """The membership of one service. Times come from one monotonic clock."""
 
     def __init__(
         self,
@@ -83,28 +82,28 @@ class Epochs:
         fault_grace_s: float = FAULT_GRACE_S,
         regroup_timeout_s: float = REGROUP_TIMEOUT_S,
     ) -> None:
-        """Args: recovery_timeout_s: how long nobody may serve until the service gives up."""
+        """Args: recovery_timeout_s: Time without a serving rank after which the service ends."""
         self.num_ranks = num_ranks
         self.number = 0
         self.members: tuple[int, ...] = ()
         self.phase = Phase.STARTING
-        self.missing: dict[int, Absence] = {}  # ranks that were members and are away
+        self.missing: dict[int, Absence] = {}  # former members that are away
         self.num_losses = [0] * num_ranks  # counters by rank
         self._recovery_timeout_s = recovery_timeout_s
         self._fault_grace_s, self._regroup_timeout_s = fault_grace_s, regroup_timeout_s
         self._attached: set[int] = set()
-        self._settled: set[int] = set()  # have served since they attached
+        self._settled: set[int] = set()  # ranks that have served since they attached
         self._met: set[int] = set()  # members that serve in this epoch
         self._faults: dict[int, _Fault] = {}  # of this epoch
-        self._given_up: set[int] = set()  # whose streams have not ended yet
-        self._silent: dict[int, float] = {}  # members that owe an answer to an order: when they are given up
-        self._waiting_s = 0.0  # since when, in that phase
-        self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # when epochs were
-        self._resumed_until_s: float | None = None  # while ranks come back to a front that was started again
+        self._given_up: set[int] = set()  # ranks with a closed stream that has not ended yet
+        self._silent: dict[int, float] = {}  # by member that has not answered an order: its time limit
+        self._waiting_s = 0.0  # start of the WAITING phase
+        self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # times when faults ended epochs
+        self._resumed_until_s: float | None = None  # set while ranks return to a restarted front
 
     @property
     def settled(self) -> frozenset[int]:
-        """Ranks that can be given requests: they serve, or will again when all have met."""
+        """Ranks that requests may be routed to: they serve, or will again when all members have met."""
         return frozenset(self._settled)
 
     @property
@@ -114,12 +113,12 @@ class Epochs:
 
     @property
     def faults(self) -> dict[int, str]:
-        """By rank, why its steps in this epoch broke off."""
+        """The reason of each rank's fault in this epoch."""
         return {fault.rank: fault.reason for fault in self._faults.values()}
 
     @property
     def is_resuming(self) -> bool:
-        """Whether ranks come back to a front that was started again."""
+        """Whether ranks are returning to a restarted front."""
         return self._resumed_until_s is not None
 
     @property
@@ -128,14 +127,14 @@ class Epochs:
         return self.phase is Phase.SERVING and len(self.members) == self.num_ranks
 
     def resume(self, now_s: float) -> None:
-        """Begin where a front was that is gone: the ranks come back to this one, and meet when all have or time is up."""
+        """Take over from an earlier front. The ranks return, and meet when all are back or the time is up."""
         self._resumed_until_s = now_s + RETURN_S
 
     def attach(self, rank: int, now_s: float, *, epoch: int = 0) -> Effects:
-        """Take a rank that is ready to serve.
+        """Attach a rank that is ready to serve.
 
         Args:
-            epoch: the newest that it was ordered to, by this front or the one before.
+            epoch: The newest epoch that it was ordered to, by this front or an earlier one.
         """
         self._attached.add(rank)
         self.number = max(self.number, epoch)
@@ -145,14 +144,14 @@ class Epochs:
         if self.phase is not Phase.STARTING:
             self.missing.pop(rank, None)
             return self._order(now_s)
-        if len(self._attached) == self.num_ranks:  # they have met by themselves
+        if len(self._attached) == self.num_ranks:  # they have met without an order
             self.members = tuple(range(self.num_ranks))
             self._met, self._settled = set(self.members), set(self.members)
             self.phase = Phase.SERVING
         return _NOTHING
 
     def lose(self, rank: int, reason: str, now_s: float) -> Effects:
-        """Take the end of a rank's stream."""
+        """Handle the end of a rank's stream."""
         for ranks in (self._attached, self._settled, self._met, self._given_up):
             ranks.discard(rank)
         self._silent.pop(rank, None)
@@ -170,12 +169,12 @@ class Epochs:
         return _NOTHING
 
     def grant(self, extra_s: float) -> None:
-        """Let the members that owe an answer take longer: there is much to read."""
+        """Extend the time limit of members that have not answered yet, because they have much to read."""
         for rank in self._silent:
             self._silent[rank] += extra_s
 
     def take_regrouped(self, rank: int, number: int, now_s: float) -> None:
-        """Take that a rank serves in an epoch; another one than the present is over."""
+        """Record that a rank serves in an epoch. Ignored if the epoch is over."""
         self._hear(rank, number, now_s)
         if number != self.number or rank not in self.members or rank in self._faults:
             return
@@ -185,9 +184,9 @@ class Epochs:
             self.phase = Phase.SERVING
 
     def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
-        """Take that a rank's steps in an epoch broke off; in another one than the present they are over anyway."""
+        """Handle a rank's fault in an epoch. Ignored if the epoch is over."""
         if self._resumed_until_s is not None:
-            return _NOTHING  # an epoch of the front before; an order comes
+            return _NOTHING  # an epoch of the earlier front; an order follows
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} cannot serve: {reason}")
         self._hear(rank, number, now_s)
@@ -197,7 +196,7 @@ class Epochs:
         self._faults.setdefault(rank, _Fault(rank, reason, now_s, is_final))
         if is_final:
             self._faults[rank] = self._faults[rank]._replace(is_final=True, reason=reason)
-        if is_final and not self.missing:  # nobody can come to its help but it itself, started anew
+        if is_final and not self.missing:  # no missing rank can return to help, so restart this one
             return self._give_up([rank], reason)
         if is_final:
             self._wait(now_s)
@@ -206,7 +205,7 @@ class Epochs:
         return _NOTHING
 
     def tick(self, now_s: float) -> Effects:
-        """See what the time has brought; to be called when `next_due_s` has come."""
+        """Return the effects of elapsed time. Call it at `next_due_s`."""
         due_s = self.next_due_s()
         if due_s is None or now_s < due_s:
             return _NOTHING
@@ -220,7 +219,7 @@ class Epochs:
         return self._end_by_faults(now_s)
 
     def next_due_s(self) -> float | None:
-        """When the time will bring something, if nothing happens before."""
+        """Return the time of the next `tick`, or None if no timeout runs."""
         if self._resumed_until_s is not None:
             return self._resumed_until_s
         if self.phase is Phase.WAITING:
@@ -233,7 +232,7 @@ class Epochs:
         return min(due, default=None)
 
     def describe(self) -> str:
-        """Say who is away and why, and whose steps broke off for good."""
+        """Return the missing ranks and the final faults, with their reasons."""
         away = [f"rank {rank} is lost: {absence.reason}" for rank, absence in sorted(self.missing.items())]
         final = [fault for fault in self._faults.values() if fault.is_final]
         return "; ".join(
@@ -241,7 +240,7 @@ class Epochs:
         )
 
     def _order(self, now_s: float, *, is_retry: bool = False) -> Effects:
-        """Begin the next epoch with all that are attached; a retry gives nobody more time to answer."""
+        """Begin the next epoch with all attached ranks. A retry does not extend the time limits."""
         if not is_retry:
             self._silent.clear()
         self._resumed_until_s = None
@@ -255,7 +254,7 @@ class Epochs:
         return Effects(order=Epoch(self.number, self.members))
 
     def _go_on_without(self, now_s: float) -> Effects:
-        """Let those meet that came back; the others have been lost, and may still come."""
+        """Let the returned ranks meet. The others count as lost, but may still return."""
         self._resumed_until_s = None
         for rank in self.absent:
             self.missing[rank] = Absence("it did not come back to the front", now_s)
@@ -265,18 +264,18 @@ class Epochs:
         return _NOTHING
 
     def _end_by_faults(self, now_s: float) -> Effects:
-        """Let the same members try again; when that has not helped often enough, without the one that broke off first,
-        if no other one is so slow to answer that it explains it."""
+        """Let the same members try again. After too many tries, close the stream of the rank that failed first, unless
+        another rank that has not answered explains the faults."""
         often = len(self._ended_by_faults) == MAX_FAULTS and now_s - self._ended_by_faults[0] < FAULTS_S
         if often and not self._silent:
             first = min(self._faults.values(), key=lambda fault: (fault.at_s, fault.rank))
             self._ended_by_faults.clear()
-            return self._give_up([first.rank], f"steps broke off {MAX_FAULTS + 1} times: {first.reason}")
+            return self._give_up([first.rank], f"steps failed {MAX_FAULTS + 1} times: {first.reason}")
         self._ended_by_faults.append(now_s)
         return self._order(now_s, is_retry=True)
 
     def _hear(self, rank: int, number: int, now_s: float) -> None:
-        """Note that a rank answers; to an older order: it owes an answer to the present one, but is alive."""
+        """Record an answer. A rank that answers an older order still owes one to the present order, but is alive."""
         if rank in self._silent and number == self.number:
             del self._silent[rank]
         elif rank in self._silent:

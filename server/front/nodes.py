@@ -1,10 +1,10 @@
-"""Which ranks are whose: the front's answer to a node that runs its own torchrun and wants to join (`--join`).
+"""Assign ranks to a node that runs its own torchrun and wants to join (`--join`).
 
-Ranks that came together under one torchrun are a node. A newcomer takes the place of a node that is away as a whole and
-has as many ranks; of several the one that has been away longest, since an engine that was killed a moment ago is mostly
-being started again where it was. A place that was given is not given to another node for a while, so that two newcomers do
-not load the same experts; a newcomer that failed may be tried again after that. Who attaches first has the rank: the other
-is refused. Knows no link and no clock.
+Ranks that came together under one torchrun are a node. A new node takes the place of a node that is entirely away and has
+the same number of ranks. If there are several, it gets the one that has been away longest, because an engine that was killed
+a moment ago is usually being restarted on its node. An assigned place is reserved for a while, so that two new nodes do not
+load the same experts; after that another node may try. The node that attaches first keeps the rank, and the other is
+refused. Knows no network and no clock.
 """
 
 from collections import defaultdict
@@ -19,22 +19,21 @@ class Nodes:
     """The nodes of one service."""
 
     def __init__(self, num_ranks: int) -> None:
-        """Know nothing of any rank yet."""
         self._num_ranks = num_ranks
-        self._node_of: dict[int, str] = {}  # by rank: where it was attached last
-        self._num_restarts: dict[int, int] = defaultdict(int)  # by rank: the most that was seen
-        self._given: dict[str, tuple[tuple[int, ...], float]] = {}  # by newcomer: its ranks, and since when
+        self._node_of: dict[int, str] = {}  # by rank: the node that attached it last
+        self._num_restarts: dict[int, int] = defaultdict(int)  # by rank: the largest number seen
+        self._given: dict[str, tuple[tuple[int, ...], float]] = {}  # by new node: its ranks, and since when
 
     def note(self, rank: int, node: str, num_restarts: int) -> None:
-        """Take that a rank has attached."""
+        """Record that a rank has attached."""
         self._node_of[rank] = node
         self._num_restarts[rank] = max(self._num_restarts[rank], num_restarts)
 
     def claim(self, claim: Claim, missing: Mapping[int, float], now_s: float) -> Claimed:
-        """Give a worker of a newcomer its rank.
+        """Assign a rank to a worker of a new node.
 
         Args:
-            missing: the ranks that are away, and since when.
+            missing: The ranks that are away, and since when.
         """
         ranks, _ = self._given.get(claim.node, ((), 0.0))
         if not ranks or not set(ranks) <= missing.keys() | self._ranks_of(claim.node):
@@ -51,7 +50,7 @@ class Nodes:
         return {rank for rank, its_node in self._node_of.items() if its_node == node}
 
     def _away(self, missing: Mapping[int, float], now_s: float) -> list[tuple[int, ...]]:
-        """The nodes that are away as a whole, each by its ranks, and that were given to nobody."""
+        """Return the ranks of each node that is entirely away and not reserved."""
         nodes: dict[str, list[int]] = defaultdict(list)
         for rank in range(self._num_ranks):
             nodes[self._node_of.get(rank, "")].append(rank)
@@ -64,10 +63,10 @@ class Nodes:
         ]
 
     def _refuse(self, claim: Claim, away: list[tuple[int, ...]]) -> Claimed:
-        asked = f"a node of {claim.num_ranks}"
+        asked = f"a node with --nproc-per-node {claim.num_ranks}"
         if not away:
-            reason = f"no node is away whose place {asked} could take"
+            reason = f"no node is away, so {asked} cannot join"
             return Claimed(-1, self._num_ranks, 0, reason, may_come=True)
         sizes = ", ".join(sorted({str(len(ranks)) for ranks in away}))
-        reason = f"{asked} takes nobody's place: nodes that are away had {sizes}; give torchrun that as --nproc-per-node"
+        reason = f"{asked} cannot join: missing nodes had {sizes}; give torchrun that --nproc-per-node"
         return Claimed(-1, self._num_ranks, 0, reason)

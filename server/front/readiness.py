@@ -1,10 +1,10 @@
-"""Whether requests are taken and placements may change, in words for whoever is refused."""
+"""Explain why requests are refused or placements cannot change."""
 
 from server.front.membership import Epochs, Phase
 
 
 def why_not_ready(epochs: Epochs) -> str | None:
-    """Return what the service waits for, None when some rank serves or will at once."""
+    """Return what the service waits for, or None if a rank serves or soon will."""
     if epochs.phase is Phase.STARTING:
         return f"waiting for {_ranks(epochs.absent)} of {epochs.num_ranks}"
     if epochs.phase is Phase.WAITING:
@@ -15,7 +15,7 @@ def why_not_ready(epochs: Epochs) -> str | None:
 
 
 def why_no_change(epochs: Epochs) -> str | None:
-    """Return why no placement may change now, None when it may: all ranks serve."""
+    """Return why the placement cannot change now, or None if all ranks serve."""
     if epochs.is_whole:
         return None
     if epochs.missing:

@@ -1,16 +1,16 @@
 """The requests that the front has accepted: routed, journaled, submitted, fed, and ended exactly once.
 
-The one place where journal, router, ranks and metrics meet; everything here runs in the front's event loop.
+The one place where journal, router, ranks and metrics meet. Everything here runs in the front's event loop.
 
-A rank that is lost leaves its requests to the others: prompt, parameters with their seed, and the tokens that were
-delivered make the rest of the answer what it would have been. With nobody to go to they wait, and their time runs on.
+The requests of a lost rank move to other ranks. The prompt, the parameters with their seed and the delivered tokens let
+another rank generate the same rest of the answer. Without a rank they wait, and their deadlines keep running.
 
-A request that waits at a rank while another one has room is asked back (`Router.plan_moves`). The rank alone knows whether it has
-begun, and its answer decides: given back, the request is nobody's until it is submitted again; begun, it stays. Whatever else
-happens meanwhile (its client leaves, its rank is lost) finds it at the rank that it was given to last.
+If a request waits at a rank while another has room, the front withdraws it (`Router.plan_moves`). Only the rank knows whether
+it has begun the request, so the rank decides. A released request belongs to no rank until it is submitted again; a request that
+has begun stays. If its client leaves or its rank is lost meanwhile, it still counts as being at its last rank.
 
-Who asks may bound how many choices of an answer are at ranks at once (lines of batches do); the others are held here, and follow
-one by one as those before them end.
+A client may bound how many choices of an answer are at ranks at once (lines of batches do). The others are held here and
+follow one by one.
 """
 
 import asyncio
@@ -36,26 +36,26 @@ from server.link.messages import RankFacts
 from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
-_NO_RANK_YET = 0  # any one: until it is submitted
-MOVE_EVERY_S = 0.05  # that moves are looked for, at most
-# Of prompts, given to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
+_NO_RANK_YET = 0  # any value, until the request is submitted
+MOVE_EVERY_S = 0.05  # least time between two searches for moves
+# Prompt tokens submitted to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
 TOKENS_AT_ONCE = 200_000
-RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does, this much later
+RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does after this time
 
 
 class RequestCounts(Protocol):
-    """Who counts and times requests: `server.http.observability.metrics` has it for Prometheus."""
+    """Counts and times requests, implemented by `server.http.observability.metrics` for Prometheus."""
 
     def note_request(self, n: int, max_tokens: int) -> None:
-        """Take a client's request with `n` choices in all."""
+        """Record a client's request with `n` choices in all."""
 
     def note_first_token(
         self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
-        """Take a choice's first token."""
+        """Record a choice's first token."""
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
-        """Take tokens that arrived `gap_s` after those before; None: they are the first."""
+        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
 
     def note_end(
         self,
@@ -67,10 +67,10 @@ class RequestCounts(Protocol):
         num_cached_tokens: int,
         num_tokens: int,
     ) -> None:
-        """Take a choice's end."""
+        """Record a choice's end."""
 
     def note_longest(self, num_tokens: int) -> None:
-        """Take the longest choice of a client's request."""
+        """Record the length of the longest choice of a client's request."""
 
 
 class Requests:
@@ -91,10 +91,10 @@ class Requests:
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
     ) -> None:
-        """Args: timeout_s is each request's deadline, 0 is none; admission bounds the open ones, None is no bound; on_ask
-            is told of every choice that is accepted, on_answer of every client's request that is to be answered.
+        """Args: timeout_s: Deadline of each request, 0 for none; admission: Limit of open requests, None for no limit;
+            on_ask: Called for every accepted choice; on_answer: Called for every accepted request.
 
-        why_not_ready says why no request can be taken now, None if it can; who_asks says for whom `open` is called.
+        why_not_ready returns the reason to refuse requests now, or None; who_asks returns the client of an `open` call.
         """
         self._decoder = decoder
         self._ranks = ranks
@@ -105,25 +105,24 @@ class Requests:
         self._admission = admission or Admission(None)
         self._open: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._parked: dict[str, Generation] = {}  # of the open ones, those at no rank
-        self._queued: dict[
-            str, None
-        ] = {}  # of the parked ones, those that wait for the event loop's next turn only
-        self._held: dict[str, Generation] = {}  # of the open ones, those that follow others
-        # By a choice at a rank, what follows it: the held ones of its answer.
+        self._parked: dict[str, Generation] = {}  # open choices that are at no rank
+        # Parked choices that only wait for the event loop's next turn.
+        self._queued: dict[str, None] = {}
+        self._held: dict[str, Generation] = {}  # open choices that follow others
+        # By a choice at a rank: the held choices of its answer that follow it.
         self._followers: dict[str, deque[Generation]] = {}
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
         self._closed: ApiError | None = None
-        self._looked_s = -math.inf  # for moves
+        self._looked_s = -math.inf  # time of the last search for moves
         self._num_answers = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
     @property
     def num_answers(self) -> int:
-        """How many clients' requests are being answered, whatever their number of choices."""
+        """Number of client requests that are being answered, regardless of their choices."""
         return self._num_answers
 
     @property
@@ -133,22 +132,22 @@ class Requests:
 
     @property
     def num_unbounded(self) -> int:
-        """Accepted choices without an outcome, but for those of answers whose choices follow each other."""
+        """Accepted choices without an outcome, excluding answers that bound their choices at ranks."""
         return sum(generation.asker.most_choices is None for generation in self._open.values())
 
     @property
     def num_refused(self) -> int:
-        """Choices that were too many, since the start."""
+        """Choices refused at the limit since the start."""
         return self._admission.num_refused
 
     def open(self, request_id: str, asks: Sequence[Ask], *, is_probe: bool = False) -> Answer:
-        """Accept a client's request: give every choice to a rank.
+        """Accept a client's request: submit every choice to a rank.
 
         Args:
-            is_probe: it asks how the service is, and is taken however many are open.
+            is_probe: Whether it is a health probe, which is accepted regardless of the limit.
 
         Raises:
-            ApiError: the service is ending, not ready, or full; who asks says so in a way that cannot be read.
+            ApiError: The service is ending, not ready or full, or the client's identity cannot be read.
         """
         asker = self._who_asks()
         if self._closed is not None:
@@ -163,13 +162,13 @@ class Requests:
         try:
             num_tokens = 0
             for number, ask in enumerate(asks):
-                if self._closed is not None:  # the service ended while a rank was given a choice
+                if self._closed is not None:  # the service ended while a choice was submitted
                     raise self._closed
                 is_held = asker.most_choices is not None and number >= asker.most_choices
                 is_queued = num_tokens > TOKENS_AT_ONCE
                 self._start(answer, ask, asker, followers, is_held=is_held, is_queued=is_queued)
                 num_tokens += 0 if is_held else len(ask.request.prompt_ids)
-        except BaseException:  # nobody will read the choices before it
+        except BaseException:  # the choices before it will have no reader
             for generation in reversed(answer.generations):
                 if generation.ask.request.request_id in self._open:
                     self._abort(generation, FinishReason.ABORT)
@@ -191,7 +190,7 @@ class Requests:
         )
 
     def deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        """Feed what a rank yielded. Requests that ended here first are passed over."""
+        """Feed a rank's outputs to their choices, except for requests that have ended here already."""
         now_s = time.monotonic()
         for output in outputs:
             generation = self._open.get(output.request_id)
@@ -204,11 +203,11 @@ class Requests:
                 self._feed_alone(generation, output, now_s)
 
     def note_rank(self, facts: RankFacts) -> None:
-        """Take what a rank that is ready is made for."""
+        """Record the capacity of a rank that is ready."""
         self._router.note_size(facts.rank, seats=facts.max_num_seqs, block_tokens=facts.block_tokens)
 
     def note_stats(self, stats: RankStats) -> None:
-        """Take a rank's state after a step; ask ranks for requests that wait there while others have room."""
+        """Record a rank's state after a step. Withdraw requests that wait there while other ranks have room."""
         self._router.note_stats(stats)
         now_s = time.monotonic()
         if now_s - self._looked_s >= MOVE_EVERY_S:
@@ -220,7 +219,7 @@ class Requests:
         return self._journal.open_entries[request_id].request.prompt_ids
 
     def _take_back(self, generation: Generation, now_s: float) -> None:
-        """Give a request to another rank: its own has done nothing for it, and forgets it."""
+        """Submit a released request to another rank. Its old rank has not begun it, and forgets it."""
         request_id = generation.ask.request.request_id
         self._journal.take_back(request_id)
         generation.num_moves += 1
@@ -234,15 +233,15 @@ class Requests:
         return len(self._parked.keys() - self._queued.keys())
 
     def enter(self, rank: int) -> None:
-        """Let a rank be given requests; those that wait for one are."""
+        """Route requests to a rank, and submit those that wait for one."""
         self._router.enter(rank)
-        for request_id in list(self._parked):  # one that loses a rank on its way may be gone, or wait again
+        for request_id in list(self._parked):  # a loss meanwhile may end them or park them again
             generation = self._parked.pop(request_id, None)
             if generation is not None:
                 self._submit(generation, time.monotonic())
 
     def leave(self, ranks: Collection[int]) -> None:
-        """Take the requests of lost ranks from them, and give them to others."""
+        """Move the requests of lost ranks to other ranks."""
         for rank in ranks:
             self._router.leave(rank)
         now_s = time.monotonic()
@@ -252,7 +251,7 @@ class Requests:
                 continue
             if not self._journal.replay(request_id, now_s=now_s):
                 failure = errors.failed(
-                    f"its rank was lost {MAX_INCIDENTS + 1} times without a token in between; it is not tried any more"
+                    f"its rank was lost {MAX_INCIDENTS + 1} times without a token in between; it is not retried again"
                 )
                 self._end(generation, FinishReason.ERROR, failure, failure.message)
                 continue
@@ -260,7 +259,7 @@ class Requests:
             self._submit(generation, now_s)
 
     def refuse(self, failure: ApiError) -> None:
-        """Refuse new requests with `failure`; open ones go on."""
+        """Refuse new requests with `failure`; open ones continue."""
         self._closed = failure
 
     async def wait_until_empty(self) -> None:
@@ -270,7 +269,7 @@ class Requests:
     def fail_all(self, failure: ApiError) -> None:
         """End every open request with `failure`, and refuse new ones with it."""
         self.refuse(failure)
-        for generation in reversed(list(self._open.values())):  # what is held before what it follows
+        for generation in reversed(list(self._open.values())):  # held choices before those they follow
             self._abort(generation, FinishReason.ERROR, failure)
 
     def _start(
@@ -312,7 +311,7 @@ class Requests:
             self._submit(generation, now_s)
 
     def _queue(self, generation: Generation) -> None:
-        """Give a choice to a rank a little later."""
+        """Submit a choice to a rank in a later turn of the event loop."""
         request_id = generation.ask.request.request_id
         self._parked[request_id] = generation
         if not self._queued:
@@ -320,7 +319,7 @@ class Requests:
         self._queued[request_id] = None
 
     def _submit_queued(self) -> None:
-        """Give some queued choices to ranks, and go on when others had their turn. They may have ended meanwhile."""
+        """Submit some queued choices, and leave the rest to a later turn. Choices may have ended meanwhile."""
         num_tokens = 0
         while self._queued and num_tokens <= TOKENS_AT_ONCE:
             request_id = next(iter(self._queued))
@@ -333,7 +332,7 @@ class Requests:
             asyncio.get_running_loop().call_soon(self._submit_queued)
 
     def _start_follower(self, request_id: str, now_s: float) -> None:
-        """Give the next choice that is held to a rank, in the place of one that has ended."""
+        """Submit the next held choice after one has ended."""
         followers = self._followers.pop(request_id, None)
         while followers:
             generation = followers.popleft()
@@ -348,11 +347,11 @@ class Requests:
     def _submit(
         self, generation: Generation, now_s: float, *, is_moved: bool = False, target: int | None = None
     ) -> None:
-        """Give a choice to the best rank, with what the client was sent of it already; let it wait if there is none.
+        """Submit a choice and its delivered tokens to the best rank, or park it if there is no rank.
 
         Args:
-            is_moved: it takes its session along, instead of going where that is.
-            target: the rank that has a place for it; None: the router picks one.
+            is_moved: Whether it takes its session along, instead of following its session.
+            target: The rank that reserved a place for it, or None to let the router pick one.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
@@ -378,17 +377,17 @@ class Requests:
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
-        """Feed one answer; an error of ours on the way ends that one only, not its rank and all that the rank serves."""
+        """Feed one output. An internal error ends this answer only, not its rank and the rank's other requests."""
         try:
             self._feed(generation, output, now_s)
         except StructureError as error:
             self._abort(
                 generation, FinishReason.ERROR, errors.bad_request(f"stop_regex: {error}.", "stop_regex")
             )
-        except Exception as error:  # noqa: BLE001 - as its docstring says
+        except Exception as error:  # noqa: BLE001 - see the docstring
             _LOG.exception("request %s failed", output.request_id)
             if not generation.finished:
-                failure = errors.failed(f"its answer could not be made: {type(error).__name__}: {error}")
+                failure = errors.failed(f"its answer failed: {type(error).__name__}: {error}")
                 self._abort(generation, FinishReason.ERROR, failure)
 
     def _feed(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
@@ -403,7 +402,7 @@ class Requests:
         elif reason is None:
             generation.notify()
         elif output.finish_reason is None:
-            self._abort(generation, reason)  # a stop string: the rank does not know yet
+            self._abort(generation, reason)  # a stop string, which the rank does not know yet
         else:
             self._end(generation, reason, self._failure_of(output), output.error)
 
@@ -432,7 +431,7 @@ class Requests:
         return None
 
     def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
-        """End a request that its rank still runs."""
+        """End a request, and abort it if it is at a rank."""
         if self._is_at_rank(generation.ask.request.request_id):
             self._ranks.abort(generation.rank, generation.ask.request.request_id)
         self._end(generation, reason, failure, failure.message if failure else "")
@@ -464,9 +463,9 @@ class Requests:
         self._start_follower(request.request_id, now_s)
 
     def _close(self, answer: Answer) -> None:
-        """Abort what a client no longer waits for."""
+        """Abort the unfinished choices of an answer."""
         self._num_answers -= 1
-        for generation in reversed(answer.generations):  # what is held before what it follows
+        for generation in reversed(answer.generations):  # held choices before those they follow
             if not generation.finished:
                 self._abort(generation, FinishReason.ABORT)
         if all(generation.failure is None for generation in answer.generations):

@@ -1,17 +1,16 @@
-"""Gives each request to a rank: the one with the least work to do before the request's first token.
+"""Route each request to the rank with the least work before the request's first token.
 
-That work is the rank's outstanding tokens plus the part of the prompt it does not hold already, so with equal load
-the longest known prefix decides, and a long prefix is worth a short queue. Where a rank's seats are taken, one must become free
-first: the steps until then count as tokens, too. The idea of weighing cached prefix against
-load in tokens is Mooncake's (arXiv 2407.00079) and Preble's (arXiv 2407.00023). Requests of one session go where its last
-one went, while that rank serves and has not much more to do than the others: then its prefix is there even where a new
-turn rewrites the old ones.
+That work is the rank's outstanding tokens plus the part of the prompt that the rank does not hold. So with equal load the
+longest known prefix decides, and a long prefix is worth a short queue. If a rank's seats are all taken, one must become free
+first: the steps until then count as tokens, too. The idea of weighing cached prefix against load in tokens is Mooncake's
+(arXiv 2407.00079) and Preble's (arXiv 2407.00023). Requests of one session go to the rank of its last request, while that
+rank serves and has not much more work than the others. So they find their prefix even if a new turn rewrites earlier ones.
 
-Nobody knows beforehand how long answers get, so queues drift apart; a rank that comes back has none at all. A request
-that has not begun costs nothing to move, and is moved where it would begin at once (Llumnix, arXiv 2406.03243, moves
-running ones with their cache as well).
+The length of answers is unknown in advance, so queues drift apart; a rank that returns has no queue at all. A request
+that has not begun costs nothing to move, and is moved to a rank where it can begin at once (Llumnix, arXiv 2406.03243, also
+moves running requests with their cache).
 
-A pure value machine: no IO, no clock, tested alone. Rejected: strict least-loaded with affinity only on ties, which under
+A pure state machine without IO or clock, tested alone. Rejected: strict least-loaded with affinity only on ties, which under
 load never reuses a conversation's prefix; consistent hashing, which ignores load.
 """
 
@@ -25,79 +24,78 @@ from scheduler.policy.request import RankStats
 
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
-MAX_SESSIONS = 1 << 16  # remembered over all ranks, the latest
-# A session leaves its rank where that has to do more than this share of what the least loaded one has, and these tokens.
+MAX_SESSIONS = 1 << 16  # the latest sessions, remembered over all ranks
+# A session leaves its rank if the rank has more work than this share of the least loaded rank's plus these tokens.
 SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
-MOVE_GAIN_TOKENS = 512  # that a request must have less before it elsewhere, so that it does not go to and fro
+MOVE_GAIN_TOKENS = 512  # least gain of a move, so that requests do not move to and fro
 MAX_MOVES = 3  # of one request
-EXPECTED_OUTPUT_TOKENS = 256  # most of what max_tokens is charged: its default is the whole context
-STEP_PROMPT_TOKENS = (
-    16  # of a prompt, that weigh as much as a step in which all who run get a token; measured: docs/LOG.md
-)
-_MANY_SEATS = 1 << 40  # of a rank that has not said how many it has
+EXPECTED_OUTPUT_TOKENS = 256  # upper bound of the charge for max_tokens: its default is the whole context
+# Prompt tokens that weigh as much as a step in which all running requests get a token; measured: docs/LOG.md.
+STEP_PROMPT_TOKENS = 16
+_MANY_SEATS = 1 << 40  # of a rank that has not reported its seats
 
 
 @dataclass(slots=True)
 class _Load:
-    """What one request still weighs on its rank."""
+    """The work that one request still means for its rank."""
 
     rank: int
     prompt_tokens: int  # 0 once the first token has come
     output_tokens: int
-    held_tokens: int  # of the prompt, that the rank had seen before
+    held_tokens: int  # of the prompt, seen by the rank before
     priority: int
     key_id: str
     num_moves: int
-    waits: bool = True  # as far as the rank has said
-    target: int | None = None  # the rank that it is to be moved to: its own is asked to give it back
+    waits: bool = True  # until the rank reports otherwise
+    target: int | None = None  # the rank to move it to, after its own rank has released it
 
     @property
     def num_tokens(self) -> int:
-        """That its rank still has to run for it."""
+        """Tokens that the rank still has to run for the request."""
         return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(slots=True)
 class _Room:
-    """What a rank on which nobody waits could begin at once."""
+    """What a rank without waiting requests could begin at once."""
 
     seats: int
-    tokens: int  # of prompts, that its free blocks hold
+    tokens: int  # of prompts, that fit its free blocks
 
 
 class Router:
-    """Remembers the ranks' outstanding tokens and which prefixes they have seen."""
+    """Tracks the ranks' outstanding tokens and the prefixes that they have seen."""
 
     def __init__(self, num_ranks: int) -> None:
         assert num_ranks >= 1, "a service has at least one rank"
         self._outstanding = np.zeros(num_ranks, dtype=np.int64)
         self._num_admitted = np.zeros(num_ranks, dtype=np.int64)
         self._num_open = np.zeros(num_ranks, dtype=np.int64)
-        self._seats = np.full(num_ranks, _MANY_SEATS)  # as far as ranks have said
+        self._seats = np.full(num_ranks, _MANY_SEATS)  # until ranks report them
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._loads: dict[str, _Load] = {}  # in order of arrival
-        self._block_tokens: dict[int, int] = {}  # of ranks that have said it
-        self._stats: dict[int, RankStats] = {}  # likewise, the last
-        # Chain hash of a prefix -> ranks that have seen it -> how many requests brought it there.
+        self._block_tokens: dict[int, int] = {}  # by rank, once reported
+        self._stats: dict[int, RankStats] = {}  # by rank, the last report
+        # Chain hash of a prefix -> ranks that have seen it -> number of requests that brought it there.
         self._holders: OrderedDict[int, dict[int, int]] = OrderedDict()
         self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
-        """Tokens each rank still has to run, as far as the front knows."""
+        """Tokens that each rank still has to run, according to the front."""
         return tuple(self._outstanding.tolist())
 
     @property
     def has_ranks(self) -> bool:
-        """Whether there is any rank to pick."""
+        """Whether any rank can be picked."""
         return bool(self._is_available.any())
 
     def enter(self, rank: int) -> None:
-        """Let a rank be picked."""
+        """Make a rank available for picks."""
         self._is_available[rank] = True
 
     def leave(self, rank: int) -> None:
-        """Pick a rank no more, and forget what it held."""
+        """Make a rank unavailable, and forget its prefixes."""
         self._is_available[rank] = False
         self._stats.pop(rank, None)
         self._num_admitted[rank] = 0
@@ -105,15 +103,15 @@ class Router:
             holders.pop(rank, None)
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        """Return the session's rank, if it can take more; else the one that would reach this prompt's first token after the
-        fewest tokens. There must be one.
+        """Return the session's rank if it can take more work. Otherwise return the available rank that reaches this prompt's
+        first token after the fewest tokens.
 
-        Ties go to the rank that was given the fewest requests so far, then to the lowest number.
+        Ties go to the rank with the fewest requests so far, then to the lowest number. Some rank must be available.
 
         Args:
-            prompt_ids: of the request.
-            session: that the request belongs to; "": to none.
-            untold: [ranks] tokens that ranks have delivered and `progress` was not told of yet; None: there are none.
+            prompt_ids: Tokens of the request.
+            session: Session of the request, or "" for none.
+            untold: [ranks] Tokens delivered by ranks but not reported to `progress` yet, or None if there are none.
         """
         left = self._outstanding + self._seat_tokens(self._num_open)
         if untold is not None:
@@ -142,7 +140,7 @@ class Router:
         key_id: str = "",
         num_moves: int = 0,
     ) -> None:
-        """Charge `rank` with a request, and let it be its session's."""
+        """Add a request to the load of `rank`, and bind its session to that rank."""
         assert request_id not in self._loads, f"request {request_id} is admitted already"
         held_tokens = self._remember(prompt_ids, rank)
         load = _Load(
@@ -165,13 +163,13 @@ class Router:
                 self._sessions.popitem(last=False)
 
     def begin(self, request_id: str) -> None:
-        """Note that a request's rank has begun with it: it stays there."""
+        """Record that a rank has begun a request, which therefore stays there."""
         load = self._loads.get(request_id)
         if load is not None:
             load.waits, load.target = False, None
 
     def progress(self, request_id: str, num_tokens: int) -> None:
-        """Note that a request's rank delivered `num_tokens`: its prompt is done, and so much less is to come."""
+        """Record `num_tokens` delivered tokens: the prompt is done, and less output remains."""
         load = self._loads.get(request_id)
         if load is None or num_tokens == 0:
             return
@@ -181,20 +179,20 @@ class Router:
         load.output_tokens -= spent
 
     def retire(self, request_id: str) -> None:
-        """Take what is left of a request off its rank; unknown requests have been retired before."""
+        """Remove a request's remaining load from its rank. Does nothing for an unknown request."""
         load = self._loads.pop(request_id, None)
         if load is not None:
             self._outstanding[load.rank] -= load.num_tokens
             self._num_open[load.rank] -= 1
 
     def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> int | None:
-        """Note that a request's rank has given it back, and has seen of its prompt only what others brought there.
+        """Record that a rank released a request, and forget the prefixes that only this request brought there.
 
         Args:
-            prompt_ids: as it was admitted.
+            prompt_ids: Tokens of the request at its admission.
 
         Returns:
-            The rank that its place is kept at; None: that one is lost, or requests wait there now.
+            The rank that reserved a place for it. None if that rank is lost, or requests wait there now.
         """
         load = self._loads[request_id]
         self.retire(request_id)
@@ -208,25 +206,25 @@ class Router:
         return None if stats is None or stats.num_waiting else stats.rank
 
     def note_size(self, rank: int, *, seats: int, block_tokens: int) -> None:
-        """Take how many requests a rank runs at once, and the size of its blocks."""
+        """Record a rank's number of seats (requests that run at once) and tokens per block."""
         self._seats[rank], self._block_tokens[rank] = seats, block_tokens
 
     def note_stats(self, stats: RankStats) -> None:
-        """Take a rank's state after a step."""
+        """Record a rank's state after a step."""
         self._stats[stats.rank] = stats
 
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
-        """Choose requests that wait at one rank while another could begin with them at once, the most urgent first.
+        """Choose waiting requests that could begin at once at another rank, the most urgent first.
 
-        Each must have MOVE_GAIN_TOKENS less before it there, with the seats and what both ranks hold of its prompt counted in.
-        Its own rank is to be asked for it: it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not
-        chosen again, and its place is kept for it.
+        A move must save at least MOVE_GAIN_TOKENS, counting seats and the parts of its prompt that both ranks hold. The
+        caller asks its rank for it, because it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not
+        chosen again, and its new place stays reserved.
 
         Args:
-            prompt_of: a request's tokens, by id.
+            prompt_of: Returns a request's tokens by id.
 
         Returns:
-            By id, the ranks where they wait.
+            The ranks where the chosen requests wait, by request id.
         """
         rooms = self._rooms()
         crowded = {
@@ -235,7 +233,7 @@ class Router:
         if not rooms or not crowded:
             return {}
         waiting = self._in_order_of_begin(crowded)
-        # What stands before a request: of ranks with room all that they have to do, of the others what does not wait, at first.
+        # Load ahead of a request: all load of ranks with room; of the others, at first, the load that does not wait.
         before, num_before = self._outstanding.copy(), self._num_open.copy()
         for _, load in waiting:
             before[load.rank] -= load.num_tokens
@@ -259,7 +257,7 @@ class Router:
         return moves
 
     def _in_order_of_begin(self, ranks: Collection[int]) -> list[tuple[str, _Load]]:
-        """Those that wait at some ranks: the most urgent first, then of every key one after the other, in order of arrival."""
+        """Return requests that wait at some ranks: the most urgent first, then alternating keys, in order of arrival."""
         waiting = [each for each in self._loads.items() if each[1].waits and each[1].rank in ranks]
         waiting.sort(key=lambda each: each[1].priority)
         num_before: Counter[str] = Counter()  # by key
@@ -272,7 +270,7 @@ class Router:
     def _better_rank(
         self, load: _Load, prompt_ids: Sequence[int], rooms: Mapping[int, _Room], before: np.ndarray
     ) -> int | None:
-        """Return the rank where a request that waits would begin soonest, if it gains enough; None: it stays."""
+        """Return the rank where a waiting request would begin soonest, or None if it would gain too little."""
         fitting = [
             rank for rank, room in rooms.items() if room.seats > 0 and room.tokens >= load.prompt_tokens
         ]
@@ -285,12 +283,12 @@ class Router:
         return target if gain >= MOVE_GAIN_TOKENS else None
 
     def _rooms(self) -> dict[int, _Room]:
-        """The ranks on which nobody waits, with what they could begin beside what they were given or are to be given."""
+        """Return the ranks without waiting requests, with the room that is left after submitted and planned ones."""
         rooms = {}
         for rank, stats in sorted(self._stats.items()):
             block_tokens = self._block_tokens.get(rank)
             if block_tokens is not None and self._is_available[rank] and not stats.num_waiting:
-                # One block stays free for everybody who runs, as the rank's scheduler has it.
+                # One block stays free for each running request, as in the rank's scheduler.
                 free_blocks = stats.num_free_blocks - stats.num_running - 1
                 rooms[rank] = _Room(int(self._seats[rank]) - stats.num_running, free_blocks * block_tokens)
         for load in self._loads.values():
@@ -301,18 +299,18 @@ class Router:
         return rooms
 
     def _seat_tokens(self, num_before: np.ndarray) -> np.ndarray:
-        """Count what the wait for a seat weighs on each rank, in tokens: of the requests that run, one ends every
+        """Return the cost of waiting for a seat on each rank, in tokens. One running request ends every
         EXPECTED_OUTPUT_TOKENS / seats steps.
 
         Args:
-            num_before: [ranks] requests before the one that wants it.
+            num_before: [ranks] Requests ahead of the one that needs a seat.
         """
         num_ends = np.maximum(num_before + 1 - self._seats, 0)
         tokens: np.ndarray = num_ends * EXPECTED_OUTPUT_TOKENS * STEP_PROMPT_TOKENS // self._seats
         return tokens
 
     def _held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
-        """Count the tokens of the prompt's longest prefix that a rank has seen, for ranks that have seen any."""
+        """Return the number of prefix tokens that each rank has seen, for ranks that have seen any."""
         held: dict[int, int] = {}
         still: set[int] | None = None
         num_tokens = 0
@@ -327,7 +325,7 @@ class Router:
         return held | dict.fromkeys(still or (), num_tokens)
 
     def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
-        """Note that a rank will have seen a prompt; returns how many of its first tokens it had seen before."""
+        """Record that a rank will have seen a prompt. Returns how many of its first tokens the rank had seen before."""
         num_held, is_held = 0, True
         for chunk in _chain(prompt_ids):
             holders = self._holders.setdefault(chunk, {})
@@ -341,7 +339,7 @@ class Router:
 
 
 def _chain(prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Yield one hash per whole chunk of the prompt, each covering everything before it."""
+    """Yield one hash per whole chunk of the prompt. Each hash covers everything before it."""
     value = 0
     for start in range(0, len(prompt_ids) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):
         value = hash((value, tuple(prompt_ids[start : start + PREFIX_CHUNK_TOKENS])))

@@ -1,4 +1,4 @@
-"""What `--routing-policy` names: the service's own router, and two to compare it with that know less."""
+"""The routers that `--routing-policy` selects: the service's own, and two simpler ones for comparison."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,10 +8,9 @@ from server.front.router import Router
 
 
 class FewestTokens(Router):
-    """The rank with the fewest outstanding tokens, whatever prefixes it holds: none are remembered."""
+    """Picks the rank with the fewest outstanding tokens. It remembers no prefixes."""
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        """See `Router.pick`."""
         return super().pick(prompt_ids, untold=untold)
 
     def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
@@ -19,20 +18,18 @@ class FewestTokens(Router):
 
 
 class RoundRobin(Router):
-    """One rank after the other, whatever they have to do."""
+    """Picks the available ranks in turn, regardless of their load."""
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
         self._num_picked = 0
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        """Of ranks that are there. There must be one."""
         ranks = np.flatnonzero(self._is_available)
         self._num_picked += 1
         return int(ranks[(self._num_picked - 1) % len(ranks)])
 
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
-        """Move nothing."""
         return {}
 
 

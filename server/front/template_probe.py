@@ -1,10 +1,10 @@
-"""What a chat template does with the content of a message, found by rendering small chats.
+"""Find out what a chat template does with a message's content, by rendering small chats.
 
-Templates do not declare what they take: some want a text, some a list of parts, many take both and join the parts in their
-own way. vLLM decides by the syntax tree (`renderers/hf.py`, `_detect_content_format`), which misses content that goes
-through a macro and takes a list of calls for one where a variable serves both. A chat with two marks in it cannot be
-misread: the marks come out, or they do not, or the list itself does. A role that no chat can probe (the template demands
-tools, say) is left to the syntax tree.
+Templates do not declare what they accept: some expect text, some a list of parts, many accept both and join the parts in
+their own way. vLLM decides by the syntax tree (`renderers/hf.py`, `_detect_content_format`), which misses content that goes
+through a macro, and mistakes a list of calls for content if one variable serves both. A chat with two marks in it is
+unambiguous: the output has the marks, or lacks them, or has the printed list. A role that no chat can probe (if the template
+demands tools, for example) is left to the syntax tree.
 """
 
 import re
@@ -13,18 +13,18 @@ from enum import Enum
 from typing import Any
 
 _FIRST, _SECOND = "probe-of-part-one", "probe-of-part-two"
-_LIST = re.compile(rf"""["']text\\?["']: *\\?["']{_FIRST}""")  # a list that was printed, by Python or as JSON
-_CALL = {  # with an id of the length that Mistral's templates demand
+_LIST = re.compile(rf"""["']text\\?["']: *\\?["']{_FIRST}""")  # a list, printed by Python or as JSON
+_CALL = {  # the id has the length that Mistral's templates demand
     "id": "call00001",
     "type": "function",
     "function": {"name": "probe", "arguments": {}},
 }
 
-Render = Callable[[list[dict[str, Any]]], str | None]  # None: the template refuses the chat
+Render = Callable[[list[dict[str, Any]]], str | None]  # returns None if the template refuses the chat
 
 
 class ContentForm(Enum):
-    """What the content of a message may be."""
+    """The form of message content that a template accepts."""
 
     TEXT = "text"
     PARTS = "parts"
@@ -32,7 +32,7 @@ class ContentForm(Enum):
 
 
 def content_forms(render: Render) -> Mapping[str, ContentForm]:
-    """Return the form by role; roles that cannot be probed are missing."""
+    """Return the form by role. Roles that cannot be probed are missing."""
     forms = {}
     for role in ("system", "user", "assistant", "tool"):
         takes_text = _shows(render, role, f"{_FIRST} {_SECOND}")
@@ -45,8 +45,8 @@ def content_forms(render: Render) -> Mapping[str, ContentForm]:
 
 
 def _shows(render: Render, role: str, content: Any) -> bool:
-    """Tell whether a message's text comes out, and nothing of how it was written."""
-    # The other messages are lists as well where the probed one is: a template may demand lists everywhere.
+    """Return whether a message's text is rendered, and not the list that holds it."""
+    # If the probed message is a list, the others are too: a template may demand lists everywhere.
     is_list = isinstance(content, list)
     before: Any = [{"type": "text", "text": "before"}] if is_list else "before"
     empty: Any = [] if is_list else ""
@@ -62,14 +62,14 @@ def _shows(render: Render, role: str, content: Any) -> bool:
 
 
 def shows_instructions(render: Render, form: ContentForm, *roles: str, is_late: bool = False) -> bool | None:
-    """Tell whether instructions in these roles all come out: at the head, or the last of them between the turns.
+    """Return whether instructions in these roles are all rendered: at the head, or the last one between the turns.
 
     Args:
-        render: renders a chat.
-        form: of the content of all messages.
-        roles: of the instructions, in order.
+        render: Renders a chat.
+        form: Form of the content of all messages.
+        roles: Roles of the instructions, in order.
 
-    Returns None if the template refuses even a chat without them.
+    Returns None if the template refuses even a chat without instructions.
     """
     asks, answers, goes_on = (_message(role, role, form) for role in ("user", "assistant", "user"))
     given = [_message(role, f"{_FIRST}-{place}", form) for place, role in enumerate(roles)]

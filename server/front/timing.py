@@ -1,4 +1,4 @@
-"""Where a request's time went, as vLLM divides it: queue, prefill, decode."""
+"""How a request's time divides into queue, prefill and decode, as in vLLM."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class Timing:
     """Seconds; queue, prefill and decode add up to the time from arrival to the last token."""
 
     e2e_s: float  # from arrival to the end
-    first_token_s: float | None = None  # from arrival; None: no token came, and the rest is 0
-    queue_s: float = 0.0  # until its rank first ran it
+    first_token_s: float | None = None  # from arrival; None if there was no token, and the rest is 0
+    queue_s: float = 0.0  # from arrival until its rank first ran it
     prefill_s: float = 0.0  # from then to its first token
-    decode_s: float = 0.0  # from then to its last
+    decode_s: float = 0.0  # from then to its last token
 
     @property
     def inference_s(self) -> float:
@@ -22,7 +22,7 @@ class Timing:
 
 
 def timing_of(generation: Generation, *, now_s: float) -> Timing:
-    """Divide the time of a choice that ends at `now_s`, time.monotonic()."""
+    """Return the timing of a choice that ends at `now_s`, time.monotonic()."""
     arrival_s, first_s = generation.ask.request.arrival_s, generation.first_token_s
     if first_s is None:
         return Timing(e2e_s=now_s - arrival_s)

@@ -1,15 +1,15 @@
-"""The checkpoint's tokenizer and chat template, as `transformers` reads them, and what the front asks of them.
+"""The checkpoint's tokenizer and chat template, as `transformers` reads them.
 
 transformers' AutoTokenizer knows each family's quirks (classes that rebuild tokenizer.json, added first tokens,
-templates in four places), so correctness comes from it. The hot paths go to the `tokenizers` object beneath where
-there is one: decoding takes 2.5 us there against 8 us (measured), encoding 13 us against 44. The front hides torch
+templates in four places), so correctness comes from it. If there is a `tokenizers` object underneath, the hot paths use
+it: decoding takes 2.5 us instead of 8 us (measured), encoding 13 us instead of 44. The front hides torch
 before it imports this (see `front_main`); transformers then costs 65 MB and 1.3 s instead of 245 MB and 5 s. Rejected:
 the `tokenizers` package alone, which is lighter still (16 MB) but encodes some families' prompts differently.
 
-Templates do not declare what they take. Which content a role may have is probed (`template_probe`); where that fails, one
-that loops over a message's content and never asks whether it is a string wants a list of parts, and every other text. One
-that never mentions `tools` would drop them in silence, and so would many with the role `developer` (vLLM's rule: a template
-that does not name it does not know it).
+Templates do not declare what they accept. The content that a role may have is probed (`template_probe`). If that fails, a
+template that loops over a message's content and never tests for a string gets a list of parts, and any other gets text. A
+template that never mentions `tools` would drop them silently. The same holds for the role `developer` (vLLM's rule: a
+template that does not name it does not know it).
 """
 
 import inspect
@@ -31,36 +31,35 @@ from server.front.published.kimi_tokenizer import byte_level_alphabet, is_kimi, 
 from server.front.published.tokenizer_files import load_tokenizer
 from server.front.template_probe import ContentForm, content_forms, shows_instructions
 
-DEEPSEEK_V32 = "deepseek_v32"  # its type, and its mode of the tokenizer
+DEEPSEEK_V32 = "deepseek_v32"  # the model's type, and the tokenizer mode for it
 _DEEPSEEK_V32_TEMPLATE = Path(__file__).parent / "published" / "deepseek_v32.jinja"
 _CALLS = "tool_calls"
 _DEVELOPER = re.compile(r"""(["'])developer\1""")
-_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag; parsed without it
+_GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # transformers' own tag, removed before parsing
 
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateFacts:
-    """About one model's template; the defaults are those of no template."""
+    """Facts about one model's template. The defaults describe a missing template."""
 
     text: str = ""
     wants_parts: bool = False
     knows_tools: bool = False
-    knows_calls: bool = False  # of a history's messages
-    knows_developer: bool = False  # the role; below, its messages are system messages
-    forms: Mapping[str, ContentForm] = field(
-        default_factory=dict
-    )  # of content, by role, as far as it was probed
-    takes_two_systems: bool = True  # messages, at the head
-    takes_late_systems: bool = True  # between the turns
+    knows_calls: bool = False  # in earlier messages
+    knows_developer: bool = False  # the role; if False, its messages are system messages
+    # Form of the content by role, for roles that could be probed.
+    forms: Mapping[str, ContentForm] = field(default_factory=dict)
+    takes_two_systems: bool = True  # two system messages at the head
+    takes_late_systems: bool = True  # system messages between the turns
 
     def form_of(self, role: str) -> ContentForm:
-        """Return what the content of a role's messages may be."""
+        """Return the form of content for a role's messages."""
         form = self.forms.get("system" if role == "developer" else role)
         return form or (ContentForm.PARTS if self.wants_parts else ContentForm.TEXT)
 
 
 def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
-    """Read a template, or several by name ("default" and "tool_use", as transformers keeps them)."""
+    """Return the facts about a template, or about several by name (transformers' "default" and "tool_use")."""
     if not template:
         return TemplateFacts()
     if not isinstance(template, str):
@@ -75,7 +74,7 @@ def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
     knows_calls, knows_developer = _CALLS in template, _DEVELOPER.search(template) is not None
     try:
         tree = parse_template(template)
-    except jinja2.TemplateSyntaxError:  # an extension that only the rendering side has
+    except jinja2.TemplateSyntaxError:  # it uses an extension that only the renderer has
         return TemplateFacts(
             text=template,
             knows_tools="tools" in template,
@@ -92,30 +91,30 @@ def facts_of(template: str | Mapping[str, str] | None) -> TemplateFacts:
 
 
 def parse_template(template: str) -> nodes.Template:
-    """Read a template's syntax tree.
+    """Return a template's syntax tree.
 
     Raises:
-        jinja2.TemplateSyntaxError: it is none.
+        jinja2.TemplateSyntaxError: It is not a valid template.
     """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
     return environment.parse(_GENERATION.sub("", template))
 
 
 def _wants_parts(tree: nodes.Template) -> bool:
-    """Tell whether content is looped over, and never asked whether it is text."""
+    """Return whether the template loops over content and never tests whether it is a string."""
     values: dict[str, list[bool]] = {}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name):
             name = assign.target.name
             values.setdefault(name, []).append(_is_content(assign.node, {name}))
-    # One that is content here and something else there, such as calls, says nothing.
+    # A name that holds content in one place and something else, such as calls, in another is ambiguous.
     names = {"content"} | {name for name, are_content in values.items() if all(are_content)}
     asks = any(test.name == "string" and _is_content(test.node, names) for test in tree.find_all(nodes.Test))
     return not asks and any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
 
 
 def _is_content(node: Any, names: set[str]) -> bool:
-    """Tell whether an expression is a message's content, or a name for it."""
+    """Return whether an expression is a message's content, or a name for it."""
     while isinstance(node, nodes.Filter):
         node = node.node
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
@@ -134,26 +133,26 @@ _TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "sp
 
 
 class TokenizerError(ValueError):
-    """The directory has no usable tokenizer; the message says which and why."""
+    """The directory has no usable tokenizer. The message gives the file and the reason."""
 
 
 class ChatTemplateError(ValueError):
-    """The chat template refused these messages, or there is none; the message is for the client."""
+    """The chat template is missing or refused these messages. The message is for the client."""
 
 
 class Tokenizer:
-    """Text to token ids and back, for one model."""
+    """Converts text to token ids and back, for one model."""
 
     def __init__(self, directory: str, chat_template: str | None = None, mode: str = "auto") -> None:
         """Load from a model's directory.
 
         Args:
-            chat_template: a file with the template of chats; None is the model's own.
-            mode: "deepseek_v32" is that model's encoding of chats, which it publishes as code; "auto" chooses it by
-                the model's type if there is no template.
+            chat_template: File with a chat template, or None for the model's own.
+            mode: "deepseek_v32" is that model's chat encoding, which is published as code. "auto" selects it by the
+                model's type if there is no template.
 
         Raises:
-            TokenizerError: there is none, or it does not load.
+            TokenizerError: It is missing or does not load.
         """
         config = _read_json(Path(directory) / "config.json")
         text_config = config.get("text_config") or config.get("llm_config") or {}
@@ -170,7 +169,7 @@ class Tokenizer:
             self._hf.chat_template = _template_in(str(_DEEPSEEK_V32_TEMPLATE))
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
         self._is_kimi = is_kimi(self._hf)
-        # The model's: a tokenizer may know fewer tokens, or more, which no request can have.
+        # Of the model: a tokenizer may know fewer tokens, or more, which no request can contain.
         self.vocab_size: int = vocab_size or len(self._hf)
         self.num_spelled: int = max(self.vocab_size, len(self._hf))
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)
@@ -185,11 +184,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work."""
+        """Whether there is a template for `render_chat`."""
         return bool(self._hf.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize. Releases the interpreter's lock while it works."""
+        """Tokenize a text. Releases the GIL meanwhile."""
         if self._is_kimi and is_long(text):
             return self._encode_in_parts(text)
         if self._fast is not None:
@@ -198,11 +197,11 @@ class Tokenizer:
         return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _encode_in_parts(self, text: str) -> list[int]:
-        """Encode what stands between special tokens in the parts that Kimi's published tokenizer makes of it."""
+        """Encode the text between special tokens in the same parts as Kimi's published tokenizer."""
         known = sorted(
             (token.content for token in self._hf.added_tokens_decoder.values()), key=len, reverse=True
         )
-        pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)  # every second one is such a token
+        pieces = re.split(f"({'|'.join(map(re.escape, known))})", text)  # every second one is special
         parts = [
             part for place, piece in enumerate(pieces) for part in ([piece] if place % 2 else parts_of(piece))
         ]
@@ -214,7 +213,7 @@ class Tokenizer:
         ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a token sequence; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of a token sequence. Invalid UTF-8 becomes U+FFFD."""
         if self._fast is not None:
             text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
@@ -230,10 +229,10 @@ class Tokenizer:
         documents: Sequence[Any] = (),
         template_kwargs: dict[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text, to be encoded without special tokens: the template wrote them.
+        """Return the prompt's text. Encode it without special tokens, because the template has written them.
 
         Raises:
-            ChatTemplateError: no template, or it refused these messages.
+            ChatTemplateError: There is no template, or it refused these messages.
         """
         if not self.has_chat_template:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
@@ -263,26 +262,26 @@ class Tokenizer:
             ArithmeticError,
             RecursionError,
         ) as error:
-            # A template is a program over the client's messages: whatever it trips over is in them.
+            # A template is a program that runs on the client's messages, so any failure is due to them.
             raise ChatTemplateError(f"the model's chat template refuses these messages: {error}") from error
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for, which may be part of a character."""
+        """Return the bytes of one token, which may be part of a character."""
         token = str(self._hf.convert_ids_to_tokens(token_id) or "")
         if self._byte_of is not None and all(char in self._byte_of for char in token):
             return bytes(self._byte_of[char] for char in token)
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        return token.replace("\u2581", " ").encode(errors="replace")  # SentencePiece's blank
+        return token.replace("\u2581", " ").encode(errors="replace")  # SentencePiece's space
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens as the vocabulary spells them, such as "Ġthe"; empty where it has none."""
+        """Return the tokens as the vocabulary spells them, such as "Ġthe", or "" for unknown ids."""
         return [str(token or "") for token in self._hf.convert_ids_to_tokens(list(token_ids))]
 
     def vocabulary(self) -> Vocabulary:
-        """Return all tokens as bytes; takes a tenth of a second and more."""
+        """Return all tokens as bytes. Takes a tenth of a second or more."""
         num_known = min(len(self._hf), self.vocab_size)
         unused = (b"",) * (self.vocab_size - num_known)
         return Vocabulary(
@@ -292,7 +291,7 @@ class Tokenizer:
         )
 
     def configuration(self) -> dict[str, Any]:
-        """Return what tokenizer_config.json says and what became of it, as JSON."""
+        """Return tokenizer_config.json with the values in effect, as JSON."""
         tokens = self._hf.added_tokens_decoder
         said = {name: _as_json(value) for name, value in self._hf.init_kwargs.items()}
         return {name: value for name, value in said.items() if value is not None} | {
@@ -331,18 +330,18 @@ class Tokenizer:
             return None
 
     def _is_byte_level(self) -> bool:
-        """Tell whether tokens are spelled in GPT-2's alphabet of printable bytes."""
+        """Return whether tokens are spelled in GPT-2's alphabet of printable bytes."""
         return self._fast is not None and "ByteLevel" in repr(self._fast.decoder)
 
     def _find_special_ids(self) -> dict[str, int]:
-        """Return the tokens that decoding leaves out where special tokens are skipped."""
+        """Return the tokens that decoding omits with skip_special_tokens."""
         if self._fast is None:
             return dict(zip(self._hf.all_special_tokens, self._hf.all_special_ids, strict=True))
         added = self._fast.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def _find_eos_ids(self, directory: Path, config: dict[str, Any]) -> frozenset[int]:
-        """Collect the ids that end an answer: generation_config.json's, else config.json's, and the tokenizer's."""
+        """Return the ids that end an answer: of generation_config.json or else config.json, and of the tokenizer."""
         declared = _read_json(directory / "generation_config.json").get(
             "eos_token_id", config.get("eos_token_id")
         )
@@ -354,7 +353,7 @@ class Tokenizer:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a tokenizer's setting as JSON, None where it has no such form."""
+    """Return a tokenizer's setting as JSON, or None if it has no JSON form."""
     if isinstance(value, AddedToken):
         return value.content
     if isinstance(value, dict):
@@ -365,10 +364,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _template_in(path: str) -> str:
-    """Read a template and see that it is one; what it makes of messages is seen when they come.
+    """Read a template and check its syntax. Errors in rendering appear only with messages.
 
     Raises:
-        TokenizerError: it cannot be read, or is no Jinja.
+        TokenizerError: It cannot be read, or is not valid Jinja.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,1 +1,1 @@
-"""What published checkpoints do with Python code of their own, written here instead: such code is not run."""
+"""Replacements for the Python code in published checkpoints, which is never run."""

@@ -1,14 +1,14 @@
 """Kimi's tokenizer, built from `tiktoken.model` without running the checkpoint's `tokenization_kimi.py`.
 
-A tiktoken file holds ranks only: which bytes are a token, and in which order pairs merge. How text is split before
-that, and which tokens are special, is in the Python file beside it. Kimi-K2, K2-Thinking, K2.5, K2.6, K2.7-Code and
-Kimi-Linear publish the same split (`pat_str` in tokenization_kimi.py, for example revision 919416f of
-moonshotai/Kimi-Linear-48B-A3B-Instruct). If a checkpoint's file says another one, or the tokenizer is another
-family's, it is refused: transformers would take its default split and return other tokens without a word.
+A tiktoken file holds ranks only: the bytes of each token, and the order in which pairs merge. The text split and the
+special tokens are in the Python file next to it. Kimi-K2, K2-Thinking, K2.5, K2.6, K2.7-Code and Kimi-Linear publish
+the same split (`pat_str` in tokenization_kimi.py, for example revision 919416f of
+moonshotai/Kimi-Linear-48B-A3B-Instruct). A checkpoint with another split, or of another family, is refused: transformers
+would silently use its default split and return other tokens.
 
-The ranks become a byte-level BPE of the `tokenizers` package. tiktoken merges any two neighbours whose bytes together
-are a token, lowest rank first, so each way to cut a token in two is a merge of that token's rank. A piece that is a
-token as a whole is never merged (`ignore_merges`). Rejected: the tiktoken package, one more dependency, which yields
+The ranks become a byte-level BPE of the `tokenizers` package. tiktoken merges any two neighbours that together are a
+token, lowest rank first, so each way to cut a token in two is a merge of that token's rank. A piece that is a
+token as a whole is never merged (`ignore_merges`). Rejected: the tiktoken package, an additional dependency, which yields
 no object that the detokenizer and structured output could use.
 """
 
@@ -26,12 +26,12 @@ from transformers import PreTrainedTokenizerFast
 RANKS_FILE = "tiktoken.model"
 _CODE_FILE = "tokenization_kimi.py"
 _CODE_CLASS = "tokenization_kimi.TikTokenTokenizer"
-_KEPT = (  # of tokenizer_config.json
+_KEPT = (  # fields of tokenizer_config.json
     "bos_token", "eos_token", "unk_token", "pad_token", "additional_special_tokens", "model_max_length",
     "clean_up_tokenization_spaces",
 )  # fmt: skip
-_NUM_RESERVED = 256  # ids behind the ranks, `num_reserved_special_tokens` in tokenization_kimi.py
-# `pat_str` of tokenization_kimi.py: runs of Han characters apart from all other letters.
+_NUM_RESERVED = 256  # ids after the ranks, `num_reserved_special_tokens` in tokenization_kimi.py
+# `pat_str` of tokenization_kimi.py: runs of Han characters, separate from all other letters.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -48,26 +48,26 @@ KIMI_SPLIT = "|".join(
         r"\s+",
     )
 )
-# tokenization_kimi.py cuts longer text into parts, which are encoded one by one: by length, and inside runs of white
-# space or of anything else.
+# tokenization_kimi.py cuts longer text into parts and encodes them one by one: by length, and inside long runs of white
+# space or of other characters.
 _MAX_PART_CHARS = 400_000
 _MAX_RUN_CHARS = 25_000
 _RUNS = re.compile(r"\s+|\S+")
 
 
 class UnknownTokenizerError(ValueError):
-    """A tokenizer that cannot be built exactly; the message says why."""
+    """A tokenizer that cannot be built exactly. The message gives the reason."""
 
 
 def load_kimi(directory: Path, config: dict[str, Any], vocab_size: int | None) -> PreTrainedTokenizerFast:
     """Build Kimi's tokenizer.
 
     Args:
-        config: of tokenizer_config.json.
-        vocab_size: of the model; reserved ids end there.
+        config: Content of tokenizer_config.json.
+        vocab_size: Vocabulary size of the model, which ends the reserved ids.
 
     Raises:
-        UnknownTokenizerError: it is another tokenizer, or its files are damaged.
+        UnknownTokenizerError: It is another tokenizer, or its files are damaged.
     """
     _check_is_kimi(directory, config)
     ranks = read_ranks(directory / RANKS_FILE)
@@ -77,7 +77,7 @@ def load_kimi(directory: Path, config: dict[str, Any], vocab_size: int | None) -
     if outside := sorted(token_id for token_id in named if not len(ranks) <= token_id < end):
         raise UnknownTokenizerError(
             f"{directory / 'tokenizer_config.json'} gives names to the ids {outside}; {RANKS_FILE} leaves "
-            f"{len(ranks)} to {end - 1} to such tokens"
+            f"{len(ranks)} to {end - 1} for such tokens"
         )
     unnamed = (f"<|reserved_token_{token_id}|>" for token_id in range(len(ranks), end))
     tokenizer.add_tokens(
@@ -91,18 +91,18 @@ def load_kimi(directory: Path, config: dict[str, Any], vocab_size: int | None) -
 
 
 class _KimiTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers has no type for it
-    """Kimi's, by which users of the tokenizer know that long texts are encoded in parts and tools are sorted."""
+    """Marks a tokenizer as Kimi's, so that long texts are encoded in parts and tools are sorted."""
 
 
 def _content(said: Any) -> Any:
-    """Return a setting of tokenizer_config.json; of a token in its long form, its text."""
+    """Return a setting of tokenizer_config.json, reduced to its text if it is a token's long form."""
     if isinstance(said, list):
         return [_content(each) for each in said]
     return said["content"] if isinstance(said, dict) else said
 
 
 def _template(directory: Path, config: dict[str, Any]) -> Any:
-    """Return the chat template, or several by name: a file of its own comes before tokenizer_config.json."""
+    """Return the chat template, or several by name. chat_template.jinja takes precedence over tokenizer_config.json."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -111,15 +111,15 @@ def _template(directory: Path, config: dict[str, Any]) -> Any:
 
 
 def is_kimi(tokenizer: Any) -> bool:
-    """Tell whether a tokenizer was built by `load_kimi`."""
+    """Return whether a tokenizer was built by `load_kimi`."""
     return isinstance(tokenizer, _KimiTokenizer)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a tiktoken file: on each line a token's bytes in base64, and its rank, which is its id.
+    """Read a tiktoken file. Each line has a token's bytes in base64, and its rank, which is its id.
 
     Raises:
-        UnknownTokenizerError: it is damaged, or lacks single bytes.
+        UnknownTokenizerError: The file is damaged, or lacks single bytes.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -136,7 +136,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         raise UnknownTokenizerError(f"{path}: ranks are not 0 to {len(ranks) - 1}, each once")
     if lacking := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise UnknownTokenizerError(
-            f"{path}: the bytes {lacking} are not tokens, so not every text has tokens"
+            f"{path}: the bytes {lacking} are not tokens, so some texts cannot be encoded"
         )
     return ranks
 
@@ -162,7 +162,7 @@ def byte_pair_tokenizer(ranks: dict[bytes, int], split: str) -> Tokenizer:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield all pairs of tokens that together are a token, in the order of its rank."""
+    """Yield all pairs of tokens that join to a token, in the order of its rank."""
     for token in sorted(ranks, key=ranks.__getitem__):
         for cut in range(1, len(token)):
             if token[:cut] in ranks and token[cut:] in ranks:
@@ -170,13 +170,13 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def parts_of(text: str) -> Iterator[str]:
-    """Yield the parts that Kimi encodes one by one: most texts are one part."""
+    """Yield the parts that Kimi encodes one by one. Most texts are one part."""
     for start in range(0, len(text), _MAX_PART_CHARS):
         yield from _short_runs(text[start : start + _MAX_PART_CHARS])
 
 
 def _short_runs(text: str) -> Iterator[str]:
-    """Cut text where a run of white space, or of anything else, gets too long."""
+    """Cut long runs of white space or of other characters."""
     start = 0
     for run in _RUNS.finditer(text):
         for cut in range(run.start() + _MAX_RUN_CHARS, run.end(), _MAX_RUN_CHARS):
@@ -186,12 +186,12 @@ def _short_runs(text: str) -> Iterator[str]:
 
 
 def is_long(text: str) -> bool:
-    """Tell whether a text may have more than one part."""
+    """Return whether a text may have more than one part."""
     return len(text) > _MAX_RUN_CHARS
 
 
 def byte_level_alphabet() -> dict[int, str]:
-    """Return GPT-2's spelling: printable bytes stand for themselves, the others for U+0100 and on, in order."""
+    """Return GPT-2's alphabet: printable bytes map to themselves, the others to U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = {byte: chr(byte) for byte in printable}
@@ -199,26 +199,26 @@ def byte_level_alphabet() -> dict[int, str]:
 
 
 def _check_is_kimi(directory: Path, config: dict[str, Any]) -> None:
-    """Refuse every tokenizer with a tiktoken file that is not Kimi's."""
+    """Raise if the tokenizer has a tiktoken file but is not Kimi's."""
     auto_map = config.get("auto_map")
     names = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else auto_map
     classes = names if isinstance(names, list) else [names]
     if _CODE_CLASS not in [str(name).rpartition("--")[2] for name in classes]:
         raise UnknownTokenizerError(
-            f"{RANKS_FILE} does not say how text is split, and tokenizer_config.json does not name {_CODE_CLASS}, "
-            f"whose split is known"
+            f"{RANKS_FILE} does not define how text is split, and tokenizer_config.json does not name {_CODE_CLASS}, "
+            f"the only class with a known split"
         )
     if not isinstance(config.get("added_tokens_decoder"), dict):
         raise UnknownTokenizerError(
-            "tokenizer_config.json has no added_tokens_decoder, which names special tokens"
+            "tokenizer_config.json has no added_tokens_decoder, which names the special tokens"
         )
     code = directory / _CODE_FILE
     if code.is_file() and _split_in(code) != KIMI_SPLIT:
-        raise UnknownTokenizerError(f"{code} splits text otherwise than Kimi's published one (`pat_str`)")
+        raise UnknownTokenizerError(f"{code} splits text differently from Kimi's published split (`pat_str`)")
 
 
 def _split_in(code: Path) -> str | None:
-    """Read `pat_str = "|".join([...])` from Python source, which is not run; None if it has another form."""
+    """Read `pat_str = "|".join([...])` from Python source without running it. Returns None if it has another form."""
     try:
         tree = ast.parse(code.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):

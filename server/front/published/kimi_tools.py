@@ -1,18 +1,18 @@
-"""How Kimi's prompts declare tools: sorted, and from K2.5 on as TypeScript.
+"""The form in which Kimi's prompts declare tools: sorted, and from K2.5 on as TypeScript.
 
-The checkpoints' chat templates take what their `tokenization_kimi.py` prepares: tools with the keys of all objects in
-order and, if the template has a variable `tools_ts_str`, a text with one TypeScript type for each function
-(`tool_declaration_ts.py` of moonshotai/Kimi-K2.5). This is that text, written from the published form; a schema that the
-form does not cover yields None, and then the template writes JSON, as the published code has it.
+The checkpoints' chat templates expect what their `tokenization_kimi.py` prepares: tools with all object keys sorted, and, if
+the template has a variable `tools_ts_str`, a text with one TypeScript type per function (`tool_declaration_ts.py` of
+moonshotai/Kimi-K2.5). This module writes that text. For a schema that the published form does not cover it returns
+None, and the template writes JSON, like the published code.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-VARIABLE = "tools_ts_str"  # of the chat template
+VARIABLE = "tools_ts_str"  # in the chat template
 _INDENT = "  "
-_LIMITS = {  # which limits a comment names, by type
+_LIMITS = {  # limits that a comment lists, by type
     "string": ("maxLength", "minLength", "pattern"),
     "number": ("maximum", "minimum"),
     "integer": ("maximum", "minimum"),
@@ -28,18 +28,18 @@ _ENUM_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 class _NotCoveredError(ValueError):
-    """A schema that has no form in TypeScript here."""
+    """A schema that this module cannot write in TypeScript."""
 
 
 def prepared(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return tools as Kimi's templates take them, and the variables that declare them."""
+    """Return the tools for Kimi's templates, and the template variables that declare them."""
     in_order: list[dict[str, Any]] = sorted_keys(tools)
     declared = typescript_of(in_order)
     return in_order, {} if declared is None else {VARIABLE: declared}
 
 
 def sorted_keys(value: Any) -> Any:
-    """Return JSON with the keys of all objects in order."""
+    """Return JSON with the keys of all objects sorted."""
     if isinstance(value, Mapping):
         return {key: sorted_keys(each) for key, each in sorted(value.items())}
     if isinstance(value, list | tuple):
@@ -48,7 +48,7 @@ def sorted_keys(value: Any) -> Any:
 
 
 def typescript_of(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the declaration of tools in OpenAI's form; None if a schema is not covered."""
+    """Return the declaration of tools in OpenAI's form, or None if a schema is not covered."""
     functions = [
         tool["function"] for tool in tools if tool.get("type") == "function" and tool.get("function")
     ]
@@ -56,13 +56,13 @@ def typescript_of(tools: Sequence[Mapping[str, Any]]) -> str | None:
         return ""
     try:
         declared = "\n".join(map(_function, functions))
-    except (_NotCoveredError, AttributeError, KeyError, TypeError):  # whatever a client's schema breaks
+    except (_NotCoveredError, AttributeError, KeyError, TypeError):  # any malformed schema of a client
         return None
     return f"# Tools\n\n## functions\nnamespace functions {{\n{declared}\n}}\n"
 
 
 def _function(function: Mapping[str, Any]) -> str:
-    """Return a function's type, behind the interfaces that its parameters refer to."""
+    """Return a function's type, after the interfaces that its parameters refer to."""
     schema = function.get("parameters") or {}
     references = _References(schema)
     parameters = references.object_type(schema, "")
@@ -78,7 +78,7 @@ def _function(function: Mapping[str, Any]) -> str:
 
 
 class _References:
-    """The named schemas of one function's parameters, and how types refer to them."""
+    """The named schemas of one function's parameters, and references to them."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._definitions: dict[str, Any] = {}
@@ -86,7 +86,7 @@ class _References:
         self._collect(schema)
 
     def _collect(self, schema: Any) -> None:
-        """Find the definitions of a schema and of the objects in it; a reference may only follow its definition."""
+        """Collect the definitions of a schema and its nested objects. A reference must follow its definition."""
         if not isinstance(schema, Mapping) or not schema:
             return
         if "$ref" in schema:
@@ -132,7 +132,7 @@ class _References:
         return "number" if kind == "integer" else str(kind or "any")
 
     def object_type(self, schema: Mapping[str, Any], indent: str) -> str:
-        """Return an object's type: required fields first, each kind in the order of names."""
+        """Return an object's type: required fields first, then optional ones, each sorted by name."""
         inner = indent + _INDENT
         fields = sorted(_fields(schema), key=lambda field: (field[2], field[0]))
         lines = [self.field(*field, inner) for field in fields]
@@ -145,7 +145,7 @@ class _References:
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}" if lines else "{}"
 
     def field(self, name: str, schema: Any, is_optional: bool, indent: str) -> str:
-        """Return a field, behind comments for what its type does not say."""
+        """Return a field, preceded by comments for what its type cannot express."""
         before = _comments(schema, indent)
         default = schema.get("default") if isinstance(schema, Mapping) else None
         if default is not None:
@@ -173,7 +173,7 @@ class _References:
 
 
 def _fields(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the name, the schema and the optionality of an object's fields."""
+    """Yield the name, the schema and the optionality of each field of an object."""
     required = schema.get("required") or ()
     for name, each in (schema.get("properties") or {}).items():
         yield name, each, name not in required
@@ -193,7 +193,7 @@ def _enum(schema: Mapping[str, Any]) -> str:
 
 
 def _comments(schema: Any, indent: str) -> str:
-    """Return a schema's description and limits as lines of comments."""
+    """Return a schema's description and limits as comment lines."""
     if not isinstance(schema, Mapping):
         return ""
     lines = [_comment(schema["description"], indent)] if schema.get("description") else []

@@ -1,8 +1,8 @@
-"""Which files make a tokenizer, and those that cannot be built exactly: they are refused, never read another way.
+"""Load a tokenizer from its files, and refuse one that cannot be built exactly.
 
 `tokenizer.json` holds everything: vocabulary, split, special tokens. SentencePiece models and vocab.json with merges.txt
-are read by transformers' own classes. A tiktoken file lacks the split; only Kimi's is known (`kimi_tokenizer`). Code that
-comes with a checkpoint is never run, and nobody is asked whether to run it.
+are read by transformers' own classes. A tiktoken file lacks the split, and only Kimi's is known (`kimi_tokenizer`). Code
+from a checkpoint is never run, and no option allows it.
 """
 
 import json
@@ -15,7 +15,7 @@ from server.front.published.kimi_tokenizer import RANKS_FILE, UnknownTokenizerEr
 
 _CONFIG_FILE = "tokenizer_config.json"
 _WHOLE_FILE = "tokenizer.json"
-# transformers' classes for them need no code; `tokenizer.model` may also be tiktoken's form, which Llama 3 published.
+# transformers' classes for these need no code. `tokenizer.model` may also be a tiktoken file, as published for Llama 3.
 _OTHER_FILES = ("spiece.model", "sentencepiece*.model", "vocab.json", "vocab.txt", "tekken.json")
 _INSTEAD = "give a folder with this model's tokenizer.json and tokenizer_config.json as --tokenizer"
 
@@ -24,10 +24,10 @@ def load_tokenizer(directory: Path, vocab_size: int | None) -> Any:
     """Load a tokenizer with transformers, or build it.
 
     Args:
-        vocab_size: of the model.
+        vocab_size: Vocabulary size of the model.
 
     Raises:
-        UnknownTokenizerError: its files do not say all of it.
+        UnknownTokenizerError: Its files do not define it completely.
         OSError, ValueError, KeyError, ImportError, AttributeError: transformers cannot read it.
     """
     config = _read_config(directory)
@@ -39,25 +39,24 @@ def load_tokenizer(directory: Path, vocab_size: int | None) -> Any:
             raise UnknownTokenizerError(f"{error}; {_INSTEAD}") from error
     if ranks is not None:
         raise UnknownTokenizerError(
-            f"{ranks.name} does not say how text is split, the code that comes with the checkpoint does, and is not "
-            f"run; {_INSTEAD}"
+            f"{ranks.name} does not define how text is split; the checkpoint's code does, and such code is not run; "
+            f"{_INSTEAD}"
         )
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        if (
-            directory / _WHOLE_FILE
-        ).is_file():  # it needs no code; transformers looks at the class's name only
+        # tokenizer.json needs no code; transformers only checks the name of the class.
+        if (directory / _WHOLE_FILE).is_file():
             return PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
         raise UnknownTokenizerError(
-            f"its class {config.get('tokenizer_class')} is code that comes with the checkpoint, which is not run; {_INSTEAD}"
+            f"its class {config.get('tokenizer_class')} is defined by the checkpoint's code, which is not run; {_INSTEAD}"
         ) from error
 
 
 def _ranks_file(directory: Path) -> Path | None:
-    """Find the tiktoken file of a tokenizer that has nothing else; None if it has, or has no such file."""
+    """Return the tiktoken file of a tokenizer that has no other form, or None."""
     if (directory / _WHOLE_FILE).is_file():
         return None
     if (directory / RANKS_FILE).is_file():
@@ -69,7 +68,7 @@ def _ranks_file(directory: Path) -> Path | None:
 
 
 def _is_tiktoken(path: Path) -> bool:
-    """Tell by its first line: base64 and rank 0. A SentencePiece model is a binary message."""
+    """Return whether the first line is base64 and rank 0. A SentencePiece model is a binary message."""
     with path.open("rb") as file:
         parts = file.readline(256).split()
     return len(parts) == 2 and parts[1] == b"0"

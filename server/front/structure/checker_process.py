@@ -1,14 +1,14 @@
-"""The process in which the front compiles the structures that clients send: a compilation may die, the front may not.
+"""The process that compiles clients' structures for the front, so that a failed compilation cannot kill the front.
 
-A structure is a program by a stranger. llguidance bounds its own work, but a library of 50,000 lines is not taken at its
-word. This process loads the tokens once and forks a child for each structure. The kernel ends a child that takes more
-processor time than it was given or more than MEMORY_BYTES of address space, and a crash (a chain of 3,000 references
-overflows its stack) ends one child: the next structure waits milliseconds, not for a new process with its libraries. What
-compiles here within these bounds compiles on a rank as well: it is the same code over the same tokens, on a stack of a
-sixteenth. What the machine ends (it is short of memory, or of time) says nothing of a structure, and is told apart.
+A structure is an untrusted program. llguidance limits its own work, but this process does not rely on a library of 50,000
+lines. It loads the tokens once and forks a child for each structure. The kernel ends a child that exceeds its processor time
+or MEMORY_BYTES of address space, and a crash (a chain of 3,000 references overflows its stack) ends one child: the next
+structure waits milliseconds, not for a new process with its libraries. A structure that compiles here within these
+limits also compiles on a rank: the same code and tokens, here on a sixteenth of the stack. If the machine ends a child (it is
+short of memory or time), this is reported separately, because the structure may be valid.
 
-On stdin: the vocabulary as one line of JSON, then one structure per line, with a number and its limit of processor time.
-On stdout: "ready", then one object per structure, with its number, in any order.
+Input on stdin: the vocabulary as one line of JSON, then one structure per line, with a number and its processor time limit.
+Output on stdout: "ready", then one object per structure, with its number, in any order.
 """
 
 import contextlib
@@ -28,15 +28,15 @@ from scheduler.structure.compiler import StructureError, vocabulary_from_json
 from scheduler.structure.grammar import compile_structure, open_tokenizer, rehearse
 from server.parent_death import die_with_parent
 
-MOST_SECONDS = 30  # for one structure, by the clock: on a busy machine the limit of processor time comes late
+MOST_SECONDS = 30  # of wall time for one structure: on a busy machine the processor time limit takes longer
 STACK_BYTES = 4 << 20
-MEMORY_BYTES = 2 << 30  # of address space, of which the libraries and the tokens take a quarter
+MEMORY_BYTES = 2 << 30  # of address space; the libraries and the tokens need a quarter
 _DIED = "it needs more memory or deeper nesting than is allowed"
-_BY_MACHINE = (signal.SIGALRM, signal.SIGKILL)  # no turn on a processor for so long, or short of memory
+_BY_MACHINE = (signal.SIGALRM, signal.SIGKILL)  # no processor time for long, or too little memory
 
 
 def run_checker(structures: TextIO = sys.stdin) -> int:
-    """Answer until stdin ends; returns the exit status."""
+    """Answer until stdin ends; return the exit status."""
     die_with_parent()
     with contextlib.suppress(ValueError):  # a lower limit was set outside
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -48,7 +48,7 @@ def run_checker(structures: TextIO = sys.stdin) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
     for line in structures:
         asked = json.loads(line)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # it may end before it is noted
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # the child may end before it is recorded
         pid = os.fork()
         if pid == 0:
             _check(asked, tokenizer)
@@ -58,7 +58,7 @@ def run_checker(structures: TextIO = sys.stdin) -> int:
 
 
 def _check(asked: dict[str, Any], tokenizer: LLTokenizer) -> None:
-    """Be the child: compile one structure, answer, and end."""
+    """Compile one structure in a child process, answer, and exit."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent()
     signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
@@ -77,17 +77,17 @@ def _check(asked: dict[str, Any], tokenizer: LLTokenizer) -> None:
 
 
 def _why_not(structure: Structure, tokenizer: LLTokenizer) -> str | None:
-    """Compile a structure and follow an answer's first tokens; return what is wrong with it."""
+    """Compile a structure and follow an answer's first tokens; return the error, or None."""
     try:
         return rehearse(compile_structure(structure, tokenizer))
     except StructureError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's structure leads to is its own fault
-        return f"it is no valid structure ({type(error).__name__})"
+    except Exception as error:  # noqa: BLE001 - any error is the fault of the untrusted structure
+        return f"it is not a valid structure ({type(error).__name__})"
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Answer for the children that ended without an answer of their own."""
+    """Answer for children that ended without an answer."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -102,7 +102,7 @@ def _reap(children: dict[int, int]) -> None:
 
 
 def _write(answer: object) -> None:
-    """Write one line at once: children share the pipe, and what is this short is never torn apart."""
+    """Write one line at once. Children share the pipe, and writes up to PIPE_BUF are atomic."""
     line = json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n"
-    assert len(line) <= select.PIPE_BUF, "scheduler.structure.grammar cuts its messages"
+    assert len(line) <= select.PIPE_BUF, "scheduler.structure.grammar truncates its messages"
     os.write(sys.stdout.fileno(), line)

@@ -1,8 +1,8 @@
-"""The front's end of the checker process: asks, bounds the wait, remembers, and starts another process if it dies.
+"""The front's client of the checker process: sends structures, limits waits, caches answers, restarts a dead process.
 
-Everything here runs in the front's event loop and waits for nobody but the process. Answers are remembered by digest, so
-that a schema that every request carries is compiled once. A structure that compiles in a moment never waits for one that
-does not: each is tried with little processor time first, and those that need more stand in a line of their own.
+Everything here runs in the front's event loop and waits only for the process. Answers are cached by digest, so that a
+schema that every request carries is compiled once. A structure that compiles quickly never waits for a slow one:
+each is tried with little processor time first, and slow ones queue separately.
 """
 
 import asyncio
@@ -23,26 +23,26 @@ from server.roots import WIDEEP_COMMAND
 CHECKER_COMMAND = (*WIDEEP_COMMAND, "structure-checker")
 QUICK_CPU_S = 0.05  # most compile in a millisecond, a schema of 500 properties in twenty
 MOST_CPU_S = 2.0
-MAX_KNOWN = 4096  # answers that are remembered
+MAX_KNOWN = 4096  # cached answers
 START_S = 60.0  # for the process to be ready
-TURN_S = 60.0  # that a structure may wait for those before it
-_SLOW = "it takes too long"
-_UNKNOWN = "The machine is short of time or memory, so that the structure could not be checked; try again."
-_NOT_STARTED = "The process that checks structures does not start."
+TURN_S = 60.0  # for a structure to wait for those before it
+_SLOW = "it takes too long to compile"
+_UNKNOWN = "The structure could not be checked, because the machine is short of time or memory. Try again."
+_NOT_STARTED = "The process that checks structures failed to start."
 
 
 class _Answer(NamedTuple):
-    """What the process says of a structure."""
+    """The answer of the process."""
 
-    why_not: str | None  # None: it can be compiled, or `is_slow`
+    why_not: str | None  # None if it can be compiled or `is_slow`
     is_slow: bool = False
 
 
 class StructureChecks:
-    """Says of structures why they cannot be compiled."""
+    """Checks whether structures can be compiled."""
 
     def __init__(self, load_vocabulary: LoadVocabulary, command: Sequence[str] = CHECKER_COMMAND) -> None:
-        """Args: load_vocabulary is called in a thread when the first structure comes."""
+        """Args: load_vocabulary: Called in a thread for the first structure."""
         self._load_vocabulary = load_vocabulary
         self._command = command
         self._known: OrderedDict[bytes, str | None] = OrderedDict()
@@ -53,13 +53,13 @@ class StructureChecks:
         self._reader: asyncio.Task[None] | None = None
 
     async def why_not(self, structure: Structure, param: str | None = None) -> str | None:
-        """Return why a structure cannot be compiled, None if it can.
+        """Return why a structure cannot be compiled, or None if it can.
 
         Args:
-            param: the field that errors name.
+            param: The field to name in errors.
 
         Raises:
-            ApiError: 429, too many structures that take long are waiting; 503, no process can be started, or the machine ended it.
+            ApiError: 429 if too many slow structures are waiting; 503 if no process starts, or the machine ended it.
         """
         key = hashlib.sha256("\0".join((structure.kind, structure.after, structure.text)).encode()).digest()
         if key not in self._known:
@@ -73,7 +73,7 @@ class StructureChecks:
         return self._known[key]
 
     async def close(self) -> None:
-        """End the process."""
+        """Kill the process and wait for its end."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -87,7 +87,7 @@ class StructureChecks:
         self, line: asyncio.Lock, structure: Structure, cpu_s: float, key: bytes, param: str | None
     ) -> _Answer:
         async with _turn(line, param):
-            if key in self._known:  # another request asked for the same meanwhile
+            if key in self._known:  # another request has checked the same one meanwhile
                 return _Answer(self._known[key])
             return await self._ask(structure, cpu_s)
 
@@ -98,7 +98,7 @@ class StructureChecks:
         self._waiting[number] = answer
         assert process.stdin is not None, "it was started with a pipe"
         asked = {"number": number, "cpu_s": cpu_s, **asdict(structure)}
-        with contextlib.suppress(OSError):  # it has died: the reader answers
+        with contextlib.suppress(OSError):  # the process has died, and `_read` answers
             process.stdin.write(json.dumps(asked).encode() + b"\n")
             await process.stdin.drain()
         try:
@@ -120,8 +120,8 @@ class StructureChecks:
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # what a library says when it dies is not for our log
-            process_group=0,  # Ctrl-C is for the front
+            stderr=asyncio.subprocess.DEVNULL,  # keep the output of dying libraries out of our log
+            process_group=0,  # Ctrl-C is for the front only
         )
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         try:
@@ -137,19 +137,19 @@ class StructureChecks:
         self._reader = asyncio.create_task(self._read(process.stdout))
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
-        """Hand out answers until the process ends; what still waits then is tried by nobody again."""
+        """Distribute answers until the process ends. Requests that still wait then fail and are not retried."""
         while line := await answers.readline():
             told = json.loads(line)
             waiting = self._waiting.pop(told["number"], None)
             if waiting is None or waiting.done():
                 continue
-            if told.get("is_unknown"):  # remembered by nobody: it may be valid
+            if told.get("is_unknown"):  # not cached: it may be valid
                 waiting.set_exception(ApiError(503, _UNKNOWN, headers={"Retry-After": "1"}))
             else:
                 waiting.set_result(_Answer(told["why_not"], told["is_slow"]))
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ApiError(503, "The process that checks structures ended; try again."))
+                waiting.set_exception(ApiError(503, "The process that checks structures ended. Try again."))
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +160,7 @@ async def _turn(line: asyncio.Lock, param: str | None) -> AsyncIterator[None]:
             await line.acquire()
     except TimeoutError:
         raise ApiError(
-            429, "Too many structures that take long to compile are waiting; try again later.", param=param
+            429, "Too many slow structures are waiting to be compiled. Try again later.", param=param
         ) from None
     try:
         yield

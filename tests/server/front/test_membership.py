@@ -117,7 +117,7 @@ def test_the_rank_whose_steps_break_off_first_again_and_again_is_given_up() -> N
     epochs.take_fault(2, MAX_FAULTS, "a time-out", is_final=False, now_s=55.0)
     epochs.take_fault(0, MAX_FAULTS, "a peer is gone", is_final=False, now_s=55.1)
     (given_up,) = epochs.tick(56.0).given_up
-    assert given_up.rank == 2 and given_up.reason == "steps broke off 6 times: a time-out"
+    assert given_up.rank == 2 and given_up.reason == "steps failed 6 times: a time-out"
     assert epochs.lose(2, given_up.reason, 56.0).order == Epoch(MAX_FAULTS + 1, (0, 1))
 
 

@@ -31,14 +31,14 @@ def test_a_place_is_given_to_one_newcomer_at_a_time() -> None:
 
 def test_a_newcomer_of_another_size_is_told_the_size() -> None:
     answer = two_nodes_of_two().claim(Claim("new", 0, 1), {2: 7.0, 3: 7.0}, 10.0)
-    assert "had 2; give torchrun that as --nproc-per-node" in answer.refusal
+    assert "missing nodes had 2; give torchrun that --nproc-per-node" in answer.refusal
     assert not answer.may_come
 
 
 def test_a_place_may_become_free_while_all_serve() -> None:
     answer = two_nodes_of_two().claim(Claim("new", 0, 2), {3: 7.0}, 10.0)
     assert answer.may_come
-    assert answer.refusal == "no node is away whose place a node of 2 could take"
+    assert answer.refusal == "no node is away, so a node with --nproc-per-node 2 cannot join"
 
 
 def test_a_front_that_was_started_again_gives_the_ranks_that_it_has_never_seen() -> None:

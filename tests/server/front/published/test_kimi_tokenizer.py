@@ -148,19 +148,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda directory: _change_config(
             directory, auto_map={"AutoTokenizer": ["tokenization_hy.HYTokenizer", None]}
         ),
-        "tiktoken.model does not say how text is split.*tokenization_kimi.TikTokenTokenizer.*--tokenizer",
+        "tiktoken.model does not define how text is split.*tokenization_kimi.TikTokenTokenizer.*--tokenizer",
     ),
     "no class": (
         lambda directory: _change_config(directory, auto_map=None),
-        "does not say how text is split",
+        "does not define how text is split",
     ),
     "another split": (
         lambda directory: write_tiktoken(directory, split=[*PUBLISHED_SPLIT[1:]]),
-        "tokenization_kimi.py splits text otherwise than Kimi's published one",
+        "tokenization_kimi.py splits text differently from Kimi's published split",
     ),
     "a split in a form that is not read": (
         lambda directory: (directory / "tokenization_kimi.py").write_text("pat_str = make()"),
-        "tokenization_kimi.py splits text otherwise",
+        "tokenization_kimi.py splits text differently",
     ),
     "no special tokens": (
         lambda directory: _change_config(directory, added_tokens_decoder=None),
@@ -180,19 +180,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "bytes missing": (
         lambda directory: _lines(directory, [b"YQ== 0"]),
-        "are not tokens, so not every text has tokens",
+        "are not tokens, so some texts cannot be encoded",
     ),
     "a tiktoken file of another name": (
         lambda directory: (directory / "tiktoken.model").rename(directory / "hy.tiktoken"),
-        "hy.tiktoken does not say how text is split.*is not run; give a folder.*--tokenizer",
+        "hy.tiktoken does not define how text is split.*is not run; give a folder.*--tokenizer",
     ),
     "a tiktoken file in SentencePiece's name": (
         lambda directory: (directory / "tiktoken.model").rename(directory / "tokenizer.model"),
-        "tokenizer.model does not say how text is split",
+        "tokenizer.model does not define how text is split",
     ),
     "code alone": (
         lambda directory: (directory / "tiktoken.model").unlink(),
-        "its class TikTokenTokenizer is code that comes with the checkpoint, which is not run; give a folder",
+        "its class TikTokenTokenizer is defined by the checkpoint's code, which is not run; give a folder",
     ),
 }
 

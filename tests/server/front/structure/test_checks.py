@@ -164,7 +164,7 @@ for number, line in enumerate(sys.stdin):
 
 def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
     async def work(checks: StructureChecks) -> None:
-        with pytest.raises(ApiError, match="try again") as caught:
+        with pytest.raises(ApiError, match="short of time or memory. Try again") as caught:
             await checks.why_not(Structure("regex", "a"))
         assert caught.value.status == 503 and caught.value.headers["Retry-After"]
         assert await checks.why_not(Structure("regex", "a")) is None
@@ -286,7 +286,7 @@ def test_a_structure_never_waits_for_those_that_take_long(monkeypatch: pytest.Mo
             assert await checks.why_not(Structure("regex", f"quick {n}")) is None
         assert not any(task.done() for task in slow)
         monkeypatch.setattr("server.front.structure.structure_checks.TURN_S", 0.01)
-        with pytest.raises(ApiError, match="take long") as caught:
+        with pytest.raises(ApiError, match="slow structures are waiting") as caught:
             await checks.why_not(Structure("regex", "slow"), "guided_regex")
         assert (caught.value.status, caught.value.param) == (429, "guided_regex")
         for task in slow:
