@@ -16,7 +16,7 @@ NEWEST_VENV := .venv-newest
 # `make test` covers, drafts, the demo model, and one whole service.
 VERSION_TESTS := tests/house tests/server/link tests/server/http tests/server/options tests/scheduler tests/moe/load \
   tests/moe/test_parity.py tests/moe/test_families.py tests/moe/test_text_part.py tests/moe/test_mtp.py tests/moe/test_survey.py \
-  tests/moe/demo_model tests/server/process/preflight/test_versions.py tests/server/test_service.py
+  tests/moe/demo_model tests/server/machine/test_versions.py tests/server/test_service.py
 QUICK_TESTS := tests/house tests/server/options tests/server/http tests/server/api tests/server/test_cli.py tests/scheduler/policy \
 	tests/expert_placement tests/kvcache
 NPM := tests/clients/npm

@@ -62,7 +62,7 @@ def rendezvous_handler() -> Callable[[Any], Any]:
 
 def _create_rendezvous(params: Any) -> Any:
     _roots().take_first(_ROOT)
-    return importlib.import_module("server.process.store.torchrun_backend").create(params)
+    return importlib.import_module("server.serve.store.torchrun_backend").create(params)
 
 
 def main() -> int:
@@ -97,8 +97,8 @@ def _run() -> int:
 
 
 def _roots() -> ModuleType:
-    """Load server/roots.py by its path: the package name may belong to another package."""
-    spec = importlib.util.spec_from_file_location("wideep_roots", _ROOT / "server" / "roots.py")
+    """Load server/machine/roots.py by its path: the package name may belong to another package."""
+    spec = importlib.util.spec_from_file_location("wideep_roots", _ROOT / "server" / "machine" / "roots.py")
     assert spec is not None and spec.loader is not None, "the file is part of WideEP"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Names that differ between the supported versions of `transformers` (the range is in `server.process.preflight.versions`).
+"""Names that differ between the supported versions of `transformers` (the range is in `server.machine.versions`).
 
 Since 5.24 models, layers, mixers and outputs call the cache `cache`. Before, mixers called it `cache_params` and
 everything else `past_key_values`. The name is read from a function's signature, so builds between two releases work too.

@@ -42,10 +42,10 @@ from benchmarks.serving.front_alone import FrontAlone
 from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
-from server.clients.bench.figures import percentile
-from server.clients.bench.stream import STREAMED, StreamClient
 from server.front.tokenizer import Tokenizer
-from server.roots import WIDEEP_COMMAND
+from server.machine.roots import WIDEEP_COMMAND
+from server.tools.bench.figures import percentile
+from server.tools.bench.stream import STREAMED, StreamClient
 
 PARTS = ("cost", "ttft", "loss", "bench")
 NUM_RANKS = 2

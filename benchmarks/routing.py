@@ -29,13 +29,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.service import HOST, BenchServiceError, Service
-from server.clients.bench.figures import figures_of
-from server.clients.bench.flags import objectives, positive, whole
-from server.clients.bench.load import open_loop
-from server.clients.bench.prompts import Prompts, RequestLengths, ServiceTokenizer, passages_of
-from server.clients.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from server.clients.connection import Connection, ServiceError
-from server.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
+from server.tools.bench.figures import figures_of
+from server.tools.bench.flags import objectives, positive, whole
+from server.tools.bench.load import open_loop
+from server.tools.bench.prompts import Prompts, RequestLengths, ServiceTokenizer, passages_of
+from server.tools.bench.stream import STREAMED, StreamClient, StreamedAnswer
+from server.tools.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
 POLICIES = ("prefix", "round-robin")
 MOST_TIMES = 8  # largest multiple of the mean length: longer prompts are cut

@@ -38,7 +38,7 @@ from scheduler.sampling.sampler import sample
 from scheduler.structure.compiler import Vocabulary
 from scheduler.structure.grammar import GrammarMatcher, compile_structure, open_tokenizer
 from server.front.tokenizer import Tokenizer
-from server.process.preflight.model import resolve_model
+from server.serve.preflight.model import resolve_model
 
 GOAL = 0.10  # of a step's time
 PERSON = {

@@ -15,21 +15,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server.clients.batch.flags import add_batch_parser, check_batch_arguments
-from server.clients.bench.flags import add_bench_parser
 from server.clients.experts.cli import add_experts_parser
 from server.clients.url_flag import add_url
-from server.doctor.flags import add_doctor_parser, check_doctor_arguments
-from server.lines import say, write_lines_as, write_times
-from server.options.completion import SHELLS, completion_script
+from server.machine.lines import say, write_lines_as, write_times
+from server.machine.roots import RootError, check_roots
+from server.machine.versions import VersionError, check_transformers, why_unfit
 from server.options.flag import OptionsError
 from server.options.help import HelpAction
 from server.options.reading import PRIVATE_DEFAULTS, add_options, nearest, notes_on, options_from
 from server.options.table import Options
 from server.options.words import spelled, why_unknown
-from server.process.preflight.versions import VersionError, check_transformers, why_unfit
-from server.roots import RootError, check_roots
-from server.simulation.flags import add_simulate_parser
-from server.sizing.flags import add_size_parser
+from server.tools.bench.flags import add_bench_parser
+from server.tools.completion import SHELLS, completion_script
+from server.tools.doctor.flags import add_doctor_parser, check_doctor_arguments
+from server.tools.simulate.flags import add_simulate_parser
+from server.tools.size.flags import add_size_parser
 
 _COMMANDS = (
     "serve",
@@ -286,18 +286,18 @@ def _temperature(text: str) -> float:
 
 def _run_service(args: argparse.Namespace, options: Options) -> int:
     if args.command == "serve":
-        from server.process.serve import run_serve
+        from server.serve.serve import run_serve
 
         return run_serve(options)
     if args.command == "worker":
-        from server.process.worker import run_worker
+        from server.serve.worker import run_worker
 
         return run_worker(options)
     if args.command == "engine":
-        from server.process.engine import run_engine
+        from server.serve.engine import run_engine
 
         return run_engine(options)
-    from server.process.front_main import run_front
+    from server.serve.front_main import run_front
 
     return run_front(options, num_ranks=args.ranks, ready_fd=args.ready_fd, ranks_host=args.ranks_host)
 
@@ -315,10 +315,10 @@ def _run_models(args: argparse.Namespace) -> int:
 
 
 def _run_size(args: argparse.Namespace) -> int:
-    from server.sizing.inputs import resolve_inputs
+    from server.tools.size.inputs import resolve_inputs
 
     args = resolve_inputs(args)
-    from server.sizing.size import run_size
+    from server.tools.size.size import run_size
 
     return run_size(args)
 
@@ -332,13 +332,13 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _run_bench(args: argparse.Namespace) -> int:
-    from server.clients.bench.run import run_bench
+    from server.tools.bench.run import run_bench
 
     return run_bench(args)
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
-    from server.doctor.run import run_doctor
+    from server.tools.doctor.run import run_doctor
 
     check_doctor_arguments(args)
     options = options_from(args)
@@ -361,18 +361,18 @@ def _run_experts(args: argparse.Namespace) -> int:
 
 
 def _run_simulate(args: argparse.Namespace) -> int:
-    from server.sizing.inputs import resolve_inputs
+    from server.tools.size.inputs import resolve_inputs
 
     if not args.trace.is_file():
         raise OptionsError(f"the trace {args.trace} is not a file")
     args = resolve_inputs(args)
-    from server.simulation.run import run_simulate
+    from server.tools.simulate.run import run_simulate
 
     return run_simulate(args)
 
 
 def _run_claim(words: Sequence[str]) -> int:
-    from server.process.store.claim import run_claim
+    from server.serve.store.claim import run_claim
 
     return run_claim(words)
 
@@ -384,13 +384,13 @@ def _run_checker() -> int:
 
 
 def _run_trial() -> int:
-    from server.doctor.dispatch_trial import run_dispatch_trial
+    from server.tools.doctor.dispatch_trial import run_dispatch_trial
 
     return run_dispatch_trial()
 
 
 def _run_launcher(arguments: list[str]) -> NoReturn:
-    from server.process.launcher import run_launcher
+    from server.serve.launcher import run_launcher
 
     write_times()
     status = run_launcher(arguments)

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes, tree
 from benchmarks.serving.service import HOST, BenchServiceError, Service
-from server.clients.bench.figures import percentile
+from server.tools.bench.figures import percentile
 
 Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how many members it removes
 

@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.kernels.cases import checked_cases
 from benchmarks.gpu.results import Row, Setting
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 _MOST_PROCESSES = 8  # each has a context on the device, and some gigabytes of inputs there
 

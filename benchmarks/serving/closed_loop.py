@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from server.batches.bulk_client import for_each
-from server.clients.bench.figures import percentile
-from server.clients.bench.prompts import Passages, documentation
+from server.api.openai.batches.bulk_client import for_each
+from server.tools.bench.figures import percentile
+from server.tools.bench.prompts import Passages, documentation
 
 
 class RequestTiming(NamedTuple):

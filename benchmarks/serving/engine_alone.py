@@ -17,7 +17,7 @@ from scheduler.assembly import assemble
 from scheduler.engine import Engine
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput, SamplingParams
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
 

@@ -12,8 +12,8 @@ from typing import IO, Self
 from benchmarks.serving.paced_rank import TOKEN_VARIABLE
 from benchmarks.serving.processes import cpu_s
 from benchmarks.serving.service import BenchServiceError
-from server.parent_death import die_with_parent
-from server.process.preflight.probe import is_healthy
+from server.machine.parent_death import die_with_parent
+from server.serve.preflight.probe import is_healthy
 
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.02

@@ -21,7 +21,7 @@ from scheduler.epochs.orders import Order
 from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
 from server.link.messages import RankFacts
 from server.link.rank_link import RankLink
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 TOKEN_VARIABLE = "PACED_RANK_TOKEN"
 OPEN_TIMEOUT_S = 60.0

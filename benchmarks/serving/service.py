@@ -16,10 +16,10 @@ from typing import IO, Any, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
 from dispatch.ports import free_port
-from server.clients.bench.stream import STREAMED, StreamClient
 from server.clients.connection import Connection, ServiceError
-from server.parent_death import die_with_parent
-from server.process.preflight.probe import is_healthy
+from server.machine.parent_death import die_with_parent
+from server.serve.preflight.probe import is_healthy
+from server.tools.bench.stream import STREAMED, StreamClient
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 240.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, summarise
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 20.0
 

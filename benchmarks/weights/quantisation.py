@@ -26,7 +26,7 @@ from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.step import Span
 from scheduler.assembly import assemble
 from scheduler.policy.config import EngineConfig
-from server.process.preflight.model import resolve_model
+from server.serve.preflight.model import resolve_model
 
 FORMS = ("int8", "int4")
 

@@ -19,7 +19,7 @@ from server.api.answer_json import json_bytes
 from server.api.chat_turn import MessageParser
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.streaming import EventStream, closing_when_gone
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, Piece
 
 

@@ -27,7 +27,7 @@ from server.api.structure import (
 )
 from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
-from server.errors import bad_request
+from server.front.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
 from server.front.requests import Requests
 

@@ -6,7 +6,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from server import errors
 from server.api.schemas import ChatRequest, check_num_parts
 from server.api.served import ServedModel
 from server.api.template_messages import (
@@ -23,7 +22,8 @@ from server.api.template_messages import (
     with_text_arguments,
 )
 from server.api.tools import ToolUse, tool_use_of
-from server.errors import bad_request
+from server.front import errors
+from server.front.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
 
 LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds, so a thread does it

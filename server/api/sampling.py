@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
-from server import errors
 from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
 from server.api.served import ServedModel
-from server.errors import ApiError, bad_request
+from server.front import errors
+from server.front.errors import ApiError, bad_request
 from server.front.generations import Ask, Pattern
 from server.front.tokenizer import Tokenizer
 from server.http.exchanges import draw_seed

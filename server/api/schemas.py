@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from server.errors import bad_request, trouble_in
+from server.front.errors import bad_request, trouble_in
 
 MAX_CHOICES = 128  # for n, and for prompts times n
 MAX_MESSAGES = 10_000  # per chat, including their parts

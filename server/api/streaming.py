@@ -20,7 +20,7 @@ from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import TextEvent, event, metrics_of
 from server.api.schemas import StreamOptions
 from server.api.served import ServedModel
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on

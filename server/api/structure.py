@@ -14,7 +14,7 @@ from scheduler.policy.request import Structure
 from scheduler.structure.compiler import StructureError
 from server.api.schemas import UNSET, SamplingFields, json_text
 from server.api.served import ServedModel
-from server.errors import bad_request
+from server.front.errors import bad_request
 from server.front.generations import Pattern
 
 MAX_CHARS = 1 << 18  # bytes of a schema, regex or grammar

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import Message, is_deeper
-from server.errors import ApiError, bad_request
+from server.front.errors import ApiError, bad_request
 from server.front.template_probe import ContentForm
 from server.front.tokenizer import TemplateFacts
 from server.http.json_text import parse_json, trouble_with_nesting

@@ -15,7 +15,7 @@ from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.deltas import TextParser
 from server.api.parsers.json_calls import JsonListParser, NamedCallParser
 from server.api.schemas import ChatRequest, check_num_values, json_text
-from server.errors import bad_request
+from server.front.errors import bad_request
 
 MAX_DEPTH = 64  # levels of a tool's description, including its schema
 _NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from server.clients.connection import Connection, ServiceError, api_key_of
-from server.lines import printable
+from server.machine.lines import printable
 
 _HELP = (
     'Ctrl-C stops an answer, /reset starts over, /quit or Ctrl-D leaves. For several lines, end a line with \\ or put """ '

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from server.lines import printable
+from server.machine.lines import printable
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0

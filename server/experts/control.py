@@ -22,10 +22,10 @@ from expert_placement.nodes import rules_for_repair
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
-from server.errors import ApiError, bad_request, not_ready
 from server.experts.load import ExpertsLoad
-from server.lines import say
+from server.front.errors import ApiError, bad_request, not_ready
 from server.link.messages import PlacementUpdate
+from server.machine.lines import say
 
 POLL_S = 0.5  # between looks at whether a decision is due
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement

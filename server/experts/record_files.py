@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from server.errors import ApiError
 from server.experts.recorder import Record
+from server.front.errors import ApiError
 
 MAX_DUMPS = 16
 _STEM = "expert_distribution_recorder_"  # SGLang's

@@ -24,13 +24,13 @@ from expert_placement.config import EplbConfig
 from expert_placement.control import Proposal
 from expert_placement.files import from_json, to_json
 from scheduler.moves.reports import Cause
-from server import errors
-from server.errors import ApiError, bad_request
 from server.experts.answer import answer
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
 from server.experts.record_files import dump
 from server.experts.recorder import Record
+from server.front import errors
+from server.front.errors import ApiError, bad_request
 from server.http.json_parts import encode
 from server.http.routes import new_router
 

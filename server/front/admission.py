@@ -11,7 +11,7 @@ vLLM's `--max-num-queued-reqs` counts the same (waiting and running requests of 
 import math
 from collections import deque
 
-from server.errors import ApiError, bad_request
+from server.front.errors import ApiError, bad_request
 
 WINDOW_S = 30.0  # for measuring the rate at which requests begin
 _LEAST_WINDOW_S = 1.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
-from server.errors import ApiError
 from server.front.detokenizer import Decoder, Detokenizer, StopScreen
+from server.front.errors import ApiError
 
 
 class Asker(NamedTuple):

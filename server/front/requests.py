@@ -24,10 +24,10 @@ from typing import Protocol
 
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
-from server import errors
-from server.errors import ApiError
+from server.front import errors
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
+from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.router import Router

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.http.errors import OLLAMA_PATH, ErrorResponse, route_path
 from server.http.json_text import PARSED, PIECE_BYTES, parse_json, trouble_with_nesting
 

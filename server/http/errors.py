@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import ClientGone
 from server.http.routes import refusal
 

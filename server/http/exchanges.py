@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import bad_request, shorten
+from server.front.errors import bad_request, shorten
 from server.front.generations import NOBODY, Answer, Asker
 
 CLIENT_GONE = 499  # nginx's number for a client that left before it was sent anything

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import ApiError, shorten
+from server.front.errors import ApiError, shorten
 from server.http.errors import ErrorResponse, route_path
 from server.http.exchanges import current_exchange
 from server.options.checks import read_keys

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import ApiError, bad_request
+from server.front.errors import ApiError, bad_request
 from server.http.bodies import replaying
 from server.http.errors import ErrorResponse, route_path
 from server.http.exchanges import current_exchange

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from server.errors import ApiError, bad_request
+from server.front.errors import ApiError, bad_request
 
 MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
 MAX_JSON_VALUES = 2_000_000  # 128 prompts of 15,000 token ids

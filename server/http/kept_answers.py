@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.http.shares import Shares
-from server.steady_clock import SteadyClock
+from server.machine.steady_clock import SteadyClock
 
 MAX_AGE_S = 3600.0  # since it was accepted
 MAX_BYTES = 64 << 20  # of bodies, together

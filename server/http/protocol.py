@@ -24,7 +24,7 @@ from array import array
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from server.errors import ApiError, bad_request
+from server.front.errors import ApiError, bad_request
 from server.http.connections import ConnectionBound
 
 HEAD_S = 30.0

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import ApiError, bad_request, shorten, trouble_in
+from server.front.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
 from server.http.json_text import PARSED, parse_json
 

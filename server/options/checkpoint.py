@@ -1,6 +1,6 @@
 """Options that choose and override a model's files.
 
-`process.preflight.checkpoint` makes one folder of these files before any other code reads the model.
+`serve.preflight.checkpoint` makes one folder of these files before any other code reads the model.
 """
 
 import json

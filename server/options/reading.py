@@ -19,10 +19,10 @@ from expert_placement.config import EplbConfig
 from server.options.checkpoint import CheckpointOptions
 from server.options.checks import check_certificate, check_traces
 from server.options.flag import OptionsError, add_flags, words_of
-from server.options.foreign import ForeignFlag, judge
-from server.options.sglang_flags import SGLANG_FLAGS
+from server.options.foreign.flags import ForeignFlag, judge
+from server.options.foreign.sglang import SGLANG_FLAGS
+from server.options.foreign.vllm import VLLM_FLAGS
 from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, HttpOptions, LogOptions, Options
-from server.options.vllm_flags import VLLM_FLAGS
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
 # For processes that `wideep serve` starts; users give a file.

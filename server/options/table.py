@@ -16,7 +16,6 @@ from typing import Any
 from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from scheduler.policy.speculative import SpeculativeConfig, SpeculativeConfigError, parse_speculative_config
-from server.api.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
@@ -36,6 +35,7 @@ from server.options.flag import (
     tokens,
     whole,
 )
+from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies

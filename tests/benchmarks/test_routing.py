@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import routing
-from server.clients.bench.prompts import RequestLengths
+from server.tools.bench.prompts import RequestLengths
 from tests.support.service.real_service import write_tiny_model
 
 

@@ -26,7 +26,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 from dataclasses import replace
 from server import cli
-from server.process.serve import _prepare
+from server.serve.serve import _prepare
 from server.options.reading import options_from
 
 words, url = sys.argv[1:], "URL"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from server.roots import PACKAGES
+from server.machine.roots import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ("kvcache", "dispatch", "expert_placement")
@@ -24,40 +24,31 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": BASE,
     **dict.fromkeys(BASE, ()),
 }
+# The server's floors, from the top down: whole folders (DESIGN.md, "The house"). A folder may import those below its floor.
+FLOORS = (
+    ("__main__",),
+    ("cli", "offline"),
+    ("tools",),
+    ("clients",),
+    ("serve",),
+    ("api", "experts"),
+    ("http",),
+    ("front",),
+    ("link",),
+    ("options",),
+    ("machine",),
+)
 # Inside packages, from the top down: a part may import what stands below it. A module's part is the longest name here that
 # it begins with; parts on one line do not import each other.
 ORDER = (
-    ("server.__main__",),
-    ("server.cli", "server.offline"),
-    ("server.simulation",),
-    ("server.clients",),
-    ("server.sizing",),
-    ("server.process",),
-    ("server.doctor",),
-    ("server.process.preflight",),
-    ("server.process.unix_socket",),
-    ("server.api.service_routes", "server.batches"),
-    ("server.api", "server.experts"),
+    ("server.api.openai.batches", "server.api.sglang.service_routes"),
+    ("server.api",),
     ("server.api.blocks", "server.api.tokenize"),
     ("server.api.chat_turn",),
     ("server.api.prompts", "server.api.sampling", "server.api.streaming", "server.api.structure"),
     ("server.api.answer_json", "server.api.served", "server.api.template_messages", "server.api.tools"),
     ("server.api.schemas",),
-    ("server.http",),
-    ("server.front",),
-    ("server.link",),
-    ("server.options",),
-    (
-        "server.api.parsers",
-        "server.errors",
-        "server.steady_clock",
-        "server.interrupts",
-        "server.lines",
-        "server.model_fields",
-        "server.parent_death",
-        "server.roots",
-        "server.traces",
-    ),
+    ("server.api.parsers",),
     ("scheduler.assembly",),
     ("scheduler.engine",),
     ("scheduler.epochs",),
@@ -174,16 +165,16 @@ WITHOUT_TORCH = [
     "kvcache.blocks",
     "kvcache.states",
     "moe.load.quantisation",
-    "server.process.worker",
-    "server.doctor.run",
+    "server.serve.worker",
+    "server.tools.doctor.run",
 ]
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {
     "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
-    "server/process/launcher.py": "torch is imported while workers start",
-    "server/process/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
-    "server/process/preflight/device.py": "only the child process that looks for GPUs loads torch",
-    "server/clients/bench/prompts.py": "only --tokenizer reads a tokenizer here, and transformers takes seconds to load",
+    "server/serve/launcher.py": "torch is imported while workers start",
+    "server/serve/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
+    "server/serve/preflight/device.py": "only the child process that looks for GPUs loads torch",
+    "server/tools/bench/prompts.py": "only --tokenizer reads a tokenizer here, and transformers takes seconds to load",
     "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
 }
 
@@ -304,25 +295,44 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def part_of(module: str) -> str:
-    """The part of its package that a module belongs to."""
+def part_of(module: str) -> str | None:
+    """The part of its package that a module belongs to, or None if ORDER does not name one."""
     parts = [part for level in ORDER for part in level if module == part or module.startswith(f"{part}.")]
-    assert parts, f"{module} has no place in ORDER"
-    return max(parts, key=len)
+    return max(parts, key=len, default=None)
+
+
+def floor_of(module: str) -> str:
+    """The folder of the server that a module is in, or the module itself."""
+    return module.split(".")[1]
+
+
+def test_the_server_has_the_floors_of_the_design() -> None:
+    level_of = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
+    wrong = [
+        str(entry)
+        for path in files()
+        if top(module_of(path)) == "server" and module_of(path) != "server"
+        for entry in imports_of(path)
+        if entry.module.startswith("server.") and floor_of(entry.module) != floor_of(module_of(path))
+        if level_of[floor_of(entry.module)] <= level_of[floor_of(module_of(path))]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_imports_point_down_inside_packages() -> None:
     level_of = {part: number for number, level in enumerate(ORDER) for part in level}
-    ordered = {top(part) for part in level_of}
-    wrong = [
-        str(entry)
-        for path in files()
-        if top(module_of(path)) in ordered and module_of(path) not in PACKAGES
-        for entry in imports_of(path)
-        if top(entry.module) == top(module_of(path)) and entry.module not in PACKAGES
-        if part_of(entry.module) != part_of(module_of(path))
-        and level_of[part_of(entry.module)] <= level_of[part_of(module_of(path))]
-    ]
+    ordered = {top(part) for part in level_of} - {"server"}
+    wrong = []
+    for path in files():
+        module, part = module_of(path), part_of(module_of(path))
+        if module in PACKAGES:
+            continue
+        entries = [entry for entry in imports_of(path) if top(entry.module) == top(module) != entry.module]
+        assert part or not entries or top(module) not in ordered, f"{module} has no place in ORDER"
+        for entry in entries if part else ():
+            imported = part_of(entry.module)
+            if imported and part and imported != part and level_of[imported] <= level_of[part]:
+                wrong.append(str(entry))
     assert not wrong, "\n".join(wrong)
 
 
@@ -384,7 +394,7 @@ def test_serving_on_a_cpu_does_without_triton(module: str) -> None:
 
 
 def test_importing_the_supervisor_leaves_torch_out() -> None:
-    code = "import sys, server.process.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, server.serve.worker; sys.exit('torch' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert child.returncode == 0
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from server.roots import PACKAGES
+from server.machine.roots import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch", "triton")

@@ -23,8 +23,8 @@ from server.http.observability.metrics import Metrics
 from server.http.observability.ops import ops_routes
 from server.options.reading import options_from
 from server.options.table import Options
-from server.process.store.rendezvous import rendezvous_endpoint
-from server.process.supervisor import DRAIN_GRACE_S
+from server.serve.store.rendezvous import rendezvous_endpoint
+from server.serve.supervisor import DRAIN_GRACE_S
 from tests.support.service.recipes import (
     COMPOSE,
     LEADER_WORKER_SET,

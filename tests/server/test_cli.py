@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from server.cli import build_parser, main
+from server.machine.roots import WIDEEP_COMMAND
 from server.options.help import group_words
-from server.roots import WIDEEP_COMMAND
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -173,7 +173,7 @@ def test_a_folder_called_server_in_the_users_directory_is_not_run(tmp_path: Path
 
 def test_help_and_the_supervisor_load_no_heavy_package() -> None:
     code = (
-        "import sys, server.cli, server.doctor.run, server.process.serve, server.process.worker\n"
+        "import sys, server.cli, server.tools.doctor.run, server.serve.serve, server.serve.worker\n"
         "heavy = {'torch', 'transformers', 'fastapi', 'grpc', 'numpy', 'huggingface_hub', 'httpx'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

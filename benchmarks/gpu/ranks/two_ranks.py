@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.ranks.checks import CHECKS, WAIT_S
 from benchmarks.gpu.results import Row, Setting
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 _TIMEOUT_S, _INTERPRETED_TIMEOUT_S = 180.0, 500.0  # both ranks compile kernels and CPU code in this time
 

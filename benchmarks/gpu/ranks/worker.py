@@ -25,7 +25,7 @@ from subprocess import SubprocessError
 from typing import IO, Any, Self
 
 from benchmarks.gpu.results import Row, Setting
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 STOP_TIMEOUT_S = 10.0
 _LAST_BYTES = 4000

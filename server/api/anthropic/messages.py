@@ -31,7 +31,7 @@ from server.api.chat_turn import ChatTurn
 from server.api.parsers.deltas import Delta
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens as count_prompt_tokens
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Piece
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router

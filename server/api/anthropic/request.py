@@ -18,7 +18,7 @@ from server.api.schemas import (
     refuse_foreign,
     validated,
 )
-from server.errors import bad_request
+from server.front.errors import bad_request
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked by `messages_of`

@@ -24,7 +24,7 @@ from server.api.blocks import (
 )
 from server.api.chat_turn import MessageParser
 from server.api.parsers.deltas import Delta
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, Generation, Piece
 from server.front.timing import timing_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from server.api.ollama.answer import timestamp
 from server.api.parsers.registry import NONE
 from server.api.served import ServedModel
-from server.model_fields import experts_per_token, num_experts
+from server.machine.model_fields import experts_per_token, num_experts
 
 _WEIGHTS = "*.safetensors"
 _NEVER = "9999-12-31T23:59:59Z"  # when the model leaves memory; clients require a time

@@ -21,7 +21,7 @@ from server.api.schemas import (
     refuse_foreign,
 )
 from server.api.served import ServedModel
-from server.errors import bad_request
+from server.front.errors import bad_request
 from server.http.routes import refusal
 
 _Fields = TypeVar("_Fields", bound=SamplingFields)

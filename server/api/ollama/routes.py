@@ -17,7 +17,6 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from server.api.answer_json import json_response
 from server.api.blocks import complete
 from server.api.chat_turn import ChatTurn, MessageParser, ReasoningCount
-from server.api.completions import encode_prompts
 from server.api.ollama.answer import LINES, LineChunks, LineStream, TurnDraft, loaded
 from server.api.ollama.card import ModelCard
 from server.api.ollama.request import (
@@ -31,11 +30,12 @@ from server.api.ollama.request import (
     raw_request,
     served_name,
 )
+from server.api.openai.completions import encode_prompts
 from server.api.parsers.deltas import PlainParser
 from server.api.sampling import asks_for
 from server.api.served import ServedModel
 from server.api.structure import structure_of
-from server.errors import bad_request, named_by
+from server.front.errors import bad_request, named_by
 from server.front.generations import Answer
 from server.front.requests import Requests
 from server.http.routes import new_ollama_router

@@ -35,6 +35,7 @@ from server.api.parsers.thinking import (
     open_tags,
 )
 from server.api.parsers.token_calls import DEEPSEEK, KIMI, DeepseekParser, KimiParser
+from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
 
 NONE = "none"  # disables parsing
 _GENERIC = "hermes"  # also taught to models without tools in their template
@@ -127,8 +128,10 @@ _REASONING_ALIASES = {
 }
 _TOOLS |= {alias: _TOOLS[name] for alias, name in _TOOL_ALIASES.items()}
 _REASONING |= {alias: _REASONING[name] for alias, name in _REASONING_ALIASES.items()}
-TOOL_PARSERS = tuple(sorted([*_TOOLS, *_CHANNELS, NONE]))
-REASONING_PARSERS = tuple(sorted([*_REASONING, *_CHANNELS, NONE]))
+assert set(TOOL_PARSERS) == {*_TOOLS, *_CHANNELS, NONE}, (
+    "--tool-call-parser accepts the parsers that there are"
+)
+assert set(REASONING_PARSERS) == {*_REASONING, *_CHANNELS, NONE}, "as does --reasoning-parser"
 
 # Texts of a template -> the parser for it. The first entry with all its texts in the template applies.
 _TOOLS_BY_TEMPLATE = (

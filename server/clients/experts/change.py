@@ -10,7 +10,7 @@ from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
 from server.clients.connection import Connection, ServiceError, api_key_of
-from server.lines import printable
+from server.machine.lines import printable
 
 POLL_S = 0.5  # between two queries of a change's progress
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from server.clients.connection import Connection, ServiceError, api_key_of
-from server.lines import printable
+from server.machine.lines import printable
 
 _CLEAR = "\x1b[2J\x1b[H"  # clear the screen, then home (ECMA-48)
 WIDE = 120  # columns of a table without a terminal

@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
-from server.batches.bulk_client import BulkClient
+from server.api.openai.batches.bulk_client import BulkClient
 from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import RequestOutput, SamplingParams
+from server.clients.private_service import PrivateService
 from server.options.reading import options_from_keywords
 from server.options.table import DEMO_MODEL
-from server.process.private_service import PrivateService
 
 Result = TypeVar("Result")
 Prompt = str | Sequence[int] | Mapping[str, Any]

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.batches.bulk_client import BulkClient, for_each
+from server.api.openai.batches.bulk_client import BulkClient, for_each
 from server.clients.llm.results import RequestOutput, SamplingParams, output_from
 from server.clients.progress import RequestProgress
 

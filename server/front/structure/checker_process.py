@@ -26,7 +26,7 @@ from llguidance import LLTokenizer
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import StructureError, vocabulary_from_json
 from scheduler.structure.grammar import compile_structure, open_tokenizer, rehearse
-from server.parent_death import die_with_parent
+from server.machine.parent_death import die_with_parent
 
 MOST_SECONDS = 30  # of wall time for one structure: on a busy machine the processor time limit takes longer
 STACK_BYTES = 4 << 20

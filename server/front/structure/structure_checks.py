@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import LoadVocabulary, vocabulary_to_json
-from server.errors import ApiError
-from server.roots import WIDEEP_COMMAND
+from server.front.errors import ApiError
+from server.machine.roots import WIDEEP_COMMAND
 
 CHECKER_COMMAND = (*WIDEEP_COMMAND, "structure-checker")
 QUICK_CPU_S = 0.05  # most compile in a millisecond, a schema of 500 properties in twenty

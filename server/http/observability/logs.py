@@ -18,7 +18,7 @@ from scheduler.policy.request import SamplingParams
 from server.front.detokenizer import Decoder
 from server.front.generations import Ask
 from server.http.exchanges import HttpExchange, current_exchange
-from server.lines import FIELDS, JsonFormatter, id_of, stamp
+from server.machine.lines import FIELDS, JsonFormatter, id_of, stamp
 from server.options.table import LogOptions
 
 ACCESS = "wideep.access"

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from server import errors
+from server.front import errors
 from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase

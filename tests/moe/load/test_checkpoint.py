@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe.load.checkpoint import INDEX_NAME, Checkpoint, CheckpointError
-from server.process.preflight.model import read_headers
+from server.serve.preflight.model import read_headers
 
 SMAPS = Path("/proc/self/smaps")
 

@@ -17,7 +17,7 @@ from server.api.answer_json import (
     metrics_of,
     prompt_logprobs_list,
 )
-from server.api.completions import CompletionChunks
+from server.api.openai.completions import CompletionChunks
 from server.api.schemas import CompletionRequest
 from server.api.served import ServedModel
 from server.front.generations import Answer, Piece

@@ -8,7 +8,7 @@ import pytest
 from scheduler.policy.request import FinishReason
 from server.api.chat_turn import MessageParser, ReasoningCount
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Piece
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.requests.chats import rendered

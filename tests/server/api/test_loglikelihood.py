@@ -12,7 +12,7 @@ import tokenizers
 import torch
 
 from scheduler.policy.request import Request
-from server.api.completions import completion_routes
+from server.api.openai.completions import completion_routes
 from server.api.served import ServedModel
 from server.front.journal import Journal
 from server.front.requests import Requests

@@ -11,7 +11,8 @@ import pytest
 
 from server.api.anthropic.request import MessagesRequest
 from server.api.anthropic.request import chat_request as anthropic_chat
-from server.api.completions import encode_prompts
+from server.api.openai.completions import encode_prompts
+from server.api.openai.responses.request import messages_of
 from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.deltas import ToolCallDelta
 from server.api.parsers.registry import Markup
@@ -23,7 +24,6 @@ from server.api.prompts import (
     encode,
     render_chat,
 )
-from server.api.responses.request import messages_of
 from server.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest, Message
 from server.api.served import MAX_LONG_WORK, ServedModel
 from server.api.template_messages import (
@@ -35,7 +35,7 @@ from server.api.template_messages import (
     with_content,
     with_text_arguments,
 )
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.template_probe import ContentForm
 from server.front.tokenizer import TemplateFacts

@@ -8,7 +8,7 @@ from typing import Any, cast
 from starlette.types import Message
 
 from server.api.streaming import COMMENT, DONE, EventStream
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, Piece
 
 NEVER_S = 1000.0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from tests.support.requests.chats import rendered
 
 ANY_ROLE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"

@@ -10,7 +10,7 @@ from scheduler.policy.request import Request, TokenBias
 from server.api.sampling import _UNSERVED, asks_for, refuse_unserved
 from server.api.schemas import CompletionRequest, SamplingFields
 from server.api.served import ServedModel
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.exchanges import seeds_from

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.batches.bulk_client import BulkClient
+from server.api.openai.batches.bulk_client import BulkClient
 from server.clients.llm.llm import LLM, _listed, _params_for, _prompt_of
 from server.clients.llm.requests import LLMError, Question, complete_all
 from server.clients.llm.results import Logprob, RequestOutput, SamplingParams, output_from

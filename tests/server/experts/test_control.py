@@ -19,11 +19,11 @@ from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementR
 from server.cli import build_parser
 from server.clients.connection import Connection
 from server.clients.experts.change import run_change
-from server.errors import ApiError
 from server.experts import control as placement_control
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
 from server.experts.routes import placement_routes
+from server.front.errors import ApiError
 from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.link.messages import PlacementUpdate

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from server.errors import ApiError
 from server.experts.record_files import MAX_DUMPS, default_folder, dump, remove_old
 from server.experts.recorder import Record
+from server.front.errors import ApiError
 from tests.support.placement.load_reports import expert_map
 
 EMPTY = Record("m", expert_map(), [])

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from server.errors import ApiError
 from server.front.admission import MOST_S, WINDOW_S, Admission
+from server.front.errors import ApiError
 
 
 def check(

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput, SamplingParams
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, ClientGone
 from server.front.journal import MAX_INCIDENTS
 from tests.support.requests.desk import Desk, in_loop

@@ -7,8 +7,8 @@ import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, SamplingParams
 from scheduler.structure.stop_pattern import compile_all
-from server.errors import ApiError
 from server.front import generations, requests
+from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, ClientGone
 from tests.support.requests.desk import Desk, in_loop
 

@@ -17,8 +17,8 @@ from server.http import connections
 from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.protocol import PunctualProtocol
 from server.options.table import HttpOptions
-from server.process.http_service import _bound, _Server, _server_config
-from server.process.unix_socket import listening_at
+from server.serve.http_service import _bound, _Server, _server_config
+from server.serve.preflight.unix_socket import listening_at
 
 HEAD = b"GET /x HTTP/1.1\r\nhost: x\r\n"
 TIMEOUT_S = 30.0

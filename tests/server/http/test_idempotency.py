@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.http import idempotency, kept_answers
 from server.http.app import build_app
 from server.http.exchanges import ExchangeWatch, draw_seed, seeds_from

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.http import json_text
 from server.http.json_text import MAX_JSON_DEPTH, json_shape, parse_json
 

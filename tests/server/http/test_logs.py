@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.http.exchanges import HttpExchange
 from server.http.observability import logs
 from server.http.observability.logs import AccessLog, RequestLog, logging_to

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.http.protocol import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
 from server.options.table import HttpOptions
-from server.process.http_service import _server_config
+from server.serve.http_service import _server_config
 
 TIMEOUT_S = 30.0
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"

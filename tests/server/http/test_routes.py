@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.testclient import TestClient
 
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import ClientGone
 from server.http.app import build_app
 from server.http.exchanges import HttpExchange

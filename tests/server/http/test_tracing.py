@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dispatch.ports import free_port
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.http.observability.tracing import Traces
 from server.options.checks import check_traces
 from server.options.flag import OptionsError

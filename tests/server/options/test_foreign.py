@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from server.options.flag import OptionsError
-from server.options.foreign import ForeignFlag
-from server.options.guides import FOLDER, sglang_guide, vllm_guide
+from server.options.foreign.flags import ForeignFlag
+from server.options.foreign.sglang import SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
+from server.options.foreign.vllm import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
 from server.options.reading import add_options, known_words, notes_on, options_from, options_from_keywords
-from server.options.sglang_flags import SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
 from server.options.table import OPTIONS, Options
-from server.options.vllm_flags import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
 from server.options.words import spelled, why_unknown
+from server.tools.guides import FOLDER, sglang_guide, vllm_guide
 
 HERE = Path(__file__).parent
 FOREIGN = (*VLLM_FLAGS, *SGLANG_FLAGS)
@@ -39,7 +39,7 @@ def named_in(file: str) -> list[str]:
 
 @pytest.mark.parametrize("page, text", [("from_vllm.md", vllm_guide()), ("from_sglang.md", sglang_guide())])
 def test_the_guides_are_the_tables(page: str, text: str) -> None:
-    assert (FOLDER / page).read_text() == text, "run: python -m server.options.guides"
+    assert (FOLDER / page).read_text() == text, "run: python -m server.tools.guides"
 
 
 def test_every_flag_of_vllm_0_33_stands_in_its_guide() -> None:
@@ -85,7 +85,10 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
             "--master-addr 10.0.0.1 has no effect",
         ),
         (["-dp", "2", "--data-parallel-size-local", "2"], "--data-parallel-size-local 2 has no effect"),
-        (["--data-parallel-address=h", "--data-parallel-rpc-port=1"], "--data-parallel-rpc-port 1 has no effect"),
+        (
+            ["--data-parallel-address=h", "--data-parallel-rpc-port=1"],
+            "--data-parallel-rpc-port 1 has no effect",
+        ),
         (["--data-parallel-start-rank=0"], "--data-parallel-start-rank 0 has no effect"),
         (["--data-parallel-backend", "mp"], "--data-parallel-backend mp has no effect"),
         (["--api-server-count", "4"], "--api-server-count 4 has no effect: one process"),
@@ -131,7 +134,10 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["-tp", "8"], "--tensor-parallel-size 8: attention runs data-parallel"),
         (["-tp", "8"], "use --data-parallel-size 8"),
         (["-pp", "2"], "--pipeline-parallel-size 2: layers are not split"),
-        (["--nnodes", "2", "--node-rank", "1"], "--nnodes 2: on several nodes, start the ranks with torchrun"),
+        (
+            ["--nnodes", "2", "--node-rank", "1"],
+            "--nnodes 2: on several nodes, start the ranks with torchrun",
+        ),
         (["-dp", "16", "--data-parallel-size-local", "8"], "--data-parallel-size-local 8: on several nodes"),
         (["--headless"], "--headless: only the node of the rendezvous endpoint serves HTTP"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: prompts always run in chunks"),
@@ -204,7 +210,9 @@ def test_keywords_of_scripts_are_judged_alike() -> None:
     assert options == options_from_keywords("m", {}, {})
     with pytest.raises(OptionsError, match="--enable-lora: adapters"):
         options_from_keywords("m", {"enable_lora": True}, {})
-    with pytest.raises(OptionsError, match=r"'max_model_lens' is not an option \(did you mean max_model_len\?\)"):
+    with pytest.raises(
+        OptionsError, match=r"'max_model_lens' is not an option \(did you mean max_model_len\?\)"
+    ):
         options_from_keywords("m", {"max_model_lens": 8}, {})
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.options.flag import OptionsError, size
-from server.options.page import options_page
 from server.options.reading import (
     add_options,
     environment_from,
@@ -21,6 +20,7 @@ from server.options.reading import (
     options_from_keywords,
 )
 from server.options.table import OPTIONS, HttpOptions, LogOptions, Options
+from server.tools.page import options_page
 from tests.support.service.certificate import write_certificate
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "options.md"
@@ -33,7 +33,7 @@ def parse(*words: str, environment: dict[str, str] | None = None, **defaults: An
 
 
 def test_the_page_of_options_is_the_tables() -> None:
-    assert PAGE.read_text() == options_page(), "run: python -m server.options.page > docs/options.md"
+    assert PAGE.read_text() == options_page(), "run: python -m server.tools.page > docs/options.md"
 
 
 def test_a_flag_and_a_keyword_belong_to_one_option() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Answer, Ask
 from server.http.exchanges import HttpExchange
 

@@ -234,7 +234,7 @@ EXEMPT_FROM_200 = (
     "/v1/responses/{response_id}/cancel",
     "/v1/batches/{batch_id}/cancel",
     "/v1/batches",  # there is no such file
-    "/v1/files",  # a form; tests/server/batches/test_form.py is hostile to it
+    "/v1/files",  # a form; tests/server/api/openai/batches/test_form.py is hostile to it
     "/experts/rollback",
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",

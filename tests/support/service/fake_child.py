@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from server.parent_death import die_with_parent
-from server.process.children import END_NOW_SIGNAL
-from server.process.loading import LoadingFile, loading_of
-from server.process.spare import leave_spare
+from server.machine.parent_death import die_with_parent
+from server.serve.children import END_NOW_SIGNAL
+from server.serve.loading import LoadingFile, loading_of
+from server.serve.spare import leave_spare
 
 FACTS = {  # what an engine has decided
     "model_type": "mixtral", "num_experts": 8, "moe_layers": 2, "layers": 2, "slots_per_rank": 4, "num_slots": 8,
@@ -32,7 +32,7 @@ FACTS = {  # what an engine has decided
 KV_CACHE_BYTES = 12345678  # what an engine says it took
 
 
-FRONT_IS_GONE = 3  # as server.process.engine says
+FRONT_IS_GONE = 3  # as server.serve.engine says
 
 
 def _have_loaded() -> bool:

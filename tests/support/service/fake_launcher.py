@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from server.process.launcher import run_launcher
+from server.serve.launcher import run_launcher
 
 if __name__ == "__main__":
     sys.exit(run_launcher(sys.argv[1:], host_store=lambda listener: listener))

@@ -15,18 +15,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-import server.process.preflight.checks  # noqa: E402
+import server.serve.preflight.checks  # noqa: E402
 from server.cli import build_parser  # noqa: E402
 from server.options.reading import options_from  # noqa: E402
-from server.process.serve import ServeCommands, run_serve  # noqa: E402
-from server.process.supervisor import Commands  # noqa: E402
-from server.process.worker import run_worker  # noqa: E402
+from server.serve.serve import ServeCommands, run_serve  # noqa: E402
+from server.serve.supervisor import Commands  # noqa: E402
+from server.serve.worker import run_worker  # noqa: E402
 
 _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 
 def main() -> int:
-    checks: Any = server.process.preflight.checks
+    checks: Any = server.serve.preflight.checks
     checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever runs beside the test
     options = options_from(build_parser().parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":

@@ -1,4 +1,4 @@
-"""What `torchrun --no-python` runs in tests of server.process.store.rendezvous: prints this worker's rank and whether it is the
+"""What `torchrun --no-python` runs in tests of server.serve.store.rendezvous: prints this worker's rank and whether it is the
 front's node, in one write, so that the lines of several workers do not mix."""
 
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from server.process.store.rendezvous import find_agent, front_host, place_from
+from server.serve.store.rendezvous import find_agent, front_host, place_from
 
 place = place_from()
 host = front_host(place, find_agent())

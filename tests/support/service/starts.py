@@ -8,7 +8,7 @@ import pytest
 from server.cli import build_parser
 from server.options.reading import options_from
 from server.options.table import Options
-from server.process.preflight.model import PreflightError
+from server.serve.preflight.model import PreflightError
 
 
 def options_for(model: Path, *flags: str) -> Options:

@@ -7,7 +7,7 @@ import pytest
 from scheduler.policy.request import FinishReason
 from server.api.anthropic.messages import MessageDraft
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.generations import Piece
 
 USAGE = {

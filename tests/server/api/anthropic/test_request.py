@@ -12,7 +12,7 @@ from server.api.anthropic.request import (
     messages_of,
     prompt_request,
 )
-from server.errors import ApiError
+from server.front.errors import ApiError
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "add", "description": "adds", "input_schema": {"properties": {"a": {"type": "integer"}}}}

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from server.api.parsers.registry import (
-    REASONING_PARSERS,
-    TOOL_PARSERS,
     Markup,
     markup_of,
     shows_known_calls,
 )
 from server.api.parsers.thinking import CLOSING
+from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from tests.server.api.parsers.reading import Said, deltas_of, said
 from tests.server.api.parsers.texts import TYPES
 

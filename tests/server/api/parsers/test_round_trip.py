@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from server.api.parsers.registry import TOOL_PARSERS, markup_of
+from server.api.parsers.registry import markup_of
+from server.options.parser_names import TOOL_PARSERS
 from tests.server.api.parsers.formats import FORMATS, Call, Format
 from tests.server.api.parsers.reading import Said, deltas_of, said, without_ids
 

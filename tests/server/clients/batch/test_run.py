@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.roots import WIDEEP_COMMAND
+from server.machine.roots import WIDEEP_COMMAND
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import HEARS_CTRL_C, wait_until
 
@@ -151,7 +151,10 @@ def test_a_stop_keeps_what_is_answered_and_hangs_up_on_the_rest(
     asked = next(request for request in held.requests if word in front.decode(request.prompt_ids))
     batch.send_signal(number)
     _, said = batch.communicate(timeout=TIMEOUT_S)
-    assert (batch.returncode, said) == (1, "wideep run-batch: stopped; run the same command again to continue\n")
+    assert (batch.returncode, said) == (
+        1,
+        "wideep run-batch: stopped; run the same command again to continue\n",
+    )
     held.wait_for(lambda rank: asked.request_id in rank.aborted)
     held.scripts[f"{word} held"].gates[1].set()
     assert entries(tmp_path) == []

@@ -14,7 +14,7 @@ import pytest
 
 from scheduler.policy.request import Request, SamplingParams, Structure
 from scheduler.structure.compiler import StructureCompiler, Structured, Vocabulary
-from server.errors import ApiError
+from server.front.errors import ApiError
 from server.front.structure import checker_process
 from server.front.structure.structure_checks import StructureChecks
 from tests.support.requests.structures import VOCABULARY
@@ -164,7 +164,7 @@ for number, line in enumerate(sys.stdin):
 
 def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
     async def work(checks: StructureChecks) -> None:
-        with pytest.raises(ApiError, match="short of time or memory. Try again") as caught:
+        with pytest.raises(ApiError, match=r"short of time or memory\. Try again") as caught:
             await checks.why_not(Structure("regex", "a"))
         assert caught.value.status == 503 and caught.value.headers["Retry-After"]
         assert await checks.why_not(Structure("regex", "a")) is None

@@ -1,0 +1,281 @@
+"""Keep responses for later requests: the last ones, in memory, and the background runs.
+
+OpenAI keeps responses for a month unless store=false; vLLM keeps them only if configured to, and then never drops one. This
+service keeps the last ones, so that previous_response_id works in a conversation and memory stays bounded. After a restart,
+or once newer responses have replaced it, a response is a plain 404. With API keys, only the key that created a response can
+read it: other keys get the same 404. Newer responses replace those of the key that stores most.
+
+Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any event, or cancel
+it. The events are stored next to the response; those of ended runs are dropped above a limit. While the front drains, runs
+count as open requests.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.blocks import DraftChunks, Event, named_events
+from server.api.openai.responses.answer import ResponseDraft
+from server.api.schemas import ChatMessage
+from server.api.streaming import KEEP_ALIVE_S, EventSender, until_gone
+from server.front.errors import ApiError, bad_request, failed
+from server.front.generations import Answer, ClientGone
+from server.http.shares import Shares
+
+_LOG = logging.getLogger("wideep")
+MAX_RESPONSES = 1000
+MAX_CHARS = 64 << 20  # for all stored responses, each with its whole history
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A response and the conversation up to its end. Instructions are omitted: they apply to one response only."""
+
+    owner: str
+    response: dict[str, Any]
+    messages: tuple[ChatMessage, ...]
+    num_chars: int
+
+
+class ResponseStore:
+    """The last responses, by id. When full, drops the least recently used of the owner that stores most."""
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
+        self._number, self._chars = Shares(max_responses), Shares(max_chars)
+        self._by_id: OrderedDict[str, Stored] = OrderedDict()
+
+    def put(self, response: dict[str, Any], messages: Sequence[ChatMessage], owner: str) -> None:
+        """Store a response, replacing its earlier version. Drops it if it alone exceeds the limit."""
+        num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
+        if num_chars > self._chars.total:
+            return
+        self._drop(response["id"])
+        self._by_id[response["id"]] = Stored(
+            owner=owner, response=response, messages=tuple(messages), num_chars=num_chars
+        )
+        self._number.take(owner, 1)
+        self._chars.take(owner, num_chars)
+        for shares in (self._number, self._chars):
+            while shares.is_over:
+                most = shares.largest
+                self._drop(next(each for each, stored in self._by_id.items() if stored.owner == most))
+
+    def has(self, response_id: str) -> bool:
+        """Return whether a response is stored."""
+        return response_id in self._by_id
+
+    def get(self, response_id: str, owner: str, param: str) -> Stored:
+        """Return a response.
+
+        Raises:
+            ApiError: 404, naming `param`, if it was never stored, was deleted or replaced, or has another owner.
+        """
+        stored = self._by_id.get(response_id)
+        if stored is None or stored.owner != owner:
+            raise ApiError(
+                404,
+                f"Response with id {response_id!r} not found. This server keeps the last {self._number.total} "
+                "responses in memory, except those with store=false, and shows each only to the API key that created it.",
+                param=param,
+            )
+        self._by_id.move_to_end(response_id)
+        return stored
+
+    def delete(self, response_id: str, owner: str) -> None:
+        """Delete a response.
+
+        Raises:
+            ApiError: 404 if the response is not found, as for `get`.
+        """
+        self.get(response_id, owner, "response_id")
+        self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        stored = self._by_id.pop(response_id, None)
+        if stored is not None:
+            self._number.give_back(stored.owner, 1)
+            self._chars.give_back(stored.owner, stored.num_chars)
+
+
+MAX_RUNNING = 256
+# For the events of all runs. Above it, the oldest ended run of the owner with most event bytes is dropped.
+MAX_BYTES = 64 << 20
+
+
+class BackgroundRun:
+    """A running or ended background response. An event's index is its sequence number."""
+
+    def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
+        self.draft, self.owner = draft, owner
+        self.is_ended = False
+        self.num_bytes = 0
+        self._answer, self._chunks = answer, chunks
+        self._events: list[bytes] = []
+        self._grown = asyncio.Event()
+        self._add(chunks.begin())
+
+    async def run(self) -> None:
+        """Generate the response."""
+        try:
+            while pieces := await self._answer.next():
+                for _, piece in pieces:
+                    self._add(self._chunks.feed(piece))
+        except ApiError as failure:
+            self._add(self.draft.fail(failure))
+        except ClientGone:  # `cancel` closed the answer
+            self._add(self.draft.cancel())
+        except Exception as error:  # noqa: BLE001 - otherwise its client would poll forever
+            _LOG.exception("response %s failed", self.draft.response["id"])
+            reason = f"its answer could not be generated: {type(error).__name__}: {error}"
+            self._add(self.draft.fail(failed(reason)))
+        finally:
+            self._answer.close()
+            self.is_ended = True
+            self._tell()
+
+    async def cancel(self) -> None:
+        """Stop the run, unless it has ended."""
+        self._answer.close()
+        while not self.is_ended:
+            await self._grown.wait()
+
+    async def events_from(self, number: int) -> Sequence[bytes]:
+        """Wait for events and return them, beginning with event `number`. Returns none if the run ended before it."""
+        while len(self._events) <= number and not self.is_ended:
+            await self._grown.wait()
+        return self._events[number:]
+
+    def _add(self, events: Sequence[Event]) -> None:
+        encoded = [named_events([event]) for event in events]
+        self._events += encoded
+        self.num_bytes += sum(map(len, encoded))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake all waiting tasks."""
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+
+class BackgroundRuns:
+    """Background runs, by response id."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int = MAX_RUNNING,
+        max_bytes: int = MAX_BYTES,
+        are_several: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Args: are_several returns whether several owners share the limits."""
+        self._running = Shares(max_running, are_several)  # including runs in preparation
+        self._max_bytes = max_bytes
+        self._runs: OrderedDict[str, BackgroundRun] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextlib.contextmanager
+    def room(self, owner: str) -> Iterator[None]:
+        """Reserve capacity for one run while it is prepared and started.
+
+        Raises:
+            ApiError: 429 if the limit is reached.
+        """
+        if not self._running.has_room(owner, 1):
+            raise ApiError(
+                429,
+                f"{self._running.held} background responses are running, {self._running.held_by(owner)} of them yours; "
+                f"this server runs up to {self._running.total} at once, and an API key may run only as many as stay "
+                "free for other keys. Wait for one of yours to end, or cancel it.",
+                param="background",
+            )
+        self._running.take(owner, 1)
+        try:
+            yield
+        finally:
+            self._running.give_back(owner, 1)
+
+    def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
+        """Start a run as a task and call `on_end` when it has ended."""
+        self._runs[run.draft.response["id"]] = run
+        task = asyncio.create_task(run.run())
+        self._tasks.add(task)
+        self._running.take(run.owner, 1)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._running.give_back(run.owner, 1))
+        task.add_done_callback(lambda _: on_end())
+        task.add_done_callback(lambda _: self._forget())
+
+    def find(self, response_id: str) -> BackgroundRun | None:
+        """Return a run, or None if the response did not run in the background or its events were dropped."""
+        return self._runs.get(response_id)
+
+    def follow(self, response_id: str, after: int) -> "Following":
+        """Return a stream of a run's events.
+
+        Args:
+            after: Number of the last event that the client has; -1 for none.
+
+        Raises:
+            ApiError: 400 if the response has no stored events.
+        """
+        run = self.find(response_id)
+        if run is None:
+            raise bad_request(
+                "stream needs a response created with background=true, and its events must still be stored: retrieve "
+                "this one without stream.",
+                "stream",
+            )
+        return Following(run, after + 1)
+
+    async def delete(self, response_id: str) -> None:
+        """Cancel and delete a run, if it exists."""
+        run = self._runs.pop(response_id, None)
+        if run is not None:
+            await run.cancel()
+
+    def _forget(self) -> None:
+        """Drop ended runs until the limit holds, each time the oldest of the owner with the most event bytes in ended runs."""
+        num_bytes = sum(run.num_bytes for run in self._runs.values())
+        ended = {response_id: run for response_id, run in self._runs.items() if run.is_ended}
+        while num_bytes > self._max_bytes and ended:
+            held: Counter[str] = Counter()
+            for run in ended.values():
+                held[run.owner] += run.num_bytes
+            most = max(held, key=held.__getitem__)
+            response_id = next(each for each, run in ended.items() if run.owner == most)
+            num_bytes -= ended.pop(response_id).num_bytes
+            del self._runs[response_id]
+
+
+class Following(Response):
+    """Stream a run's events. The run continues if this client disconnects."""
+
+    def __init__(self, run: BackgroundRun, number: int) -> None:
+        super().__init__()
+        self._run, self._number = run, number
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the run has ended or the client disconnects."""
+        sending = asyncio.create_task(self._send_all(send))
+        leaving = asyncio.create_task(until_gone(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()
+            leaving.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        with EventSender(send, KEEP_ALIVE_S) as sender:
+            while events := await self._run.events_from(self._number):
+                self._number += len(events)
+                await sender.send(b"".join(events))
+            await sender.end(b"")

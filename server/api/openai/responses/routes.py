@@ -1,0 +1,189 @@
+"""/v1/responses: create, retrieve, delete and cancel responses, and count a prompt's tokens."""
+
+import contextlib
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from server.api.answer_json import chat_logprobs, json_response
+from server.api.blocks import DraftChunks, DraftStream, complete
+from server.api.chat_turn import ChatTurn
+from server.api.openai.responses.answer import ResponseDraft
+from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
+from server.api.openai.responses.request import (
+    ResponsesRequest,
+    chat_request,
+    items_to_messages,
+    messages_of,
+    own_name,
+    refuse_unserved_responses,
+)
+from server.api.openai.responses.text_logprobs import TextLogprobs
+from server.api.schemas import ChatMessage
+from server.api.served import ServedModel
+from server.api.tokenize import count_tokens
+from server.front.errors import bad_request, named_by
+from server.front.requests import Requests
+from server.http.exchanges import owner_of_exchange
+from server.http.routes import STREAM_RESPONSE, new_router
+
+
+class _Parts(NamedTuple):
+    """The objects that the endpoint uses."""
+
+    model: ServedModel
+    requests: Requests
+    store: ResponseStore
+    runs: BackgroundRuns
+
+
+def responses_routes(
+    model: ServedModel, requests: Requests, are_several: Callable[[], bool] = lambda: False
+) -> APIRouter:
+    """Return the endpoint's routes.
+
+    Args:
+        are_several: Returns whether several API keys share the stored responses.
+    """
+    router = new_router()
+    parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several))
+
+    @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
+    async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
+        """Create a response, now or in the background, and store it unless store is false."""
+        return await _create(body, http, parts)
+
+    @router.post("/v1/responses/input_tokens", response_model=None)
+    async def count_input_tokens(body: ResponsesRequest) -> dict[str, Any]:
+        """Count the prompt tokens of a request without running it."""
+        model.check_name(body.model)
+        refuse_unserved_responses(body)
+        with named_by(own_name):
+            num_tokens = await count_tokens(chat_request(body, _history(body, parts.store)), model)
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+    @router.get("/v1/responses/{response_id}", response_model=None, responses=STREAM_RESPONSE)
+    async def retrieve_response(
+        response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        """Return a stored response, or stream the events of a background response."""
+        stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
+        if not stream:
+            return json_response(stored.response)
+        return parts.runs.follow(response_id, -1 if starting_after is None else max(-1, starting_after))
+
+    @router.delete("/v1/responses/{response_id}", response_model=None)
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Delete a stored response, and cancel it if it is still running."""
+        parts.store.delete(response_id, owner_of_exchange())
+        await parts.runs.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @router.post("/v1/responses/{response_id}/cancel", response_model=None)
+    async def cancel_response(response_id: str) -> Response:
+        """Cancel a background response."""
+        return await _cancel(response_id, parts)
+
+    return router
+
+
+async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> Response:
+    name = parts.model.check_name(body.model)
+    refuse_unserved_responses(body)
+    room = parts.runs.room(owner_of_exchange()) if body.background else contextlib.nullcontext()
+    with room:
+        return await _create_in(body, name, http, parts)
+
+
+async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts: _Parts) -> Response:
+    model, store, owner = parts.model, parts.store, owner_of_exchange()
+    history = _history(body, store)
+    request_id = f"resp_{uuid.uuid4().hex}"
+    with named_by(own_name):
+        turn = await ChatTurn.open(
+            chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
+        )
+    draft = _draft(body, name, turn)
+
+    def keep() -> None:
+        if body.store is not False:
+            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
+
+    def keep_whole() -> None:
+        if store.has(request_id):  # it may have been deleted in the meantime
+            keep()
+
+    if body.background:
+        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
+        keep()
+        parts.runs.start(run, on_end=keep_whole)
+        return Following(run, 0) if body.stream else json_response(draft.response)
+    chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
+    if body.stream:
+        return DraftStream(turn.answer, chunks)
+    await complete(turn.answer, chunks, http)
+    return json_response(draft.response)
+
+
+async def _cancel(response_id: str, parts: _Parts) -> Response:
+    stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
+    run = parts.runs.find(response_id)
+    if run is None:
+        raise bad_request("Cannot cancel a synchronous response.", "response_id")
+    await run.cancel()
+    if stored.response["status"] != "cancelled":
+        raise bad_request(
+            f"Cannot cancel a response that has ended: its status is {stored.response['status']!r}.",
+            "response_id",
+        )
+    return json_response(stored.response)
+
+
+def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
+    """Return the conversation that a request continues, ending with the request's input."""
+    given = messages_of(body.input)
+    if body.previous_response_id is None:
+        return given
+    stored = store.get(body.previous_response_id, owner_of_exchange(), "previous_response_id")
+    if stored.response["status"] in ("queued", "in_progress"):
+        raise bad_request(
+            "previous_response_id is a response that is still running; wait for its end.",
+            "previous_response_id",
+        )
+    return [*stored.messages, *given]
+
+
+def _draft(body: ResponsesRequest, name: str, turn: ChatTurn) -> ResponseDraft:
+    answer, tokenizer = turn.answer, turn.model.tokenizer
+    request = answer.generations[0].ask.request
+    params = request.params
+    return ResponseDraft(
+        answer.request_id,
+        body,
+        name,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        logprobs=TextLogprobs(
+            lambda entries: chat_logprobs(entries, tokenizer, body.top_logprobs or 0)["content"],
+            tokenizer.special_ids.values(),
+        ),
+        usage=lambda: _usage(turn),
+        prompt=turn.prompt,
+        prompt_ids=request.prompt_ids,
+    )
+
+
+def _usage(turn: ChatTurn) -> dict[str, Any]:
+    counted = turn.usage()
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": counted["completion_tokens_details"],
+        "total_tokens": counted["total_tokens"],
+    }

@@ -1,0 +1,326 @@
+"""POST /generate: SGLang's own interface, for scripts written for SGLang.
+
+The request is translated into a completion's fields and checked like one. Answers have SGLang's form: `text`, `output_ids`
+and `meta_info`, as one object, or as a list if there are several prompts or choices. A stream's events contain the whole
+answer so far, as by default in SGLang (without `--incremental-streaming-output`). Fields of unsupported features are
+refused by name.
+
+Repeating all log-probabilities in each event would be quadratic: 800 tokens with 20 each take 229 MB. Instead each is encoded
+once, and after an event over LONG_EVENT the next one waits until the answer has grown by a sixteenth: a stream has at most
+seventeen times the bytes of its answer. SGLang's clients accept events of several tokens (its `stream_interval`).
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from scheduler.policy.request import FinishReason, Logprobs
+from server.api.answer_json import event
+from server.api.openai.completions import encode_prompts
+from server.api.sampling import asks_for, refuse_unserved
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest
+from server.api.served import ServedModel
+from server.api.streaming import Choice, EventStream, collect, json_answer
+from server.api.structure import stop_patterns_of, structure_of
+from server.front.errors import bad_request
+from server.front.generations import Answer, Generation, Piece
+from server.front.requests import Requests
+from server.front.tokenizer import Tokenizer
+from server.http.json_parts import EncodedList, encode
+from server.http.routes import STREAM_RESPONSE, new_router, refusal
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+LONG_EVENT = 16 << 10  # characters of log-probabilities
+_GROWTH = 1 / 16  # minimum growth of an event over the previous one, if that was long
+_WHERE = "sampling_params"
+_FIELD_OF = {  # key of sampling_params -> field of a completion
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+    **{
+        name: name
+        for name in (
+            *(
+                "temperature",
+                "top_p",
+                "top_k",
+                "min_p",
+                "n",
+                "stop",
+                "stop_regex",
+                "stop_token_ids",
+                "ignore_eos",
+                "logit_bias",
+            ),
+            *("frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
+        )
+    },
+}
+_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> key of structured_outputs
+_HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # have no effect here
+# Lists are fail_fast, as in `schemas`.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class GenerateRequest(BaseModel):
+    """POST /generate."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    text: str | _Texts | None = None
+    input_ids: _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)] | None = None
+    sampling_params: dict[str, Any] | None = None
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = Field(None, ge=-1)  # first prompt token to score; -1: none
+    top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_text_in_logprobs: bool | None = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the client requested log-probabilities of the prompt."""
+        return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
+
+
+def generate_routes(model: ServedModel, requests: Requests) -> APIRouter:
+    """Return the endpoint's routes."""
+    router = new_router()
+
+    @router.post("/generate", response_model=None, responses=STREAM_RESPONSE)
+    async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
+        """Continue prompts, as SGLang's own endpoint does."""
+        return await answer_generate(body, http, model, requests)
+
+    return router
+
+
+async def answer_generate(
+    body: GenerateRequest, http: HttpRequest, model: ServedModel, requests: Requests
+) -> Response:
+    """Continue one or more prompts, whole or as a stream.
+
+    Raises:
+        ApiError: The request is invalid or failed.
+        ClientGone: The client disconnected first.
+    """
+    fields = completion_of(body)
+    refuse_unserved(fields)
+    prompts = await encode_prompts(fields, model)
+    request_id = body.rid or uuid.uuid4().hex
+    asks = asks_for(
+        fields,
+        model,
+        prompts,
+        request_id=f"gen-{uuid.uuid4().hex}",
+        max_tokens=fields.max_tokens,
+        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+        num_logprobs=fields.logprobs,
+        logprobs_field="top_logprobs_num",
+        prompt_field="input_ids" if body.text is None else "text",
+        max_tokens_field=f"{_WHERE}.max_new_tokens",
+        structure=await structure_of(fields, model),
+        patterns=await stop_patterns_of(fields, model),
+    )
+    answer = requests.open(asks[0].request.request_id, asks)
+    is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
+    chunks = _GenerateJson(
+        answer,
+        body,
+        request_id,
+        model.tokenizer,
+        n=fields.n or 1,
+        is_list=is_list or len(asks) > 1,
+        only_scores=fields.max_tokens == 0,
+    )
+    if body.stream:
+        return EventStream(answer, chunks)
+    choices = await collect(answer, http)
+    return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(body.return_logprob))
+
+
+def completion_of(body: GenerateRequest) -> CompletionRequest:
+    """Translate a request to a completion.
+
+    Raises:
+        ApiError: 400, naming the field that is invalid or not supported.
+    """
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("Set either text or input_ids.", "text")
+    _refuse_others(body.model_extra or {}, "")
+    params = dict(body.sampling_params or {})
+    fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
+    structures = {ours: params.pop(theirs) for theirs, ours in _STRUCTURES.items() if params.get(theirs)}
+    _refuse_others(params, f"{_WHERE}.")
+    num_top = body.top_logprobs_num or 0
+    fields |= {
+        "prompt": body.input_ids if body.text is None else body.text,
+        "stream": body.stream,
+        "structured_outputs": structures or None,
+        "logprobs": num_top if body.return_logprob else None,
+        "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
+    }
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors()[0]
+        name, *rest = found["loc"]
+        theirs = next((key for key, ours in _FIELD_OF.items() if ours == name), name)
+        raise refusal(found, (_WHERE, theirs, *rest)) from error
+
+
+def _refuse_others(fields: dict[str, Any], where: str) -> None:
+    for name, value in fields.items():
+        if name not in _HARMLESS and value not in (None, False, [], {}, ""):
+            raise bad_request(
+                f"{where}{name} is not supported by this server; leave it out.", f"{where}{name}"
+            )
+
+
+class _Spelled:
+    """A choice's log-probabilities as JSON, each encoded once."""
+
+    def __init__(self) -> None:
+        self.own: list[str] = []  # entries of the tokens themselves
+        self.top: list[str] = []  # entries of each token's top alternatives
+        self.num_chars = 0
+        self.num_told = 0  # characters in the last event
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the new characters suffice for another event."""
+        return self.num_told < LONG_EVENT or self.num_chars >= self.num_told * (1 + _GROWTH)
+
+    def add(self, own: str, top: str | None) -> None:
+        """Add the entries of a token."""
+        self.own.append(own)
+        self.num_chars += len(own)
+        if top is not None:
+            self.top.append(top)
+            self.num_chars += len(top)
+
+
+class _GenerateJson:
+    """Build the JSON of an answer, whole or in events."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        body: GenerateRequest,
+        request_id: str,
+        tokenizer: Tokenizer,
+        *,
+        n: int,
+        is_list: bool,
+        only_scores: bool = False,
+    ) -> None:
+        """Args: n: choices per prompt; is_list: return a list of objects; only_scores: hide the generated tokens."""
+        self._answer, self._body, self._tokenizer = answer, body, tokenizer
+        self._request_id, self._n, self._is_list = request_id, n, is_list
+        self._only_scores = only_scores
+        self._so_far = [Choice() for _ in answer.generations]
+        self._spelled = [_Spelled() for _ in answer.generations]
+        self._of_prompts: dict[int, _Spelled] = {}  # by the index of the prompt's first choice
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return a whole answer."""
+        for spelled, choice in zip(self._spelled, choices, strict=True):
+            self._spell(spelled, () if self._only_scores else choice.logprobs)
+        objects = [
+            self._object(generation, choice)
+            for generation, choice in zip(self._answer.generations, choices, strict=True)
+        ]
+        return objects if self._is_list else objects[0]
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """Return the event with a choice so far, or b"" if it is too early to repeat a long one."""
+        choice, spelled = self._so_far[index], self._spelled[index]
+        choice.text.append(piece.text)
+        choice.token_ids += piece.token_ids
+        choice.last = piece
+        has_logprobs = bool(self._body.return_logprob)
+        if has_logprobs:
+            self._spell(spelled, () if self._only_scores else piece.logprobs)
+            if not (spelled.has_grown or piece.finish_reason):
+                return b""
+        content = self._object(self._answer.generations[index], choice)
+        content = {"index": index, **content} if self._is_list else content
+        return b"data: " + encode(content) + b"\n\n" if has_logprobs else event(content)
+
+    def end(self) -> bytes:
+        """Return nothing: every event has its counts."""
+        return b""
+
+    def _object(self, generation: Generation, choice: Choice) -> dict[str, Any]:
+        if self._only_scores:
+            choice = Choice(last=Piece(finish_reason=choice.finish_reason and FinishReason.LENGTH))
+        request = generation.ask.request
+        name = f"{self._request_id}_{generation.index}" if self._is_list else self._request_id
+        info: dict[str, Any] = {
+            "id": name,
+            "finish_reason": _finish_of(choice),
+            "prompt_tokens": len(request.prompt_ids),
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": generation.num_cached_tokens,
+            "weight_version": "default",
+            "e2e_latency": generation.last_token_s - request.arrival_s,
+        }
+        if self._body.return_logprob:
+            info |= self._logprobs(generation)
+        return {"text": "".join(choice.text), "output_ids": list(choice.token_ids), "meta_info": info}
+
+    def _logprobs(self, generation: Generation) -> dict[str, Any]:
+        spelled, has_top = self._spelled[generation.index], bool(self._body.top_logprobs_num)
+        spelled.num_told = spelled.num_chars
+        found: dict[str, Any] = {"output_token_logprobs": EncodedList(spelled.own)}
+        if has_top:
+            found["output_top_logprobs"] = EncodedList(spelled.top)
+        if not self._body.wants_prompt_logprobs:
+            return found
+        of_prompt, start = self._prompt_logprobs(generation), self._body.logprob_start_len or 0
+        found["input_token_logprobs"] = EncodedList(of_prompt.own[start:])
+        if has_top:
+            found["input_top_logprobs"] = EncodedList(of_prompt.top[start:])
+        return found
+
+    def _prompt_logprobs(self, generation: Generation) -> _Spelled:
+        """Return the log-probabilities of a choice's prompt, which the prompt's choices share."""
+        first = generation.index - generation.index % self._n
+        if first not in self._of_prompts:
+            spelled = self._of_prompts[first] = _Spelled()
+            first_id = generation.ask.request.prompt_ids[0]
+            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # no log-probability
+            self._spell(spelled, self._answer.prompt_logprobs_of(generation.index, self._n))
+        return self._of_prompts[first]
+
+    def _spell(self, spelled: _Spelled, entries: Sequence[Logprobs]) -> None:
+        for each in entries:
+            top = json.dumps(self._top(each)) if self._body.top_logprobs_num else None
+            spelled.add(json.dumps([each.logprob, each.token_id, self._text(each.token_id)]), top)
+
+    def _top(self, each: Logprobs) -> list[list[Any]]:
+        pairs = zip(each.top_logprobs, each.top_ids, strict=True)
+        return [[value, token_id, self._text(token_id)] for value, token_id in pairs]
+
+    def _text(self, token_id: int) -> str | None:
+        if not self._body.return_text_in_logprobs:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _finish_of(choice: Choice) -> dict[str, Any] | None:
+    """Return SGLang's finish reason, or None while the choice is unfinished."""
+    reason = choice.finish_reason
+    if reason is None:
+        return None
+    if reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": reason.value, "matched": choice.last.matched_stop}

@@ -1,0 +1,279 @@
+"""Endpoints about the service itself, which clients of OpenAI, vLLM, SGLang and SageMaker expect.
+
+- GET /v1/models and /v1/models/{id}: the served names. GET /load: the number of unfinished requests (vLLM).
+- GET /tokenizer_info: the tokenizer's configuration (vLLM).
+- GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_" (SGLang).
+- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): later requests do not reuse what is cached now. Running requests
+  keep their cache, so unlike in those servers they never cause a refusal.
+- POST /invocations (SageMaker): accepts a chat or a completion, distinguished by their fields as in vLLM. The endpoint for
+  that kind answers, including errors.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+
+from scheduler.policy.request import Request, SamplingParams
+from server.api.openai.chat import answer_chat
+from server.api.openai.completions import answer_completion
+from server.api.schemas import ChatRequest, CompletionRequest
+from server.api.served import ServedModel
+from server.front import errors
+from server.front.errors import ApiError, bad_request
+from server.front.generations import Ask
+from server.front.requests import Requests
+from server.http.routes import STREAM_RESPONSE, new_router
+from server.link.messages import RankFacts
+
+GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def service_routes(
+    model: ServedModel,
+    requests: Requests,
+    *,
+    version: str,
+    num_ranks: int,
+    facts: Callable[[], Sequence[RankFacts]] = tuple,
+    forget_prefixes: Callable[[], None] = lambda: None,
+    target_itl_ms: float | None = None,
+    shows_path: bool = True,
+) -> APIRouter:
+    """Return the endpoints' routes.
+
+    Args:
+        facts: Returns the facts of the attached ranks.
+        forget_prefixes: Sends the order to empty the prefix cache to all ranks.
+        target_itl_ms: Target time between tokens for steps that include prompts; None if no target is set.
+        shows_path: Show the model's path in /server_info, which needs no key.
+    """
+    router = new_router()
+
+    @router.get("/v1/models", response_model=None)
+    async def list_models() -> dict[str, Any]:
+        """List every served name."""
+        return {"object": "list", "data": [_card(model, name) for name in model.names]}
+
+    @router.get("/v1/models/{name:path}", response_model=None)
+    async def show_model(name: str) -> dict[str, Any]:
+        """Show one served name."""
+        if name not in model.names:
+            raise errors.not_served(name, model.names)
+        return _card(model, name)
+
+    @router.get("/load", response_model=None)
+    async def show_load() -> dict[str, int]:
+        """Show the number of accepted requests that are not finished."""
+        return {"server_load": requests.num_answers}
+
+    @router.get("/tokenizer_info", response_model=None)
+    async def show_tokenizer() -> dict[str, Any]:
+        """Show the tokenizer's configuration and its chat template."""
+        return model.tokenizer.configuration()
+
+    _add_sglang_routes(
+        router,
+        model,
+        requests,
+        version=version,
+        num_ranks=num_ranks,
+        facts=facts,
+        target_itl_ms=target_itl_ms,
+        shown_path=model.directory if shows_path else model.names[0],
+    )
+
+    _add_cache_routes(router, forget_prefixes)
+
+    @router.post("/invocations", response_model=None, responses=STREAM_RESPONSE)
+    async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
+        """Answer a chat or a completion."""
+        if "messages" in body:
+            return await answer_chat(_read(ChatRequest, body), http, model, requests)
+        if "prompt" in body:
+            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
+        raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
+
+    return router
+
+
+def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) -> None:
+    """Add the routes that empty the prefix cache."""
+
+    @router.post("/reset_prefix_cache", response_model=None, response_class=Response)
+    async def reset_prefix_cache(
+        reset_running_requests: bool = False, reset_external: bool = False
+    ) -> Response:
+        """Empty the prefix cache for later requests. Running requests continue, with or without reset_running_requests."""
+        if reset_external:
+            raise bad_request(
+                "reset_external is for an external cache, which this service does not have; leave it out.",
+                "reset_external",
+            )
+        forget_prefixes()
+        return Response()
+
+    @router.post("/flush_cache", response_class=PlainTextResponse)
+    async def flush_cache() -> Response:
+        """Empty the prefix cache for later requests."""
+        forget_prefixes()
+        return PlainTextResponse("Cache flushed.\n")
+
+    @router.get("/flush_cache", response_model=None, include_in_schema=False)
+    async def refuse_flush() -> Response:
+        """Refuse GET: a web page can make a browser send it without the user's consent."""
+        raise ApiError(
+            405, "Use POST for /flush_cache: it changes the service's state.", headers={"Allow": "POST"}
+        )
+
+
+def _add_sglang_routes(
+    router: APIRouter,
+    model: ServedModel,
+    requests: Requests,
+    *,
+    version: str,
+    num_ranks: int,
+    facts: Callable[[], Sequence[RankFacts]],
+    target_itl_ms: float | None,
+    shown_path: str,
+) -> None:
+    """Add SGLang's routes."""
+    health = _GenerationCheck(requests)
+
+    @router.get("/get_model_info", response_model=None)
+    @router.get("/model_info", response_model=None)
+    async def show_model_info() -> dict[str, Any]:
+        """Show the model in SGLang's format."""
+        return {
+            "model_path": model.directory,
+            "tokenizer_path": model.directory,
+            "is_generation": True,
+            "preferred_sampling_params": model.sampling_defaults or None,
+            "weight_version": "default",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+
+    @router.get("/get_server_info", response_model=None)
+    @router.get("/server_info", response_model=None)
+    async def show_server_info() -> dict[str, Any]:
+        """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel."""
+        ranks = facts()
+        return {
+            "version": version,
+            "model_path": shown_path,
+            "served_model_name": model.names[0],
+            "context_length": model.max_len(),
+            "tp_size": 1,
+            "dp_size": num_ranks,
+            "ep_size": num_ranks,
+            "device": ranks[0].device if ranks else None,
+            "page_size": ranks[0].block_tokens if ranks else None,
+            "chunked_prefill_size": ranks[0].max_num_batched_tokens if ranks else None,
+            "target_itl_ms": target_itl_ms,
+            "max_total_num_tokens": sum(rank.num_blocks * rank.block_tokens for rank in ranks),
+            "max_running_requests": sum(rank.max_num_seqs for rank in ranks),
+            "internal_states": [_state(rank) for rank in ranks],
+        }
+
+    @router.get("/health_generate", response_model=None, response_class=Response)
+    async def check_generation() -> Response:
+        """Answer 200 once a rank has generated a token. Concurrent calls share one token."""
+        await health.run()
+        return Response()
+
+
+class _GenerationCheck:
+    """Let a rank generate one token, as a health check."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Wait for a token.
+
+        Raises:
+            ApiError: 503 if the service is not ready, or did not generate a token in time.
+        """
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._generate())
+        await asyncio.shield(self._running)
+
+    async def _generate(self) -> None:
+        request = Request(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_ids=(0,),
+            params=SamplingParams(max_tokens=1, temperature=0.0),
+            arrival_s=0.0,
+        )
+        answer = self._requests.open(request.request_id, [Ask(request=request)], is_probe=True)
+        try:
+            async with asyncio.timeout(GENERATES_WITHIN_S):
+                while await answer.next():
+                    pass
+        except TimeoutError:
+            raise ApiError(503, f"No token was generated within {GENERATES_WITHIN_S:g} s.") from None
+        finally:
+            answer.close()
+
+
+def _state(rank: RankFacts) -> dict[str, Any]:
+    """Return one rank in the form in which SGLang shows a data-parallel rank."""
+    return {
+        "dp_rank": rank.rank,
+        "max_total_num_tokens": rank.num_blocks * rank.block_tokens,
+        "max_running_requests": rank.max_num_seqs,
+    }
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "wideep",
+        "root": model.names[0],
+        "parent": None,
+        "max_model_len": model.max_len(),
+        "permission": [_permission(name, model.created)],
+    }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """Return a field that OpenAI dropped in 2023 and some clients still read, with the same values as vLLM."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+
+
+def _read(kind: type[_Body], fields: dict[str, Any]) -> _Body:
+    """Validate the fields like the endpoint itself.
+
+    Raises:
+        RequestValidationError: The fields are invalid, with the endpoint's error format.
+    """
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found) from error

@@ -1,0 +1,397 @@
+"""Flags of `vllm serve` that differ from WideEP's, as of vLLM 0.33, and older ones that guides still mention.
+
+`foreign` explains the three declarations. Flags with the same name and meaning are in `table`.
+"""
+
+import json
+from typing import Any
+
+from server.options.foreign.flags import (
+    DRAFTS,
+    GENERATES,
+    GRAPHS,
+    KERNELS,
+    LORA,
+    MEMORY,
+    NO_HALVES,
+    PACE,
+    TEXT,
+    TEXT_ONLY,
+    Fits,
+    ForeignFlag,
+    Said,
+    alias,
+    harmless,
+    of,
+    refused,
+)
+
+_NODES = (
+    "on several nodes, start the ranks with torchrun on each node: `torchrun --nnodes N --nproc-per-node GPUS ... "
+    "--no-python wideep worker MODEL` (README.md, docs/faults.md)"
+)
+_RANKS = (
+    "attention runs data-parallel and experts are spread over all ranks: use --data-parallel-size {given}"
+)
+_ROUTES = "one endpoint serves all ranks and routes each request to one of them; leave it out"
+_OWN_PARSERS = "third-party code is not loaded; "
+
+
+def on_one_node(said: Said) -> bool:
+    """Return whether the given flags describe a single node."""
+    nodes, here = str(said.get("--nnodes", 1)), said.get("--data-parallel-size-local")
+    return nodes == "1" and (here is None or _is_whole(here, said))
+
+
+def _is_whole(given: Any, said: Said) -> bool:
+    return str(given) == str(said.get("data_parallel_size", given))
+
+
+def is_size_of_one_group(given: Any, said: Said) -> bool:
+    """Return whether a tensor-parallel size is 1 or, in SGLang's count with data-parallel attention, the number of all ranks."""
+    ranks = said.get("data_parallel_size") if said.get("--enable-dp-attention") else 1
+    return str(given) in ("1", str(ranks))
+
+
+def _names_our_backend(given: Any, _said: Said) -> bool:
+    try:
+        config = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        return False
+    return isinstance(config, dict) and config.get("backend", "auto") in ("auto", "guidance")
+
+
+_MODEL = (
+    *harmless(
+        "code from a checkpoint is never run; startup rejects a model whose type the installed transformers "
+        "does not know (`wideep models` lists the types)",
+        switches="--trust-remote-code",
+    ),
+    *harmless("code from a checkpoint is never run", values="--code-revision"),
+    *refused(
+        "--revision applies to the tokenizer too; for another one, give a folder with --tokenizer",
+        values="--tokenizer-revision",
+    ),
+    *refused("config.json is read from MODEL; change fields with --hf-overrides", values="--hf-config-path"),
+    *refused("use --hf-overrides '{\"rope_scaling\": {...}}'", values="--rope-scaling --rope-theta"),
+    *refused(
+        "other users of the machine can read a command line; give the token in the environment variable HF_TOKEN", values="--hf-token"
+    ),
+    *harmless(
+        "config.json is in transformers' format", fits=of("auto", "hf"),
+        otherwise="the model needs a config.json in transformers' format; use auto", values="--config-format",
+    ),
+    *harmless(
+        "models use the code of transformers", fits=of("auto", "transformers"),
+        otherwise="models use the code of transformers, with WideEP's attention and experts; use transformers, or leave it out",
+        values="--model-impl",
+    ),
+    *harmless(
+        "models generate text", fits=of("auto", "generate", "none"), otherwise=GENERATES,
+        values="--runner --convert --task",
+    ),
+    *refused(GENERATES, values="--pooler-config --io-processor-plugin"),
+    *harmless("late-interaction scores are not supported", switches="--enable-flash-late-interaction"),
+    *refused("transformers determines the class from the model's type; leave it out", values="--model-class-overrides"),
+    *harmless(
+        "each rank reads its own share of the safetensors files",
+        fits=of("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"),
+        otherwise="weights are read from safetensors files; save the model in this format (save_pretrained in transformers), and "
+        "use auto",
+        values="--load-format",
+    ),
+    *harmless(
+        "each rank reads its own share of the safetensors files",
+        values="--safetensors-load-strategy --safetensors-prefetch-num-threads --safetensors-prefetch-block-size "
+        "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers",
+        lists="--ignore-patterns",
+        switches="--use-tqdm-on-load --enable-ep-weight-filter",
+    ),
+    *refused(
+        "the quantisation of a checkpoint is read from its config; to quantise on load, use --quantization int8 or int4",
+        values="--quantization-config",
+    ),
+    *harmless("docs/quantised.md lists the supported formats", switches="--allow-deprecated-quantization"),
+    *refused("a sliding window is part of the model; shorten the context with --max-model-len", switches="--disable-sliding-window"),
+    *refused("text is always served, and prompts of token ids are also accepted; leave it out", switches="--skip-tokenizer-init"),
+    *refused("prompts are text or token ids; leave it out", switches="--enable-prompt-embeds"),
+    *refused(LORA, switches="--enable-lora --enable-lora-bias --enable-tower-connector-lora --fully-sharded-loras "
+        "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
+        values="--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --default-mm-loras --max-lora-cls-labels "
+        "--lora-extra-vocab-size",
+        lists="--lora-modules --lora-target-modules"),
+)  # fmt: skip
+_MEDIA = (
+    *harmless(
+        TEXT, switches="--language-model-only --skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
+        "--disable-mm-preprocessor-cache --trust-request-mm-kwargs",
+        values="--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
+        "--mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend "
+        "--mm-encoder-attn-dtype --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --media-io-kwargs",
+    ),
+    *refused(
+        TEXT_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
+        values="--allowed-local-media-path --video-pruning-rate --video-pruning-method --mm-encoder-fp8-scale-path "
+        "--mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin --ec-transfer-config --ec-manager-config",
+        lists="--allowed-media-domains",
+    ),
+)  # fmt: skip
+_PARALLEL = (
+    *harmless(
+        "every rank is one process with all attention weights", fits=Fits("1, or the number of ranks with SGLang's --enable-dp-attention", is_size_of_one_group), otherwise=_RANKS,
+        values="--tensor-parallel-size/-tp/--tp-size/--tp",
+    ),
+    *harmless(
+        "a rank has all layers", fits=of(1), otherwise="layers are not split over ranks, but experts are: use "
+        "--data-parallel-size {given}",
+        values="--pipeline-parallel-size/-pp/--pp-size/--pp",
+    ),
+    *harmless(
+        "a request's context is on one rank", fits=of(1), otherwise="a request's context is on one rank; use "
+        "--data-parallel-size with the number of GPUs",
+        values="--decode-context-parallel-size/-dcp/--dcp-size --prefill-context-parallel-size/-pcp "
+        "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size",
+    ),
+    *refused("a request's context is on one rank; leave it out", values="--dcp-comm-backend", switches="--dcp-q-replicate"),
+    *harmless(
+        "all ranks are on this node", fits=Fits("the number of all ranks", _is_whole), otherwise=_NODES, values="--data-parallel-size-local/-dpl"
+    ),
+    *harmless("all ranks are on this node", fits=of(1), otherwise=_NODES, values="--nnodes/-n"),
+    *harmless("this is the only node", fits=of(0), otherwise=_NODES, values="--node-rank/-r --data-parallel-start-rank/-dpr"),
+    *harmless(
+        "ranks on one node need no address",
+        fits=Fits("any value on one node", lambda _given, said: on_one_node(said)), otherwise=_NODES,
+        values="--master-addr --master-port --data-parallel-address/-dpa --data-parallel-rpc-port/-dpp "
+        "--dist-init-addr/--nccl-init-addr --nccl-port",
+    ),
+    *harmless(
+        "every rank is a separate process", fits=of("mp", "uni"), otherwise=f"Ray is not used; {_NODES}",
+        values="--data-parallel-backend/-dpb --distributed-executor-backend",
+    ),
+    *refused(f"only the node of the rendezvous endpoint serves HTTP, without a flag; {_NODES}", switches="--headless"),
+    *refused(
+        _ROUTES, switches="--data-parallel-hybrid-lb/-dph --data-parallel-external-lb/-dpe "
+        "--data-parallel-multi-port-external-lb/-dpm",
+        values="--data-parallel-rank/-dpn --data-parallel-supervisor-port --dp-supervisor-probe-interval-s "
+        "--dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold",
+    ),
+    *harmless("one process serves HTTP for all ranks", values="--api-server-count/-asc --renderer-num-workers"),
+    *harmless("HTTP always has a separate process", switches="--disable-frontend-multiprocessing"),
+    *harmless(
+        "experts are always spread over the ranks", fits=of(True), switches="--enable-expert-parallel/-ep",
+        otherwise="experts are always spread over the ranks; one rank, --data-parallel-size 1, holds them all",
+    ),
+    *harmless("ranks synchronise in every step", values="--dp-sync-interval", switches="--disable-nccl-for-dp-synchronization"),
+    *harmless("ranks do not reduce partial results", switches="--disable-custom-all-reduce --enable-shm-tensor-arena"),
+    *refused(
+        "attention runs data-parallel and is not split between ranks; leave it out",
+        switches="--enable-hc-sp --enable-batch-sharded-sampling",
+    ),
+    *harmless(
+        "experts are placed in order at first", fits=of("linear"), values="--expert-placement-strategy",
+        otherwise="write a placement with `wideep experts plan ... --out FILE` and give it as --expert-placement FILE",
+    ),
+    alias("--num-redundant-experts/--ep-num-redundant-experts", "--eplb-config", "num_redundant_experts"),
+    alias("--eplb-window-size", "--eplb-config", "window_size"),
+    alias("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
+    alias("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
+    *harmless("ranks may leave and return at any time (docs/faults.md)", switches="--enable-elastic-ep --enable-fault-tolerance"),
+    *refused("--data-parallel-size sets the number of ranks; a lost rank returns (docs/faults.md)", values="--elastic-ep-max-dp-size"),
+    *refused(
+        "use --heartbeat-timeout-seconds, --max-rank-restarts and --rank-recovery-timeout (docs/faults.md)",
+        values="--fault-tolerance-config --watchdog-config",
+    ),
+    *refused(
+        NO_HALVES,
+        switches="--enable-dbo", values="--ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold",
+    ),
+    *refused("one timeout applies to all: --distributed-timeout-seconds", values="--cpu-distributed-timeout-seconds"),
+    *refused("start the service under numactl, and set --threads", switches="--numa-bind", lists="--numa-bind-nodes --numa-bind-cpus"),
+    *refused("choose GPUs with the environment variable CUDA_VISIBLE_DEVICES", values="--device-ids"),
+    *harmless(
+        "ranks run WideEP's own worker", fits=of("auto"), values="--worker-cls",
+        otherwise="third-party code is not loaded into ranks; leave it out",
+    ),
+    *refused("third-party code is not loaded into ranks; leave it out", values="--worker-extension-cls --scheduler-cls --additional-config"),
+)  # fmt: skip
+_CACHE = (
+    *harmless("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--block-size"),
+    *harmless(
+        "keys and values have the model's data type", fits=of("auto"),
+        otherwise="keys and values have the model's data type; if memory is short, use a smaller --max-model-len or "
+        "a larger --kv-cache-memory",
+        values="--kv-cache-dtype",
+    ),
+    *refused("keys and values have the model's data type; leave it out", lists="--kv-cache-dtype-skip-layers", switches="--calculate-kv-scales"),
+    *refused("the KV cache is sized in bytes: --kv-cache-memory", values="--num-gpu-blocks-override"),
+    *harmless("answers do not depend on the hash of prefixes", values="--prefix-caching-hash-algo"),
+    *refused(
+        "use --mamba-cache-mode align (states at the ends of blocks) or none",
+        values="--prefix-cache-retention-interval --mamba-block-size --prefix-match-unit --replayssm-buffer-len",
+        switches="--enable-mamba-shared-prefix-checkpoint --use-replayssm --swa-bounded-replay --kv-sharing-fast-prefill",
+    ),
+    *harmless(
+        "states have the type in which the model computes them", fits=of("auto"), values="--mamba-cache-dtype --mamba-ssm-cache-dtype",
+    ),
+    *refused(
+        "states have the type in which the model computes them; leave it out", switches="--enable-mamba-cache-stochastic-rounding",
+        values="--mamba-cache-philox-rounds",
+    ),
+    *harmless("layers of every kind share one cache", switches="--disable-hybrid-kv-cache-manager --use-v2-block-manager"),
+    *harmless(
+        "weights and KV cache are not moved to host memory", fits=of(0, 0.0, "0.0"), otherwise=MEMORY,
+        values="--cpu-offload-gb --offload-group-size --kv-offloading-size",
+    ),
+    *harmless("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),
+    *refused(
+        MEMORY, values="--kv-offloading-backend --offload-backend --offload-num-in-group --offload-prefetch-step "
+        "--sleep-mode-backend",
+        lists="--cpu-offload-params --offload-params --sleep-preserve-parameter-names",
+        switches="--enable-sleep-mode --sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
+    ),
+    *refused(
+        "every rank runs both prompts and decodes with its own KV cache; leave it out",
+        values="--kv-transfer-config --kv-events-config --weight-transfer-config",
+    ),
+)  # fmt: skip
+_STEPS = (
+    *harmless(
+        "prompts always run in chunks", fits=of(True), otherwise="prompts always run in chunks; for chunks the length "
+        "of your prompts, raise --max-num-batched-tokens", switches="--enable-chunked-prefill",
+    ),
+    *harmless("steps are always planned ahead", switches="--async-scheduling"),
+    *refused("use --max-num-batched-tokens, the limit for tokens in a step", values="--max-num-scheduled-tokens"),
+    *refused("use --max-num-seqs, the limit for running requests of a rank", values="--max-num-active-seqs"),
+    *refused("use --max-num-queued-reqs, which limits the queue in requests", values="--max-num-queued-tokens"),
+    *harmless(
+        "prompts share steps with decodes", fits=of(0, 1, 0.0, "0.0"), otherwise=PACE,
+        values="--long-prefill-token-threshold --prefill-schedule-interval --watermark --num-scheduler-steps "
+        "--num-lookahead-slots --max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor",
+    ),
+    *refused(PACE, switches="--long-prefill-token-threshold-adaptive"),
+    *harmless("a request is admitted when its blocks fit", switches="--scheduler-reserve-full-isl"),
+    *harmless("every token is sent at once", fits=of(1), values="--stream-interval"),
+    *harmless(
+        "the device determines the kernels", fits=of("auto"), otherwise=KERNELS,
+        values="--attention-backend --mamba-backend --moe-backend --linear-backend --sparse-indexer-topk-backend "
+        "--gdn-prefill-backend --kda-prefill-backend --kda-decode-backend",
+    ),
+    *refused(KERNELS, values="--mamba-ssu-algorithm --ir-op-priority --kernel-config --attention-config/-ac", switches="--monokernel"),
+    *harmless("there is no such kernel", switches="--enable-flashinfer-autotune --disable-cascade-attn"),
+    *refused(GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
+    *harmless("one policy balances latency and throughput; --target-itl-ms adjusts it", fits=of("balanced"), otherwise=PACE, values="--performance-mode"),
+    alias("--spec-method", "--speculative-config", "method"),
+    alias("--spec-tokens/--num-speculative-tokens", "--speculative-config", "num_speculative_tokens"),
+    *refused(
+        DRAFTS,
+        values="--spec-model/--speculative-model",
+    ),
+    *refused(
+        "only autoregressive text without watermarks is supported; leave it out",
+        values="--diffusion-config/-dc --watermark-config --engram-config",
+    ),
+)  # fmt: skip
+_ANSWERS = (
+    *harmless("automatic tool choice is always on", switches="--enable-auto-tool-choice"),
+    *harmless("the chat template or --reasoning-parser determines the reasoning format", switches="--enable-reasoning"),
+    *harmless("usage always includes cached tokens", switches="--enable-prompt-tokens-details"),
+    *harmless("responses always have a request id header", switches="--enable-request-id-headers"),
+    *harmless("GET /load is always available", switches="--enable-server-load-tracking"),
+    *harmless("GET /tokenizer_info is always available", switches="--enable-tokenizer-info-endpoint"),
+    *harmless(
+        "log-probabilities are those of the raw logits", fits=of("raw_logprobs"),
+        values="--logprobs-mode",
+    ),
+    *refused(_OWN_PARSERS + "choose a parser with --tool-call-parser", values="--tool-parser-plugin"),
+    *refused(_OWN_PARSERS + "choose a parser with --reasoning-parser", values="--reasoning-parser-plugin"),
+    *refused(_OWN_PARSERS + "requests may use logit_bias, allowed_token_ids and bad_words", lists="--logits-processors"),
+    *refused(_OWN_PARSERS + "use a proxy, and give its path as --root-path", values="--middleware"),
+    *refused("tool calls are returned to the client, which runs them; leave it out", values="--tool-server"),
+    *refused("a call follows its schema if the request sets strict; leave it out", values="--tool-strict-level"),
+    *refused("requests may set stream_options: {\"include_usage\": true}", switches="--enable-force-include-usage"),
+    *refused("requests may set return_tokens_as_token_ids", switches="--return-tokens-as-token-ids"),
+    *refused("requests may set chat_template_kwargs", values="--default-chat-template-kwargs"),
+    *refused("requests may set reasoning_effort, which the chat template reads", values="--reasoning-effort-map --anthropic-disabled-thinking-effort --reasoning-config"),
+    *refused("the template is the checkpoint's or the file of --chat-template", switches="--trust-request-chat-template"),
+    *harmless("the template determines the format", fits=of("auto"), otherwise="the chat template determines the format; leave it out", values="--chat-template-content-format"),
+    *harmless("the role is always assistant", fits=of("assistant"), values="--response-role"),
+    *refused("the model sees the tools in the request; send a request without tools", switches="--exclude-tools-when-tool-choice-none"),
+    *harmless(
+        "llguidance compiles structures", fits=Fits("no backend other than auto or guidance", _names_our_backend), otherwise="llguidance compiles structures "
+        "(docs/structured_output.md); leave it out", values="--structured-outputs-config",
+    ),
+    *harmless(
+        "llguidance compiles structures", fits=of("auto", "guidance"), otherwise="llguidance compiles structures "
+        "(docs/structured_output.md); leave it out", values="--guided-decoding-backend",
+    ),
+    *refused(
+        "the chosen experts are counted but not returned with answers; use `wideep experts load` or `wideep experts record`",
+        switches="--enable-return-routed-experts", values="--aux-output-config",
+    ),
+    *refused("answers contain only tokens and log-probabilities; leave it out", switches="--return-sampling-mask --enable-trace-replay"),
+    *harmless("tokens are sampled without Gumbel noise (docs/sampling.md)", switches="--use-fp64-gumbel"),
+    *harmless("an idle stream sends a comment every 15 s", fits=of(15), values="--sse-keep-alive-interval"),
+    *refused("answers have no system fingerprint; leave it out", values="--fingerprint-mode --fingerprint-value"),
+    *refused("Cohere's endpoints are not supported; use /v1/chat/completions", switches="--cohere-is-reasoning-model", values="--cohere-format"),
+    *refused("one endpoint accepts text and token ids; leave it out", switches="--tokens-only --enable-scale-out"),
+)  # fmt: skip
+_SERVER = (
+    *refused("only HTTP is supported; leave it out", switches="--grpc", values="--grpc-port"),
+    *refused(
+        "client certificates are not supported, and the certificate is read once; use a proxy (--root-path)",
+        values="--ssl-ca-certs --ssl-ciphers", switches="--enable-ssl-refresh",
+    ),
+    *harmless("client certificates are not requested", fits=of(0), otherwise="client certificates are not supported; use a proxy (--root-path)", values="--ssl-cert-reqs"),
+    *refused("use --max-request-bytes, the limit for the size of a request", values="--h11-max-incomplete-event-size --h11-max-header-count"),
+    *harmless("/docs needs no network", switches="--enable-offline-docs"),
+    *refused("use a proxy that hides /docs and /openapi.json", switches="--disable-fastapi-docs"),
+    *refused("use --log-level, --log-format and --disable-access-log", values="--logging-config --log-config-file"),
+    *refused("--log-requests does not shorten prompts; leave it out", values="--max-log-len"),
+    *refused("answers are not logged; --log-requests logs prompts and parameters", switches="--enable-log-outputs"),
+    *harmless("answers are not logged", switches="--enable-log-deltas"),
+    *harmless("internal errors are always logged with their stack", switches="--log-error-stack"),
+    *harmless("one log covers all ranks", switches="--aggregate-engine-logging"),
+    *harmless("GET /metrics has no hidden metrics", values="--show-hidden-metrics-for-version"),
+    *refused(
+        "GET /metrics and /dashboard show all measurements (docs/operations.md)",
+        values="--kv-cache-metrics-sample --custom-histogram-buckets --jit-monitor-mode",
+        switches="--kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details "
+        "--jit-monitor-verbose",
+    ),
+    *harmless("requests have no such metrics", fits=of("none"), otherwise="GET /metrics has the measurements of drafts; leave it out", values="--per-request-spec-decode-metrics"),
+    *refused("use --otlp-traces-endpoint for spans of requests; steps are not traced", lists="--collect-detailed-traces"),
+    *refused(
+        "external profiling of steps is not supported; `wideep experts load` shows what ranks wait for (docs/expert_load.md)",
+        switches="--enable-layerwise-nvtx-tracing --ray-workers-use-nsight", values="--profiler-config",
+    ),
+    *harmless("vLLM's environment variables are not read", switches="--fail-on-environ-validation"),
+)  # fmt: skip
+
+VLLM_FLAGS: tuple[ForeignFlag, ...] = (
+    alias("--device-memory-utilization", "--gpu-memory-utilization"),
+    *_MODEL, *_MEDIA, *_PARALLEL, *_CACHE, *_STEPS, *_ANSWERS, *_SERVER,
+)  # fmt: skip
+SAME_AS_VLLM = (
+    "--model --tokenizer --revision --download-dir --dtype --quantization -q --seed --max-model-len --max-logprobs "
+    "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --uds --api-key "
+    "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
+    "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
+    "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
+    "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
+    "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
+    "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
+    "--speculative-config -sc"
+)
+DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
+    "--host": "the default is 127.0.0.1, this machine only",
+    "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
+    "--gpu-memory-utilization": "the share of the memory that is free at startup",
+    "--eplb-config": "has additional keys (docs/rebalancing.md)",
+    "--quantization": "int8 and int4 quantise on load; naming the checkpoint's own format has no effect",
+    "--seed": "requests without a seed get one from it, in order of arrival; by default their seeds are random",
+    "--kv-cache-memory-bytes": "both 2g and 2G are 2 GiB",
+    "--max-model-len": "8k is 8,000 and 8K is 8,192, as in vLLM",
+    "--max-num-batched-tokens": "counts the tokens of one rank's step",
+    "--enable-log-requests": "does not shorten prompts",
+    "--max-num-queued-reqs": "a request above the limit gets 429 with Retry-After (503 in vLLM)",
+}

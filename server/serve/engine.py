@@ -1,0 +1,350 @@
+"""The engine process of one rank: join the job, load its share of the model, attach to the front, and run steps.
+
+The supervisor (`server.serve.worker`) starts it with torchrun's environment. The engine on the front's node gets the front's
+address in WIDEEP_FRONT and publishes it in the job's store; the others read it there. The engine writes
+the HTTP address, the size of its KV cache and its readiness to its supervisor, on WIDEEP_READY_FD.
+
+If a rank is lost, the others' steps fail but their processes stay, and form a new group when the front orders it. An error
+here ends the process with one line, and its supervisor restarts it. WIDEEP_RESTARTS marks a restart: such an engine skips the
+meeting at the start, attaches with its share loaded, and serves from its first order on (D8 of the design).
+"""
+
+import importlib
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from dispatch.errors import DispatchError, WireUnavailable
+from moe.families import UnsupportedModelError
+from moe.load.checkpoint import CheckpointError
+from moe.load.loader import EXPERTS, WEIGHTS
+from scheduler.assembly import Assembled, assemble
+from scheduler.epochs.heartbeat import Heartbeat
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.policy.limits import SchedulerLimitsError
+from scheduler.policy.request import RankStats, RequestOutput
+from scheduler.step.groups import StoreDoorbell
+from scheduler.step.lockstep import LockStepError
+from scheduler.step.sizing import KVMemoryError
+from scheduler.structure.compiler import StructureError, Vocabulary
+from server.link.rank_link import LinkError, reach
+from server.machine.lines import say
+from server.machine.parent_death import die_with_parent
+from server.options.flag import OptionsError
+from server.options.reading import options_from_json
+from server.options.table import Options
+from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
+from server.serve.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
+from server.serve.greeting import address_elsewhere
+from server.serve.loading import Loading, loading_of
+from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
+from server.serve.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
+from server.serve.preflight.model import PreflightError
+from server.serve.spare import leave_spare
+from server.serve.store.claim import publish_service
+from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
+from server.serve.store.rendezvous import Place, place_from
+from server.serve.store.signed_store import SignedStore
+
+
+class SupervisorPipe:
+    """The pipe on which this process reports its progress to the supervisor."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._fd = int(environment[READY_VARIABLE]) if READY_VARIABLE in environment else None
+
+    def tell(self, **message: Any) -> None:
+        """Write one JSON line."""
+        if self._fd is not None:
+            os.write(self._fd, (json.dumps(message) + "\n").encode())
+
+    def tell_if_read(self, **message: Any) -> None:
+        """Write one JSON line, or drop it if the pipe is full because the supervisor has not read for minutes."""
+        if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
+            self.tell(**message)
+
+
+JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
+STATS_EVERY = 50  # steps without outputs between two reports
+FRONT_KEY = "front"
+FAILURES = (
+    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, NodesDifferError, OptionsError,
+    PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
+)  # fmt: skip
+
+
+class FrontGoneError(ConnectionError):
+    """A restarted engine cannot reach the front, so it has no service to join."""
+
+
+def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
+    """Run one rank until the front or the supervisor ends it; return the exit status."""
+    while (order := leave_spare(environment)) is not None:  # returns in the spare when it takes over
+        options, environment = options_from_json(order.options, order.environment), order.environment
+    die_with_parent()
+    place = place_from(environment)
+    try:
+        _serve(options, place, environment)
+    except FrontGoneError:
+        return FRONT_IS_GONE
+    except FAILURES as error:
+        say(f"rank {place.rank}: {type(error).__name__}: {error}", error=True)
+        return 1
+    return 0
+
+
+def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
+    num_restarts = num_restarts_of(environment)
+    key = options.cluster_key
+    store = _own_store(place, environment, key)
+    front = _front(place, store, environment, key)
+    supervisor = SupervisorPipe(environment)
+    supervisor.tell(http=front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front))
+    loading = loading_of(
+        place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
+    )
+    if num_restarts:
+        _check_front(front)
+        if options.join is not None:
+            check_newcomer(PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname())
+    else:
+        if place.world_size > 1:
+            loading.note("Waiting for the other ranks")
+        nodes = PrefixStore("nodes", store)
+        check_nodes_together(nodes, place, Path(options.model), key, socket.gethostname(), environment)
+        _join(place, store)
+    loading.note(f"Building the model of {options.model} and trying its layers", stage="the model's layers")
+    config = engine_config(options, place)
+    supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
+    built = assemble(
+        config,
+        StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
+        loading,
+        lambda: _load_vocabulary(options.model),
+        store=PrefixStore("membership", _own_store(place, environment, key)),
+        is_joining=num_restarts > 0,
+        available=available_bytes,
+    )
+    _tell_decisions(built, config, loading)
+    try:
+        _walk(built, config, front, supervisor, environment, key)
+    finally:
+        built.engine.close()
+
+
+def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) -> None:
+    """Report decisions that do not follow from the options alone."""
+    quantisation = built.model.skeleton.quantisation
+    loading.note(f"Dispatch: {built.wire}; {built.dispatch}")
+    if quantisation is not None:
+        loading.note(f"Weights: {quantisation.in_words}")
+    if built.num_states:
+        loading.note(f"States: {built.states}")
+    experts = built.experts
+    loading.tell(
+        model_type=built.model.skeleton.model.config.model_type,
+        num_experts=experts.num_experts,
+        moe_layers=len(experts.layers),
+        layers=experts.num_hidden_layers,
+        slots_per_rank=experts.slot_expert.shape[1] // experts.num_ranks,
+        num_slots=int((experts.slot_expert[:1] >= 0).sum()),
+        dispatch=built.wire,
+        kv_cache_bytes=config.kv_cache_bytes,
+        stored="" if quantisation is None else quantisation.names,
+    )
+
+
+def _check_front(front: dict[str, str]) -> None:
+    """Raise if the front of a running service is unreachable.
+
+    Raises:
+        FrontGoneError: The front does not answer within FRONT_RETURN_S.
+    """
+    try:
+        reach(front["ranks_address"], FRONT_RETURN_S)
+    except LinkError as error:
+        raise FrontGoneError from error
+
+
+def _join(place: Place, store: Store) -> None:
+    """Form the process group with the other ranks, which may still be starting."""
+    if place.world_size == 1:
+        return
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+        )
+    except RuntimeError as error:  # gloo raises nothing more specific if a peer is gone
+        raise WireUnavailable(f"rank {place.rank} could not connect to the other ranks: {error}") from error
+
+
+def _walk(
+    built: Assembled,
+    config: EngineConfig,
+    front: dict[str, str],
+    supervisor: SupervisorPipe,
+    environment: Mapping[str, str],
+    key: bytes | None,
+) -> None:
+    """Attach to the front and run steps until the front or a failure ends them."""
+    num_restarts = num_restarts_of(environment)
+    stream = FrontStream(built, config, front, environment, cluster_key=key)
+    is_ready = num_restarts == 0
+
+    def on_regrouped(epoch: int) -> None:
+        nonlocal is_ready
+        stream.link.send_regrouped(epoch)
+        if not is_ready:
+            is_ready = True
+            supervisor.tell(ready=True)
+
+    def on_fault(epoch: int, reason: str, *, is_final: bool = False) -> None:
+        stream.link.send_fault(epoch, reason, is_final=is_final)
+
+    def on_heartbeat(heartbeat: Heartbeat) -> None:
+        supervisor.tell_if_read(beat=heartbeat.step)
+        stream.link.send_heartbeat(heartbeat)
+
+    built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)
+    built.relocation.on_report = stream.report
+    if num_restarts:
+        _check_front(front)
+    stream.link.open(JOIN_TIMEOUT_S)
+    if is_ready:
+        if config.rank == 0:
+            stream.send_start()
+        supervisor.tell(ready=True)
+    idle_steps = 0
+
+    def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
+        nonlocal idle_steps
+        idle_steps = 0 if outputs or not stats.num_step_tokens else idle_steps + 1
+        if outputs or not stats.num_step_tokens or idle_steps >= STATS_EVERY:
+            idle_steps = 0
+            stream.send(outputs, stats)
+        send_load_when_due()
+
+    def send_load_when_due(*, is_sleeping: bool = False) -> None:
+        now_s = time.monotonic()
+        if built.telemetry.is_due(now_s, is_sleeping=is_sleeping):
+            stream.link.send_load(
+                built.telemetry.report(built.engine.step, built.relocation.placement.version, now_s)
+            )
+
+    try:
+        built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
+    except FAILURES as error:
+        stream.link.close(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        supervisor.tell(leaving=True)  # no heartbeats from here on; the shutdown may take a while
+    stream.link.close()
+
+
+def _load_vocabulary(model: str) -> Vocabulary:
+    """Load the tokenizer. Ranks need it for structured outputs only, so it costs no time or memory before the first one.
+
+    Raises:
+        StructureError: The tokenizer is missing or does not load.
+    """
+    slow = importlib.import_module("server.front.tokenizer")
+    try:
+        vocabulary: Vocabulary = slow.Tokenizer(model).vocabulary()
+    except ValueError as error:  # TokenizerError; its class is part of the slow import
+        raise StructureError(str(error)) from error
+    return vocabulary
+
+
+def _own_store(place: Place, environment: Mapping[str, str], key: bytes | None) -> Store:
+    """Return a separate connection to the store, with a prefix for this job and this round of torchrun's workers."""
+    names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return PrefixStore("/".join(("wideep", *names)), _store(place, key))
+
+
+def _store(place: Place, key: bytes | None) -> Store:
+    """Return a separate connection to the store of torchrun's agent."""
+    store = TCPStore(
+        place.master_addr,
+        place.master_port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+    )
+    return store if key is None else SignedStore(store, key)
+
+
+def _front(place: Place, store: Store, environment: Mapping[str, str], key: bytes | None) -> dict[str, str]:
+    """Return the front's addresses: from the supervisor (and publish them), or from the store."""
+    given = environment.get(FRONT_VARIABLE)
+    if given is not None:
+        store.set(FRONT_KEY, given)
+        publish_service(_store(place, key), json.loads(given), environment)
+        return json.loads(given)  # type: ignore[no-any-return]
+    return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
+
+
+def engine_config(options: Options, place: Place) -> EngineConfig:
+    """Return one rank's settings. The KV cache defaults to a share of the memory that is free now."""
+    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills in the limits"
+    return EngineConfig(
+        directory=Path(options.model),
+        rank=place.rank,
+        world_size=place.world_size,
+        num_local_ranks=place.local_world_size,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
+        dtype=options.dtype,
+        quantization=options.quantization,
+        enforce_eager=options.enforce_eager,
+        compiler="inductor" if options.enable_torch_compile else "",
+        batch_invariant=options.batch_invariant,
+        kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
+        enable_prefix_caching=options.enable_prefix_caching,
+        mamba_cache_mode=options.mamba_cache_mode,
+        all2all_backend=options.all2all_backend,
+        dispatch_mode=DispatchMode(options.dispatch_mode),
+        dispatch_dtype=options.dispatch_dtype,
+        dispatch_node_size=options.dispatch_node_size,
+        eplb=options.eplb_config,
+        placement_file=Path(options.expert_placement) if options.expert_placement else None,
+        speculative=options.speculative,
+        threads=options.threads or 1,
+        target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
+        timeout_s=options.distributed_timeout_s,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        recovery_timeout_s=options.rank_recovery_timeout_s,
+    )
+
+
+def _default_cache_bytes(options: Options, place: Place) -> int:
+    """Return this rank's share of free memory, less the memory for moving experts."""
+    if options.device == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
+        return gpu_cache_bytes(
+            options,
+            attention_heads(options),
+            free_bytes=free_bytes,
+            weight_bytes=rank_bytes(options, place.world_size),
+        )
+    return cpu_cache_bytes(
+        options,
+        free_bytes=available_bytes(),
+        num_local_ranks=place.local_world_size,
+        spare_bytes=spare_bytes(options, place.world_size),
+    )

@@ -1,0 +1,408 @@
+"""The front process: one event loop with the HTTP server, the gRPC server for ranks, and the journal between them.
+
+It binds and announces both sockets before any slow work, so that ranks and clients can connect while the tokenizer
+loads. It does not import torch: it only tokenizes, and torch would cost 180 MB. `front.leader` handles a rank that is lost
+while serving; a rank that is lost during the start ends the service.
+
+A front that replaces a killed one takes over its ports and its token. The ranks reconnect with the state it needs and form a
+new group. Answers in progress ended with the old front.
+
+SIGTERM drains: /health returns 503, new requests are refused, and open requests have --shutdown-timeout-seconds to finish.
+SIGINT, a second SIGTERM and the supervisor's END_NOW_SIGNAL end the front immediately.
+"""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from expert_placement.survivors import surviving
+from scheduler.epochs.connections import break_silent
+from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat, Watch
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
+from scheduler.policy.request import RankStats, RequestOutput
+from server.front.errors import ApiError
+from server.front.journal import Journal
+from server.front.leader import Leader
+from server.front.membership import Epochs
+from server.front.nodes import Nodes
+from server.http.observability.logs import logging_to
+from server.http.observability.metrics import Metrics
+from server.link.messages import Claim, Claimed, Fault, PlacementUpdate, RankFacts, Served
+from server.link.ranks import Ranks
+from server.machine.parent_death import die_with_parent
+from server.options.flag import OptionsError
+from server.options.table import Options
+from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
+from server.serve.preflight.unix_socket import listening_at
+
+if TYPE_CHECKING:  # it imports the planner's compiled kernels
+    from server.serve.http_service import HttpService
+
+_LOG = logging.getLogger("wideep.front")
+LOCAL_HOST = "127.0.0.1"
+# The interval after which a planning thread yields to the event loop. CPython's default, 5 ms, is worth many tokens.
+SWITCH_S = 0.5e-3
+_ANSWERS_S = 2.0  # for responses still being sent after all requests have ended
+_STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP_GRACE_S
+
+
+def run_front(
+    options: Options,
+    *,
+    num_ranks: int,
+    ready_fd: int | None,
+    ranks_host: str = LOCAL_HOST,
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Serve until a signal arrives or the service fails; return the exit status.
+
+    Args:
+        options: The options. `model` is a directory; the caller has resolved other names.
+        ready_fd: Descriptor to which the addresses are written, closed afterwards. None disables the announcement.
+    """
+    die_with_parent()
+    raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_S)
+    with logging_to(options.log):
+        try:
+            with _listener(options) as listener, _kept_in(environment) as kept:
+                return asyncio.run(
+                    _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(kept))
+                )
+        except OptionsError as error:
+            return _complain(str(error))
+
+
+def _listener(options: Options) -> contextlib.AbstractContextManager[socket.socket]:
+    return bind_http(options.host, options.port) if options.uds is None else listening_at(options.uds)
+
+
+def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
+    """Return the folder that outlives this front; without a supervisor, a temporary folder."""
+    given = environment.get(KEPT_VARIABLE)
+    return contextlib.nullcontext(given) if given else tempfile.TemporaryDirectory(prefix="wideep_")
+
+
+async def _run(
+    options: Options,
+    num_ranks: int,
+    listener: socket.socket,
+    ready_fd: int | None,
+    ranks_host: str,
+    environment: Mapping[str, str],
+    kept: Path,
+) -> int:
+    ending = _Ending()
+    # Announced by the front that this one replaces.
+    before = json.loads(environment.get(FRONT_VARIABLE, "null"))
+    token = before["token"] if before else secrets.token_urlsafe(32)
+    try:
+        ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
+        ranks_address = ranks.bind(ranks_host, _port_of(before["ranks_address"]) if before else 0)
+    except OptionsError as error:
+        return _complain(str(error))
+    except RuntimeError as error:
+        return _complain(f"cannot listen for ranks on {ranks_host} (--ranks-host): {error}")
+    if ready_fd is not None:
+        announce(ready_fd, listener, options, ranks_address, token)
+    slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
+    drafts = options.speculative.num_drafts if options.speculative else 0
+    metrics = Metrics(options.served_model_names[0], num_ranks, drafts)
+    epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
+    try:
+        tokenizer = await asyncio.to_thread(
+            slow.Tokenizer, options.model, options.chat_template, options.tokenizer_mode
+        )
+        http = slow.HttpService(
+            options,
+            tokenizer,
+            ranks=ranks,
+            epochs=epochs,
+            journal=Journal(),
+            metrics=metrics,
+            kept=kept,
+            secret=token,
+        )
+    except ValueError as error:  # TokenizerError: its class came with the slow import
+        return _complain(str(error))
+    gc.freeze()  # full collections stop all streams; exclude every object that exists now
+    front = _Front(options, ranks, epochs, metrics, http, ending)
+    return await front.run(listener, is_again=before is not None)
+
+
+class _Ending:
+    """Requests to end the front, by signals or by the front itself."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.now = asyncio.Event()  # do not wait for open requests
+        self.on_hurry: Callable[[], None] = lambda: None  # called at each request to end immediately
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end_gently)
+        for number in (signal.SIGINT, END_NOW_SIGNAL):
+            loop.add_signal_handler(number, self.end_now)
+
+    def _end_gently(self) -> None:
+        if self.begun.is_set():  # a second SIGTERM
+            self.end_now()
+        self.begun.set()
+
+    def end_now(self) -> None:
+        """End without waiting for open requests."""
+        self.on_hurry()
+        self.begun.set()
+        self.now.set()
+
+
+class _Front:
+    """The parts that share the event loop, and their shutdown. `Ranks` reports events of ranks to it."""
+
+    def __init__(
+        self,
+        options: Options,
+        ranks: Ranks,
+        epochs: Epochs,
+        metrics: Metrics,
+        http: "HttpService",
+        ending: _Ending,
+    ) -> None:
+        self._options, self._ranks, self._metrics = options, ranks, metrics
+        self._http, self._ending = http, ending
+        self._watch = Watch(options.heartbeat_timeout_s)
+        self._watch.begin_epoch(0, range(ranks.num_ranks))
+        self._epochs, self._nodes = epochs, Nodes(ranks.num_ranks)
+        self._fatal: str | None = None
+        self._is_closing = False  # open requests have ended; responses may still be in flight
+        self._leader = Leader(
+            epochs,
+            ranks,
+            http.requests,
+            http.placement,
+            surviving=surviving,
+            on_order=self._on_order,
+            on_failure=self._fail,
+            events=http.events,
+        )
+        ending.on_hurry = self._hurry
+
+    async def run(self, listener: socket.socket, *, is_again: bool) -> int:
+        """Serve until a signal or a fatal error; return the exit status.
+
+        Args:
+            is_again: Whether this front replaces one that has served.
+        """
+        if is_again:
+            self._leader.resume()
+        self._look_at_links()
+        await self._ranks.serve(self)
+        serving = asyncio.create_task(self._http.serve(listener))
+        serving.add_done_callback(self._on_http_end)
+        await self._ending.begun.wait()
+        await self._close(serving)
+        if self._fatal is None:
+            await self._wait_for_ranks()
+        await self._ranks.close()
+        return _complain(self._fatal) if self._fatal else 0
+
+    def _look_at_links(self) -> None:
+        """Break connections to ranks with an unresponsive host, periodically. Client connections may stay silent."""
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
+        if self._options.heartbeat_timeout_s:
+            # OSError: no descriptor is free for listing connections; the next call may have one.
+            with contextlib.suppress(OSError):
+                break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
+
+    def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
+        """End the front if its HTTP server has ended, because it is useless without one."""
+        if not self._is_closing and not serving.cancelled():
+            self._fail(f"the HTTP server has ended: {serving.exception() or 'no error was reported'}")
+
+    async def _close(self, serving: "asyncio.Task[None]") -> None:
+        """End requests, responses and ranks: one after the other when draining, otherwise all at once."""
+        grace_s = await self._drain()
+        self._is_closing = True
+        self._leader.close()
+        if self._ending.now.is_set():
+            self._ranks.stop()
+        self._http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
+        self._http.stop(grace_s)
+        await asyncio.wait([serving])
+        self._ranks.stop()
+
+    async def _drain(self) -> float:
+        """Wait for open requests, unless the front must end now. Returns the seconds left for responses being sent."""
+        if self._ending.now.is_set():
+            return _ANSWERS_S
+        until_s = time.monotonic() + self._options.http.shutdown_timeout_s
+        tasks = [
+            asyncio.create_task(self._http.drain()),
+            asyncio.create_task(self._ending.now.wait()),
+        ]
+        _, pending = await asyncio.wait(
+            tasks,
+            timeout=self._options.http.shutdown_timeout_s,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        for task in pending:
+            task.cancel()
+        left_s = 0.0 if self._ending.now.is_set() else until_s - time.monotonic()
+        return max(_ANSWERS_S, left_s)
+
+    def _hurry(self) -> None:
+        if self._is_closing:
+            self._http.stop(0)
+
+    async def _wait_for_ranks(self) -> None:
+        try:
+            await asyncio.wait_for(self._ranks.wait_until_empty(), _STOP_TIMEOUT_S)
+        except TimeoutError:
+            ranks = ", ".join(map(str, self._ranks.attached))
+            _LOG.error("rank %s did not detach in time", ranks)
+
+    def refused(self, peer: str, reason: str) -> None:
+        _LOG.warning("refused a rank at %s: %s", peer, reason)
+
+    def claim(self, claim: Claim) -> Claimed:
+        missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
+        return self._nodes.claim(claim, missing, time.monotonic())
+
+    def attached(self, facts: RankFacts) -> None:
+        self._nodes.note(facts.rank, facts.node, facts.num_restarts)
+        self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
+        self._http.experts_load.note_rank(facts.rank, facts.host)
+        self._http.requests.note_rank(facts)
+        if facts.served is not None:
+            self._take_served(facts.rank, facts.served)
+        if self._is_closing:
+            self._ranks.stop()  # too late to serve
+        else:
+            self._leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
+
+    def _take_served(self, rank: int, served: Served) -> None:
+        """Restore from a rank what the previous front knew."""
+        placement = self._http.placement
+        if placement.home is None and served.home is not None:
+            report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
+            placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
+            self._http.experts_load.take_experts(served.experts)
+        placement.skip_versions(served.version)
+
+    def lost(self, rank: int, reason: str) -> None:
+        """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
+        self._metrics.note_lost(rank)
+        if self._is_closing or self._ending.now.is_set():
+            _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
+        else:
+            self._leader.lose(rank, reason)
+
+    def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
+        self._http.requests.deliver(rank, outputs)
+
+    def stats(self, stats: RankStats) -> None:
+        self._metrics.note_stats(stats)
+        self._http.requests.note_stats(stats)
+
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""
+        now_s = time.monotonic()
+        self._watch.take(heartbeat, now_s)
+        for rank, reason in self._watch.suspects(now_s):
+            self._ranks.give_up(rank, reason)
+
+    def _on_order(self, order: Order) -> None:
+        self._watch.begin_epoch(order.epoch, order.members)
+        self._http.experts_load.regroup(order)
+
+    def load(self, load: LoadReport) -> None:
+        self._http.experts_load.take_load(load)
+
+    def experts(self, experts: ExpertMap) -> None:
+        self._http.experts_load.take_experts(experts)
+
+    def placement(self, update: PlacementUpdate) -> None:
+        self._http.placement.take_update(update)
+
+    def regrouped(self, rank: int, epoch: int) -> None:
+        self._leader.take_regrouped(rank, epoch)
+
+    def fault(self, rank: int, fault: Fault) -> None:
+        self._leader.take_fault(rank, fault)
+
+    def _fail(self, reason: str) -> None:
+        """End the service with this reason, unless an earlier one exists."""
+        if self._fatal is None and not self._ending.now.is_set():
+            self._fatal = reason
+        self._http.requests.fail_all(ApiError(503, f"The service is ending: {self._fatal}."))
+        self._ending.begun.set()
+        self._ending.now.set()
+
+
+def _import_http_service() -> ModuleType:
+    """Import the slow half, with torch hidden: transformers would import it but does not need it for tokenizing."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
+    return importlib.import_module("server.serve.http_service")
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _complain(message: str) -> int:
+    """Log why the front ends and return its exit status."""
+    _LOG.critical("%s", message)
+    return 1
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """Bind and listen.
+
+    Raises:
+        OptionsError: The port is in use, or the address does not belong to this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise OptionsError(f"invalid --host {host!r}: {error.strerror}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # immediately: bind alone does not reserve a port that allows reuse
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise OptionsError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise OptionsError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def announce(
+    ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
+) -> None:
+    """Write the addresses to the supervisor as one JSON line."""
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"unix:{options.uds}"
+    if options.uds is None:
+        url = f"{options.http.scheme}://{shown}:{listener.getsockname()[1]}"
+    line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
+    with os.fdopen(ready_fd, "w") as ready:
+        ready.write(line + "\n")

@@ -1,0 +1,202 @@
+"""This rank's connection to the front: pass its commands to the engine and results back, over successive links.
+
+If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for a
+while until the supervisor has restarted the front, then sends it the state it needs. If the front closes the stream, it has dropped
+this rank, and the process ends. `link.rank_link` implements the connection.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from expert_placement.placement import Placement
+from moe.expert_weights import read_slot
+from scheduler.assembly import Assembled
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
+from scheduler.policy.config import EngineConfig
+from scheduler.policy.request import RankStats, Request, RequestOutput
+from server.link.messages import RankFacts, Served
+from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
+from server.machine.lines import say
+from server.serve.children import FRONT_IS_GONE
+from server.serve.store.rendezvous import NODE_VARIABLE
+
+FRONT_RETURN_S = 60.0  # for a front to be restarted, or a network to recover
+
+
+def num_restarts_of(environment: Mapping[str, str]) -> int:
+    """Return how often the supervisor has restarted this rank's engine."""
+    return int(environment.get("WIDEEP_RESTARTS", "0"))
+
+
+class FrontStream:
+    """This rank's connection to the front: one link at a time, replaced when a killed front is back.
+
+    The link calls its methods on the reader thread, one per message of the front.
+    """
+
+    def __init__(
+        self,
+        built: Assembled,
+        config: EngineConfig,
+        front: dict[str, str],
+        environment: Mapping[str, str],
+        *,
+        cluster_key: bytes | None = None,
+    ) -> None:
+        """Prepare the link; `link.open` attaches.
+
+        Args:
+            front: The front's addresses and its token.
+            environment: The environment from the supervisor, with the number of restarts.
+        """
+        self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
+        self._epoch = 0
+        self._home = None if num_restarts_of(environment) else built.relocation.placement
+        self._lock = threading.Lock()  # between the step loop's thread and the link's
+        self._open_ids: set[str] = set()  # requests of the current link
+        self._cut_off = Counter[str]()  # requests of broken links, until the engine has ended them
+        self._facts = RankFacts(
+            rank=config.rank,
+            world_size=config.world_size,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            max_model_len=built.max_model_len,
+            num_blocks=built.num_blocks,
+            block_tokens=built.runner.step.block_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            device=config.device,
+            num_restarts=num_restarts_of(environment),
+            restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
+            node=environment.get(NODE_VARIABLE, ""),
+        )
+        self.link = self._make_link(self._facts)
+
+    def _make_link(self, facts: RankFacts) -> RankLink:
+        return RankLink(
+            self._front["ranks_address"], self._front["token"], facts, self, cluster_key=self._cluster_key
+        )
+
+    def send_start(self) -> None:
+        """Send the experts and the placement at the start."""
+        placement = self._built.relocation.placement
+        report = PlacementReport(
+            rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
+        )
+        self.link.send_experts(self._built.experts)
+        self.link.send_placement(report, placement, self._expert_bytes())
+
+    def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        """Send a step's outputs, except those for requests of a broken link: the front has since assigned these to other
+        ranks, or to this rank again under the same ids."""
+        with self._lock:
+            self.link.send([output for output in outputs if self._is_told(output)], stats)
+
+    def _is_told(self, output: RequestOutput) -> bool:
+        """Return whether the front waits for this output, and record ends. The engine ends each request exactly once."""
+        request_id = output.request_id
+        is_end = output.finish_reason is not None or output.is_returned
+        is_told = not self._cut_off[request_id]
+        if is_end and is_told:
+            self._open_ids.discard(request_id)
+        elif is_end:
+            self._cut_off[request_id] -= 1
+            self._cut_off += Counter()  # removes zero counts
+        return is_told
+
+    def report(self, report: PlacementReport) -> None:
+        """Send the outcome of a placement change; rank 0 also sends the experts' new slots."""
+        placement = self._built.relocation.placement
+        if report.state is MoveState.SERVING:
+            self._note_home(placement, placement.num_ranks)
+            if report.rank == 0:
+                self.link.send_experts(_experts_now(self._built))
+        self.link.send_placement(report)
+
+    def submit(self, request: Request) -> None:
+        self._open_ids.add(request.request_id)
+        self._built.engine.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        self._built.engine.abort(request_id)
+
+    def withdraw(self, request_id: str) -> None:
+        self._built.engine.withdraw(request_id)
+
+    def stop(self) -> None:
+        self._built.engine.stop()
+
+    def prepare(self, placement: Placement) -> None:
+        self._built.relocation.prepare(placement)
+
+    def drop(self, version: int) -> None:
+        self._built.relocation.drop(version)
+
+    def regroup(self, order: Order) -> None:
+        self._epoch = max(self._epoch, order.epoch)
+        self._note_home(order.placement, len(order.members))
+        self._built.engine.regroup(order)
+
+    def forget_prefixes(self) -> None:
+        self._built.engine.forget_prefixes()
+
+    def lost(self, reason: str, *, is_broken: bool) -> None:
+        """Reconnect to the front, or end this process, because the step loop may be waiting for other ranks."""
+        rank = self._config.rank
+        say(f"rank {rank}: {reason}", error=True)
+        if not is_broken:  # the front has given this rank up
+            os._exit(1)
+        with self._lock:
+            cut_off, self._open_ids = self._open_ids, set()
+            self._cut_off.update(cut_off)
+        for request_id in cut_off:  # their clients were disconnected with the front
+            self._built.engine.abort(request_id)
+        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
+        if status:
+            os._exit(status)
+        say(f"rank {rank}: the front is back", error=True)
+
+    def _come_back(self, until_s: float) -> int:
+        """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
+        while (left_s := until_s - time.monotonic()) > 0:
+            # Assigned before `open`: the front's first order may arrive before `open` returns.
+            self.link = self._make_link(replace(self._facts, served=self._served()))
+            try:
+                self.link.open(left_s)
+            except RefusedError as error:
+                say(f"rank {self._config.rank}: {error}", error=True)
+                return 1
+            except LinkError:
+                time.sleep(min(left_s, RETRY_S))
+                continue
+            return 0
+        return FRONT_IS_GONE
+
+    def _served(self) -> Served:
+        built = self._built
+        return Served(
+            self._epoch,
+            built.relocation.placement.version,
+            self._home,
+            self._expert_bytes(),
+            _experts_now(built),
+        )
+
+    def _expert_bytes(self) -> int:
+        """Return the size of one expert of one layer."""
+        return read_slot(self._built.model.layers[0], 0).num_bytes
+
+    def _note_home(self, placement: Placement, num_members: int) -> None:
+        if num_members == self._config.world_size:
+            self._home = placement
+
+
+def _experts_now(built: Assembled) -> ExpertMap:
+    placement = built.relocation.placement
+    return built.experts._replace(version=placement.version, slot_expert=placement.slot_expert)

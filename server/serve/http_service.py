@@ -1,0 +1,417 @@
+"""The part of the front that is slow to import: tokenizer, served model, routes and the HTTP server.
+
+The front (`front_main`) binds its sockets, then imports this module by name, with torch hidden.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter
+from starlette.types import ASGIApp
+
+from expert_placement.history import History
+from server.api.anthropic.messages import messages_routes
+from server.api.ollama.routes import ollama_routes
+from server.api.openai.batches.batch_store import BatchStore
+from server.api.openai.batches.file_store import FileStore
+from server.api.openai.batches.routes import batch_routes, file_routes
+from server.api.openai.batches.runs import BatchRuns, LinePlaces
+from server.api.openai.chat import chat_routes
+from server.api.openai.completions import completion_routes
+from server.api.openai.responses.routes import responses_routes
+from server.api.parsers.registry import markup_of, shows_known_calls
+from server.api.served import ServedModel
+from server.api.sglang.generate import generate_routes
+from server.api.sglang.service_routes import service_routes
+from server.api.tokenize import tokenize_routes
+from server.experts.control import PlacementControl
+from server.experts.dashboard.routes import dashboard_routes
+from server.experts.load import ExpertsLoad
+from server.experts.metrics import ExpertsMetrics
+from server.experts.record_files import default_folder
+from server.experts.routes import expert_load_routes, placement_routes
+from server.front.admission import Admission
+from server.front.errors import draining
+from server.front.events import EventLog
+from server.front.generations import Ask
+from server.front.journal import Journal
+from server.front.membership import Epochs
+from server.front.readiness import why_no_change, why_not_ready
+from server.front.requests import Requests
+from server.front.routers import ROUTERS
+from server.front.structure.structure_checks import StructureChecks
+from server.front.tokenizer import TemplateFacts, Tokenizer
+from server.http.app import build_app
+from server.http.connections import ConnectionBound, Listener, default_most
+from server.http.docs_page import docs_routes
+from server.http.exchanges import HttpExchange, asker_of_exchange, note_answer, seeds_from
+from server.http.guards import ApiKeys
+from server.http.idempotency import IdempotentAnswers
+from server.http.kept_answers import KeptAnswers
+from server.http.observability.gauges import FrontMetrics, MembershipMetrics
+from server.http.observability.logs import AccessLog, RequestLog
+from server.http.observability.metrics import Metrics
+from server.http.observability.ops import membership_routes, ops_routes, throughput_routes
+from server.http.observability.series import EVERY_S
+from server.http.observability.tracing import Traces
+from server.http.protocol import PunctualProtocol
+from server.link.ranks import Ranks
+from server.machine.steady_clock import SteadyClock
+from server.options.table import PRIORITY, HttpOptions, Options
+
+# The same fields of generation_config.json that vLLM uses as defaults.
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+# The name is SGLang's, so that scripts written for it find their files.
+_RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+_GRACE_S = 2  # for open connections when the server ends
+_BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
+_LOG = logging.getLogger("wideep.front")
+_KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
+
+
+class HttpService:
+    """The HTTP application: passes requests to the ranks and their outputs to clients."""
+
+    def __init__(
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        *,
+        ranks: Ranks,
+        epochs: Epochs,
+        journal: Journal,
+        metrics: Metrics,
+        kept: Path,
+        secret: str,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Build the application.
+
+        Args:
+            kept: Folder that outlives this process, for answers kept for retries, and for files without --files-dir.
+            secret: A secret that all fronts of a service share.
+
+        Raises:
+            OptionsError: The folder for files is unusable.
+        """
+        self._ranks, self._epochs, self._journal = ranks, epochs, journal
+        self.events = EventLog()
+        self._options, self._throughput = options, metrics.throughput
+        self._is_draining = False
+        router = ROUTERS[options.routing_policy](ranks.num_ranks)
+        self.requests = Requests(
+            decoder=tokenizer,
+            ranks=ranks,
+            router=router,
+            journal=journal,
+            metrics=metrics,
+            timeout_s=options.request_timeout_s,
+            admission=Admission(options.max_num_queued_reqs),
+            on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
+            on_answer=note_answer,
+            why_not_ready=lambda: why_not_ready(epochs),
+            who_asks=asker_of_exchange,
+        )
+        self.model = _served_model(options, tokenizer, ranks)
+        eplb = options.eplb_config
+        self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
+        history = History(Path(eplb.history_file) if eplb.history_file else None)
+        self.placement = PlacementControl(
+            ranks, self.experts_load, eplb, history, why_no_change=lambda: why_no_change(epochs)
+        )
+        self._balances = options.enable_eplb
+        metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
+        metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
+        metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
+        version = _version()
+        self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
+        keys = _keys(options)
+        answering = [
+            chat_routes(self.model, self.requests),
+            completion_routes(self.model, self.requests),
+            responses_routes(self.model, self.requests, are_several=lambda: keys.are_several),
+        ]
+        clock = SteadyClock()
+        batching = self._batching(options.http, keys, kept, answering, version, clock)
+        app = build_app(
+            [*answering, *batching, *self._routers(options, metrics, version, environment)],
+            version=version,
+            keys=keys,
+            http=options.http,
+            own_names=_own_names(options.host),
+            observers=_observers(options, metrics, self._traces),
+            answer_once=lambda app: IdempotentAnswers(
+                app, KeptAnswers(_made(kept / "answers"), clock=clock), secret
+            ),
+        )
+        self._server = _Server(_server_config(app, options.http), _bound(options.http))
+
+    def _batching(
+        self,
+        http: HttpOptions,
+        keys: ApiKeys,
+        kept: Path,
+        answering: Sequence[APIRouter],
+        version: str,
+        clock: SteadyClock,
+    ) -> list[APIRouter]:
+        """Return the routes of files and batches. Batch lines call the routes in `answering`, without a key."""
+        directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
+        files = FileStore(
+            directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
+        )
+        batches = BatchStore(directory / "batches", clock=clock)
+        files.is_read = lambda file_id: batches.reader_of(file_id) is not None
+        room = LinePlaces(self._num_places, lambda: self.requests.num_unbounded)
+        endpoints = build_app(
+            answering,
+            version=version,
+            keys=ApiKeys(),
+            http=HttpOptions(max_request_bytes=http.max_request_bytes),
+        )
+        self._batch_runs = BatchRuns(batches, files, room, endpoints)
+        return [file_routes(files, batches), batch_routes(batches, files, self._batch_runs)]
+
+    def _num_places(self) -> int:
+        """Return how many requests the ranks can run at once; 0 if the service is not ready."""
+        if self.why_not_ready() is not None:
+            return 0
+        return sum(stream.facts.max_num_seqs for stream in self._ranks.attached.values())
+
+    def _routers(
+        self, options: Options, metrics: Metrics, version: str, environment: Mapping[str, str]
+    ) -> list[APIRouter]:
+        return [
+            messages_routes(self.model, self.requests),
+            generate_routes(self.model, self.requests),
+            ollama_routes(self.model, self.requests, version=version, is_on_gpu=options.device == "cuda"),
+            tokenize_routes(self.model),
+            service_routes(
+                self.model,
+                self.requests,
+                version=version,
+                num_ranks=self._ranks.num_ranks,
+                forget_prefixes=self._ranks.forget_prefixes,
+                facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
+                target_itl_ms=options.target_itl_ms,
+                shows_path=not options.needs_key,
+            ),
+            placement_routes(self.placement, options.eplb_config),
+            ops_routes(version, metrics, self.why_not_ready),
+            membership_routes(self._epochs, self._journal, self._num_parked, self.events),
+            dashboard_routes(),
+            docs_routes(),
+            throughput_routes(metrics.throughput),
+            expert_load_routes(
+                self.experts_load,
+                rank_steps=lambda: _steps(self._ranks),
+                record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
+            ),
+        ]
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve HTTP on a bound socket until `stop` is called."""
+        tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
+        if self._balances:
+            tasks.append(asyncio.create_task(self._keep_balancing()))
+        try:
+            await self._server.serve(sockets=[listener])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self._traces.close)
+            await self.model.structures.close()
+
+    async def _keep_ticking(self) -> None:
+        """Sample the throughput, and log it unless disabled."""
+        while True:
+            await asyncio.sleep(EVERY_S)
+            self._throughput.tick(logs=self._options.log.stats)
+
+    async def _keep_balancing(self) -> None:
+        """Rebalance experts. After an error, log it and start again after a pause."""
+        while True:
+            try:
+                await self.placement.run()
+            except Exception:  # noqa: BLE001 - nothing else handles errors of this task
+                _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
+            await asyncio.sleep(_BALANCING_PAUSE_S)
+
+    async def drain(self) -> None:
+        """Turn /health to 503, refuse new requests, and wait for the open ones to end."""
+        self._is_draining = True
+        self.requests.refuse(draining())
+        await self.requests.wait_until_empty()
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Make `serve` return soon: accept no connections, and allow `grace_s` for responses being sent.
+
+        May be called again with a shorter time.
+        """
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.force_exit = self._server.should_exit and grace_s == 0
+        self._server.should_exit = True
+
+    def _num_parked(self) -> int:
+        return self.requests.num_parked
+
+    def why_not_ready(self) -> str | None:
+        """Return why the service is not ready, or None if it is."""
+        return "it is shutting down" if self._is_draining else why_not_ready(self._epochs)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers and with our own connection listener."""
+
+    def __init__(self, config: uvicorn.Config, bound: ConnectionBound) -> None:
+        super().__init__(config)
+        self._bound = bound
+        self._listener: Listener | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections on the bound sockets."""
+        assert sockets, "the sockets are bound first"
+        self.servers = []  # asyncio's servers are not used
+        self._listener = Listener(sockets, self._make_protocol, self._bound, self.config.ssl)
+        self._listener.start()
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections already queued in the kernel, then no more. End each one after its response."""
+        assert self._listener is not None, "startup has run"
+        await self._listener.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> PunctualProtocol:
+        protocol = PunctualProtocol(self.config, self.server_state, {})
+        protocol.bound = self._bound
+        return protocol
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture no signals: the front informs ranks and clients before it stops this server."""
+        yield
+
+
+def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=PunctualProtocol,
+        lifespan="off",
+        log_config=None,  # `logs` configures the loggers
+        access_log=False,  # `logs.AccessLog` replaces it
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACE_S,
+        ssl_certfile=http.ssl_certfile,
+        ssl_keyfile=http.ssl_keyfile,
+        proxy_headers=bool(http.forwarded_allow_ips),
+        forwarded_allow_ips=list(http.forwarded_allow_ips),
+    )
+
+
+def _bound(http: HttpOptions) -> ConnectionBound:
+    """Return the limit of connections; by default it follows from the limit of open files."""
+    most = http.max_connections or default_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips)
+
+
+def _ignore(_ask: Ask) -> None:
+    """Do nothing: request logging is off."""
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory
+
+
+def _keys(options: Options) -> ApiKeys:
+    file, operators = options.http.api_key_file, options.http.operator_key_file
+    return ApiKeys(
+        options.api_keys,
+        None if file is None else Path(file),
+        operators=None if operators is None else ApiKeys(file=Path(operators), flag="--operator-key-file"),
+    )
+
+
+def _own_names(host: str) -> tuple[str, ...]:
+    """Return the host names that users may put into the URLs of this service's pages."""
+    name = socket.gethostname()
+    return (host, name, name.partition(".")[0], f"{name}.local")  # .local: multicast DNS
+
+
+def _observers(options: Options, metrics: Metrics, traces: Traces) -> list[Callable[[HttpExchange], None]]:
+    observers: list[Callable[[HttpExchange], None]] = [metrics.http.note, traces.note]
+    return [*observers, AccessLog(options.log.quiet_paths).note] if options.log.access else observers
+
+
+def _steps(ranks: Ranks) -> dict[int, int]:
+    """Return the last reported step of each attached rank."""
+    told = {rank: stream.stats for rank, stream in ranks.attached.items()}
+    return {rank: stats.step for rank, stats in told.items() if stats is not None}
+
+
+def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
+    """Warn if the chat template has tools but no parser reads its calls: they would stay in the content."""
+    if options.tool_call_parser is None and template.knows_tools and not shows_known_calls(template.text):
+        _LOG.warning(
+            "No tool parser matches the chat template of %s. Calls are parsed in Hermes' format (<tool_call>{...}</tool_call>); "
+            "other formats stay in the content. Choose a parser with --tool-call-parser",
+            options.chat_template or options.model,
+        )
+
+
+def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
+    warn_of_unknown_calls(options, tokenizer.template)
+    return ServedModel(
+        names=options.served_model_names,
+        directory=options.model,
+        has_metrics=options.per_request_metrics,
+        has_priorities=options.scheduling_policy == PRIORITY,
+        tokenizer=tokenizer,
+        sampling_defaults=_sampling_defaults(Path(options.model)),
+        draw_seed=seeds_from(options.seed),
+        max_logprobs=options.max_logprobs,
+        max_len=_max_len(options, tokenizer, ranks),
+        created=int(time.time()),
+        structures=StructureChecks(tokenizer.vocabulary),
+        markup=markup_of(
+            tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
+        ),
+    )
+
+
+def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:
+    """Return a function for the length limit: the ranks' once they attach, before that the user's or the checkpoint's."""
+
+    def limit() -> int:
+        said = [stream.facts.max_model_len for stream in ranks.attached.values()]
+        return min(said, default=options.max_model_len or tokenizer.model_max_len or 0)
+
+    return limit
+
+
+def _sampling_defaults(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("wideep")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"  # an uninstalled checkout

@@ -1,0 +1,236 @@
+"""Find what cannot work before any weight is read: one specific error each, within milliseconds and without torch.
+
+Reads config.json and the safetensors headers only.
+"""
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+from dispatch.wires.availability import why_not_served_by
+from moe.mtp.names import why_no_mtp
+from scheduler.policy.config import why_no_compiler, why_no_nodes
+from server.machine.model_fields import num_experts
+from server.options.table import Options
+from server.serve.preflight.memory import (
+    ExpertMemory,
+    WeightBytes,
+    available_bytes,
+    check_memory,
+    float_bytes,
+    mtp_names,
+    rank_experts,
+    reads_mtp,
+    slots_per_rank,
+    weight_bytes,
+)
+from server.serve.preflight.model import (
+    PreflightError,
+    check_is_moe,
+    check_length,
+    check_quantisation,
+    read_config,
+    read_headers,
+    why_unfit,
+)
+from server.serve.preflight.unix_socket import check_path
+
+
+def check_start(
+    options: Options,
+    *,
+    num_ranks: int,
+    num_local_ranks: int,
+    has_front: bool,
+    gpu_bytes: int | None = None,
+) -> None:
+    """Check that this node can serve the model with these options.
+
+    Args:
+        options: The options; `model` is a directory.
+        num_ranks: Number of ranks of the whole service.
+        num_local_ranks: Number of ranks on this node.
+        has_front: Whether this node listens on the HTTP port.
+        gpu_bytes: Free memory of a rank's GPU; None on a CPU.
+
+    Raises:
+        PreflightError: The first problem found.
+        OptionsError: --uds is unusable.
+    """
+    check_choices(options, num_ranks)
+    weights = check_files(options, num_ranks)
+    check_room(options, weights, num_ranks=num_ranks, num_local_ranks=num_local_ranks, gpu_bytes=gpu_bytes)
+    if has_front:
+        check_listener(options)
+
+
+def check_choices(options: Options, num_ranks: int) -> None:
+    """Check the options against the machine and the number of ranks, without reading the model.
+
+    Raises:
+        PreflightError: The first problem found.
+    """
+    check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
+    check_nodes(options.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
+    check_compiler(options)
+
+
+def check_files(options: Options, num_ranks: int) -> WeightBytes:
+    """Check the model's files and return their size in memory.
+
+    Raises:
+        PreflightError: The first problem found.
+    """
+    directory = Path(options.model)
+    config = read_config(directory)
+    check_is_moe(config, directory)
+    check_quantisation(config, directory, asked=options.quantization)
+    check_length(config, options.max_model_len)
+    check_mtp(config, directory, options)
+    weights = weight_bytes(directory, config, float_bytes(options), has_mtp=reads_mtp(options))
+    check_placement(options.expert_placement, weights, config, num_ranks)
+    return weights
+
+
+def check_room(
+    options: Options, weights: WeightBytes, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
+) -> ExpertMemory:
+    """Check that this node's ranks fit into its memory, and return the size of a rank's experts.
+
+    Raises:
+        PreflightError: They do not fit.
+    """
+    experts = rank_experts(weights, read_config(Path(options.model)), options, num_ranks)
+    check_memory(
+        weights,
+        experts,
+        options,
+        num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
+        free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
+    )
+    return experts
+
+
+def check_listener(options: Options) -> None:
+    """Check that HTTP can listen on the given address.
+
+    Raises:
+        PreflightError: The port is in use, or the host does not belong to this machine.
+        OptionsError: --uds is unusable.
+    """
+    if options.uds is None:
+        check_port(options.host, options.port)
+    else:
+        check_path(options.uds)
+
+
+def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
+    """Return a note if the number of redundant experts was rounded up to give all ranks the same number of slots.
+
+    Args:
+        options: Options that `check_start` has accepted.
+    """
+    asked = options.eplb_config.num_redundant_experts
+    if asked == 0 or options.expert_placement is not None:
+        return None
+    experts = num_experts(read_config(Path(options.model)))
+    slots = slots_per_rank(experts, num_ranks, num_redundant=asked, placement_file=None)
+    kept = slots * num_ranks - experts
+    if kept == asked:
+        return None
+    return (
+        f"num_redundant_experts is {asked}, but {kept} are kept: each of the {num_ranks} ranks has the same number of slots "
+        f"({slots} for the {experts} experts of a layer)"
+    )
+
+
+def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
+    """Raise if a dispatch backend cannot work here.
+
+    Raises:
+        PreflightError: It names what is missing and an alternative.
+    """
+    problem = why_not_served_by(name, num_ranks, on_gpus=on_gpus)
+    if problem:
+        raise PreflightError(problem)
+
+
+def check_nodes(node_size: int, num_ranks: int, *, on_gpus: bool) -> None:
+    """Raise if the ranks do not fill their nodes, or if nodes are given for GPUs.
+
+    Raises:
+        PreflightError: It lists the sizes that work.
+    """
+    if node_size and on_gpus:
+        raise PreflightError(why_no_nodes(node_size))
+    if node_size and num_ranks % node_size:
+        sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+        raise PreflightError(
+            f"--dispatch-node-size is {node_size}, which does not divide {num_ranks} ranks; use one of {sizes}, or 0"
+        )
+
+
+def check_compiler(options: Options) -> None:
+    """Raise if torch.compile conflicts with another option or the device.
+
+    Raises:
+        PreflightError: It names the conflict and the remedy.
+    """
+    problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
+    if options.enable_torch_compile and problem:
+        raise PreflightError(problem)
+
+
+def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None:
+    """Raise if drafts need MTP layers that the checkpoint does not have.
+
+    Raises:
+        PreflightError: It names what is needed, and methods that need no such layers.
+    """
+    if not reads_mtp(options):
+        return
+    if not mtp_names(read_headers(directory), config).layers:
+        raise PreflightError(f"--speculative-config: {why_no_mtp(config['model_type'], directory)}")
+
+
+def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:
+    """Raise if the file is not a placement for this model and number of ranks. None passes.
+
+    Raises:
+        PreflightError: It names what is wrong, or what the placement is for.
+    """
+    if file is None:
+        return
+    layers, experts = weights.expert_layers, num_experts(config)
+    problem = why_unfit(file, num_layers=layers, num_experts=experts, num_ranks=num_ranks)
+    if problem:
+        raise PreflightError(f"--expert-placement: {problem}")
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise if HTTP cannot listen on host:port. Port 0 means any port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise PreflightError(
+            f"--host is {host!r}, which is not an address of this machine: {error.strerror}"
+        ) from error
+    with socket.socket(family, kind, protocol) as probe:
+        # A port in TIME_WAIT counts as free, as in uvicorn.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            raise PreflightError(_why_not_bound(host, port, error)) from error
+
+
+def _why_not_bound(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is in use by another program; choose another --port (0 takes a free one)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"--host is {host!r}, which is not an address of this machine; use one that is, or 0.0.0.0 for all"
+    return f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"

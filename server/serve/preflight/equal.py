@@ -1,0 +1,248 @@
+"""Compare what must be equal on all nodes: programs, libraries, GPUs, the checkpoint and the cluster key.
+
+Ranks run one program in lock-step over one checkpoint. Differences need not cause a failure: answers may be wrong, or
+differ from run to run. So each node publishes its facts, and every node compares all of them, with the same result.
+
+A checkpoint is compared by its files: configuration and tokenizer completely; weight files by size, header and a few
+samples spread over each. This takes a fraction of a second for hundreds of gigabytes, and two trainings of one model
+differ in nearly every number. Rejected: a digest of every byte, which takes as long as loading the model on every node.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from server.link.seal import SAME_KEY, mac
+from server.machine.report import Check, failure, not_here, ok, warning
+from server.machine.roots import PACKAGES
+from server.serve.preflight.device import NO_FACTS, GpuFacts
+from server.serve.preflight.model import safetensors_files
+
+# Packages that compute or decide in lock-step: another version may give other bits or other decisions.
+_DECIDING = ("wideep", "torch", "transformers")
+_OTHERS = ("numpy", "numba", "safetensors", "grpcio", "triton", "nvshmem4py-cu13", "llguidance")
+_ROOT = Path(__file__).resolve().parents[3]
+_NOT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+_NUM_SAMPLES, _SAMPLE_BYTES = 8, 4096  # per weight file
+_HEX = 12  # digits of a digest; enough to distinguish files
+
+
+class Identity(NamedTuple):
+    """The host and network namespace of a process."""
+
+    host: str
+    network: str  # equal for processes that share their interfaces, including loopback
+
+
+def identity() -> Identity:
+    """Return the identity of this process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Identity(socket.gethostname(), f"{boot} {os.readlink('/proc/self/ns/net')}")
+
+
+def version_of(package: str) -> str:
+    """Return a package's version, or "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def driver_version(proc: Path = Path("/proc")) -> str:
+    """Return the version of the NVIDIA driver, or "" if it is missing or unknown."""
+    path = driver_file(proc)
+    found = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", path.read_text()) if path.exists() else None
+    return found[1] if found else ""
+
+
+def driver_file(proc: Path) -> Path:
+    """Return the path of the NVIDIA driver's version file."""
+    return proc / "driver" / "nvidia" / "version"
+
+
+def facts_to_compare(
+    directory: Path | None, key: bytes | None, gpus: GpuFacts = NO_FACTS, *, root: Path = _ROOT
+) -> dict[str, Any]:
+    """Return this node's facts, as JSON values.
+
+    Args:
+        directory: The model's directory; None without a model.
+        key: The cluster key.
+        gpus: Facts about the GPUs. A start compares the driver only, because each rank examines its own GPU.
+
+    Raises:
+        PreflightError: Files of the checkpoint are missing.
+    """
+    versions = {name: version_of(name) for name in (*_DECIDING, *_OTHERS)}
+    versions["wideep"] = f"{versions['wideep'] or '(not installed)'} (source {source_digest(root)})"
+    return {
+        "versions": {**versions, "Python": platform.python_version()},
+        "processor": _processor(),
+        "gpus": _gpus(gpus),
+        "files": None if directory is None else file_digests(directory),
+        "key": None if key is None else mac(key, b"wideep doctor").hex()[:_HEX],
+    }
+
+
+def source_digest(root: Path) -> str:
+    """Return a digest of our source files: two checkouts often have the same version number."""
+    digest = hashlib.sha256()
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:_HEX]
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """Return a digest of each file of a checkpoint, by name.
+
+    Raises:
+        PreflightError: Weight files are missing.
+    """
+    small = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern) if path.is_file()}
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:_HEX] for path in sorted(small)}
+    for path in safetensors_files(directory):
+        found[path.name] = _sampled_digest(path)
+    return found
+
+
+def _sampled_digest(path: Path) -> str:
+    """Return a digest of a weight file's size, header and samples."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        digest.update(file.read(min(header_bytes, size)))
+        first = 8 + header_bytes
+        for sample in range(_NUM_SAMPLES):
+            file.seek(max(first, first + (size - first - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1)))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:_HEX]
+
+
+def _gpus(facts: GpuFacts) -> dict[str, str]:
+    kinds = Counter(gpu.name for gpu in facts.devices)
+    return {
+        "set of GPUs": " and ".join(f"{count} x {name}" for name, count in sorted(kinds.items())),
+        "NCCL": facts.nccl,
+        "torch's CUDA": facts.built_for,
+        "NVIDIA driver": driver_version(),
+    }
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", facts.read_text() if facts.exists() else "", re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """Compare the facts of all nodes.
+
+    Args:
+        names: Names of the nodes, in the order of `facts`.
+    """
+    checks = [_compare_versions(names, [each["versions"] for each in facts])]
+    checks += _compare_gpus(names, [each["gpus"] for each in facts])
+    checks.append(_compare_checkpoints(names, [each["files"] for each in facts]))
+    checks.append(_compare_keys(names, [each["key"] for each in facts]))
+    processors = [each["processor"] for each in facts]
+    if len(set(processors)) > 1:
+        text = f"the processors differ: {_who_has(names, processors)}"
+        checks.append(warning("processors", text, "CPU results are bit-equal on identical processors only"))
+    return checks
+
+
+def _compare_versions(names: Sequence[str], versions: Sequence[Mapping[str, str]]) -> Check:
+    differing = _differing(versions)
+    if not differing:
+        told = ", ".join(f"{name} {version}" for name, version in versions[0].items() if name in _DECIDING)
+        return ok("versions", f"equal on all {len(names)} nodes: {told}")
+    said = _told(names, differing)
+    remedy = "install the same versions on all nodes"
+    if any(package in _DECIDING for package in differing):
+        return failure("versions", f"the nodes differ: {said}", remedy)
+    return warning("versions", f"the nodes differ: {said}", remedy)
+
+
+def _differing(told: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return the facts that differ between nodes, with the value of each node."""
+    every = dict.fromkeys(name for each in told for name in each)
+    found = {name: [each.get(name, "") for each in told] for name in every}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def _told(
+    names: Sequence[str], differing: Mapping[str, Sequence[str]], *, missing: str = "not installed"
+) -> str:
+    return "; ".join(
+        f"{name} is {_who_has(names, found, missing=missing)}" for name, found in differing.items()
+    )
+
+
+def _compare_gpus(names: Sequence[str], gpus: Sequence[Mapping[str, str]]) -> list[Check]:
+    """Compare GPUs and libraries: NCCL's versions must be equal, and kernels too. Returns no check for nodes without GPUs."""
+    if not any(value for each in gpus for value in each.values()):
+        return []
+    differing = _differing(gpus)
+    if not differing:
+        told = ", ".join(f"{name} {value}" for name, value in gpus[0].items() if value)
+        return [ok("equal GPUs", f"on all {len(names)} nodes: {told}")]
+    said = f"the nodes differ: {_told(names, differing, missing='none')}"
+    if "NCCL" in differing or "torch's CUDA" in differing:
+        return [failure("equal GPUs", said, "install the same torch on all nodes")]
+    return [
+        warning(
+            "equal GPUs", said, "results are bit-equal on identical GPUs only, and the slowest sets the pace"
+        )
+    ]
+
+
+def _compare_checkpoints(names: Sequence[str], files: Sequence[Mapping[str, str] | None]) -> Check:
+    if all(each is None for each in files):
+        return not_here("checkpoints", "no MODEL was given")
+    told = [each or {} for each in files]
+    every = sorted({name for each in told for name in each})
+    differing = [name for name in every if len({each.get(name, "") for each in told}) > 1]
+    if not differing:
+        return ok(
+            "checkpoints", f"equal on all {len(names)} nodes: {len(every)} files, by size, header and samples"
+        )
+    first = differing[0]
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    found = _who_has(names, [each.get(first, "") for each in told], missing="missing")
+    return failure(
+        "checkpoints", f"the nodes have different checkpoints: {first}{more} differ; {first} is {found}",
+        "copy the model from one node to the others",
+    )  # fmt: skip
+
+
+def _compare_keys(names: Sequence[str], keys: Sequence[str | None]) -> Check:
+    told = ["none" if each is None else each for each in keys]
+    if len(set(told)) == 1:
+        if keys[0] is None:
+            return ok(
+                "cluster key", "no node has one (--cluster-key-file): keep the nodes on a private network"
+            )
+        return ok("cluster key", f"equal on all {len(names)} nodes")
+    which = _who_has(names, ["none" if each is None else f"key {each[:4]}..." for each in keys])
+    return failure("cluster key", f"the cluster keys differ: {which}", SAME_KEY)
+
+
+def _who_has(names: Sequence[str], values: Sequence[str], *, missing: str = "not installed") -> str:
+    """Return which nodes have which value, the most common first: "2.13.0 on a and 2 more, 2.11.0 on b"."""
+    nodes: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        nodes.setdefault(value, []).append(name)
+    told = []
+    for value, having in sorted(nodes.items(), key=lambda each: -len(each[1])):
+        more = f" and {len(having) - 1} more" if len(having) > 1 else ""
+        told.append(f"{value or missing} on {having[0]}{more}")
+    return ", ".join(told)

@@ -1,0 +1,49 @@
+"""The default size of a rank's KV cache: one rule for engines and for `wideep size`."""
+
+from scheduler.step.sizing import attention_bytes, cache_budget, gpu_cache_budget
+from server.options.table import Options
+from server.serve.preflight.memory import AttentionHeads
+
+KV_SHARE = 0.25  # default share of free memory, over all local ranks
+GPU_SHARE = 0.9  # default share of a GPU's free memory
+
+
+def cpu_cache_bytes(options: Options, *, free_bytes: int, num_local_ranks: int, spare_bytes: int) -> int:
+    """Return a rank's share of a machine's free memory.
+
+    Args:
+        spare_bytes: Bytes reserved for moving experts.
+
+    Raises:
+        KVMemoryError: No memory is left.
+    """
+    share = int(free_bytes * (options.gpu_memory_utilization or KV_SHARE)) // num_local_ranks
+    return cache_budget(share, spare_bytes)
+
+
+def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int, weight_bytes: int) -> int:
+    """Return what remains of a GPU's share after weights and attention.
+
+    Args:
+        free_bytes: Free memory before anything is loaded.
+        weight_bytes: Size of the rank's weights, including spare slots.
+
+    Raises:
+        KVMemoryError: No memory is left.
+    """
+    share = options.gpu_memory_utilization or GPU_SHARE
+    return gpu_cache_budget(free_bytes, share, weight_bytes, gpu_attention_bytes(options, heads))
+
+
+def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:
+    """Return what attention on a GPU needs besides the pages, for the largest number of rows that a step may decode."""
+    num_drafts = options.speculative.num_drafts if options.speculative else 0
+    most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
+    return attention_bytes(
+        heads.heads,
+        heads.value_dims,
+        is_latent=heads.is_latent,
+        has_index=heads.has_index,
+        max_num_seqs=min(most_rows, options.max_num_batched_tokens or most_rows),
+        max_model_len=heads.max_model_len,
+    )

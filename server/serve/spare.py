@@ -1,0 +1,164 @@
+"""A waiting copy of an engine that replaces it, so that a restart does not wait for the import of torch.
+
+An engine forks after its imports, before it has anything else: no thread, device, connection or weights. The copy shares the
+engine's memory until one of them writes to it. When the engine ends, the supervisor sends the copy what a new process would
+get. The copy forks its own successor and serves. If a rank has no copy (it was killed, or the engine died during its
+imports), the supervisor starts a new process.
+
+The copy is the supervisor's child from the start: the engine forks twice, and the supervisor adopts orphans
+(`adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. They communicate
+over a socket that the engine inherits: the copy sends its pid and receives {"options", "environment"} with the
+descriptors of its message pipe and of its successor's socket.
+
+Rejected: a process that imports by itself (seconds of a core, and twice the memory); one server that forks all engines of a node
+(supervisors could not wait for them); a fork after loading the weights (moving experts would be held twice, and
+loading uses threads).
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from server.machine.parent_death import die_with_parent
+from server.serve.children import READY_VARIABLE, AdoptedProcess, Child
+
+SPARE_VARIABLE = "WIDEEP_SPARE_FD"  # an engine's end of the socket for its copy
+_ORDER_BYTES = 2**20  # size limit
+_RUNNING, _WAITING = b"\0engine\0", b"\0backup\0"  # words in the command line, of equal length
+
+
+class StartOrder(NamedTuple):
+    """The message that makes a copy serve."""
+
+    options: str  # as JSON
+    environment: dict[str, str]  # the variables that differ from the first engine's
+
+
+def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
+    """Fork a waiting copy of this process if the supervisor wants one. Call it before any thread or device exists.
+
+    Returns:
+        None in the calling process. In the copy, it blocks until the start order arrives and returns it.
+    """
+    if SPARE_VARIABLE not in environment:
+        return None
+    supervisor = os.getppid()
+    with socket.socket(fileno=int(environment[SPARE_VARIABLE])) as channel:
+        gc.freeze()  # a collection would write to the shared memory
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # otherwise both processes would print the buffer
+        if not _fork_orphan():
+            return None
+        os.close(int(environment[READY_VARIABLE]))
+        return _wait_for_order(channel, supervisor)
+
+
+def _fork_orphan() -> bool:
+    """Fork twice. Returns True in the grandchild once its parent has ended, and False here, even if a fork fails."""
+    try:
+        between = os.fork()
+    except OSError:
+        return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    try:
+        parent_fd = os.pidfd_open(os.getpid())
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    select.select([parent_fd], [], [])
+    os.close(parent_fd)
+    return True
+
+
+def _wait_for_order(channel: socket.socket, supervisor: int) -> StartOrder:
+    try:
+        die_with_parent(parent_pid=supervisor)
+        os.setpgid(0, 0)
+        _show_as(_RUNNING, _WAITING)
+        channel.send(json.dumps({"pid": os.getpid()}).encode())
+        received, fds, _, _ = socket.recv_fds(channel, _ORDER_BYTES, 2)
+    except (OSError, SystemExit):
+        _leave()
+    if not received:  # the supervisor has closed its end
+        _leave()
+    _show_as(_WAITING, _RUNNING)
+    order = StartOrder(**json.loads(received))
+    os.environ.update(order.environment)
+    os.environ.update(zip((READY_VARIABLE, SPARE_VARIABLE), map(str, fds), strict=True))
+    return order._replace(environment=dict(os.environ))
+
+
+def _leave() -> NoReturn:
+    """Exit without Python's cleanup, which belongs to the engine."""
+    os._exit(0)
+
+
+def _show_as(before: bytes, after: bytes) -> None:
+    """Replace a word of the command line in `ps` and `pgrep -f`, so that a copy is not mistaken for an engine."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): range of the arguments
+    at = ctypes.string_at(start, end - start).find(before)
+    if at >= 0:
+        ctypes.memmove(start + at, after, len(after))
+
+
+class Spare:
+    """The supervisor's end for one engine's copy. Whether the copy exists is only checked when it is needed."""
+
+    def __init__(self) -> None:
+        self._channel, self._engines_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.setblocking(False)
+        self._pid: int | None = None
+
+    @property
+    def engines_fd(self) -> int:
+        """The descriptor that the engine inherits."""
+        return self._engines_end.fileno()
+
+    def close_engines_end(self) -> None:
+        """Close our copy of the engine's end."""
+        self._engines_end.close()
+
+    def start(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
+        """Make the copy serve. Returns None if it does not exist."""
+        if not self._is_there():
+            return None
+        assert self._pid is not None, "the copy has sent its pid"
+        try:
+            socket.send_fds(self._channel, [json.dumps(order._asdict()).encode()], fds)
+        except OSError:  # it was killed
+            return None
+        child = Child(name, AdoptedProcess(self._pid), os.pidfd_open(self._pid))
+        self._pid = None
+        return child
+
+    def close(self) -> None:
+        """Kill the copy, if it exists."""
+        if self._is_there() and self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)  # an unreaped child of ours, so the pid is not reused
+            os.waitpid(self._pid, 0)
+        self._channel.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The copy's pid, or None if no copy is known."""
+        return self._pid if self._is_there() else None
+
+    def _is_there(self) -> bool:
+        if self._pid is None:
+            with contextlib.suppress(OSError):
+                if said := self._channel.recv(_ORDER_BYTES):
+                    self._pid = json.loads(said)["pid"]
+        return self._pid is not None

@@ -1,0 +1,498 @@
+"""Run one rank's engine and, on one node, the front: start them, wait for events, restart them, stop them.
+
+The supervisor never touches a device and never imports torch, so it outlives its engine. It waits on descriptors only: stop
+signals, the pidfds of its parent and children, and the pipes on which the children report.
+
+An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
+engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
+after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
+engine exits with status 0, which only the front requests.
+
+Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
+
+If a supervisor is killed, its children end with it. If the launcher restarts the supervisor (`launcher`), it reads its state
+from the file WIDEEP_SUPERVISOR_STATE and starts its children as after a restart.
+
+A cause from outside (out of memory, an operator, a bit flip) rarely kills an engine twice in a row. A broken device or a request
+that crashes every rank does, and each restart pauses the other ranks; hence the budget.
+Rejected: a growing delay before each restart, because it keeps away a rank that would have worked.
+
+Protocol with the children, besides the command line: the front gets `--ready-fd` and writes one JSON line with its addresses.
+The line goes to this rank's engine, and to a replacement front, as WIDEEP_FRONT. A front also gets WIDEEP_KEPT, a folder that
+outlives it (answers kept for retries, files). A restarted engine gets WIDEEP_RESTARTS, the number of restarts, and
+WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed. An engine writes to WIDEEP_READY_FD: {"http": URL}; {"kv_cache_bytes": n}, which
+its successors get as a flag; {"ready": true} when it serves; then {"beat": n} several times a second until {"leaving": true}. If
+the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
+"""
+
+import json
+import math
+import os
+import selectors
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from server.machine.lines import SCREEN_VARIABLE, say
+from server.machine.roots import WIDEEP_COMMAND
+from server.options.reading import environment_from, handed_on
+from server.options.table import Options
+from server.serve.children import (
+    DRAIN_SIGNAL,
+    END_NOW_SIGNAL,
+    FRONT_IS_GONE,
+    FRONT_VARIABLE,
+    KEPT_VARIABLE,
+    READY_VARIABLE,
+    SUPERVISOR_STATE_VARIABLE,
+    Child,
+    MessagePipe,
+    StopSignals,
+    adopt_orphans,
+    describe_end,
+    ended_children,
+    has_ended,
+    start_child,
+    stop_children,
+)
+from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
+from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
+from server.serve.watchdog import Watchdog
+
+UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which reports events itself
+STOP_GRACE_S = 2.2  # from the stop signal to SIGKILL; serve promises to end within 5 s
+DRAIN_GRACE_S = 3.0  # for the front and the ranks to end after the timeout of open requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commands:
+    """Commands that start the children, without MODEL and flags."""
+
+    engine: tuple[str, ...] = (*WIDEEP_COMMAND, "engine")
+    front: tuple[str, ...] = (*WIDEEP_COMMAND, "front")
+
+
+class Supervisor:
+    """The children of one rank and the event loop that watches them."""
+
+    def __init__(
+        self, options: Options, place: Place, commands: Commands, environment: Mapping[str, str]
+    ) -> None:
+        self._options = options
+        self._place = place
+        self._commands = commands
+        self._environment = {
+            **environment,
+            **environment_from(options),
+            "OMP_NUM_THREADS": str(options.threads),
+            # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
+            # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # gRPC's own lines ("Got goaway") add nothing to our messages.
+            "GRPC_VERBOSITY": environment.get("GRPC_VERBOSITY", "NONE"),
+        }
+        self._selector = selectors.DefaultSelector()
+        self._front: Child | None = None
+        self._engine: Child | None = None
+        self._spare: Spare | None = None  # of the current engine
+        self._front_host = ""
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._announced = ""  # the front's addresses, as JSON
+        self._told_to_engine: dict[str, str] = {}
+        self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
+        self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
+        self._ended_s: float | None = None  # time.monotonic() of the previous engine's end, during a restart
+        self._http = ""
+        self.has_lost_front = False
+        self._has_served = False  # any engine of this rank
+        self._is_serving = False  # the current engine
+        self._watchdog: Watchdog | None = None  # of the current engine
+        self._why_killed: str | None = None  # why we killed the current engine
+        self._drained_s: float | None = None  # deadline of the drain, on time.monotonic()
+        path = environment.get(SUPERVISOR_STATE_VARIABLE)
+        self._state_path = Path(path) if path else None
+        if self._state_path is not None and self._state_path.exists():
+            self._take_over(json.loads(self._state_path.read_text()))
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Continue for a supervisor of this rank that was killed together with its children."""
+        self._keep_port(state["port"])
+        self._keep_cache(state["kv_cache_bytes"])
+        self._has_served = True
+        if self._place.world_size == 1:  # no other rank has state for a new front: start from scratch
+            return
+        self._announced = state["announced"]
+        if self._announced:
+            self._told_to_engine = {FRONT_VARIABLE: self._announced}
+        self._budget.num_taken = state["num_restarts"] + 1
+        self._ended_s = time.monotonic()
+        self._write_state()  # with the new count
+
+    def _write_state(self) -> None:
+        """Write the state for a replacement supervisor, atomically."""
+        if self._state_path is None or not self._has_served:
+            return
+        state = {
+            "port": self._options.port,
+            "kv_cache_bytes": self._options.kv_cache_bytes,
+            "announced": self._announced,
+            "num_restarts": self._budget.num_taken,
+        }
+        partial_path = self._state_path.with_suffix(".partial")
+        partial_path.write_text(json.dumps(state))
+        partial_path.replace(self._state_path)
+
+    def _keep_port(self, port: int) -> None:
+        self._options = replace(self._options, port=port)
+
+    def _keep_cache(self, num_bytes: int | None) -> None:
+        if num_bytes is not None:
+            self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
+
+    def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
+        """Start the children, wait until the service ends, stop them, and return the exit status."""
+        adopt_orphans()  # the spares of engines
+        self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
+        self._watch(parent_fd, lambda: self._fail(f"the parent process of rank {self._place.rank} is gone"))
+        try:
+            if front_host is None:
+                self._start_engine()
+            else:
+                self._start_front(front_host)
+                if self._announced:  # by the front of the previous supervisor
+                    self._start_engine()
+            return self._wait(stop_signals.fd)
+        finally:
+            stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
+            if self._spare is not None:
+                self._spare.close()
+            self._selector.close()
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def _make_folder(self) -> str:
+        """Return the folder that a front leaves to its successor: next to our state file, or a temporary one."""
+        if self._state_path is not None:
+            path = self._state_path.with_name("kept")
+            path.mkdir(exist_ok=True)
+            return str(path)
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="wideep_")
+        return self._folder.name
+
+    def _wait(self, stop_fd: int) -> int:
+        while self._drained_s is None or time.monotonic() < self._drained_s:
+            ready = {key.fd: key.data for key, _ in self._selector.select(self._time_left_s())}
+            # Stop signals come first: a child that ends because everything stops has not failed.
+            for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
+                if (status := callback()) is not None:
+                    return int(status)
+            self._kill_if_hung()
+        return 0
+
+    def _time_left_s(self) -> float | None:
+        """Return the time until the next deadline that no descriptor announces."""
+        left_s = [] if self._drained_s is None else [max(0.0, self._drained_s - time.monotonic())]
+        if self._watchdog is not None and (watch_s := self._watchdog.left_s()) is not None:
+            left_s.append(watch_s)
+        return min(left_s, default=None)
+
+    def _kill_if_hung(self) -> None:
+        """Kill a hung engine. Its connections close, so the other ranks notice immediately."""
+        if self._engine is None or self._watchdog is None or (why := self._watchdog.why_hung()) is None:
+            return
+        self._why_killed, self._watchdog = why, None
+        self._engine.process.kill()
+
+    def _on_stop(self, numbers: Sequence[int]) -> int | None:
+        """Handle a stop signal: drain on a first gentle signal, otherwise stop now.
+
+        Under serve, the launcher sends SIGTERM to stop everything after a failure; serve drains with another signal.
+        """
+        gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
+        timeout_s = self._options.http.shutdown_timeout_s
+        is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
+        if not is_gentle or self._drained_s is not None or not self._has_served:
+            return 0
+        if self._front is None:
+            if not self._is_serving:  # the front does not know this engine and would not stop it
+                return 0
+        else:  # the front stops the engines when it ends
+            self._front.process.terminate()
+        self._drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        return None
+
+    def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def _start_front(self, host: str) -> None:
+        pipe = MessagePipe()
+        extra = {KEPT_VARIABLE: self._make_folder()}
+        if self._announced:
+            extra[FRONT_VARIABLE] = self._announced
+        flags = (
+            "--ranks",
+            str(self._place.world_size),
+            "--ready-fd",
+            str(pipe.child_fd),
+            "--ranks-host",
+            host,
+        )
+        front = self._start(
+            "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=END_NOW_SIGNAL
+        )
+        pipe.close_child_end()
+        self._front, self._front_host = front, host
+        self._watch(front.pidfd, lambda: self._on_front_end(front))
+        self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
+
+    def _start_engine(self) -> None:
+        """Start the rank's engine: wake the spare of the last one, or start a new process."""
+        pipe = MessagePipe()
+        extra = {**self._told_to_engine, "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
+        num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
+        if num_restarts:
+            extra[RESTARTS_VARIABLE] = str(num_restarts)
+        if self._place.rank == 0 and not num_restarts and SCREEN_VARIABLE not in self._environment:
+            say("wideep: loading torch and transformers")
+        name = f"rank {self._place.rank}'s engine"
+        spare = Spare() if self._options.max_rank_restarts else None
+        fds = {READY_VARIABLE: pipe.child_fd} | ({SPARE_VARIABLE: spare.engines_fd} if spare else {})
+        engine = self._wake_spare(name, StartOrder(handed_on(self._options)[1], extra), tuple(fds.values()))
+        if engine is None:
+            extra |= {variable: str(fd) for variable, fd in fds.items()}
+            engine = self._start(name, self._commands.engine, (), extra, tuple(fds.values()))
+        pipe.close_child_end()
+        if spare is not None:
+            spare.close_engines_end()
+        self._engine, self._spare, self._why_killed = engine, spare, None
+        self._watchdog = Watchdog(engine.process.pid, self._options.heartbeat_timeout_s)
+        read = partial(self._read, pipe, name, self._on_engine_message)
+        self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
+        self._watch(pipe.fd, read)
+
+    def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
+        if self._spare is None:
+            return None
+        engine = self._spare.start(name, order, fds)
+        self._spare.close()
+        return engine
+
+    def _start(
+        self,
+        name: str,
+        command: tuple[str, ...],
+        flags: tuple[str, ...],
+        extra: Mapping[str, str],
+        kept_fds: tuple[int, ...],
+        *,
+        stop_signal: signal.Signals = signal.SIGTERM,
+    ) -> Child:
+        return start_child(
+            name,
+            [*command, *handed_on(self._options), *flags],
+            environment={**self._environment, **extra},
+            kept_fds=kept_fds,
+            stop_signal=stop_signal,
+        )
+
+    def _on_end(self, child: Child) -> int:
+        if child.process.wait() == 0:
+            self._say(f"{describe_end(child)}: stopping the service")
+            return 0
+        return self._fail(describe_end(child))
+
+    def _on_front_end(self, front: Child) -> int | None:
+        """Restart a front that was killed. If it exited by itself, it has printed why, and the service ends."""
+        if not self._may_return(front):
+            return self._on_end(front)
+        ending = describe_end(front)
+        allowed = self._front_budget.describe()
+        if not self._front_budget.take():
+            return self._fail(f"{ending}; not restarting it (already restarted {allowed})")
+        say(
+            f"wideep: {ending}; restarting it (at most {allowed}). Answers in progress are lost",
+            error=True,
+        )
+        self._selector.unregister(front.pidfd)
+        os.close(front.pidfd)
+        self._start_front(self._front_host)
+        return None
+
+    def _may_return(self, front: Child) -> bool:
+        return front.process.wait() < 0 and self._has_served and self._drained_s is None
+
+    def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
+        """Restart the engine if that may help. Otherwise end the service, or continue without this rank."""
+        read()  # its last messages: it may have served briefly
+        status, ending = engine.process.wait(), self._describe_end_of(engine)
+        self._watchdog = None
+        if self._front is not None and has_ended(self._front) and not self._may_return(self._front):
+            return self._on_end(self._front)  # the cause
+        if status == FRONT_IS_GONE:
+            self.has_lost_front = True
+            return self._fail(self._describe_lost_front(), follows=True)
+        if status == 0 or not self._has_served:
+            return self._on_end(engine)
+        self._selector.unregister(engine.pidfd)
+        os.close(engine.pidfd)
+        self._engine, self._is_serving = None, False
+        if self._drained_s is not None:
+            say(f"wideep: {ending}; the service is stopping", error=True)
+            return None if self._front is not None else 0
+        return self._restart(ending)
+
+    def _describe_lost_front(self) -> str:
+        """Return the message for a rank that lost its service; on another node, with the command to rejoin."""
+        text = f"rank {self._place.rank} lost its connection to the front and left the service"
+        if UNDER_SERVE in self._environment or self._place.world_size == self._place.local_world_size:
+            return text
+        return (
+            f"{text}. If the service still runs and can be reached, rejoin it from this node with: torchrun --nnodes 1 "
+            f"--nproc-per-node {self._place.local_world_size} --rdzv-backend wideep --rdzv-endpoint localhost:0 "
+            f"--no-python wideep worker {self._options.model} --join {self._environment.get('MASTER_ADDR')}:"
+            f"{self._environment.get('MASTER_PORT')}"
+        )
+
+    def _describe_end_of(self, engine: Child) -> str:
+        if self._why_killed is None:
+            return describe_end(engine)
+        return f"{engine.name} (pid {engine.process.pid}) hung and was killed: {self._why_killed}"
+
+    def _restart(self, ending: str) -> int | None:
+        allowed = self._budget.describe()
+        if not self._budget.take():
+            return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
+        say(f"wideep: {ending}; restarting it (at most {allowed})", error=True)
+        self._ended_s = self._ended_s or time.monotonic()
+        self._write_state()
+        self._start_engine()
+        return None
+
+    def _give_up(self, text: str) -> int | None:
+        """Leave the service to the other ranks. They need no message: the front has seen this rank go."""
+        if self._place.world_size == 1:
+            return self._fail(text)
+        say(f"wideep: {text}: the service continues without rank {self._place.rank}", error=True)
+        if path := self._environment.get(ERROR_FILE):
+            write_absence(Path(path), self._place.rank, text)
+        return None
+
+    def _read(
+        self, pipe: MessagePipe, name: str, on_message: Callable[[dict[str, object]], None]
+    ) -> int | None:
+        """Dispatch a child's messages. The end of the pipe is not handled: the child's end is."""
+        if pipe.at_end:  # another event has closed it
+            return None
+        try:
+            messages = pipe.read()
+        except ValueError as error:
+            return self._fail(f"{name} sent a malformed message: {error}")
+        if pipe.at_end:
+            self._selector.unregister(pipe.fd)
+            pipe.close()
+        for message in messages:
+            on_message(message)
+        return None
+
+    def _reap_orphans(self) -> None:
+        """Reap ended orphans of a killed front. We adopt orphans because of the engines' spares."""
+        ours = frozenset(child.process.pid for child in (self._front, self._engine) if child)
+        for pid in ended_children(spared=ours):
+            if self._spare is None or pid != self._spare.pid:
+                os.waitpid(pid, 0)
+
+    def _on_front_message(self, message: dict[str, object]) -> None:
+        self._reap_orphans()
+        if self._announced:
+            return  # a replacement front reuses the first one's ports and token
+        self._announced = json.dumps(message)
+        self._told_to_engine = {FRONT_VARIABLE: self._announced}
+        if self._options.uds is None:  # a replacement front binds the same port
+            self._keep_port(int(str(message["http"]).rpartition(":")[2]))
+        self._start_engine()
+
+    def _on_engine_message(self, message: dict[str, object]) -> None:
+        if "leaving" in message:
+            self._watchdog = None
+        elif self._watchdog is not None and "beat" in message:
+            self._watchdog.beat()
+        self._http = str(message.get("http", self._http))
+        if "kv_cache_bytes" in message:  # successors get the same size, although less memory may be free
+            self._keep_cache(int(str(message["kv_cache_bytes"])))
+        if not message.get("ready"):
+            return
+        if self._ended_s is not None:
+            seconds, self._ended_s = time.monotonic() - self._ended_s, None
+            say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
+        elif self._place.local_rank == 0:
+            self._say(f"serving on {self._place.world_size} ranks at {self._http}")
+        self._has_served = self._is_serving = True
+        self._write_state()
+
+    def _say(self, text: str) -> None:
+        if UNDER_SERVE not in self._environment:
+            say(f"wideep: {text}")
+
+    def _fail(self, text: str, *, follows: bool = False) -> int:
+        report_failure(text, self._environment, follows=follows)
+        return 1
+
+
+def report_failure(text: str, environment: Mapping[str, str], *, follows: bool = False) -> None:
+    """Report why this worker fails: to torchrun through its error file and, unless serve reads that file, to the user.
+
+    Args:
+        follows: Whether the failure is a consequence of another process's failure, which takes precedence if known.
+    """
+    path = environment.get(ERROR_FILE)
+    if path:
+        write_failure(Path(path), text, time_ns=LAST if follows else None)
+    if not path or UNDER_SERVE not in environment:
+        say(f"wideep: {text}", error=True)
+
+
+MAX_RESTARTS = 3
+WINDOW_S = 600.0
+
+
+class RestartBudget:
+    """A limit on the number of starts within any time window."""
+
+    def __init__(
+        self,
+        *,
+        max_restarts: int = MAX_RESTARTS,
+        window_s: float = WINDOW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
+        self._taken_s: deque[float] = deque()  # within the last window
+        self.num_taken = 0  # in total
+
+    def allowed_in_s(self) -> float:
+        """Return the seconds until another start is allowed; 0 if it is allowed now."""
+        while self._taken_s and self._clock() - self._taken_s[0] >= self._window_s:
+            self._taken_s.popleft()
+        if len(self._taken_s) < self._max_restarts:
+            return 0.0
+        return self._taken_s[0] + self._window_s - self._clock() if self._taken_s else math.inf
+
+    def take(self) -> bool:
+        """Count a start if one is allowed now. Returns whether it is."""
+        if self.allowed_in_s():
+            return False
+        self._taken_s.append(self._clock())
+        self.num_taken += 1
+        return True
+
+    def describe(self) -> str:
+        """Return the limit as text for messages."""
+        return f"{self._max_restarts} times in {self._window_s / 60:g} minutes"

@@ -1,0 +1,130 @@
+"""`wideep worker`: torchrun runs it once per rank. It finds the rank's place, checks the start, and supervises the rank."""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+
+from server.machine.lines import say
+from server.machine.parent_death import die_with_parent
+from server.machine.roots import WIDEEP_COMMAND
+from server.options.flag import OptionsError
+from server.options.table import Options
+from server.serve.children import StopSignals, is_gone, kill_if_it_stays, raise_descriptor_limit
+from server.serve.preflight.checkpoint import with_checkpoint
+from server.serve.preflight.checks import check_start, note_on_redundancy
+from server.serve.preflight.device import choose_device, on_device
+from server.serve.preflight.machine import problems_at_start, say_problems
+from server.serve.preflight.memory import usable_cores
+from server.serve.preflight.model import PreflightError
+from server.serve.store.rendezvous import (
+    NODE_VARIABLE,
+    Place,
+    PlaceError,
+    find_agent,
+    front_host,
+    is_torchrun,
+    join_service,
+    node_name,
+    place_from,
+    store_variables,
+)
+from server.serve.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
+
+CLAIM = (*WIDEEP_COMMAND, "claim")
+AGENT_GRACE_S = 10.0  # for torchrun to exit by itself after its service is gone
+
+
+def run_worker(
+    options: Options, *, commands: Commands | None = None, environment: Mapping[str, str] = os.environ
+) -> int:
+    """Supervise this rank until a stop signal or until a process ends.
+
+    Returns:
+        The exit status: 0 after a requested stop, 1 otherwise.
+    """
+    agent = find_agent()
+    parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(agent)
+    die_with_parent(signal.SIGTERM)  # ends this process while it has no children; later it is a stop signal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise_descriptor_limit()  # for the engine, and the front
+    try:
+        place, node = place_from(environment), node_name(agent, environment)
+        host = None
+        if options.join is not None:
+            place, variables = join_service(options.join, place, node, CLAIM, options.cluster_key_file)
+        else:
+            host = front_host(place, agent, environment) if place.local_rank == 0 else None
+            variables = store_variables(agent, environment)
+        store_host = variables.get("MASTER_ADDR", place.master_addr)
+        options = _prepare(options, place, environment, has_front=host is not None, store_host=store_host)
+    except (OptionsError, PlaceError, PreflightError) as error:
+        report_failure(str(error), environment)
+        return 1
+    environment = {**environment, **variables, NODE_VARIABLE: node}
+    with StopSignals() as stop_signals:
+        supervisor = Supervisor(options, place, commands or Commands(), environment)
+        status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
+    if supervisor.has_lost_front and UNDER_SERVE not in environment:
+        # On a node that is cut off, torchrun waits in its rendezvous for the store's node and handles no signal until the
+        # kernel stops retransmitting, after about 15 minutes. Without workers it has nothing left to do.
+        with contextlib.suppress(OSError):  # it has ended
+            if is_torchrun(agent):  # never kill any other parent
+                kill_if_it_stays(agent_fd, grace_s=AGENT_GRACE_S)
+    _clear_after_serve(environment)
+    return status
+
+
+def _clear_after_serve(environment: Mapping[str, str]) -> None:
+    """Remove the folder of a `wideep serve` that was killed before it could do so."""
+    pid, _, directory = environment.get(UNDER_SERVE, "").partition(" ")
+    if directory and is_gone(int(pid)):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _prepare(
+    options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool, store_host: str
+) -> Options:
+    """Resolve the model and the threads. One worker per node runs the preflight checks."""
+    ranks = options.data_parallel_size
+    if ranks is not None and ranks != place.local_world_size:
+        raise PlaceError(
+            f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
+            "remove it; torchrun's --nproc-per-node sets the number of ranks"
+        )
+    device = choose_device(options.device) if UNDER_SERVE not in environment else None
+    if device is not None:
+        options = on_device(options, device, num_local_ranks=place.local_world_size)
+    options = replace(
+        with_checkpoint(options),
+        data_parallel_size=place.local_world_size,
+        threads=options.threads or max(1, usable_cores() // place.local_world_size),
+    )
+    if place.local_rank == 0 and device is not None:  # under serve, serve has checked already
+        check_start(
+            options,
+            num_ranks=place.world_size,
+            num_local_ranks=place.local_world_size,
+            has_front=has_front,
+            gpu_bytes=device.free_bytes,
+        )
+        say(f"wideep: computing on {device.in_words}")
+        spans_nodes = place.world_size > place.local_world_size and not _is_this_machine(store_host)
+        say_problems(
+            problems_at_start(
+                options,
+                num_ranks=place.local_world_size,
+                has_other_nodes=spans_nodes,
+                num_served_ranks=place.world_size if has_front else None,
+            )
+        )
+        if note := note_on_redundancy(options, place.world_size):
+            say(f"wideep: {note}")
+    return options
+
+
+def _is_this_machine(host: str) -> bool:
+    """Return whether the host name means that all ranks are on one machine, as with several local torchruns."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"

@@ -1,0 +1,163 @@
+"""`wideep doctor`: check this node, then the links to the other nodes' doctors; one line per check, as soon as it is done.
+
+A problem becomes a line of the report, and the other checks continue if they can. Only an invalid command line
+ends the doctor immediately.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from server.machine.interfaces import Taken, gloo_takes, other_interface
+from server.machine.lines import say
+from server.machine.report import Check, CheckReport, failure, not_here, ok
+from server.options.reading import said_in
+from server.options.table import Options
+from server.serve.preflight.checkpoint import with_checkpoint
+from server.serve.preflight.device import NO_FACTS, Device, choose_device, on_device
+from server.serve.preflight.equal import facts_to_compare
+from server.serve.preflight.machine import Machine, check_machine, check_model
+from server.serve.preflight.model import PreflightError
+from server.serve.store.links import Gathers
+from server.serve.store.meeting import Endpoint, Meeting, MeetingError, meet
+from server.tools.doctor.between_nodes import DispatchTrial, check_together, check_ways, sizes_of, tokens_of
+
+_END_S = 30.0
+
+
+class _Node(NamedTuple):
+    """What is known about this node."""
+
+    options: Options  # `model` is a directory if a model was found
+    device: Device
+    num_ranks: int  # on this node
+    directory: Path | None  # of the model
+    checks: tuple[Check, ...]  # failures so far
+
+
+def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | None = None) -> int:
+    """Run all checks, report them, and return the exit status: 1 if a check failed."""
+    begun_s, machine = time.monotonic(), machine or Machine()
+    try:
+        endpoint = None if args.rdzv_endpoint is None else Endpoint.parse(args.rdzv_endpoint)
+    except MeetingError as error:
+        say(f"wideep doctor: {error}", error=True)
+        return 2
+    report = CheckReport(as_json=args.json)
+    with contextlib.ExitStack() as ending:
+        trial = None if endpoint is None else ending.enter_context(DispatchTrial())
+        node = _find_node(args, options)
+        own: list[Check] = []
+        has_front = endpoint is None or bool(machine.resolve(endpoint.host))
+        for check in _check_alone(args, node, machine, has_front=has_front):
+            own.append(check)
+            report.add([check])
+        if endpoint is not None and trial is not None:
+            _check_between(args, endpoint, node, machine, trial, own, report)
+    return report.end(time.monotonic() - begun_s)
+
+
+def _find_node(args: argparse.Namespace, options: Options) -> _Node:
+    """Choose the device and resolve the model, as at a start."""
+    checks, directory = [], None
+    try:
+        device = choose_device(options.device)
+    except PreflightError as error:
+        checks.append(failure("device", str(error)))
+        device = Device(name="cpu", reason=str(error), facts=NO_FACTS)
+    num_ranks = args.nproc_per_node or options.data_parallel_size or device.ranks
+    try:
+        options = on_device(options, device, num_local_ranks=num_ranks)
+    except PreflightError as error:
+        checks.append(failure("device", str(error)))
+        options = on_device(options, device, num_local_ranks=device.ranks)
+    if "model" in said_in(args):
+        try:
+            options = with_checkpoint(options)
+            directory = Path(options.model)
+        except PreflightError as error:
+            checks.append(failure("model files", str(error)))
+    return _Node(replace(options, data_parallel_size=num_ranks), device, num_ranks, directory, tuple(checks))
+
+
+def _check_alone(
+    args: argparse.Namespace, node: _Node, machine: Machine, *, has_front: bool
+) -> Iterator[Check]:
+    yield from node.checks
+    yield from check_machine(
+        machine,
+        node.device,
+        node.options,
+        num_ranks=node.num_ranks,
+        num_nodes=args.nnodes,
+        has_front=has_front,
+    )
+    if node.directory is not None:
+        yield from check_model(
+            node.options,
+            num_ranks=node.num_ranks * args.nnodes,
+            num_local_ranks=node.num_ranks,
+            gpu_bytes=node.device.free_bytes,
+        )
+    elif not any(check.name == "model files" for check in node.checks):
+        yield not_here("model files", "no MODEL was given")
+
+
+def _check_between(
+    args: argparse.Namespace,
+    endpoint: Endpoint,
+    node: _Node,
+    machine: Machine,
+    trial: DispatchTrial,
+    own: list[Check],
+    report: CheckReport,
+) -> None:
+    interfaces = machine.interfaces()
+    taken = gloo_takes(machine.environment, interfaces, machine.host, machine.resolve)
+    better = other_interface(interfaces)
+    address = better.addresses[0] if better and (taken.is_loopback or not taken.address) else taken.address
+    name = f"{machine.host} ({address})"
+    try:
+        with meet(endpoint, args.nnodes, name, timeout_s=args.wait_seconds, say=_say) as meeting:
+            report.add([ok("nodes", f"all {args.nnodes} have joined: {', '.join(meeting.names)}")])
+            _check_met(meeting, node, taken, trial, own, report)
+    except MeetingError as error:
+        report.add([failure("nodes", str(error))])
+
+
+def _check_met(
+    meeting: Meeting, node: _Node, taken: Taken, trial: DispatchTrial, own: list[Check], report: CheckReport
+) -> None:
+    facts = _facts(node, own)
+    for name, check in check_together(meeting, own, facts):
+        report.add([check], node=name)
+    sizes = _agreed_sizes(meeting, node)
+    tokens = tokens_of(node.options.max_num_batched_tokens)
+    for check in check_ways(meeting, taken, trial, sizes, tokens):
+        report.add([check])
+    meeting.gather("end", None, _END_S)
+
+
+def _facts(node: _Node, own: list[Check]) -> dict[str, object]:
+    key = node.options.cluster_key
+    try:
+        return facts_to_compare(node.directory, key, node.device.facts)
+    except PreflightError:  # the check of the files has reported it
+        return facts_to_compare(None, key, node.device.facts)
+
+
+def _agreed_sizes(meeting: Gathers, node: _Node) -> dict[str, int]:
+    """Return the sizes of the endpoint's node, because all nodes must dispatch the same shape."""
+    try:
+        own = sizes_of(node.directory)
+    except PreflightError:
+        own = sizes_of(None)
+    return dict(meeting.gather("sizes", own, _END_S)[0])
+
+
+def _say(text: str) -> None:
+    say(f"wideep doctor: {text}", error=True)

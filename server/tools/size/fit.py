@@ -1,0 +1,143 @@
+"""The memory of a rank: weights, slots with redundancy, room for moving experts, buffers, KV cache and states.
+
+It calls the functions of a start, with the device's memory instead of the machine's free memory, so the result equals the
+report of a service with these flags. Tensor parallelism, which WideEP does not support, is computed for comparison.
+"""
+
+from typing import Any, NamedTuple
+
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+from scheduler.step.sizing import WORKSPACE_BYTES, CacheSize, KVMemoryError, cache_size
+from server.options.table import Options
+from server.serve.preflight.kv_share import GPU_SHARE, cpu_cache_bytes, gpu_attention_bytes, gpu_cache_bytes
+from server.serve.preflight.memory import AttentionHeads, rank_experts
+from server.serve.preflight.model import PreflightError
+from server.tools.size.devices import Device
+from server.tools.size.read_model import ReadModel
+
+
+class SizeError(ValueError):
+    """The requested deployment is not possible; the message names the bound."""
+
+
+class RankMemory(NamedTuple):
+    """One rank's memory, in bytes unless stated otherwise."""
+
+    total: int  # of the device, or the rank's share of the machine
+    shared_weights: int
+    expert_weights: int  # all slots
+    spare_experts: int  # room for moving experts
+    buffers: int  # activations, graphs, partial results of attention
+    kv_cache: int  # including states
+    slots_per_rank: int  # per layer
+    num_redundant: int  # slots per layer in addition to one per expert
+    token_bytes: int  # KV cache of one token in all layers
+    state_bytes: int  # of one sequence
+    kv_tokens: int
+    num_states: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return self._asdict()
+
+
+def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: int) -> RankMemory:
+    """Return the memory of a rank.
+
+    Args:
+        options: Options of a start, with limits filled in.
+
+    Raises:
+        SizeError: The model does not fit; the message has the difference, or the room for the KV cache.
+    """
+    try:
+        experts = rank_experts(model.weights, dict(model.config), options, num_ranks)
+    except PreflightError as error:  # more redundant experts than these ranks can use
+        raise SizeError(str(error)) from error
+    weights = model.weights.shared + experts.serving + experts.spare
+    local_ranks = min(num_ranks, device.node_ranks)
+    total = device.memory_bytes // (local_ranks if device.is_cpu else 1)
+    buffers = 0 if device.is_cpu else WORKSPACE_BYTES + gpu_attention_bytes(options, heads_of(model))
+    try:
+        kv_bytes = options.kv_cache_bytes or _default_kv_bytes(
+            model, device, options, weights, experts.spare, local_ranks
+        )
+        size = _cache_size(model, device, options, kv_bytes)
+    except KVMemoryError as error:
+        raise SizeError(str(error)) from error
+    needed = weights + buffers + kv_bytes
+    if needed > total:
+        raise SizeError(
+            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache), "
+            f"but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a smaller "
+            f"model"
+        )
+    of_layer = experts.slots_per_rank * num_ranks
+    return RankMemory(
+        total=total,
+        shared_weights=model.weights.shared,
+        expert_weights=experts.serving,
+        spare_experts=experts.spare,
+        buffers=buffers,
+        kv_cache=kv_bytes,
+        slots_per_rank=experts.slots_per_rank,
+        num_redundant=of_layer - model.costs.num_experts,
+        token_bytes=sum(token_bytes(shape, device) for shape in model.shapes),
+        state_bytes=sum(shape.state.num_bytes for shape in model.shapes if shape.state),
+        kv_tokens=size.num_blocks * BLOCK_TOKENS,
+        num_states=size.num_states,
+    )
+
+
+def heads_of(model: ReadModel) -> AttentionHeads:
+    """Return the dimensions that determine the size of attention's buffers."""
+    return AttentionHeads(model.heads, model.value_dims, model.is_latent, model.has_index, model.longest)
+
+
+def token_bytes(shape: LayerShape, device: Device) -> int:
+    """Return the cache bytes of one layer per token: bfloat16 on a GPU, float32 on a CPU."""
+    return shape.token_bytes if device.is_cpu else 2 * shape.token_numbers
+
+
+def _default_kv_bytes(
+    model: ReadModel, device: Device, options: Options, weights: int, spare: int, local_ranks: int
+) -> int:
+    if not device.is_cpu:
+        return gpu_cache_bytes(options, heads_of(model), free_bytes=device.memory_bytes, weight_bytes=weights)
+    return cpu_cache_bytes(
+        options, free_bytes=device.memory_bytes, num_local_ranks=local_ranks, spare_bytes=spare
+    )
+
+
+def _cache_size(model: ReadModel, device: Device, options: Options, kv_bytes: int) -> CacheSize:
+    assert options.max_num_seqs, "limits are filled in"
+    speculative = options.speculative
+    return cache_size(
+        model.shapes,
+        kv_cache_bytes=kv_bytes,
+        max_model_len=model.longest,
+        max_num_seqs=options.max_num_seqs,
+        has_snapshots=options.enable_prefix_caching and options.mamba_cache_mode != "none",
+        num_drafts=speculative.num_drafts if speculative else 0,
+        token_bytes=lambda shape: token_bytes(shape, device),
+    )
+
+
+def replica_tokens(model: ReadModel, device: Device, options: Options, ways: int, *, local_ranks: int) -> int:
+    """Return the KV cache tokens of one replica split over `ways` devices by tensor parallelism, or 0 if it does not fit.
+
+    Every device holds its part of all weights and, as far as they can be split, of the KV heads; latents are whole.
+
+    Args:
+        local_ranks: Number of ranks that share a CPU's memory.
+    """
+    cut = model.costs.cut(ways)
+    share = options.gpu_memory_utilization or GPU_SHARE
+    free = device.memory_bytes // local_ranks if device.is_cpu else int(device.memory_bytes * share)
+    left = free - cut.shared_bytes - cut.all_experts_bytes - (0 if device.is_cpu else WORKSPACE_BYTES)
+    left = min(left, options.kv_cache_bytes or left)
+    number_bytes = 4 if device.is_cpu else 2
+    per_token = sum(
+        count * (each.cached_numbers + each.index_numbers) * number_bytes for count, each in cut.layers
+    )
+    return max(0, left // max(1, per_token))

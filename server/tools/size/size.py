@@ -1,0 +1,70 @@
+"""Run `wideep size`: memory, step times, the ranks that a target needs, and whether expert parallelism pays."""
+
+import argparse
+import contextlib
+import json
+import sys
+from dataclasses import replace
+
+from moe.families import UnsupportedModelError
+from scheduler.policy.config import ConfigError
+from server.options.flag import OptionsError
+from server.options.reading import options_from_keywords
+from server.serve.preflight.memory import float_bytes
+from server.serve.preflight.model import PreflightError
+from server.tools.size.deployment import Sized, Sizing
+from server.tools.size.devices import UnknownDeviceError, device_named
+from server.tools.size.fit import SizeError
+from server.tools.size.flags import SizeOptions, served_keywords
+from server.tools.size.published import FIGURES, compare, costs_of
+from server.tools.size.read_model import read_model
+from server.tools.size.report import published_text, size_json, size_text
+
+_ERRORS = (
+    ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
+)  # fmt: skip
+
+
+def run_size(args: argparse.Namespace) -> int:
+    """Run the command and return the exit status: 2 if no estimate is possible, 1 if the given ranks miss a target."""
+    try:
+        asked = SizeOptions.of(args)
+        if args.published:
+            compared = [compare(figure, costs_of(figure.model)) for figure in FIGURES]
+            print(
+                json.dumps([each.to_json() for each in compared]) if args.json else published_text(compared)
+            )
+            return 0
+        sized = size(args, asked)
+    except _ERRORS as error:
+        print(f"wideep size: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
+    return int(sized.chosen.misses(asked) is not None)
+
+
+def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
+    """Read the model and the device, and return the estimate.
+
+    Raises:
+        SizeError: No number of ranks meets the targets, or the given one does not fit. Also raises as `read_model`.
+    """
+    device = device_named(args.device)
+    options = options_from_keywords(str(args.model), served_keywords(args), environment={})
+    options = replace(options, device="cpu" if device.is_cpu else "cuda")
+    model = read_model(
+        args.model,
+        on_gpu=not device.is_cpu,
+        float_bytes=float_bytes(options),
+        max_model_len=options.max_model_len,
+        quantization=options.quantization,
+    )
+    sizing = Sizing(model, device, options, asked)
+    has_target = asked.tpot_s is not None or asked.ttft_s is not None
+    wanted = options.data_parallel_size
+    least = None
+    if has_target:
+        with contextlib.nullcontext() if wanted is None else contextlib.suppress(SizeError):
+            least = sizing.least()
+    chosen = sizing.deployment(wanted) if wanted is not None else least or sizing.smallest()
+    return Sized(model, device, chosen, least, tuple(sizing.replicas(chosen)))

@@ -1,0 +1,73 @@
+"""HTTP on a Unix domain socket: a real front, and what may be in its way."""
+
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.clients.connection import Connection, ServiceError
+from server.options.flag import OptionsError
+from server.serve.greeting import greeting
+from server.serve.preflight.probe import is_healthy
+from server.serve.preflight.unix_socket import check_path, listening_at
+from tests.support.models.tiny_tokenizer import write_tokenizer
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.starts import options_for
+
+
+def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "w.sock"
+    front = FrontProcess(write_tokenizer(tmp_path / "model"), f"--uds={path}")
+    assert front.url == f"unix:{path}"
+    for rank in range(front.num_ranks):
+        front.attach(rank)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=TIMEOUT_S) as client:
+        models = client.get("http://localhost/v1/models").json()
+    assert [each["id"] for each in models["data"]] == ["model"]
+    with Connection(front.url) as connection:
+        assert connection.get_json("/v1/models") == models, "what `wideep chat unix:PATH` asks"
+    assert front.close() == (0, "")
+    assert not path.exists()
+    with (
+        Connection(front.url) as connection,
+        pytest.raises(ServiceError, match=f"no service answers at unix:{path}"),
+    ):
+        connection.get_json("/v1/models")
+
+
+def test_health_is_asked_over_the_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "w.sock")
+    assert not is_healthy("127.0.0.1", 0, uds=path)
+    with listening_at(path) as listener:
+        listener.close()
+        assert not is_healthy("127.0.0.1", 0, uds=path), "a file that nobody answers on"
+
+
+def test_a_file_that_a_killed_service_left_is_taken_over(tmp_path: Path) -> None:
+    path = str(tmp_path / "w.sock")
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(path)
+    check_path(path)
+    with (
+        listening_at(path),
+        pytest.raises(OptionsError, match="which another program listens on; choose another"),
+    ):
+        check_path(path)
+
+
+def test_what_is_in_the_way_is_named_and_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(OptionsError, match="which is not a socket; choose another path or remove the file"):
+        check_path(str(file))
+    with pytest.raises(OptionsError, match=r"no/such is not a writable folder"):
+        check_path(str(tmp_path / "no" / "such" / "w.sock"))
+    assert file.read_text() == "mine"
+
+
+def test_the_greeting_says_how_to_ask_on_the_socket(tmp_path: Path) -> None:
+    text = greeting(options_for(tmp_path, "-dp=1", "--uds=/run/w.sock"), None, seconds=3.0)
+    assert "at /run/w.sock (3 s after the start)" in text
+    assert "curl --unix-socket /run/w.sock http://localhost/v1/chat/completions -H" in text
+    assert "wideep chat unix:/run/w.sock\n" in text and "/dashboard" not in text

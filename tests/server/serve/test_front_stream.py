@@ -1,0 +1,155 @@
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import Mock
+
+import pytest
+
+from expert_placement.placement import linear_placement
+from scheduler.epochs.orders import Order
+from scheduler.policy.config import EngineConfig
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from server.link.messages import RankFacts
+from server.link.rank_link import LinkError, RefusedError
+from server.serve import front_stream
+from server.serve.children import FRONT_IS_GONE
+from server.serve.front_stream import FrontStream
+
+FRONT = {"ranks_address": "127.0.0.1:1", "token": "t"}
+HOME = linear_placement(2, 6, 3).with_version(7)
+
+
+class EndedError(Exception):
+    """Stands for the process' end."""
+
+
+class Link:
+    """Stands for a link; how those end that are opened is said beforehand."""
+
+    errors: ClassVar[list[LinkError | None]] = []
+    facts: ClassVar[list[RankFacts]] = []
+    order: ClassVar[Order | None] = None  # that comes with the front's welcome
+
+    def __init__(
+        self,
+        _address: str,
+        _token: str,
+        facts: RankFacts,
+        listener: FrontStream,
+        *,
+        cluster_key: bytes | None,
+    ) -> None:
+        self.facts.append(facts)
+        self.send, self.send_regrouped = Mock(), Mock()
+        self._listener = listener
+
+    def open(self, _timeout_s: float) -> None:
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        if self.order is not None:
+            self._listener.regroup(self.order)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
+    """A stream whose process' end is an exception."""
+
+    def end(status: int) -> None:
+        raise EndedError(status)
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(front_stream, "RankLink", Link)
+    monkeypatch.setattr(front_stream, "read_slot", lambda *_: SimpleNamespace(num_bytes=5))
+    Link.errors, Link.facts, Link.order = [], [], None
+    built: Any = Mock(
+        max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=SimpleNamespace(block_tokens=16))
+    )
+    built.relocation.placement, built.model.layers = HOME, [None]
+    environment = {"WIDEEP_RESTARTS": "1", "WIDEEP_RESTARTABLE_IN_S": "4.5"}
+    config = EngineConfig(directory=Path(), kv_cache_bytes=1, rank=2, world_size=3)
+    return FrontStream(built, config, FRONT, environment)
+
+
+def request(name: str) -> Request:
+    return Request(request_id=name, prompt_ids=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0)
+
+
+def test_a_rank_that_the_front_gave_up_ends(stream: FrontStream, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EndedError, match="1"):
+        stream.lost("the front closed the stream", is_broken=False)
+    assert capsys.readouterr().err == "rank 2: the front closed the stream\n"
+
+
+def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(stream: FrontStream) -> None:
+    built: Any = stream._built
+    for name in ("open", "ended"):
+        stream.submit(request(name))
+    stream.send([RequestOutput(request_id="ended", token_ids=[], finish_reason=FinishReason.STOP)], Mock())
+    stream.regroup(Order(4, (0, 2), linear_placement(2, 6, 2)))
+    stream.regroup(Order(5, (0, 1, 2), HOME))
+    stream.regroup(Order(6, (0, 2), linear_placement(2, 6, 2)))
+    Link.errors = [LinkError("nobody answers"), None]
+    stream.lost("the connection broke", is_broken=True)
+    assert [call.args for call in built.engine.abort.call_args_list] == [("open",)]
+    served = Link.facts[-1].served
+    assert served is not None and (served.epoch, served.version, served.home) == (6, 7, HOME)
+    assert Link.facts[0].served is None
+
+
+def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_front_gave_anew(
+    stream: FrontStream,
+) -> None:
+    """The front has replayed them, perhaps to this rank again, before the engine takes the aborts."""
+    for name in ("aborted", "given back", "ended"):
+        stream.submit(request(name))
+    Link.errors = [None]
+    stream.lost("the connection broke", is_broken=True)
+    for name in ("aborted", "given back"):
+        stream.submit(request(name))
+    before = [
+        RequestOutput(request_id="aborted", token_ids=[1]),
+        RequestOutput(request_id="aborted", token_ids=[], finish_reason=FinishReason.ABORT),
+        RequestOutput(request_id="given back", token_ids=[], is_returned=True),
+        RequestOutput(request_id="ended", token_ids=[1], finish_reason=FinishReason.STOP),
+    ]
+    after = [
+        RequestOutput(request_id="aborted", token_ids=[2]),
+        RequestOutput(request_id="given back", token_ids=[], is_returned=True),
+    ]
+    stream.send([*before, *after], Mock())
+    link: Any = stream.link
+    assert link.send.call_args.args[0] == after
+    assert stream._open_ids == {"aborted"} and not stream._cut_off
+
+
+def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front(stream: FrontStream) -> None:
+    """The reader of the new link takes the order before `open` has returned: the step loop may be faster."""
+    engine: Any = stream._built.engine
+    engine.regroup = lambda order: stream.link.send_regrouped(order.epoch)
+    before: Any = stream.link
+    Link.errors, Link.order = [None], Order(5, (0, 1, 2), HOME)
+    stream.lost("the connection broke", is_broken=True)
+    now: Any = stream.link
+    assert now is not before and not before.send_regrouped.called
+    now.send_regrouped.assert_called_once_with(5)
+
+
+def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:
+    Link.errors = [RefusedError("rank 2 is already attached")]
+    with pytest.raises(EndedError, match="1"):
+        stream.lost("the connection broke", is_broken=True)
+
+
+def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
+    stream: FrontStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front_stream, "FRONT_RETURN_S", 0.0)
+    with pytest.raises(EndedError, match=str(FRONT_IS_GONE)):
+        stream.lost("the connection broke", is_broken=True)
+
+
+def test_the_front_is_told_how_often_an_engine_was_started_again(stream: FrontStream) -> None:
+    [facts] = Link.facts
+    assert (facts.rank, facts.world_size, facts.num_restarts, facts.restartable_in_s) == (2, 3, 1, 4.5)

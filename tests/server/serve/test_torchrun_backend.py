@@ -1,0 +1,87 @@
+"""torchrun's rendezvous backend `wideep`: whoever waits says for whom, in whatever order nodes come; then it is c10d's."""
+
+import concurrent.futures
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousInfo,
+    RendezvousParameters,
+    c10d_rendezvous_backend,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from dispatch.ports import free_port
+from server.serve.store import torchrun_backend
+from tests.support.service.service_processes import wait_until
+
+WAIT_S = 120.0  # for a meeting, on a machine that does other things too
+ADDRESSES = {
+    "1": "127.0.0.1",
+    "0": "localhost",
+}  # of the endpoint's node and of the other; ranks connect to it
+
+
+def parameters(port: int, is_host: str, local: str = "", **config: str) -> RendezvousParameters:
+    """What torchrun makes of a node's command line, of two nodes; `is_host`: "" if it is not said."""
+    if is_host:
+        config["is_host"] = is_host
+    return RendezvousParameters(
+        "wideep", f"127.0.0.1:{port}", "one", 2, 2, local_addr=ADDRESSES[local or is_host], **config
+    )
+
+
+def meet(params: RendezvousParameters) -> RendezvousInfo:
+    return torchrun_backend.create(params).next_rendezvous()
+
+
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (1, "wideep: waiting for 1 of 2 nodes (joined: 127.0.0.1); run the same command there"),
+        (0, "wideep: trying to reach the endpoint: nothing listens at 127.0.0.1:"),
+    ],
+    ids=["the endpoint's node comes first", "the endpoint's node comes last"],
+)
+def test_who_waits_says_for_whom_and_all_meet(
+    capfd: pytest.CaptureFixture[str], first: int, says: str
+) -> None:
+    port, said = free_port(), []
+
+    def is_said() -> bool:
+        said.append(capfd.readouterr().err)
+        return says in "".join(said)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        waits = threads.submit(meet, parameters(port, is_host=str(first)))
+        wait_until(is_said, lambda: "".join(said))
+        comes = threads.submit(meet, parameters(port, is_host=str(1 - first)))
+        found = [each.result(WAIT_S) for each in (waits, comes)]
+    assert sorted((info.rank, info.world_size) for info in found) == [(0, 2), (1, 2)]
+
+
+def test_the_node_with_the_endpoints_address_hosts_the_store_whatever_its_name_means(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two torchruns of one machine whose host name resolves elsewhere: one hosts the store, the other finds it."""
+    monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda _host: False)
+    port = free_port()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(meet, [parameters(port, is_host="", local=each) for each in ("0", "1")]))
+    assert sorted((info.rank, info.world_size) for info in found) == [(0, 2), (1, 2)]
+
+
+def test_an_endpoint_that_nobody_opens_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RendezvousConnectionError, match="cannot reach the endpoint: nothing listens at 127"):
+        torchrun_backend.create(parameters(free_port(), is_host="0", join_timeout="1"))
+
+
+def test_a_node_alone_waits_for_nobody() -> None:
+    params = RendezvousParameters("wideep", "localhost:0", "one", 1, 1)
+    assert meet(params).world_size == 1
+
+
+def test_torchrun_finds_it_by_our_entry_point() -> None:
+    handler = get_rendezvous_handler(RendezvousParameters("wideep", "localhost:0", "two", 1, 1))
+    assert (handler.get_backend(), handler.get_run_id()) == ("wideep", "two")
+    assert handler.next_rendezvous().world_size == 1

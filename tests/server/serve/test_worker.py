@@ -1,0 +1,387 @@
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.serve.children import END_NOW_SIGNAL, children_of
+from server.serve.engine import SupervisorPipe
+from server.serve.supervisor import MAX_RESTARTS
+from tests.support.models.fake_checkpoint import write_checkpoint
+from tests.support.service.fake_child import KV_CACHE_BYTES
+from tests.support.service.service_processes import Service, has_ended, wait_until
+
+PROMISED_S = 5.0  # from the wish to stop to the end of the last process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+def place(
+    rank: int = 0, local_rank: int = 0, world_size: int = 1, local_world_size: int = 1
+) -> dict[str, str]:
+    """Return the variables that torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Service:
+    return Service(model.parent, ["worker", str(model), "--port=0", *flags], environment)
+
+
+def options_of(child: dict[str, Any]) -> dict[str, Any]:
+    """The options that a fake child was handed."""
+    options: dict[str, Any] = json.loads(child["argv"][child["argv"].index("--options") + 1])
+    return options
+
+
+def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -> None:
+    environment = {**place(world_size=2, local_world_size=2), "WIDEEP_API_KEY": "from-environment"}
+    with start_worker(model, environment, "--threads=3", "--api-key=secret", "--max-num-seqs=7") as service:
+        engine, front = service.facts("engine-0"), service.facts("front-0")
+        assert json.loads(engine["env"]["WIDEEP_FRONT"])["token"] == "t"
+        assert engine["env"]["OMP_NUM_THREADS"] == "3"
+        assert engine["env"]["WIDEEP_API_KEY"] == "secret from-environment"
+        options = options_of(engine)
+        assert (options["threads"], options["max_num_seqs"]) == (3, 7)
+        assert "secret" not in " ".join(engine["argv"] + front["argv"])
+        assert "--ranks 2" in " ".join(front["argv"])
+        assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
+        service.wait_for_output("serving on 2 ranks at http://127.0.0.1:")
+
+
+def test_other_ranks_start_no_front_and_print_nothing(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.facts("engine-1")
+        assert engine["env"]["WIDEEP_FRONT"] is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert set(service.pids()) == {"worker-1", "engine-1"}
+        assert service.output() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stop_signal_ends_everything_with_status_0_and_the_front_first(
+    model: Path, number: signal.Signals
+) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(number)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+        is_gentle = number == signal.SIGTERM
+        assert ended_by(service, "front-0") == ("SIGTERM" if is_gentle else END_NOW_SIGNAL.name)
+        assert ("exited with status 0" in service.output()) is is_gentle
+
+
+def ended_by(service: Service, name: str) -> str:
+    return (service.directory / f"{name}.ended-by").read_text()
+
+
+def test_a_worker_without_the_front_waits_for_its_engine_to_be_told(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        engine = service.pid("engine-1")
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(engine, 0.3), "nobody told the engine to end"
+        os.kill(engine, signal.SIGTERM)  # as the front would through the engine's link
+        assert service.end()[0] == 0
+
+
+def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> None:
+    with start_worker(model, {**place(), "WIDEEP_UNDER_SERVE": "1"}) as service:
+        service.facts("engine-0")
+        service.process.send_signal(signal.SIGTERM)
+        assert service.end()[0] == 0
+        assert ended_by(service, "front-0") == END_NOW_SIGNAL.name
+
+
+@pytest.mark.slow
+def test_children_that_ignore_signals_are_killed_within_the_bound(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}, "--shutdown-timeout-seconds=0") as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_a_killed_front_is_named_and_started_again_with_what_the_first_one_announced(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=2") as service:
+        service.wait_for_output("serving on")
+        first, engine = service.facts("front-0"), service.pid("engine-0")
+        announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
+        for restart in range(2):
+            victim = service.pid("front-0")
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: service.pid("front-0") != victim, service.output)  # noqa: B023
+            assert service.facts("front-0")["env"]["WIDEEP_FRONT"] == announced
+            assert service.facts("front-0")["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_KEPT"]
+            assert f"the front (pid {victim}) was killed by SIGKILL" in service.output()
+            assert service.output().count("restarting it (at most 2 times in 10 minutes)") == restart + 1
+        assert first["env"]["WIDEEP_FRONT"] is None and service.pid("engine-0") == engine
+        os.kill(service.pid("front-0"), signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (1, True)
+        assert "not restarting it (already restarted 2 times in 10 minutes)" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_what_a_killed_front_leaves_does_not_stay_as_a_zombie(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_FRONT_CHILD": "1"}) as service:
+        service.wait_for_output("serving on")
+        victim, path = service.pid("front-0"), service.directory / "front-0.child"
+        child = int(path.read_text())
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: int(path.read_text()) != child, service.output)
+        wait_until(lambda: not Path(f"/proc/{child}").exists(), service.output)
+
+
+def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+        service.wait_for_output("serving on")
+        victim = service.facts("engine-0")
+        os.kill(victim["pid"], signal.SIGKILL)
+        successor = service.facts_after("engine-0", restarts=1)
+        assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
+        assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
+        service.wait_for_output("rank 0 serves again, after ")
+        killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
+        [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
+        assert line.endswith("restarting it (at most 3 times in 10 minutes)")
+        assert service.process.poll() is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        service.wait_for_nobody(within_s=0)
+
+
+def copies(service: Service) -> set[int]:
+    """The worker's children that wait to take an engine's place."""
+    commands = {
+        pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children_of(service.process.pid)
+    }
+    return {pid for pid, command in commands.items() if "backup" in command}
+
+
+def only_copy(service: Service) -> int:
+    wait_until(lambda: len(copies(service)) == 1, service.output)
+    return next(iter(copies(service)))
+
+
+def test_the_copy_that_an_engine_leaves_takes_its_place_and_leaves_the_next(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+        service.wait_for_output("serving on")
+        seen = [service.pid("engine-0")]
+        for restarts in (1, 2):
+            seen.append(only_copy(service))
+            os.kill(seen[-2], signal.SIGKILL)
+            successor = service.facts_after("engine-0", restarts)
+            assert successor["pid"] == seen[-1], "it was there before"
+            assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
+            assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
+            wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
+        last = only_copy(service)
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert has_ended(last, 0)
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_whose_copy_is_gone_is_started_as_at_first(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        engine, copy = service.pid("engine-0"), only_copy(service)
+        os.kill(copy, signal.SIGKILL)
+        assert has_ended(copy, PROMISED_S)
+        os.kill(engine, signal.SIGKILL)
+        assert service.facts_after("engine-0", restarts=1)["pid"] not in (engine, copy)
+        service.wait_for_output("rank 0 serves again, after ")
+        assert only_copy(service) != copy
+
+
+def test_a_copy_ends_with_its_supervisor_however_that_ended(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        copy = only_copy(service)
+        service.process.kill()
+        assert has_ended(copy, PROMISED_S)
+
+
+def test_an_engine_that_is_not_started_again_leaves_no_copy(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=0") as service:
+        service.wait_for_output("serving on")
+        assert copies(service) == set()
+        assert len(children_of(service.process.pid)) == 2, "the front and the engine"
+
+
+def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> None:
+    with start_worker(model, place(), "--heartbeat-timeout-seconds=0.5") as service:
+        service.wait_for_output("serving on")
+        victim = service.pid("engine-0")
+        os.kill(victim, signal.SIGSTOP)
+        service.facts_after("engine-0", restarts=1)
+        service.wait_for_output("rank 0 serves again, after ")
+        hung = f"wideep: rank 0's engine (pid {victim}) hung and was killed: it is stopped and sent no heartbeat for "
+        [line] = [line for line in service.output().splitlines() if line.startswith(hung)]
+        assert line.endswith("restarting it (at most 3 times in 10 minutes)")
+        assert has_ended(victim, 1.0)
+
+
+def test_without_a_heartbeat_timeout_an_engine_may_be_stopped_for_a_debugger(model: Path) -> None:
+    with start_worker(model, place(), "--heartbeat-timeout-seconds=0") as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGSTOP)
+        assert not has_ended(service.pid("engine-0"), 0.5)
+
+
+def kill_until_the_budget_ends(service: Service, name: str) -> None:
+    for restarts in range(1, MAX_RESTARTS + 1):
+        os.kill(service.pid(name), signal.SIGKILL)
+        service.facts_after(name, restarts)
+        wait_until(
+            lambda: service.output().count("serves again") == restarts,  # noqa: B023
+            lambda: f"does not serve again:\n{service.output()}",
+        )
+    os.kill(service.pid(name), signal.SIGKILL)
+
+
+def test_one_of_several_engines_that_dies_too_often_stays_away_and_its_supervisor_waits(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        engine = service.pid("engine-1")
+        wait_for_serving(service, "engine-1")
+        kill_until_the_budget_ends(service, "engine-1")
+        service.wait_for_output("the service continues without rank 1")
+        assert not has_ended(service.process.pid, 0.2)
+        assert engine != service.pid("engine-1")
+        service.process.send_signal(signal.SIGTERM)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True), "there is no engine to wait for"
+
+
+def test_an_engine_that_cannot_start_again_ends_with_its_budget(model: Path) -> None:
+    environment = {**place(), "FAKE_EXIT_AGAIN": "engine-0:7"}
+    with start_worker(model, environment, "--max-rank-restarts=2") as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGKILL)
+        assert service.end()[0] == 1
+        assert service.output().count("restarting it (at most 2 times in 10 minutes)") == 2
+        last = service.output().splitlines()[-1]
+        assert "exited with status 7" in last
+        assert "not restarting it (already restarted 2 times in 10 minutes)" in last
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> None:
+    with start_worker(model, place(rank=1, local_rank=1, world_size=2, local_world_size=2)) as service:
+        wait_for_serving(service, "engine-1")
+        os.kill(service.pid("engine-1"), signal.SIGUSR2)
+        assert service.end()[0] == 1
+        assert "rank 1 lost its connection to the front and left the service" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+    waiting = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(model))]
+    assert not waiting, "whoever started the worker is no torchrun, which would be killed if it stayed"
+
+
+def mentions(command_line: Path, text: str) -> bool:
+    """Whether a process that may have ended has a text in its command line."""
+    try:
+        return text in command_line.read_text()
+    except OSError:
+        return False
+
+
+def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> None:
+    other_node = place(rank=1, local_rank=0, world_size=2, local_world_size=1)
+    with start_worker(model, other_node, "--shutdown-timeout-seconds=30") as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(signal.SIGTERM)
+        assert not has_ended(service.pid("engine-1"), 0.2)
+        os.kill(service.pid("engine-1"), signal.SIGKILL)
+        status, seconds = service.end()
+        assert (status, seconds < PROMISED_S) == (0, True)
+        assert "the service is stopping" in service.output()
+        assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
+
+
+def wait_for_serving(service: Service, name: str) -> None:
+    """Wait until an engine has told its supervisor that it serves, which quiet ranks say to nobody else."""
+    path = service.directory / f"{name}.told"
+    wait_until(path.exists, lambda: f"{name} tells nothing:\n{service.output()}")
+
+
+@pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])
+def test_a_child_that_fails_at_once_is_named_with_its_status(model: Path, name: str, called: str) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": f"{name}:7"}) as service:
+        assert service.end()[0] == 1
+        assert f"{called} (pid {service.pid(name)}) exited with status 7" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_EXIT": "engine-0:0"}) as service:
+        assert service.end()[0] == 0
+        assert "exited with status 0" in service.output()
+        service.wait_for_nobody(within_s=0)
+
+
+def test_children_die_with_a_worker_killed_by_sigkill(model: Path) -> None:
+    with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
+        service.wait_for_output("serving on")
+        service.process.kill()
+        assert service.end()[0] == -signal.SIGKILL
+        service.wait_for_nobody(within_s=PROMISED_S)
+
+
+def test_the_reason_goes_into_torchruns_error_file(model: Path, tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    environment = {**place(), "FAKE_EXIT": "engine-0:7", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    with start_worker(model, environment) as service:
+        assert service.end()[0] == 1
+    message = json.loads(error_file.read_text())["message"]
+    assert "rank 0's engine" in message["message"]
+    assert message["extraInfo"]["py_callstack"] == message["message"]
+
+
+def test_a_worker_without_torchrun_says_how_it_is_started(model: Path) -> None:
+    with start_worker(model, {}) as service:
+        assert service.end()[0] == 1
+        assert "RANK is not set: torchrun must start `wideep worker`" in service.output()
+
+
+def test_a_contradicting_number_of_ranks_is_refused(model: Path) -> None:
+    with start_worker(model, place(), "--data-parallel-size=2") as service:
+        assert service.end()[0] == 1
+        assert "--data-parallel-size is 2, but torchrun started 1 workers" in service.output()
+
+
+def test_preflight_errors_come_before_any_child(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with start_worker(model, place()) as service:
+        assert service.end()[0] == 1
+        assert "has no .safetensors weights" in service.output()
+        assert set(service.pids()) == {"worker-0"}
+
+
+def test_a_supervisor_that_does_not_read_keeps_no_heartbeat_waiting() -> None:
+    read_fd, write_fd = os.pipe()
+    pipe = SupervisorPipe({"WIDEEP_READY_FD": str(write_fd)})
+    for beat in range(20_000):  # more than the pipe holds
+        pipe.tell_if_read(beat=beat)
+    assert os.read(read_fd, 1 << 20).startswith(b'{"beat": 0}\n')
+    pipe.tell_if_read(beat=-1)
+    assert os.read(read_fd, 1 << 20).endswith(b'{"beat": -1}\n')
+    os.close(read_fd)
+    os.close(write_fd)

@@ -1,0 +1,189 @@
+"""`wideep size` from the command line: what it prints, and that bad input is one sentence."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from server.tools.size import devices
+from server.tools.size.published import MODELS
+from server.tools.size.roofline import Shares
+
+_DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.json of gpt-oss-120b with four layers, and nothing else."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    config = {**MODELS["gpt-oss-120b"], "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def _said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert main(["size", *words]) == status
+    out, err = capsys.readouterr()
+    return err if status == 2 else out
+
+
+def test_a_config_alone_gives_memory_times_flags_and_assumptions(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _said(
+        capsys, str(gpt_oss), "--device", "h100", "--ranks", "2", "--users", "16", "--context", "8192"
+    )
+    for part in (
+        "experts in mxfp4", "without weights", "KV cache:", "time per output token", "does expert parallelism pay",
+        "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "have not been compared with WideEP on GPUs",
+    ):  # fmt: skip
+        assert part in said
+    assert "https://www.nvidia.com" in said, "a device's figures have a source"
+
+
+def test_json_has_the_same_figures(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "h200", "-dp", "4", "--max-concurrency", "64", "--json")
+    found: dict[str, Any] = json.loads(_said(capsys, *words))
+    memory, expected = found["memory_per_rank"], found["expected"]
+    assert memory["slots_per_rank"] == 32 and (found["ranks"], found["nodes"]) == (4, 1)
+    assert found["output_per_node"] == 4 * expected["output_per_rank"]
+    assert f"--max-num-batched-tokens {found['max_num_batched_tokens']}" in found["command"]
+    assert found["misses"] is None and any("log-normal" in line for line in found["assumed"])
+    assert expected["output_per_rank"] * 4 == pytest.approx(64 / expected["tpot_s"], rel=0.01)
+    parts = [expected["step"][f"{name}_s"] for name in ("attention", "experts", "dispatch", "other")]
+    assert sum(parts) == pytest.approx(expected["step"]["total_s"])
+
+
+def test_the_fewest_ranks_for_a_target_are_found(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
+    slow = json.loads(_said(capsys, *words, "--tpot-ms", "100"))
+    fast = json.loads(_said(capsys, *words, "--tpot-ms", "2.7"))
+    assert slow["ranks_for_target"] < fast["ranks_for_target"] == 7, "also between powers of two"
+    assert fast["expected"]["tpot_s"] <= 0.0027
+    one_less = json.loads(_said(capsys, *words, "--tpot-ms", "2.7", "-dp", "6", status=1))
+    assert one_less["expected"]["tpot_s"] > 0.0027 and one_less["ranks_for_target"] == 7
+
+
+def test_the_fewest_ranks_keep_a_first_token_s_target_too(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
+    found = json.loads(_said(capsys, *words, "--ttft-ms", "5"))
+    assert found["expected"]["ttft_s"] <= 0.005 and found["ranks_for_target"] == 6
+    fewer = json.loads(_said(capsys, *words, "--ttft-ms", "5", "-dp", "2", status=1))
+    assert fewer["misses"] == "time to the first token"
+
+
+def test_every_share_of_the_roofline_is_told(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _said(capsys, str(gpt_oss), "--device", "h100", "--ranks", "16").partition("assumed\n")[2]
+    for part in (
+        "80% of memory", "70% of products", "65% in attention", "80% of links", "86% of the network", "75% of all",
+        "20 us by links", "40 us by the network", "32 rows of padding", "2 passes over the rows per product", "40 us per layer", "1 ms per step",
+        "90% of the memory is for weights",
+    ):  # fmt: skip
+        assert part in said
+    assert len(Shares._fields) == 12, "each is in the list above"
+
+
+def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"num_redundant_experts": 4, "step_interval": 100}
+    words = ["--device", "h100", "-dp", "12", "--mamba-cache-mode", "none", "--quantization", "mxfp4"]
+    said = _said(capsys, str(gpt_oss), *words, "--eplb-config", json.dumps(given))
+    assert "torchrun --nnodes 2 --nproc-per-node 6" in said
+    line = next(line for line in said.splitlines() if "wideep worker" in line)
+    words = shlex.split(line)
+    assert words[words.index("--mamba-cache-mode") + 1] == "none"
+    assert words[words.index("--quantization") + 1] == "mxfp4"
+    assert json.loads(words[words.index("--eplb-config") + 1]) == given | {"num_redundant_experts": 4}
+
+
+def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--users", "512", "--context", "4096", "--json")
+    twelve = json.loads(_said(capsys, *words, "--device", "h100", "-dp", "12"))
+    assert [each["ways"] for each in twelve["replicas"]] == [1, 2, 4], "64 heads are cut evenly"
+    kept_small = (*words, "--device", "h100", "-dp", "12", "--kv-cache-memory", "40M")
+    few = json.loads(_said(capsys, *kept_small))
+    assert (
+        few["replicas"][0]["expected"]["running_per_rank"]
+        < twelve["replicas"][0]["expected"]["running_per_rank"]
+    )
+
+
+def test_given_ranks_that_miss_a_target_are_status_1(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "-dp", "1")
+    said = _said(capsys, *words, "--tpot-ms", "2.5", status=1)
+    assert "target TPOT 2.5 ms: missed (time per token) on 1 rank" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--device", "h10"], "--device is 'h10' (did you mean h100?); known devices are a100, h100,"),
+        (["--device", "h100", "--tpot-ms", "0.1"], "reaches a time per token of 0.1 ms; the best is"),
+        (["--device", "h100", "--users", "64", "--ttft-ms", "1"], "reaches a time to the first token of 1 ms; the best is 4."),
+        (["--device", "h100", "--users", "10000000", "--tpot-ms", "1e6"], "meets all targets at once for 10000000 users; 512 ranks have room"),
+        (["--device", "h100", "--tpot-ms", "soon"], "--tpot-ms is 'soon'; it must be a number"),
+        (["--device", "h100", "--users", "0"], "--users is 0; it must be at least 1"),
+        (["--device", "l40s", "-dp", "1", "--gpu-memory-utilization", "0.1"], "leaves nothing for the KV cache; use more ranks"),
+        (["--device", "h100", "--input", "200k"], "a sequence may have at most 131072"),
+        (["--device", "h100", "--context", "200k"], "--max-model-len is 200000; this model has 131072 positions"),
+        (["--device", "h100", "-dp", "9"], "9 ranks cannot be divided equally between 2 nodes of 8; give 8 or 10"),
+        (["--device", "h100", "--tpot-ms", "inf"], "--tpot-ms is inf; it must be above 0"),
+        (["--device", "h100", "-dp", "1", "--eplb-config", '{"num_redundant_experts": 4}'], "1 rank has use for at most 0 in addition"),
+        (["--device", "h100", "--quantization", "fp8"], "are quantised as mxfp4"),
+        (["--device", "h100", "--quantization", "int4"], "are already quantised (mxfp4)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_one_sentence(
+    gpt_oss: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _said(capsys, str(gpt_oss), *flags, status=2)
+    assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, "does not exist; use a model directory, its config.json, a name on the hub"),
+        (_DENSE, "is not a Mixture-of-Experts model"),
+        ({"model_type": "no_such", "num_experts": 4}, "transformers cannot use"),
+        (
+            {**MODELS["gpt-oss-120b"], "quantization_config": "fp8"},
+            "quantization_config is 'fp8'; it must be",
+        ),
+        (
+            {**MODELS["gpt-oss-120b"], "num_attention_heads": 0},
+            "gpt_oss cannot be built from its config.json: ZeroDivisionError",
+        ),
+        ("{oh", "config.json is not valid JSON"),
+    ],
+)
+def test_what_is_no_model_is_one_sentence(
+    tmp_path: Path, config: dict[str, Any] | str | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    if config is not None:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+    said = _said(capsys, str(path), "--device", "h100", status=2)
+    assert "wideep_size_" not in said, "the file is named as it was given"
+    assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
+
+
+def test_no_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "MODEL is missing" in _said(capsys, status=2)
+
+
+def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_MEASURED_BYTES", 16 << 20)
+    monkeypatch.setattr(devices, "_MEASURED_ROWS", 256)
+    this = devices.device_named("this")
+    assert this.is_cpu and this.is_measured
+    assert 1e8 < this.memory_bytes_per_s < 1e13 and 1e8 < this.rates["float32"] < 1e15
+    assert this.shared_by(2).memory_bytes_per_s == this.memory_bytes_per_s / 2
