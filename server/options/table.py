@@ -202,7 +202,7 @@ class HttpOptions:
         help="require a bearer key from this file (one per line, # starts a comment) or from --api-key; reloaded when it changes",
     )  # fmt: skip
     operator_key_file: str | None = flag(
-        HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key is an operator's",
+        HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key is an operator key",
         help="file of operator keys, in the form of --api-key-file; only they may change or record experts and reset the "
         "prefix cache; they also open all other endpoints",
     )  # fmt: skip
@@ -408,7 +408,7 @@ class Options:
     )  # fmt: skip
     dtype: str = flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
-        default="auto", default_text="auto (bfloat16 on a GPU)",
+        default="auto", default_text="auto; bfloat16 on a GPU",
         taken_as={"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
         taken_because="weights are kept in float32 or bfloat16; bfloat16 has float16's size and float32's range, and answers "
         "differ from float16's in the last digits",
@@ -541,7 +541,7 @@ class Options:
 
     kv_cache_bytes: int | None = flag(
         MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",
-        default_text="25% of free memory over the local ranks; on a GPU, the memory that --gpu-memory-utilization leaves",
+        default_text="25% of free memory, divided among the local ranks; on a GPU, the memory that --gpu-memory-utilization leaves",
         help="size of the KV cache per rank, e.g. 512M or 2G",
     )  # fmt: skip
     gpu_memory_utilization: float | None = flag(

@@ -40,7 +40,7 @@ def test_a_file_has_a_key_per_line_and_comments(tmp_path: Path) -> None:
     file.write_text("# team a\none\n\n  two  \n")
     assert read_keys(file) == ("one", "two")
     file.write_text("one\nt w o\n")
-    with pytest.raises(OptionsError, match="key 2 has white space") as caught:
+    with pytest.raises(OptionsError, match="key 2 contains white space") as caught:
         read_keys(file)
     assert "t w o" not in str(caught.value), "a key is not for the terminal"
 

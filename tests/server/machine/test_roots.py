@@ -102,7 +102,7 @@ def test_the_installed_command_takes_our_packages_whatever_pythonpath_and_the_fo
     clash = write_clash(tmp_path / "clash")
     answer = run(SCRIPT, "serve", "--enable-lora", cwd=clash, python_path=clash)
     assert answer.returncode == 2
-    assert answer.stderr.startswith("wideep serve: --enable-lora: adapters are not served")
+    assert answer.stderr.startswith("wideep serve: --enable-lora: adapters are not supported")
 
 
 def test_the_service_s_own_processes_take_our_packages_too(tmp_path: Path) -> None:

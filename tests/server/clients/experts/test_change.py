@@ -73,7 +73,7 @@ def test_what_changed_nothing_is_said_and_is_no_failure(capsys: pytest.CaptureFi
     entry = {**ENTRY, "moves": 0, "stages": [0, 0], "reason": "repair: saves 0.000 ms of a step"}
     assert PlayedService(entry).run("apply") == 0
     said = capsys.readouterr().out
-    assert said.startswith("repair: saves 0.000 ms") and "placement 4 serves as before" in said
+    assert said.startswith("repair: saves 0.000 ms") and "placement 4 still serves" in said
 
 
 def test_a_dry_run_only_plans(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,15 +118,15 @@ def test_paragraphs_of_a_text_are_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("p.jsonl", '"a"\n{oh\n', "p.jsonl, line 2: it is not JSON"),
+        ("p.jsonl", '"a"\n{oh\n', "p.jsonl, line 2: not JSON"),
         (
             "p.jsonl",
             '{"answer": "a"}\n',
             "p.jsonl, line 1: no text; give a string or an object with one of",
         ),
         ("p.jsonl", "\n", "p.jsonl has no prompts"),
-        ("p.jsonl", "1" * 5000, "p.jsonl, line 1: it is not JSON"),
-        ("p.json", '["a", 3]', "p.json, element 2: it has no text"),
+        ("p.jsonl", "1" * 5000, "p.jsonl, line 1: not JSON"),
+        ("p.json", '["a", 3]', "p.json, element 2: no text"),
         ("p.txt", " \n", "p.txt has no prompts"),
     ],
 )

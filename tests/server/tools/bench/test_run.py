@@ -271,7 +271,7 @@ BROKEN_TRACE = (
         (["--concurrency", "1", "--rate", "1"], 2, "--concurrency and --rate are different loads"),
         (["--trace-scale", "2"], 2, "--trace-scale scales a trace's own arrival times"),
         (["--token-scale", "2"], 2, "--token-scale scales the lengths in a trace"),
-        (["--trace", "TRACE", "--output-tokens", "4"], 2, "--output-tokens is for a load without a trace"),
+        (["--trace", "TRACE", "--output-tokens", "4"], 2, "--output-tokens applies to a load without a trace"),
         (["--num-requests", "0"], 2, "'0' must be a whole number above 0"),
         (["--duration", "nan"], 2, "'nan' must be a number above 0"),
         (["--warmup", "-1"], 2, "'-1' must be a whole number, 0 or more"),
@@ -280,7 +280,7 @@ BROKEN_TRACE = (
         (
             ["--extra-body", '{"max_tokens": 5}'],
             2,
-            "--extra-body has max_tokens, which is set by other flags",
+            "--extra-body has max_tokens, which other flags set",
         ),
         (["--concurrency", ""], 2, "--concurrency is ''; give numbers above 0"),
         (["--slo", "ttft:1,ttft:2"], 2, "ttft is given twice"),

@@ -241,7 +241,7 @@ def test_a_fit_takes_no_time_off_for_work() -> None:
 
 def test_a_service_without_work_or_ranks_cannot_be_calibrated_by(folder: Path) -> None:
     idle = [_Ranks().load(3, 1, 0)] * 2
-    with pytest.raises(CalibrationError, match="ran fewer than 20 steps while it was watched"):
+    with pytest.raises(CalibrationError, match="ran fewer than 20 steps during the measurement"):
         from_service(_asked(folder, 1), _service([*idle]), sleep=lambda _: None)
     with pytest.raises(CalibrationError, match="has no serving rank"):
         from_service(_asked(folder, 1), _service([*idle], max_running=0))
