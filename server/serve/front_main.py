@@ -64,10 +64,10 @@ _STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP
 
 def run_front(
     options: Options,
-    *,
     num_ranks: int,
     ready_fd: int | None,
     ranks_host: str = LOCAL_HOST,
+    *,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
     """Serve until a signal arrives or the service fails; return the exit status.

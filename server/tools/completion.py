@@ -70,7 +70,11 @@ def completion_script(shell: str, parser: argparse.ArgumentParser, shown: Sequen
 
 def _commands(parser: argparse.ArgumentParser, path: str) -> Iterator[_Command]:
     # argparse has no public method that lists the arguments of a parser.
-    actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    actions = [
+        action
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS or isinstance(action, argparse._SubParsersAction)
+    ]
     below: dict[str, argparse.ArgumentParser] = {}
     for action in actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -170,7 +170,6 @@ WITHOUT_TORCH = [
 ]
 # Imports inside functions, by file, and why they are there.
 DEFERRED = {
-    "server/cli.py": "each command loads what it needs: `wideep --help` and the supervisor load no torch",
     "server/serve/launcher.py": "torch is imported while workers start",
     "server/serve/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/serve/preflight/device.py": "only the child process that looks for GPUs loads torch",

@@ -5,8 +5,7 @@ from collections import Counter
 from tests.house.prose import habits
 
 # At most so many, by package. Lower a number when you have rewritten prose; `python -m tests.house.prose` prints the counts.
-LIMITS = {
-}
+LIMITS = {}
 
 
 def test_habits_only_become_fewer() -> None:

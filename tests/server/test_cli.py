@@ -21,7 +21,15 @@ def test_help_names_the_users_commands_and_hides_ours(capsys: pytest.CaptureFixt
         main(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    for word in ("serve", "worker", "chat", "--version", "examples:"):
+    for word in (
+        "COMMAND",
+        "serve a model:",
+        "use a service:",
+        "plan and check:",
+        "  worker  ",
+        "--version",
+        "examples:",
+    ):
         assert word in text
     for word in ("engine", "front", "launcher", "dispatch-trial", "SUPPRESS"):
         assert word not in text
@@ -83,7 +91,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
     assert main(["srve"]) == 2
     said = capsys.readouterr().err
     assert said.startswith(
-        "wideep: 'srve' is not a command (did you mean serve?); the commands are serve, worker, doctor, size, simulate, chat, "
+        "wideep: 'srve' is not a command (did you mean serve?); the commands are serve, worker, chat, run-batch, experts, bench, "
     )
     assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
         "ours are nobody's business"

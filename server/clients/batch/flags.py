@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from server.options.command import USING, Command
 from server.options.flag import OptionsError
-from server.options.reading import PRIVATE_DEFAULTS, add_options, said_in
+from server.options.reading import PRIVATE_DEFAULTS, add_options, options_from, said_in
 
 _EXAMPLES = """\
 examples:
@@ -20,16 +21,8 @@ Repeat the command to continue an interrupted batch. The exit status is 0 if eve
 """
 
 
-def add_batch_parser(commands: Any) -> None:
-    """Add `run-batch` to the command line's parser."""
-    batch = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests, in OpenAI's batch format",
-        description="Answer a file of requests with a private service, or with a running one (--url).",
-        epilog=_EXAMPLES,
-    )
-    batch.usage = "wideep run-batch -i FILE -o FILE [MODEL] [FLAGS]"
-    group = batch.add_argument_group("batch")
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parser")
     add = group.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
     add(
@@ -42,10 +35,10 @@ def add_batch_parser(commands: Any) -> None:
         metavar="N",
         help="number of concurrent requests (default: as many as the private service runs at once, 64 with --url)",
     )
-    add_options(batch, PRIVATE_DEFAULTS)
+    add_options(parser, PRIVATE_DEFAULTS)
 
 
-def check_batch_arguments(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Check the flags of run-batch itself.
 
     Raises:
@@ -65,3 +58,22 @@ def _refuse_serve_flags(args: argparse.Namespace) -> None:
         if name != "api_key":
             shown = "MODEL" if name == "model" else f"--{name.lstrip('-').replace('_', '-')}"
             raise OptionsError(f"{shown} is for a service that run-batch starts; --url uses a running one")
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Any, ...]:
+    _check(args)
+    return args, None if args.url else options_from(args, defaults=PRIVATE_DEFAULTS)
+
+
+RUN_BATCH = Command(
+    name="run-batch",
+    help="answer a file of requests, in OpenAI's batch format",
+    description="Answer a file of requests with a private service, or with a running one (--url).",
+    examples=_EXAMPLES,
+    usage="wideep run-batch -i FILE -o FILE [MODEL] [FLAGS]",
+    add_flags=_add_flags,
+    group=USING,
+    prepare=_prepare,
+    run="server.clients.batch.run:run_batch",
+    takes_options=True,
+)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from server.clients.url_flag import add_url
+from server.options.command import USING, Command
 
 _LOADS_HELP = (
     "recorded loads in order of time: SGLang's expert distribution JSON ('logical_count'), 'load_history' JSON, "
@@ -43,14 +44,8 @@ def _load_file(text: str) -> Path:
     return Path(text)
 
 
-def add_experts_parser(commands: Any) -> None:
-    """Add `experts` and its verbs to the command line's parser."""
-    experts = commands.add_parser(
-        "experts",
-        help="show the load of experts, plan their placement, compare policies on recorded loads",
-        description="Show the load of experts, plan their placement, compare policies on recorded loads.",
-    )
-    verbs = experts.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
+def _add_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
     _add_live_verbs(verbs)
     _add_change_verbs(verbs)
     for parser in (_add_simulate(verbs), _add_plan(verbs)):
@@ -153,6 +148,7 @@ def _add_live_verbs(verbs: Any) -> None:
         "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
     )
     for parser in (load, record):
+        parser.set_defaults(run="server.clients.experts.live:run_live")
         add_url(parser)
 
 
@@ -187,6 +183,7 @@ def _add_change_verbs(verbs: Any) -> None:
         "--rows", type=_rows, default=20, metavar="N", help="show the last N (default: %(default)s)"
     )
     for parser in (apply, rollback, history):
+        parser.set_defaults(run="server.clients.experts.change:run_change")
         parser.add_argument("--json", action="store_true", help="print JSON")
         add_url(parser)
 
@@ -216,3 +213,13 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         help="maximum part of all slots that a repair may fill (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+EXPERTS = Command(
+    name="experts",
+    help="show the load of experts, plan their placement, compare policies on recorded loads",
+    description="Show the load of experts, plan their placement, compare policies on recorded loads.",
+    add_flags=_add_verbs,
+    group=USING,
+    run="server.clients.experts.offline:run_experts",
+)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from server.clients.url_flag import add_url
+from server.options.command import USING, Command
 from server.options.flag import OptionsError
 
 OBJECTIVES = ("ttft", "tpot", "e2e")  # allowed in --slo, in milliseconds
@@ -88,17 +89,9 @@ class BenchOptions:
         return is_open_ended and self.is_chat and self.is_cut and self.tokenizer is None
 
 
-def add_bench_parser(commands: Any) -> None:
-    """Add `bench` to the command line's parser."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure a service's throughput and latency under load",
-        description="Put a load on a service with OpenAI's endpoints, and measure throughput and latency.",
-        epilog=_EXAMPLES,
-    )
-    bench.usage = "wideep bench [URL] [FLAGS]"
-    add_url(bench)
-    add = bench.add_argument
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    add_url(parser)
+    add = parser.add_argument
     add("--model", metavar="NAME", help="name of the served model (default: the first)")
     add("--api-key", metavar="KEY", help="API key (default: WIDEEP_API_KEY, then OPENAI_API_KEY)")
     add(
@@ -107,9 +100,9 @@ def add_bench_parser(commands: Any) -> None:
         default="chat",
         help="endpoint to measure (default: %(default)s)",
     )
-    _add_load_flags(bench.add_argument_group("the load"))
-    _add_request_flags(bench.add_argument_group("the requests"))
-    _add_result_flags(bench.add_argument_group("the results"))
+    _add_load_flags(parser.add_argument_group("the load"))
+    _add_request_flags(parser.add_argument_group("the requests"))
+    _add_result_flags(parser.add_argument_group("the results"))
 
 
 def _add_load_flags(group: Any) -> None:
@@ -362,3 +355,15 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return value
+
+
+BENCH = Command(
+    name="bench",
+    help="measure a service's throughput and latency under load",
+    description="Put a load on a service with OpenAI's endpoints, and measure throughput and latency.",
+    examples=_EXAMPLES,
+    usage="wideep bench [URL] [FLAGS]",
+    add_flags=_add_flags,
+    group=USING,
+    run="server.tools.bench.run:run_bench",
+)

@@ -3,8 +3,9 @@
 import argparse
 from typing import Any
 
+from server.options.command import PLANNING, Command
 from server.options.flag import OptionsError
-from server.options.reading import add_options
+from server.options.reading import add_options, options_from
 
 WAIT_S = 120.0
 _MOST_NODES = 4096
@@ -19,16 +20,8 @@ The exit status is 1 if a check failed and 0 otherwise, even with warnings.
 """
 
 
-def add_doctor_parser(commands: Any) -> None:
-    """Add `doctor` to the command-line parser."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine, and the links between nodes, before a start",
-        description="Check the requirements of a service on this machine and, with several nodes, between them. Prints a line per check.",
-        epilog=_EXAMPLES,
-    )
-    doctor.usage = "wideep doctor [MODEL] [FLAGS]"
-    group = doctor.add_argument_group("doctor")
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parser")
     add = group.add_argument
     add(
         "--nnodes",
@@ -48,10 +41,10 @@ def add_doctor_parser(commands: Any) -> None:
         "--wait-seconds", type=float, default=WAIT_S, metavar="S", help="how long to wait for the other nodes' doctors (default: %(default)g)"
     )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object at the end instead of lines")
-    add_options(doctor, own=("--nnodes",))
+    add_options(parser, own=("--nnodes",))
 
 
-def check_doctor_arguments(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Check the doctor's own flags.
 
     Raises:
@@ -77,3 +70,22 @@ def check_doctor_arguments(args: argparse.Namespace) -> None:
         )
     if args.nnodes == 1 and args.rdzv_endpoint is not None:
         raise OptionsError("--rdzv-endpoint requires --nnodes, the number of nodes that meet there")
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Any, ...]:
+    _check(args)
+    return args, options_from(args)
+
+
+DOCTOR = Command(
+    name="doctor",
+    help="check this machine, and the links between nodes, before a start",
+    description="Check the requirements of a service on this machine and, with several nodes, between them. Prints a line per check.",
+    examples=_EXAMPLES,
+    usage="wideep doctor [MODEL] [FLAGS]",
+    add_flags=_add_flags,
+    group=PLANNING,
+    prepare=_prepare,
+    run="server.tools.doctor.run:run_doctor",
+    takes_options=True,
+)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server.options.command import PLANNING, Command, run_named
 from server.options.flag import OptionsError, add_flags, number, whole
 from server.options.reading import nearest
 from server.options.table import OPTIONS, ROUTER_NAMES
@@ -43,15 +44,7 @@ _SIGMA = number(lambda given: 0 <= given <= 10, "0 to 10")
 _SEED = whole(0)
 
 
-def add_simulate_parser(commands: Any) -> None:
-    """Add `simulate` to the command line's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "simulate",
-        help="simulate a service of many ranks on a request trace: latencies, goodput, waits, caches",
-        description="Serve a trace in simulated time with the real router, schedulers, lock-step and placement, and with "
-        "step times from a roofline or measured on a running service. 8 to 1,024 ranks on one core.",
-        epilog=_EXAMPLE,
-    )
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "trace", type=Path, metavar="TRACE", help="file of requests: Azure's CSV or Mooncake's JSON lines"
     )
@@ -210,3 +203,23 @@ def _names(flag: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
                 f"{flag}: {name!r} is unknown{nearest(name, known)}; give some of {', '.join(known)}, or all"
             )
     return names
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Any, ...]:
+    if not args.trace.is_file():
+        raise OptionsError(f"the trace {args.trace} is not a file")
+    return (run_named("server.tools.size.inputs:resolve_inputs", args),)
+
+
+SIMULATE = Command(
+    name="simulate",
+    help="simulate a service of many ranks on a request trace: latencies, goodput, waits, caches",
+    description="Serve a trace in simulated time with the real router, schedulers, lock-step and placement, and with "
+    "step times from a roofline or measured on a running service. 8 to 1,024 ranks on one core.",
+    examples=_EXAMPLE,
+    add_flags=_add_flags,
+    group=PLANNING,
+    prepare=_prepare,
+    run="server.tools.simulate.run:run_simulate",
+    needs_transformers=True,
+)

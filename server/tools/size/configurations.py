@@ -25,7 +25,7 @@ from scheduler.policy.config import ConfigError
 from server.machine.model_fields import field_of
 from server.serve.preflight.model import PreflightError, check_is_moe, read_config
 from server.tools.size.fit import SizeError
-from server.tools.size.flags import SizeOptions, add_size_parser
+from server.tools.size.flags import SIZE, SizeOptions
 from server.tools.size.read_model import ReadModel, read_model
 from server.tools.size.size import size
 
@@ -157,8 +157,8 @@ def _read(directory: Path, *, on_gpu: bool) -> ReadModel | str:
 
 def _fewest_ranks(directory: Path, device: str) -> int:
     parser = argparse.ArgumentParser()
-    add_size_parser(parser.add_subparsers())
-    args = parser.parse_args(["size", str(directory), "--device", device])
+    SIZE.add_flags(parser)
+    args = parser.parse_args([str(directory), "--device", device])
     return size(args, SizeOptions.of(args)).chosen.num_ranks
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server.options.command import PLANNING, Command, run_named
 from server.options.flag import OptionsError, add_flags, number, tokens, whole
 from server.options.table import OPTIONS
 
@@ -30,15 +31,7 @@ _USERS = whole(1)
 _LENGTH = tokens(1)
 
 
-def add_size_parser(commands: Any) -> None:
-    """Add `size` to the command line's parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "size",
-        help="estimate memory, latency and throughput of a model on a device",
-        description="Estimate a deployment before you rent or load anything: memory, step times, the ranks that a target "
-        "needs, whether expert parallelism pays, and the flags to use. Needs only a config.json.",
-        epilog=_EXAMPLE,
-    )
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", type=Path, metavar="MODEL", help="directory of a model, or a single config.json"
     )
@@ -112,3 +105,17 @@ class SizeOptions(NamedTuple):
             tpot_s=None if args.tpot_ms is None else _POSITIVE("--tpot-ms", args.tpot_ms) / 1000,
             ttft_s=None if args.ttft_ms is None else _POSITIVE("--ttft-ms", args.ttft_ms) / 1000,
         )
+
+
+SIZE = Command(
+    name="size",
+    help="estimate memory, latency and throughput of a model on a device",
+    description="Estimate a deployment before you rent or load anything: memory, step times, the ranks that a target "
+    "needs, whether expert parallelism pays, and the flags to use. Needs only a config.json.",
+    examples=_EXAMPLE,
+    add_flags=_add_flags,
+    group=PLANNING,
+    prepare=lambda args: (run_named("server.tools.size.inputs:resolve_inputs", args),),
+    run="server.tools.size.size:run_size",
+    needs_transformers=True,
+)

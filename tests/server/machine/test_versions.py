@@ -42,7 +42,7 @@ def test_a_start_says_once_that_the_version_is_newer_than_the_tested_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install("5.25.0", monkeypatch)
-    monkeypatch.setattr("server.cli._run_service", lambda _args, _options: 0)
+    monkeypatch.setattr("server.serve.serve.run_serve", lambda _options: 0)
     assert main(["serve"]) == 0
     assert "transformers 5.25.0 is newer than 5.24" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -80,7 +80,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_version_and_the_tested_range(
 
         return 0
 
-    monkeypatch.setattr("server.cli._run_models", run_models)
+    monkeypatch.setattr("server.clients.models.run_models", run_models)
     assert main(["models"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(

@@ -82,7 +82,10 @@ def test_every_line_gets_an_answer_and_bad_lines_end_nothing(
     assert got["field"]["body"]["error"]["param"] == "temperature"
     errors = {entry["error"]["message"] for entry in entries(tmp_path) if entry["error"]}
     assert {error.partition(":")[0] for error in errors} == {"line 3", "line 6", "line 7"}
-    assert "wideep run-batch: 2 of 7 lines have good answers; the output has the errors" in capsys.readouterr().err
+    assert (
+        "wideep run-batch: 2 of 7 lines have good answers; the output has the errors"
+        in capsys.readouterr().err
+    )
 
 
 def test_all_good_is_status_0_and_the_same_command_again_asks_nothing(

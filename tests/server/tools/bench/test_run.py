@@ -271,7 +271,11 @@ BROKEN_TRACE = (
         (["--concurrency", "1", "--rate", "1"], 2, "--concurrency and --rate are different loads"),
         (["--trace-scale", "2"], 2, "--trace-scale scales a trace's own arrival times"),
         (["--token-scale", "2"], 2, "--token-scale scales the lengths in a trace"),
-        (["--trace", "TRACE", "--output-tokens", "4"], 2, "--output-tokens applies to a load without a trace"),
+        (
+            ["--trace", "TRACE", "--output-tokens", "4"],
+            2,
+            "--output-tokens applies to a load without a trace",
+        ),
         (["--num-requests", "0"], 2, "'0' must be a whole number above 0"),
         (["--duration", "nan"], 2, "'nan' must be a number above 0"),
         (["--warmup", "-1"], 2, "'-1' must be a whole number, 0 or more"),

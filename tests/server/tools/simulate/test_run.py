@@ -13,7 +13,7 @@ from expert_placement.config import EplbConfig
 from server.cli import main
 from server.clients.connection import Connection
 from server.options.table import ROUTER_NAMES
-from server.tools.simulate.flags import PLACEMENT_NAMES, SimulateOptions, add_simulate_parser
+from server.tools.simulate.flags import PLACEMENT_NAMES, SIMULATE, SimulateOptions
 from server.tools.simulate.subject import CalibrationError, Look, fit, from_service, look_of, redundant
 from server.tools.size.step_times import RankRows
 from tests.support.models.family_sweep import tiny_config
@@ -87,7 +87,7 @@ def test_routers_and_placements_are_compared_side_by_side(
             ["--max-num-batched-tokens", "100"],
             "--max-num-batched-tokens is 100; it must be at least --max-num-seqs",
         ),
-        (["--quantization", "fp8"], "--quantization is fp8; the weights of"),
+        (["--quantization", "fp8"], "--quantization is fp8, but the weights of"),
         (["--expert-skew", "1000"], "--expert-skew is 1000.0; it must be 0 to 10"),
         (["--load-window", "1e-320"], "--load-window is 1e-320; it must be 1 to 1000000"),
     ],
@@ -179,10 +179,10 @@ def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
 
 
 def _parsed(folder: Path, *more: str) -> SimulateOptions:
-    commands = argparse.ArgumentParser()
-    add_simulate_parser(commands.add_subparsers())
-    words = ["simulate", str(folder / "trace.csv"), "--calibrate", "http://service"]
-    return SimulateOptions.of(commands.parse_args([*words, *more]))
+    parser = argparse.ArgumentParser()
+    SIMULATE.add_flags(parser)
+    words = [str(folder / "trace.csv"), "--calibrate", "http://service"]
+    return SimulateOptions.of(parser.parse_args([*words, *more]))
 
 
 def _asked(folder: Path, seconds: int) -> SimulateOptions:

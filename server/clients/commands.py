@@ -1,0 +1,61 @@
+"""The commands `chat` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+
+import argparse
+
+from server.clients.url_flag import add_url
+from server.options.command import PLANNING, USING, Command
+
+_MOST_TEMPERATURE = 2.0  # OpenAI's limit, and the service's
+_CHAT_EXAMPLE = """\
+example:
+  wideep chat http://127.0.0.1:8000
+  wideep chat --system "You answer in one sentence." --temperature 0
+"""
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    add_url(parser)
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="API key (default: WIDEEP_API_KEY, then OPENAI_API_KEY)"
+    )
+    parser.add_argument("--model", metavar="NAME", help="name of the served model (default: the first)")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    parser.add_argument(
+        "--temperature", type=_temperature, metavar="T", help="0 to 2 (default: the service's for the model)"
+    )
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= _MOST_TEMPERATURE:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to {_MOST_TEMPERATURE:g}")
+    return value
+
+
+def _add_models_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "types", nargs="*", metavar="TYPE", help="model types (default: all, which takes about two minutes)"
+    )
+
+
+CHAT = Command(
+    name="chat",
+    group=USING,
+    help="chat with a served model in the terminal",
+    description="Chat with a served model in the terminal.",
+    examples=_CHAT_EXAMPLE,
+    add_flags=_add_chat_flags,
+    run="server.clients.chat:run_chat",
+)
+MODELS = Command(
+    name="models",
+    group=PLANNING,
+    help="list the supported model types, and why others are not supported",
+    description="Report for each Mixture-of-Experts type of the installed transformers whether a service would start with it.",
+    add_flags=_add_models_flags,
+    run="server.clients.models:run_models",
+    needs_transformers=True,
+)
