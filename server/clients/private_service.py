@@ -189,7 +189,5 @@ def _completed(options: Options) -> Options:
         options,
         port=port,
         api_keys=options.api_keys or (secrets.token_urlsafe(32),),
-        http=replace(
-            options.http, shutdown_timeout_s=0
-        ),  # the owner stops it only when it needs no more answers
+        http=replace(options.http, shutdown_timeout_s=0),  # its owner needs no answers any more
     )

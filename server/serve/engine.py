@@ -123,7 +123,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         nodes = PrefixStore("nodes", store)
         check_nodes_together(nodes, place, Path(options.model), key, socket.gethostname(), environment)
         _join(place, store)
-    loading.note(f"Building the model of {options.model} and trying its layers", stage="the model's layers")
+    loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
     config = engine_config(options, place)
     supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(

@@ -150,7 +150,7 @@ class FrontStream:
         """Reconnect to the front, or end this process, because the step loop may be waiting for other ranks."""
         rank = self._config.rank
         say(f"rank {rank}: {reason}", error=True)
-        if not is_broken:  # the front has given this rank up
+        if not is_broken:  # the front has dropped this rank
             os._exit(1)
         with self._lock:
             cut_off, self._open_ids = self._open_ids, set()

@@ -84,7 +84,7 @@ def greeting(
     ranks = count(options.data_parallel_size, "rank")
     log = " Each request logs a line (--disable-access-log turns this off)." if options.log.access else ""
     return f"""
-wideep: serving {name} on {ranks} at {at} ({seconds:.0f} s after the start)
+wideep: serving {name} on {ranks} at {at} (ready after {seconds:.0f} s)
 {key.export}
   {curl} {url}/v1/chat/completions{key.header} -H 'Content-Type: application/json' -d {shlex.quote(body)}
 {pages}{_in_words(capacity)}
@@ -129,7 +129,7 @@ def summary(
     """
     name, ranks = options.served_model_names[0], count(options.data_parallel_size, "rank")
     rows = [row for row in _decisions(options, asked, capacity, facts) if row.value]
-    lines = [f"wideep: serving {name} on {ranks} ({seconds:.0f} s after the start)", ""]
+    lines = [f"wideep: serving {name} on {ranks} (ready after {seconds:.0f} s)", ""]
     lines += [
         f"  {row.label:<12}{_cut(row.value, _VALUE_WIDTH):<{_VALUE_WIDTH}}  {row.source}" for row in rows
     ]
@@ -181,7 +181,7 @@ def _decisions(
 
 
 def _model_type(facts: Mapping[str, Any]) -> str:
-    return f"{facts['model_type']} of {count(facts['layers'], 'layer')}, " if facts else ""
+    return f"{facts['model_type']}, {count(facts['layers'], 'layer')}, " if facts else ""
 
 
 def _size(num_bytes: int) -> str:

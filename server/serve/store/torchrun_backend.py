@@ -3,7 +3,7 @@
 torchrun starts workers once all nodes have joined. Until then, none of our processes runs, and `--rdzv-backend c10d` waits
 silently for ten minutes, or fails after one minute if the endpoint's node is missing. This backend uses c10d's handler and
 store. Before the handler starts, a node waits for the endpoint for the full join timeout and reports connection problems.
-Meanwhile a thread reads from c10d's state in the store which nodes have joined. torchrun finds the backend by the entry point
+While the handler runs, a thread reads from its state in the store which nodes have joined. torchrun finds the backend by the entry point
 `torchrun.handlers` of our distribution (torch.distributed.elastic.rendezvous.registry), through `wideep`.
 
 It differs from c10d's own backend in two more points:

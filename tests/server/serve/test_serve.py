@@ -222,7 +222,7 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     )
     options = replace(options, data_parallel_size=1)
     text = greeting(options, Capacity(200_000, 128, 8192), seconds=3.4, environment={})
-    assert "serving it's on 1 rank at http://127.0.0.1:8000 (3 s after the start)" in text
+    assert "serving it's on 1 rank at http://127.0.0.1:8000 (ready after 3 s)" in text
     assert "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' -d '" in text
     assert "wideep chat http://127.0.0.1:8000" in text
     assert "Authorization" not in text and "export" not in text

@@ -68,6 +68,6 @@ def test_what_is_in_the_way_is_named_and_left_alone(tmp_path: Path) -> None:
 
 def test_the_greeting_says_how_to_ask_on_the_socket(tmp_path: Path) -> None:
     text = greeting(options_for(tmp_path, "-dp=1", "--uds=/run/w.sock"), None, seconds=3.0)
-    assert "at /run/w.sock (3 s after the start)" in text
+    assert "at /run/w.sock (ready after 3 s)" in text
     assert "curl --unix-socket /run/w.sock http://localhost/v1/chat/completions -H" in text
     assert "wideep chat unix:/run/w.sock\n" in text and "/dashboard" not in text
