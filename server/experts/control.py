@@ -181,7 +181,7 @@ class PlacementControl:
         return self._last_version
 
     def regroup(self, order: Order, reason: str) -> None:
-        """Record the start of an epoch, whose members serve with another placement.
+        """Record the start of an epoch with another placement.
 
         Args:
             reason: The missing ranks and their reasons, or "" if no rank is away.

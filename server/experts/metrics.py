@@ -96,7 +96,7 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             ("dispatch_wait_seconds", "Time in the exchanges of dispatches.", totals.dispatch_wait_s),
             ("combine_wait_seconds", "Time in the exchanges of combines.", totals.combine_wait_s),
             ("experts_seconds", "Computation time of the rank's experts.", totals.experts_s),
-            ("steps", "Number of steps.", totals.steps),
+            ("steps", "Steps.", totals.steps),
             ("step_seconds", "Time in steps, including waits.", totals.step_s),
             (
                 "between_steps_seconds",

@@ -89,7 +89,7 @@ class Generation:
         self.index = index
         self.rank = rank
         self.asker = NOBODY
-        self.num_moves = 0  # how often a rank gave it back
+        self.num_moves = 0  # number of times that a rank released it
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0

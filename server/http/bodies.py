@@ -43,7 +43,7 @@ class _Read(NamedTuple):
 
     body: bytes = b""
     failure: ApiError | None = None  # it was too long, too slow, or did not fit
-    gone: Message | None = None  # the client left
+    gone: Message | None = None  # set if the client left
 
 
 @dataclass(eq=False, slots=True)

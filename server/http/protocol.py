@@ -286,7 +286,7 @@ class PunctualProtocol(HttpToolsProtocol):
     @property
     def _is_first_word_ours(self) -> bool:
         """Whether the client takes our next bytes as the answer to the input that stopped the parser."""
-        if self._is_in_body:  # its application has been called, and may have answered
+        if self._is_in_body:  # its application runs, and may have answered
             return not (self.pipeline or self.cycle.response_started)
         return self._is_answered
 

@@ -68,7 +68,7 @@ STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 
 def new_router() -> APIRouter:
-    """Return a router for an endpoint's routes."""
+    """Return a router for JSON endpoints."""
     return APIRouter(route_class=ShortRoute, responses=_error_responses(_ERROR))
 
 

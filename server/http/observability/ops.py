@@ -65,7 +65,7 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
 
 
 def throughput_routes(throughput: Throughput) -> APIRouter:
-    """Return the route."""
+    """Return the route of /throughput."""
     router = new_router()
 
     async def show_throughput() -> dict[str, Any]:
@@ -82,7 +82,7 @@ SCHEMA_VERSION = 1
 def membership_routes(
     epochs: Epochs, journal: Journal, num_parked: Callable[[], int], events: EventLog
 ) -> APIRouter:
-    """Return the routes."""
+    """Return the route of /v1/fault_tolerance/status."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
