@@ -166,7 +166,7 @@ class Generation:
         return min(((at, regex) for at, regex in ends if at is not None), default=(len(text), None))
 
     def _take_beginning(self, output: RequestOutput) -> None:
-        """Record values that come with the first token. After a replay, another rank's first token has its own values."""
+        """Record values of the choice's first token. After a replay, another rank's first token does not count."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         before_s = self.submitted_s - self.ask.request.arrival_s
         self.queued_s = max(self.queued_s, before_s + output.queued_s)

@@ -23,7 +23,7 @@ from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
 REQUESTS = "wideep.requests"
-FRONT = "wideep.front"  # its lines name the front, as those of all processes name their process
+FRONT = "wideep.front"  # its lines begin with "wideep front:", like those of other processes
 _QUEUE_LINES = 10_000
 # Control characters (C0, DEL, C1) and Unicode's line ends, as escapes.
 _CONTROLS = {
