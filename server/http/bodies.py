@@ -34,7 +34,7 @@ _DISCARD_BYTES = 64 << 20  # of a body that is too long
 _DISCARD_S = 5.0
 TOO_LONG, TOO_SLOW, NO_ROOM = 413, 408, 503  # statuses
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-_BODILESS_PATHS = ("/ping",)  # POSTs that need no key (`guards`) and have no body: none is read
+_BODILESS_PATHS = ("/ping",)  # POSTs without a key (`guards`); a body is not read
 _NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
