@@ -1,4 +1,4 @@
-"""What GET /experts/load answers, made of a copy of the window, so that a thread can do it beside the event loop."""
+"""Build the response of GET /experts/load from a snapshot, so that a thread can do it next to the event loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from scheduler.moves.reports import ExpertMap
 
 
 class LoadSnapshot(NamedTuple):
-    """The load at one moment; nothing in it changes any more."""
+    """The load at one moment. Nothing in it changes later."""
 
     model: str
     experts: ExpertMap
@@ -32,7 +32,7 @@ class LoadSnapshot(NamedTuple):
 
 
 def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
-    """Return the answer, with arrays where JSON has lists; see `json_parts`."""
+    """Return the response, with arrays instead of lists (see `json_parts`)."""
     experts, figures = snapshot.experts, snapshot.figures
     rank_tokens = sum(tokens.sum(axis=0) for tokens in snapshot.rank_tokens.values())
     why = explain(figures, rank_tokens, snapshot.members)

@@ -1,11 +1,11 @@
-"""The front's hand on the placement: plan, carry out stage by stage, roll back, and decide by itself now and then.
+"""Control of the placement: plan, apply in stages, roll back, and rebalance automatically.
 
-Lives in the front's event loop; planning runs in a thread. A change is cut into stages that the ranks' spare slots
-can take; each is sent to all ranks, which move, verify and switch by themselves at one step. One that fails on any
-rank is dropped on all; the stages before it stay, since each is a whole placement. Versions are never used twice.
+Runs in the front's event loop; planning runs in a thread. A change is split into stages that fit the ranks' spare slots.
+Each stage is sent to all ranks, which move, verify and switch by themselves at one step. If a stage fails on any rank, it is
+dropped on all. Earlier stages stay, because each is a complete placement. Version numbers are never reused.
 
-`home` is the placement of all ranks. While one is away the others serve with another one, made of it, and nothing is
-changed; a change that was under way then is given up.
+`home` is the placement of all ranks. While a rank is away, the others serve with a placement derived from it, and no
+change is allowed; a change in progress ends.
 """
 
 import asyncio
@@ -27,58 +27,58 @@ from server.front.errors import ApiError, bad_request, not_ready
 from server.link.messages import PlacementUpdate
 from server.machine.lines import say
 
-POLL_S = 0.5  # between looks at whether a decision is due
+POLL_S = 0.5  # interval of checks whether it is time to decide
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
 _ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
 
 
 class RankCalls(Protocol):
-    """What is said to the ranks; `server.link.ranks.Ranks` says it."""
+    """Messages to the ranks, implemented by `server.link.ranks.Ranks`."""
 
     num_ranks: int
 
     def prepare(self, placement: Placement) -> None:
-        """Ask all to move and switch."""
+        """Request all ranks to move and switch."""
 
     def drop_placement(self, version: int) -> None:
-        """Ask all to give up."""
+        """Request all ranks to drop a stage."""
 
 
 class StageResult(NamedTuple):
-    """How a stage ended."""
+    """The result of a stage."""
 
     moves: int
     num_bytes: int
-    failed: str | None  # None: it serves
+    failed: str | None  # the reason, or None if the stage serves
     cause: Cause
 
 
 class StageRunner:
-    """Lets all ranks carry out one stage at a time, and hears how it ended on each.
+    """Runs one stage at a time on all ranks, and collects their reports.
 
-    Every rank moves, verifies and reports by itself; the switch is theirs too. One that fails makes all drop the stage.
+    Each rank moves, verifies, switches and reports by itself. If one fails, all ranks drop the stage.
     """
 
     def __init__(self, ranks: RankCalls) -> None:
         self._ranks = ranks
-        self._version: int | None = None  # of the stage under way
+        self._version: int | None = None  # of the current stage
         self._reports: dict[int, PlacementReport] = {}  # on it
         self._reported = asyncio.Event()
-        self._why_ended: str | None = None  # early
+        self._why_ended: str | None = None  # set if it ends early
 
     def take_report(self, report: PlacementReport) -> None:
-        """Take what a rank says; other stages than that under way are over."""
+        """Record a rank's report. Reports on earlier stages are ignored."""
         if report.version == self._version:
             self._reports[report.rank] = report
             self._reported.set()
 
     def end_epoch(self, reason: str) -> None:
-        """Give up the stage under way: the ranks go on with another placement."""
+        """End the current stage, because the ranks continue with another placement."""
         self._why_ended = reason
         self._reported.set()
 
     async def run(self, stage: Placement) -> StageResult:
-        """Let all ranks move and switch, or drop it."""
+        """Run a stage on all ranks until it serves or is dropped."""
         self._version, self._why_ended = stage.version, None
         self._reports.clear()
         self._ranks.prepare(stage)
@@ -90,7 +90,7 @@ class StageRunner:
                 self._ranks.drop_placement(stage.version)
                 is_dropped = True
         self._version = None
-        if self._why_ended is not None:  # even if all had switched: what serves now was made without knowing
+        if self._why_ended is not None:  # even if all had switched: the new placement ignores this stage
             return StageResult(0, 0, self._why_ended, Cause.EPOCH)
         if (failure := self._failure()) is not None:
             return StageResult(0, 0, f"rank {failure.rank}: {failure.reason}", failure.cause)
@@ -103,7 +103,7 @@ class StageRunner:
         )
 
     def _failure(self) -> PlacementReport | None:
-        """The first that failed, by what began it rather than by who lost a connection over it."""
+        """Return the failed report to blame. A lost connection is usually only a consequence of another failure."""
         failed = [report for report in self._reports.values() if report.state is MoveState.FAILED]
         return min(failed, key=lambda report: report.cause is Cause.CHANNEL, default=None)
 
@@ -125,10 +125,10 @@ class PlacementControl:
         clock: Callable[[], float] = time.time,
         why_no_change: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Start without a placement; rank 0 says which serves.
+        """Start without a placement, until rank 0 reports the one that serves.
 
         Args:
-            why_no_change: why nothing may be changed now, None if it may: not all ranks serve.
+            why_no_change: Returns why nothing may change now, or None if all ranks serve.
         """
         self.current: Placement | None = None  # over the places of the members
         self.home: Placement | None = None  # over all ranks
@@ -137,19 +137,18 @@ class PlacementControl:
         self._load, self._config, self._clock = load, config, clock
         self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
         self.expert_bytes = 0  # of one expert of one layer
-        self._unmeasured: _Change | None = None  # the last one
-        self._left_out: tuple[str, ...] = ()  # rules that were said to be left out
-        self._last_version = self._switched_at = self._decided_at = 0  # the latter in steps
+        self._unmeasured: _Change | None = None  # the last change, until its gain is measured
+        self._left_out: tuple[str, ...] = ()  # omitted rules that were logged
+        self._last_version = self._switched_at = self._decided_at = 0  # the last two in steps
         self._changing: asyncio.Task[dict[str, Any]] | None = None  # the last change
         self._under_way: _UnderWay | None = None
         self.num_changes = max((entry.get("change", 0) for entry in history.entries), default=0)
         self._why_no_change = why_no_change
 
     def take_update(self, update: PlacementUpdate) -> None:
-        """Take what a rank says."""
-        if (
-            update.placement is not None and self.home is None
-        ):  # a rank that came back says what it began with
+        """Record a rank's update."""
+        # A rank that returns reports the placement that it began with.
+        if update.placement is not None and self.home is None:
             self._go_on_from(update.placement)
             self.current = self.home = update.placement
             self._last_version = update.placement.version
@@ -157,37 +156,35 @@ class PlacementControl:
         self._stages.take_report(update.report)
 
     def skip_versions(self, newest: int) -> None:
-        """Take that ranks know of versions up to this one, from a front that is gone."""
+        """Skip version numbers that ranks know from an earlier front."""
         self._last_version = max(self._last_version, newest)
 
     def _go_on_from(self, start: Placement) -> None:
-        """See whether the history's end is where the service starts: only then there is a way back."""
+        """Forget the placements to roll back to, unless the service starts with the last one of the history."""
         if self.history.before and self.history.last_digest != start.digest():
-            _log(
-                "the start is not the placement that the history ends with, so there is nothing to roll back to"
-            )
+            _log("the start is not the last placement of the history, so there is nothing to roll back to")
             self._keep(self.history.forget_before)
 
     def serving(self) -> Placement:
-        """The placement that serves.
+        """Return the placement that serves.
 
         Raises:
-            ApiError: rank 0 has not attached yet.
+            ApiError: Rank 0 has not attached yet.
         """
         if self.current is None:
-            raise not_ready("rank 0 has not said yet where the experts are")
+            raise not_ready("the expert placement is not known yet")
         return self.current
 
     def next_version(self) -> int:
-        """A version that no placement has had."""
+        """Return an unused version number."""
         self._last_version += 1
         return self._last_version
 
     def regroup(self, order: Order, reason: str) -> None:
-        """Take that an epoch begins, whose members serve with another placement.
+        """Record the start of an epoch with another placement.
 
         Args:
-            reason: who is away and why; empty when nobody is.
+            reason: The missing ranks and their reasons, or "" if no rank is away.
         """
         self._stages.end_epoch(f"the epoch ended ({reason})" if reason else "the epoch ended")
         self.current = order.placement
@@ -196,43 +193,45 @@ class PlacementControl:
         self._switched_at = self._steps()
 
     async def propose(self, kind: str, config: EplbConfig) -> Proposal:
-        """Plan by the load seen; nothing changes.
+        """Plan for the load in the window, without changing anything.
 
         Args:
-            kind: shares, repair, or plan (from nothing).
+            kind: shares, repair, or plan (from scratch).
 
         Raises:
-            ApiError: no load was seen yet, or there are too few slots for what is asked.
+            ApiError: There was no load in the window, or too few slots for the request.
         """
         self._check_whole()
         situation = self.situation()
         if not situation.experts_s:
-            raise bad_request("No token was served in the window yet, so there is nothing to plan by.")
+            raise bad_request("No tokens were served in the load window. Send requests, then plan.")
         self._say_left_out(situation)
         try:
             return await asyncio.to_thread(propose, kind, situation, config)
         except ValueError as error:
-            raise bad_request(f"There is no such plan: {error}.") from error
+            raise bad_request(f"Such a plan is impossible: {error}.") from error
 
     async def apply(self, target: Placement, kind: str, reason: str, gain: float | None) -> dict[str, Any]:
-        """Make a placement serve; returns the history's entry, whose "failed" says what ended the change early.
+        """Switch to a placement. Returns the history's entry; its "failed" has the reason if the change ended early.
 
         Raises:
-            ApiError: as `begin`.
+            ApiError: As for `begin`.
         """
         return await asyncio.shield(self.begin(target, kind, reason, gain))
 
     def begin(
         self, target: Placement, kind: str, reason: str, gain: float | None
     ) -> "asyncio.Task[dict[str, Any]]":
-        """Begin to make a placement serve; the task returns the history's entry. It has the number `num_changes`.
+        """Begin to switch to a placement. The task returns the history's entry, which has the number `num_changes`.
 
         Raises:
-            ApiError: another change is under way, a rank is away, or the placement does not fit this service.
+            ApiError: Another change is in progress, a rank is away, or the placement does not fit this service.
         """
         self._check_whole()
         if self.is_changing:
-            raise ApiError(409, "Another change of placement is under way; try again when it has ended.")
+            raise ApiError(
+                409, "Another change of the placement is in progress. Try again when it has ended."
+            )
         before = self.serving()
         try:
             aligned = align(target, before)
@@ -248,23 +247,23 @@ class PlacementControl:
         return self._changing
 
     def begin_rollback(self) -> "asyncio.Task[dict[str, Any]]":
-        """Begin to make the placement before the last change serve again; see `begin`.
+        """Begin to switch back to the placement before the last change, like `begin`.
 
         Raises:
-            ApiError: there is none, or as `begin`.
+            ApiError: There is no earlier placement, or as for `begin`.
         """
         if not self.history.before:
-            raise bad_request("There is no placement to go back to: nothing has been changed.")
+            raise bad_request("There is no earlier placement to roll back to.")
         previous = self.history.before[-1]
         return self.begin(previous, "rollback", f"back to the placement of version {previous.version}", None)
 
     @property
     def is_changing(self) -> bool:
-        """Whether a change is under way."""
+        """Whether a change is in progress."""
         return self._changing is not None and not self._changing.done()
 
     def progress(self) -> dict[str, Any] | None:
-        """The change under way as JSON: its number, kind and stages (done, all); None when there is none."""
+        """Return the change in progress as JSON: number, kind and stages (done, all). Returns None without one."""
         if not self.is_changing or self._under_way is None:
             return None
         number, kind, num_stages, done = self._under_way
@@ -311,11 +310,11 @@ class PlacementControl:
         proposal = decision.proposal
         try:
             await self.apply(proposal.target, proposal.kind, decision.reason, proposal.gain)
-        except ApiError as error:  # somebody else's change came first
+        except ApiError as error:  # another change came first
             _log(error.message)
 
     def _measure_last(self, situation: Situation) -> None:
-        """Say what the last change brings, by the load and the seconds of a whole window under it."""
+        """Record what the last change saves, from the load and times of a whole window since then."""
         if self._unmeasured is None:
             return
         last, replaced = self._unmeasured
@@ -324,22 +323,22 @@ class PlacementControl:
         last["measured_gain"] = round(saved_s / (situation.step_s + saved_s), 6)
         self._load.revision += 1
         said = (
-            f"placement {last['version']} saves {1e3 * saved_s:.3f} ms of a step ({last['measured_gain']:.2%}), "
-            f"by the load since"
+            f"placement {last['version']} saves {1e3 * saved_s:.3f} ms per step ({last['measured_gain']:.2%}) "
+            f"under the load since then"
         )
         _log(said)
         measured = {"kind": "measured", "version": last["version"], "measured_gain": last["measured_gain"]}
         self._note({**measured, "reason": said})
 
     def situation(self) -> Situation:
-        """What is known now.
+        """Return the facts for a decision.
 
         Raises:
-            ApiError: rank 0 has not attached yet.
+            ApiError: Rank 0 has not attached yet.
         """
         current, window = self.serving(), self._load.window
         if window is None:
-            raise not_ready("rank 0 has not said yet which experts there are")
+            raise not_ready("the experts are not known yet")
         figures = window.figures
         return Situation(
             forecast=calibrated(step_kinds(window), current, self.expert_bytes),
@@ -351,12 +350,12 @@ class PlacementControl:
         )
 
     def _check_whole(self) -> None:
-        """Refuse to plan and to change while not all ranks serve."""
+        """Raise unless all ranks serve."""
         if (reason := self._why_no_change()) is not None:
-            raise ApiError(409, f"No placement is changed now: {reason}; try again when all ranks serve.")
+            raise ApiError(409, f"The placement cannot change now: {reason}. Try again when all ranks serve.")
 
     def _say_left_out(self, situation: Situation) -> None:
-        """Say once which rules about nodes cannot be kept here."""
+        """Log once which rules about nodes this service cannot follow."""
         left_out = rules_for_repair(self._config, situation.hosts, situation.current).left_out
         if left_out != self._left_out:
             self._left_out = left_out
@@ -366,13 +365,13 @@ class PlacementControl:
     async def _carry_out(
         self, before: Placement, todo: list[Placement], kind: str, reason: str, gain: float | None
     ) -> dict[str, Any]:
-        """Go through stages; returns the entry, whose "failed" says what ended it early."""
+        """Run stages. Returns the entry; its "failed" has the reason if the change ended early."""
         begun_s, imbalance_before = time.monotonic(), self._measured_imbalance()
         moves = num_bytes = done = 0
         failed, cause = None, Cause.NONE
         self._load.changes.is_under_way = True
         for stage in todo:
-            if self.current is not before:  # the task of the change began after an epoch's end
+            if self.current is not before:  # an epoch ended before this task started
                 failed, cause = "the epoch ended before it began", Cause.EPOCH
                 break
             self._last_version = stage.version
@@ -406,7 +405,7 @@ class PlacementControl:
         return self._note(entry, self.home if done else None)
 
     def _measured_imbalance(self) -> float | None:
-        """Fullest rank over mean rank, of the tokens that ranks really got in the window; None without any."""
+        """Return fullest rank over mean rank, of the tokens that ranks got in the window, or None without tokens."""
         if self._load.window is None:
             return None
         tokens = self._load.window.rank_tokens()
@@ -427,18 +426,18 @@ class PlacementControl:
         return entry
 
     def _keep(self, write: Callable[[], object]) -> None:
-        """Write to the history; a full disk is no reason to stop."""
+        """Write to the history. A full disk must not stop the service."""
         try:
             write()
         except OSError as error:
-            _log(f"the history cannot be written: {error}")
+            _log(f"cannot write the history: {error}")
 
     def _steps(self) -> int:
         return 0 if self._load.totals is None else int(self._load.totals.steps.max())
 
 
 class _UnderWay(NamedTuple):
-    """How far a change is."""
+    """The progress of a change."""
 
     number: int
     kind: str
@@ -447,14 +446,14 @@ class _UnderWay(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """One that serves."""
+    """A change that serves."""
 
     entry: dict[str, Any]
     replaced: Placement
 
 
 def _shown(history: History) -> list[dict[str, Any]]:
-    """The changes of a history, with what was measured of them later."""
+    """Return the changes of a history with their measured gains."""
     gains = {e["version"]: e["measured_gain"] for e in history.entries if e["kind"] == "measured"}
     changes = (entry for entry in history.entries if entry["kind"] not in _NO_CHANGE)
     return [
@@ -467,6 +466,6 @@ def _log(text: str) -> None:
 
 
 def _say_error(task: "asyncio.Task[dict[str, Any]]") -> None:
-    """A change that ended with an error of ours may have nobody who waits for it."""
+    """Log the error of a change, because no client may be waiting for it."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _log(f"a change of placement ended with an error: {error!r}")
+        _log(f"a change of the placement failed with an internal error: {error!r}")

@@ -1,8 +1,8 @@
-"""The front's picture of its experts' load: what ranks report, in a sliding window, as JSON and for the recorder.
+"""The front's view of the expert load: the ranks' reports in a sliding window, as JSON and for the recorder.
 
-It takes differences between a rank's counters, so a report that was lost or merged changes nothing. The window is of
-the present epoch and has a place for each member; what runs from the start (totals, the recorder) has one for each rank
-of the service. Lives in the front's event loop; knows no HTTP.
+It uses differences between a rank's counters, so lost or merged reports change nothing. The window covers the current
+epoch and has a place for each member. Counts since the start (totals, the recorder) have one for each rank of the
+service. Runs in the front's event loop; knows no HTTP.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from server.experts.recorder import LoadRecorder
 from server.http.observability.series import Series
 
 WINDOW_STEPS = 1000  # vLLM's default
-HISTORY = 200  # rebalances that are shown
+HISTORY = 200  # rebalances that are kept
 _BETWEEN_RANKS = ("dispatch_bytes", "combine_bytes")
 _ADDED = (
     "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "between_steps_s", "prefill_steps",
@@ -41,7 +41,7 @@ VIEWS = ("all", *PHASES)
 
 
 class ChangeCounts:
-    """Counts for Prometheus what became of placements since the front's start; labels have a fixed set of values."""
+    """Counts changes of the placement since the front's start for Prometheus. Labels have a fixed set of values."""
 
     def __init__(self) -> None:
         self.is_under_way = False
@@ -52,7 +52,7 @@ class ChangeCounts:
         self.decisions: Counter[str] = Counter()
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Take the history's entry about a change that has ended."""
+        """Count a finished change, given its history entry."""
         self.moves += entry["moves"]
         self.num_bytes += entry["bytes"]
         self.seconds += entry["seconds"]
@@ -64,13 +64,13 @@ class ChangeCounts:
 
 
 class LoadSeries:
-    """Balancedness over time, from the service's start. A point is the sliding window at its time."""
+    """Balancedness over time since the service's start. A point covers the sliding window at its time."""
 
     def __init__(self) -> None:
         self._series: Series[list[list[float | None]]] = Series()  # by view and value
 
     def note(self, now_s: float, window: LoadWindow) -> None:
-        """Take a point if one is due; nothing without tokens, or of one rank alone, which is always as full as the mean."""
+        """Add a point if it is time and there were tokens. Skip a single rank, which is always equal to the mean."""
         if not self._series.is_due(now_s) or window.rank_tokens(None).shape[1] == 1:
             return
         point = [_values(window.rank_tokens(None if view == "all" else view)) for view in VIEWS]
@@ -78,7 +78,7 @@ class LoadSeries:
             self._series.note(now_s, point)
 
     def to_json(self) -> dict[str, object]:
-        """Columns: "time", and by view ("all", "prefill", "decode") mean, median and worst over layers."""
+        """Return columns: "time", and by view ("all", "prefill", "decode") mean, median and worst over layers."""
         points = self._series.points()
         return {
             "time": [point.time_s for point in points],
@@ -93,39 +93,39 @@ class LoadSeries:
 
 
 class ExpertsLoad:
-    """What is known of experts and their load."""
+    """The experts and their load."""
 
     def __init__(
         self, model: str, *, window_steps: int = WINDOW_STEPS, clock: Callable[[], float] = time.time
     ) -> None:
-        """Args: window_steps: length of the window. clock: seconds since 1970."""
+        """Args: window_steps: Length of the window; clock: Seconds since 1970."""
         self.model = model
-        self.experts: ExpertMap | None = None  # once rank 0 has said it
-        self.window: LoadWindow | None = None  # likewise
+        self.experts: ExpertMap | None = None  # once rank 0 has reported them
+        self.window: LoadWindow | None = None  # from then on
         self.recorder = LoadRecorder()
         self.hosts: dict[int, str] = {}
         self.history: deque[dict[str, Any]] = deque(maxlen=HISTORY)  # rebalances, newest last
         self.changes = ChangeCounts()
         self.series = LoadSeries()
-        self.revision = 0  # grows with whatever changes the answer
+        self.revision = 0  # grows with every change of the response
         self.totals: RankFigures | None = None  # since the start, for Prometheus' counters
-        self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks], likewise
+        self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks] since the start
         self._window_steps, self._clock = window_steps, clock
         self.members: tuple[int, ...] = ()  # ranks, by place
         self._epoch = 0
         self._num_ranks = 0  # of the service
         self._last: dict[int, LoadReport] = {}
-        self._early: list[LoadReport] = []  # came before the experts
+        self._early: list[LoadReport] = []  # received before the experts are known
         self._changed = asyncio.Event()
 
     def note_rank(self, rank: int, host: str) -> None:
-        """Take an attached rank, whose counters start at 0."""
+        """Record an attached rank. Its counters start at 0."""
         self.revision += 1
         self.hosts[rank] = host
         self._last.pop(rank, None)
 
     def take_experts(self, experts: ExpertMap) -> None:
-        """Take which experts there are and where, at the start and after a switch of placement; others are outdated."""
+        """Record the experts and their placement, at the start and after a switch. Outdated versions are ignored."""
         if self.experts is not None and experts.version <= self.experts.version:
             return
         self.experts = experts
@@ -141,7 +141,7 @@ class ExpertsLoad:
             self.take_load(report)
 
     def regroup(self, order: Order) -> None:
-        """Take that an epoch begins: its members count from 0, in a window of their own."""
+        """Record the start of an epoch. Its members count from 0, in a new window."""
         self._epoch, self.members = order.epoch, order.members
         self._last.clear()
         self._early.clear()
@@ -158,16 +158,15 @@ class ExpertsLoad:
         self.window = LoadWindow(*sizes, self._window_steps)
 
     def take_load(self, report: LoadReport) -> None:
-        """Take a rank's counters; those of an epoch that is over are left out."""
+        """Record a rank's counters. Those of earlier epochs are ignored."""
         if report.epoch != self._epoch:
             return
         if self.window is None or self.totals is None or self.experts is None:
             self._early.append(report)
             return
         last = self._last.get(report.rank)
-        counts = (
-            report.counts if last is None else report.counts - last.counts
-        )  # modulo 2^32, as the counters
+        # The difference is modulo 2^32, like the counters.
+        counts = report.counts if last is None else report.counts - last.counts
         counts = counts.astype(np.int64)
         place = self.members.index(report.rank)
         figures = _difference(report, last, place, len(self.members))
@@ -188,7 +187,7 @@ class ExpertsLoad:
             total[np.ix_(members, members) if name in _BETWEEN_RANKS else members] += field
 
     def note_change(self, entry: dict[str, Any]) -> None:
-        """Take the history's entry about a change that has ended."""
+        """Record a finished change, given its history entry."""
         self.history.append(entry)
         self.changes.add(entry)
         self.revision += 1
@@ -197,7 +196,7 @@ class ExpertsLoad:
         """Wait until every rank has reported up to a step, or for `timeout_s`.
 
         Args:
-            steps: by rank, the last step that it is known to have reached.
+            steps: The last known step of each rank.
         """
 
         async def wait() -> None:
@@ -211,9 +210,9 @@ class ExpertsLoad:
             return
 
     def snapshot(self) -> LoadSnapshot:
-        """Copy what GET /experts/load answers; the experts must be known."""
+        """Copy the data for GET /experts/load. The experts must be known."""
         experts, window, totals = self.experts, self.window, self.totals
-        assert experts and window and totals is not None, "asked before rank 0 attached"
+        assert experts and window and totals is not None, "called before rank 0 attached"
         return LoadSnapshot(
             model=self.model,
             experts=experts,
@@ -229,7 +228,7 @@ class ExpertsLoad:
 
 
 def _by_rank(counts: np.ndarray, members: Sequence[int], num_ranks: int) -> np.ndarray:
-    """Counts of experts and then of places, as of experts and then of all ranks: [layers, phases, experts + ranks]."""
+    """Spread counts of experts and members over experts and all ranks: [layers, phases, experts + ranks]."""
     num_experts = counts.shape[2] - len(members)
     made = np.zeros((*counts.shape[:2], num_experts + num_ranks), dtype=counts.dtype)
     made[:, :, :num_experts] = counts[:, :, :num_experts]
@@ -238,7 +237,7 @@ def _by_rank(counts: np.ndarray, members: Sequence[int], num_ranks: int) -> np.n
 
 
 def _difference(report: LoadReport, last: LoadReport | None, place: int, num_places: int) -> RankFigures:
-    """One rank's figures since its last report, among zeros for the others."""
+    """Return one rank's figures since its last report, with zeros for the other ranks."""
 
     def since(name: str) -> Any:
         value = np.asarray(getattr(report, name))

@@ -1,9 +1,9 @@
-"""What /metrics says about experts: a bounded number of series, whatever the model's size and however long it runs.
+"""Expert metrics for /metrics: a bounded number of series, regardless of the model's size and of the time.
 
-Names are those proposed for vLLM (`eplb_balancedness_*`, `eplb_rearrangements`, ...) where there is one, ours begin
-with `wideep:`. The number of series grows with ranks, not with layers times experts: full matrices are
-GET /experts/load's. The hottest experts are numbered by place, with layer and expert as values, because a label per
-expert would in time name them all. Computed when Prometheus asks.
+Names are those proposed for vLLM (`eplb_balancedness_*`, `eplb_rearrangements`, ...) if there is one; ours begin
+with `wideep:`. The number of series grows with ranks, not with layers times experts: GET /experts/load has the full
+matrices. The hottest experts are numbered by place, with layer and expert as values, because a label per expert would
+eventually name them all. Computed at each scrape.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over lay
 
 
 class ExpertsMetrics(Collector):  # type: ignore[misc]
-    """Reads an `ExpertsLoad`."""
+    """Exports an `ExpertsLoad`."""
 
     def __init__(self, load: ExpertsLoad, model_name: str) -> None:
         self._load, self._model_name = load, model_name
 
     def describe(self) -> list[Metric]:
-        """Say nothing beforehand: registering must not compute."""
+        """Return no families: registering must not compute them."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; none before the experts are known."""
+        """Yield the families, or none before the experts are known."""
         window = self._load.window
         if window is None:
             return
@@ -83,7 +83,7 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         assert totals is not None and rank_tokens is not None, "there is a window"
         tokens = CounterMetricFamily(
             "vllm:eplb_tokens_per_rank",
-            "Tokens that the experts of a rank got, all layers together.",
+            "Tokens processed by the rank's experts, over all layers.",
             labels=("model_name", "engine", "phase"),
         )
         for index, phase in enumerate(PHASES):
@@ -95,12 +95,12 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             ("combine_bytes", "Bytes sent to other ranks by combines.", totals.combine_bytes.sum(axis=1)),
             ("dispatch_wait_seconds", "Time in the exchanges of dispatches.", totals.dispatch_wait_s),
             ("combine_wait_seconds", "Time in the exchanges of combines.", totals.combine_wait_s),
-            ("experts_seconds", "Time that a rank's experts computed.", totals.experts_s),
+            ("experts_seconds", "Computation time of the rank's experts.", totals.experts_s),
             ("steps", "Steps.", totals.steps),
-            ("step_seconds", "Time in steps, waits included.", totals.step_s),
+            ("step_seconds", "Time in steps, including waits.", totals.step_s),
             (
                 "between_steps_seconds",
-                "Time from one step to the next, sleep left out.",
+                "Time between steps, excluding sleep.",
                 totals.between_steps_s,
             ),
         ):
@@ -114,12 +114,12 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         assert totals is not None, "there is a window"
         seconds = CounterMetricFamily(
             "wideep:step_wait_seconds",
-            "Time in steps that a rank waited for others, by what these had more of.",
+            "Time in steps that the rank waited for others, by the cause of the difference.",
             labels=("model_name", "engine", "cause"),
         )
         share = GaugeMetricFamily(
             "wideep:step_wait_share",
-            "Part of all ranks' time in steps that they waited for others, in the window.",
+            "Share of all ranks' time in steps spent waiting for others, in the window.",
             labels=("model_name", "cause"),
         )
         figures = window.figures
@@ -134,17 +134,17 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         changes = self._load.changes
         for name, text, value in (
             ("vllm:eplb_rearrangements", "Rebalances that moved experts.", changes.rearrangements),
-            ("vllm:eplb_rearrangement_seconds", "Time that rebalances took.", changes.seconds),
-            ("wideep:eplb_moves", "Slots that rebalances filled.", changes.moves),
-            ("wideep:eplb_moved_bytes", "Bytes that rebalances moved.", changes.num_bytes),
+            ("vllm:eplb_rearrangement_seconds", "Duration of rebalances.", changes.seconds),
+            ("wideep:eplb_moves", "Slots filled by rebalances.", changes.moves),
+            ("wideep:eplb_moved_bytes", "Bytes moved by rebalances.", changes.num_bytes),
         ):
             family = CounterMetricFamily(name, text, labels=("model_name",))
             family.add_metric((self._model_name,), float(value))
             yield family
         for name, text, label, values, counter in (
-            ("vllm:eplb_rebalance_events", "Changes that serve.", "kind", KINDS, changes.by_kind),
-            ("wideep:eplb_failures", "Changes that were dropped.", "reason", CAUSES, changes.failures),
-            ("wideep:eplb_decisions", "What was decided.", "decision", DECISIONS, changes.decisions),
+            ("vllm:eplb_rebalance_events", "Applied changes.", "kind", KINDS, changes.by_kind),
+            ("wideep:eplb_failures", "Dropped changes.", "reason", CAUSES, changes.failures),
+            ("wideep:eplb_decisions", "Decisions made.", "decision", DECISIONS, changes.decisions),
         ):
             family = CounterMetricFamily(name, text, labels=("model_name", label))
             for each in values:
@@ -156,14 +156,14 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
 
 
 def hottest(tokens: np.ndarray, count: int) -> list[tuple[int, int, float]]:
-    """The experts furthest above their layer's mean.
+    """Return the experts furthest above their layer's mean.
 
     Args:
         tokens: [layers, experts].
-        count: at most so many.
+        count: Maximum length of the result.
 
     Returns:
-        (row, expert, tokens over the row's mean), hottest first; none of layers without tokens.
+        (row, expert, tokens over the row's mean), hottest first, without layers that got no tokens.
     """
     mean = tokens.mean(axis=1, keepdims=True)
     ratio = np.divide(tokens, mean, out=np.zeros(tokens.shape), where=mean > 0)

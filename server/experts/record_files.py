@@ -1,9 +1,9 @@
-"""Records of experts' loads as files: for their owner alone, and no more than the last few.
+"""Records of expert loads as files: private to their owner, and limited to the newest few.
 
-Whoever may dump a record may do so again and again, and a record may have hundreds of megabytes. So a folder keeps the newest
-MAX_DUMPS of them, whichever service wrote them. Three files each: SGLang's own .pt, the same as .json (its
-`--init-expert-location` reads both), and ours, .npz with a time axis. The .pt is written by a short-lived child process, because
-the front keeps torch out.
+A client may dump records again and again, and a record may have hundreds of megabytes. So a folder keeps the newest
+MAX_DUMPS of them, of all services that write to it. Each has three files: SGLang's .pt, the same as .json (SGLang's
+`--init-expert-location` reads both), and WideEP's .npz with a time axis. A short-lived child process writes the .pt,
+because the front does not import torch.
 """
 
 import os
@@ -27,15 +27,15 @@ _PT_TIMEOUT_S = 120.0
 
 
 def default_folder() -> Path:
-    """Return where a user's dumps go, if nothing else is said."""
+    """Return the default folder for a user's dumps."""
     return Path(tempfile.gettempdir()) / f"wideep_records_{os.getuid()}"
 
 
 def dump(record: Record, directory: Path) -> list[Path]:
-    """Write a record in all formats, and remove the oldest dumps; returns the paths.
+    """Write a record in all formats, and remove the oldest dumps. Returns the paths.
 
     Raises:
-        ApiError: 500, a file cannot be written.
+        ApiError: 500 if a file cannot be written.
     """
     stem = directory / f"{_STEM}{time.time():.6f}"
     as_npz, as_json, as_pt = (stem.with_name(stem.name + ending) for ending in (".npz", ".json", ".pt"))
@@ -52,15 +52,15 @@ def dump(record: Record, directory: Path) -> list[Path]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PT_TIMEOUT_S, umask=0o077)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ApiError(500, f"{as_json} is written, {as_pt.name} could not be: {last}.")
+        raise ApiError(500, f"{as_json} was written, but {as_pt.name} was not: {last}.")
     return [as_pt, as_json, as_npz]
 
 
 def remove_old(directory: Path) -> None:
-    """Remove all dumps but the newest; other files stay.
+    """Remove all dumps except the newest; other files stay.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: A file cannot be removed.
     """
     found = [(match, path) for path in directory.iterdir() if (match := _OURS.fullmatch(path.name))]
     newest = sorted({float(match[1]) for match, _ in found})[-MAX_DUMPS:]
@@ -70,15 +70,15 @@ def remove_old(directory: Path) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Make a folder for its owner alone. In a temporary directory somebody else may have made it first.
+    """Create a private folder. In a temporary directory, another user may have created it first.
 
     Raises:
-        OSError: it cannot be made, or is somebody else's.
+        OSError: It cannot be created, or belongs to another user.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.lstat()
     if directory == default_folder() and (not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()):
-        raise PermissionError(1, "somebody else made it")
+        raise PermissionError(1, "another user created it")
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,6 +1,6 @@
-"""Write a recorded load as the .pt file that SGLang's recorder makes: python record_to_pt.py RECORD.json RECORD.pt.
+"""Convert a recorded load to the .pt file of SGLang's recorder: python record_to_pt.py RECORD.json RECORD.pt.
 
-A script of its own, because it needs torch and the front does not. Format (SGLang, `stat` mode): a dict of `rank`,
+This is a separate script, because it needs torch and the front does not. Format (SGLang, `stat` mode): a dict of `rank`,
 `logical_count` [steps, layers, experts] int32 and `average_utilization_rate_over_window`.
 """
 

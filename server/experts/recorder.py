@@ -1,11 +1,11 @@
-"""Records loads with a time axis, between a start and a stop, in bounded memory; and writes what was recorded.
+"""Record loads with a time axis, between a start and a stop, in bounded memory, and write records.
 
-A row is a second of reports. When rows take MAX_BYTES, neighbours are merged and rows become twice as long, so that a
-recorder that was forgotten keeps its whole span and never grows (SGLang's per-token recorder does).
+A row covers a second of reports. When rows exceed MAX_BYTES, neighbours are merged and rows become twice as long. So a
+forgotten recorder keeps its whole time span and never grows (SGLang's per-token recorder does).
 
-A record is a list of the recorder's rows, of which only the last one is copied: the event loop does no more than that.
-Files are written row by row, by a thread, so that no second copy of the rows is made and the interpreter's lock is let go
-between them.
+A record is a list of the recorder's rows. Only the last row is copied, so that the event loop does little work.
+A thread writes files row by row, so that the rows are not copied a second time and the GIL is released between
+them.
 """
 
 import json
@@ -34,14 +34,14 @@ class _Row:
 
 
 class Record(NamedTuple):
-    """What was recorded, ready to be written; nothing in it changes any more."""
+    """Recorded load, ready to be written. Nothing in it changes later."""
 
     model: str
     experts: ExpertMap
     rows: list[_Row]
 
     def write_npz(self, file: IO[bytes]) -> None:
-        """Write our format: `load`, `prefill`, `decode` [rows, layers, experts], `rank_tokens` and the axes."""
+        """Write WideEP's format: `load`, `prefill`, `decode` [rows, layers, experts], `rank_tokens` and the axes."""
         E = self.experts.num_experts
         by_row: dict[str, Callable[[np.ndarray], np.ndarray]] = {
             "load": lambda counts: counts[..., :E].sum(axis=1),
@@ -65,7 +65,7 @@ class Record(NamedTuple):
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
     def sglang_json(self) -> Iterator[str]:
-        """SGLang's `stat` record as JSON in parts: logical_count [rows, model layers, experts], dense layers zero."""
+        """Yield SGLang's `stat` record as JSON: logical_count [rows, model layers, experts], with zero dense layers."""
         E, layers = self.experts.num_experts, list(self.experts.layers)
         yield '{"rank": 0, "logical_count": ['
         rank_tokens = np.zeros_like(self.rows[0].counts[:, 0, E:])
@@ -81,7 +81,7 @@ class Record(NamedTuple):
 
 
 def _write_rows(file: IO[bytes], rows: list[np.ndarray], part: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Write a part of every row as one .npy array, [rows, ...] int64."""
+    """Write one part of every row as a .npy array, [rows, ...] int64."""
     shape = (len(rows), *part(rows[0]).shape)
     header = {"shape": shape, "fortran_order": False, "descr": "<i8"}
     np.lib.format.write_array_header_2_0(file, header)
@@ -90,7 +90,7 @@ def _write_rows(file: IO[bytes], rows: list[np.ndarray], part: Callable[[np.ndar
 
 
 class LoadRecorder:
-    """Off, on, or stopped with something to take."""
+    """Records loads while it is on, and keeps the rows after a stop."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.is_on = False
@@ -100,35 +100,35 @@ class LoadRecorder:
 
     @property
     def num_rows(self) -> int:
-        """Rows recorded so far."""
+        """Number of recorded rows."""
         return len(self._rows)
 
     def start(self) -> None:
-        """Forget what was recorded, and record."""
+        """Clear the rows and start recording."""
         self.clear()
         self.is_on = True
 
     def stop(self) -> None:
-        """Record no more; what was recorded stays."""
+        """Stop recording; the rows stay."""
         self.is_on = False
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Clear the rows."""
         self._rows, self._every_s = [], 1.0
 
     def forget(self, record: Record) -> None:
-        """Forget what was taken; what was recorded since stays. Nothing has been cleared in between."""
+        """Remove a record's counts; later ones stay. `clear` must not have been called since `take`."""
         by_second = {row.second: row for row in self._rows}
         for old in record.rows:
             row = by_second[int(old.time_s / self._every_s)]
-            row.counts = row.counts - old.counts  # records may hold the old ones
+            row.counts = row.counts - old.counts  # a new array, because records may hold the old one
         last_s = record.rows[-1].time_s
         self._rows = [row for row in self._rows if row.time_s > last_s or row.counts.any()]
         if not self._rows:
             self.clear()
 
     def add(self, time_s: float, step: int, version: int, counts: np.ndarray) -> None:
-        """Add one rank's counts since its last report; ignored while off."""
+        """Add one rank's counts since its last report. Ignored while off."""
         if not self.is_on:
             return
         second = int(time_s / self._every_s)
@@ -141,17 +141,17 @@ class LoadRecorder:
             self._merge()
 
     def _merge(self) -> None:
-        """Make rows twice as long."""
+        """Double the length of rows."""
         self._every_s *= 2
         merged: list[_Row] = []
         for old in self._rows:
             row = replace(old, second=int(old.time_s / self._every_s))
             if merged and merged[-1].second == row.second:
-                row = replace(row, counts=row.counts + merged.pop().counts)  # records may hold the old ones
+                row = replace(row, counts=row.counts + merged.pop().counts)  # records may hold the old arrays
             merged.append(row)
         self._rows = merged
 
     def take(self, model: str, experts: ExpertMap) -> Record:
-        """Return what was recorded, of which later reports change nothing; there must be at least one row."""
+        """Return a record of the rows, which later reports do not change. Requires at least one row."""
         last = self._rows[-1]
         return Record(model, experts, [*self._rows[:-1], replace(last, counts=last.counts.copy())])

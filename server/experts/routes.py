@@ -1,9 +1,9 @@
-"""HTTP about experts: their load, records of it, and their placement.
+"""HTTP routes for experts: their load, its records, and their placement.
 
 GET /experts/load, GET /experts/record and SGLang's POST /{start,stop,dump}_expert_distribution_record; POST
 /experts/plan, /experts/apply, /experts/rollback and GET /experts/history.
 
-A dump writes files (`record_files`). A record may have 256 MB: one thread of its own writes files, one at a time, so that
+A dump writes files (`record_files`). A record may have 256 MB. A dedicated thread writes files one at a time, so that
 neither the event loop nor the threads that tokenize wait for it.
 """
 
@@ -34,8 +34,8 @@ from server.front.errors import ApiError, bad_request
 from server.http.json_parts import encode
 from server.http.routes import new_router
 
-SETTLE_S = 3.0  # how long a stop waits for the ranks' last reports, which come about once a second
-_PIECE_BYTES = 1 << 18  # of a record that is sent
+SETTLE_S = 3.0  # for the ranks' last reports after a stop; they come about once a second
+_PIECE_BYTES = 1 << 18  # of a record in a response
 
 
 def expert_load_routes(
@@ -44,44 +44,44 @@ def expert_load_routes(
     """Return the routes of loads and records.
 
     Args:
-        rank_steps: by attached rank, the last step that it is known to have reached.
-        record_directory: where dumps are written.
+        rank_steps: Returns the last known step of each attached rank.
+        record_directory: Folder for dumps.
     """
     router = new_router()
-    writing = asyncio.Lock()  # a dump starts a process with torch in it
+    writing = asyncio.Lock()  # a dump starts a process that imports torch
     writer = ThreadPoolExecutor(1, "record-writer")
     answers = _Answers(load)
 
     async def show_load() -> Response:
-        """The window's load as JSON."""
+        """Return the load in the window as JSON."""
         _known(load)
         return Response(await answers.get(), media_type="application/json")
 
     async def show_record() -> Response:
-        """What was recorded so far, as .npz."""
-        _recorded(load)  # refused before it waits for another's
+        """Return the record so far as .npz."""
+        _recorded(load)  # refuse before waiting for another dump
         async with writing:
             file = await asyncio.get_running_loop().run_in_executor(writer, _npz_file, _recorded(load))
         return StreamingResponse(_pieces(file, writer), media_type="application/octet-stream")
 
     async def start_record() -> Response:
-        """Forget what was recorded, and record."""
+        """Clear the record and start recording."""
         _known(load)
-        async with writing:  # which forgets what it has written
-            await load.settle(rank_steps(), SETTLE_S)  # what happened before the start is not recorded
+        async with writing:  # a dump in progress removes what it has written
+            await load.settle(rank_steps(), SETTLE_S)  # exclude steps before the start
             load.recorder.start()
         return PlainTextResponse("Start recording expert distribution.\n")
 
     async def stop_record() -> Response:
-        """Record no more."""
+        """Stop recording."""
         if not load.recorder.is_on:
-            raise bad_request("Nothing is being recorded; POST /start_expert_distribution_record first.")
+            raise bad_request("No recording is active. POST /start_expert_distribution_record first.")
         await load.settle(rank_steps(), SETTLE_S)
         load.recorder.stop()
         return PlainTextResponse("Stop recording expert distribution.\n")
 
     async def dump_record() -> Response:
-        """Write the files, and forget what is in them; who asks meanwhile waits, and finds nothing."""
+        """Write the record to files and clear it. A concurrent dump waits, and then finds an empty record."""
         async with writing:
             if load.recorder.is_on:
                 await load.settle(rank_steps(), SETTLE_S)
@@ -100,14 +100,14 @@ def expert_load_routes(
 
 
 class _Answers:
-    """Makes the answer of GET /experts/load in a thread, once for as long as nothing changes."""
+    """Builds the response of GET /experts/load in a thread, and reuses it until something changes."""
 
     def __init__(self, load: ExpertsLoad) -> None:
         self._load, self._made, self._revision = load, b"", -1
         self._making = asyncio.Lock()
 
     async def get(self) -> bytes:
-        """The answer as it is now."""
+        """Return the current response."""
         async with self._making:
             if self._revision != self._load.revision:
                 revision, snapshot = self._load.revision, self._load.snapshot()
@@ -118,14 +118,14 @@ class _Answers:
 
 def _known(load: ExpertsLoad) -> None:
     if load.experts is None:
-        raise errors.not_ready("rank 0 has not said yet which experts there are")
+        raise errors.not_ready("the experts are not known yet")
 
 
 def _recorded(load: ExpertsLoad) -> Record:
     if load.experts is None or not load.recorder.num_rows:
         raise bad_request(
-            "Nothing has been recorded: no step has ended since POST /start_expert_distribution_record, or nobody "
-            "called it."
+            "The record is empty: POST /start_expert_distribution_record was not called, or no step has ended "
+            "since."
         )
     return load.recorder.take(load.model, load.experts)
 
@@ -144,22 +144,22 @@ async def _pieces(file: IO[bytes], reader: ThreadPoolExecutor) -> AsyncIterator[
 
 
 class PlanForm(BaseModel):
-    """How to plan."""
+    """Options of a plan."""
 
     model_config = ConfigDict(extra="forbid")
     policy: Literal["repair", "shares", "plan"] = "repair"
-    max_moved: float | None = Field(default=None, ge=0, le=1)  # part of all slots; None: the service's
+    max_moved: float | None = Field(default=None, ge=0, le=1)  # share of all slots; None: the service's
 
 
 class ApplyForm(PlanForm):
-    """What to make serve: a placement, or what a plan comes to."""
+    """The placement to apply: a given one, or the result of a plan."""
 
     placement: dict[str, Any] | None = None
-    wait: bool = True  # answer when the change has ended; else when it has begun
+    wait: bool = True  # respond when the change has ended, not when it has begun
 
 
 class RollbackForm(BaseModel):
-    """How to go back."""
+    """Options of a rollback."""
 
     model_config = ConfigDict(extra="forbid")
     wait: bool = True
@@ -174,12 +174,12 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
         return await control.propose(form.policy, own)
 
     async def make_plan(body: PlanForm | None = None) -> Response:
-        """What a plan promises and costs, and the placement; nothing changes."""
+        """Return a plan with its predicted gain, cost and placement. Nothing changes."""
         proposal = await proposed(body or PlanForm())
         return _json({**summary(proposal), "placement": to_json(proposal.target)})
 
     async def apply(body: ApplyForm | None = None) -> Response:
-        """Make a placement serve; answers when it does, or when it was dropped."""
+        """Apply a placement. Responds when it serves or was dropped, or at once if `wait` is false."""
         form = body or ApplyForm()
         if form.placement is None:
             proposal = await proposed(form)
@@ -189,37 +189,37 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
                 target = from_json(form.placement)
             except (ValueError, TypeError, KeyError) as error:
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
-                raise bad_request(f"placement is not a placement: {reason}.", "placement") from error
-            change = control.begin(target, "apply", "as asked", None)
+                raise bad_request(f"Invalid placement: {reason}.", "placement") from error
+            change = control.begin(target, "apply", "as requested", None)
         return await became(change, form.wait)
 
     async def rollback(body: RollbackForm | None = None) -> Response:
-        """Make the placement before the last change serve again."""
+        """Switch back to the placement before the last change."""
         return await became(control.begin_rollback(), body is None or body.wait)
 
     async def became(change: "asyncio.Task[dict[str, Any]]", wait: bool) -> Response:
-        """The history's entry of a change that has ended, or the number under which it will be there."""
+        """Return the history's entry of a finished change, or the number of a change that has begun."""
         if not wait:
             return _json({"change": control.num_changes}, 202)
-        entry = await asyncio.shield(change)  # it goes on when its client has gone
+        entry = await asyncio.shield(change)  # it continues if its client disconnects
         if entry["failed"] is None:
             return _json(entry)
         done, stages = entry["stages"]
         failure = ApiError(
             503 if entry["cause"] == Cause.EPOCH.value else 500,
-            f"The change was dropped after {done} of {stages} stages, because of {entry['failed']}; placement "
+            f"The change was dropped after {done} of {stages} stages, because of {entry['failed']}. Placement "
             f"{entry['version']} serves.",
         )
         return _json({**entry, **failure.body()}, failure.status)
 
     async def show_history() -> Response:
-        """What was decided and done, oldest first, and the change that is under way."""
+        """Return past decisions and changes, oldest first, and the change in progress."""
         under_way = control.progress()
         serving = to_json(control.serving())
         return _json({"history": list(control.history.entries), "under_way": under_way, "serving": serving})
 
     router.add_api_route("/experts/plan", make_plan, methods=["POST"], response_model=None)
-    accepted: dict[int | str, dict[str, Any]] = {202: {"description": "It has begun; `wait` is false"}}
+    accepted: dict[int | str, dict[str, Any]] = {202: {"description": "It has begun (`wait` is false)"}}
     for path, change_placement in (("/experts/apply", apply), ("/experts/rollback", rollback)):
         router.add_api_route(
             path, change_placement, methods=["POST"], response_model=None, responses=accepted
@@ -229,13 +229,13 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
 
 
 def summary(proposal: Proposal) -> dict[str, Any]:
-    """A proposal as JSON, but for its placement."""
+    """Return a proposal as JSON, without its placement."""
     return {
         "kind": proposal.kind,
         "imbalance_before": round(proposal.imbalance_before, 6),
         "imbalance_after": round(proposal.imbalance_after, 6),
         "predicted_gain": round(proposal.gain, 6),
-        "predicted_saved_s": round(proposal.saved_s, 9),  # of a step
+        "predicted_saved_s": round(proposal.saved_s, 9),  # per step
         "experts_s": {
             now.name: {
                 "share": round(now.share, 6),

@@ -19,7 +19,7 @@ LEAST_S, MOST_S = 1, 120  # bounds of Retry-After
 
 
 class Admission:
-    """Bounds the open choices of a service."""
+    """Limits the open choices of a service."""
 
     def __init__(self, most: int | None) -> None:
         """Args: most: Limit of open choices, or None for no limit."""

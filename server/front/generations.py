@@ -89,7 +89,7 @@ class Generation:
         self.index = index
         self.rank = rank
         self.asker = NOBODY
-        self.num_moves = 0  # how often a rank gave it back
+        self.num_moves = 0  # number of times that a rank released it
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0
@@ -166,7 +166,7 @@ class Generation:
         return min(((at, regex) for at, regex in ends if at is not None), default=(len(text), None))
 
     def _take_beginning(self, output: RequestOutput) -> None:
-        """Record values that come with the first token. After a replay, another rank's first token has its own values."""
+        """Record values of the choice's first token. After a replay, another rank's first token does not count."""
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         before_s = self.submitted_s - self.ask.request.arrival_s
         self.queued_s = max(self.queued_s, before_s + output.queued_s)

@@ -25,7 +25,7 @@ MAX_FAULTS, FAULTS_S = 5, 60.0  # faults may end this many epochs in this time; 
 class Phase(Enum):
     """The state of the service."""
 
-    STARTING = "starting"  # not all ranks have attached once
+    STARTING = "starting"  # some ranks have not attached yet
     SERVING = "serving"
     REGROUPING = "regrouping"  # requests are accepted, and wait until the members have met
     WAITING = "waiting"  # for a rank to return: no rank is left, or those left cannot hold all experts
@@ -58,7 +58,7 @@ class Effects:
 
     order: Epoch | None = None  # send it to its members
     given_up: tuple[GivenUp, ...] = ()
-    failure: str | None = None  # the service ends
+    failure: str | None = None  # if set, the service must end
 
 
 class _Fault(NamedTuple):

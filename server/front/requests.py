@@ -229,7 +229,7 @@ class Requests:
 
     @property
     def num_parked(self) -> int:
-        """Accepted choices that wait for a rank to come back."""
+        """Accepted choices that wait for a rank to return."""
         return len(self._parked.keys() - self._queued.keys())
 
     def enter(self, rank: int) -> None:

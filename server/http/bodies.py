@@ -1,14 +1,14 @@
-"""How much of requests is read, and for how long: one body's bytes and time, and the sum of all that are read at once.
+"""Limits on the size, the time and the total memory of request bodies.
 
-The body is held once, up to the limit, and handed on whole; JSON is handed on parsed as well (`json_text`). What is longer is
-answered 413: at once if its length was announced and nothing was sent yet (Expect: 100-continue), otherwise after the rest was
-read and thrown away for a while, because a server that closes while the client still sends makes it see a broken connection,
-not the answer. What comes more slowly than LEAST_BYTES_PER_S, after a grace, is answered 408.
+The body is held once, up to the limit, and passed on whole; JSON is passed on parsed as well (`json_text`). A longer
+body gets 413: at once if its length was announced and nothing was sent yet (Expect: 100-continue), otherwise after reading and
+discarding the rest for a while. A server that closes while the client still sends makes the client see a broken
+connection instead of the answer. A body that arrives at less than LEAST_BYTES_PER_S, after a grace period, gets 408.
 
-All bodies together have a bound (`BodyBudget`). The first SMALL_BODY bytes of each are free, so that small requests never wait
-for large ones. A body counts from its first bytes until the application has read it. If another one does not fit,
-those that come more slowly than PRESSED_BYTES_PER_S end with a 408 to make room; if that is not enough, the new one is a 503.
-Rejected: counting what a client announces, which lets a few heads without bodies fill the bound for half a minute.
+`BodyBudget` limits all bodies together. The first SMALL_BODY bytes of each are free, so that small requests never wait
+for large ones. A body counts from its first bytes until the application has read it. If another body does not fit,
+bodies slower than PRESSED_BYTES_PER_S end with a 408 to make room; if that is not enough, the new one gets 503.
+Rejected: counting announced lengths, because a few heads without bodies would fill the budget for half a minute.
 """
 
 import asyncio
@@ -24,45 +24,45 @@ from server.front.errors import ApiError
 from server.http.errors import OLLAMA_PATH, ErrorResponse, route_path
 from server.http.json_text import PARSED, PIECE_BYTES, parse_json, trouble_with_nesting
 
-GRACE_S = 30.0  # for a body, however slowly it comes
-LEAST_BYTES_PER_S = 64 << 10  # after that: 32 MB have 9 minutes
-SMALL_BODY = 64 << 10  # bytes of each that do not count
-PRESSED_BYTES_PER_S = 1 << 20  # of bodies that may stay while others do not fit
+GRACE_S = 30.0  # for a body at any rate
+LEAST_BYTES_PER_S = 64 << 10  # after the grace period: 32 MB have 9 minutes
+SMALL_BODY = 64 << 10  # bytes of each body that do not count
+PRESSED_BYTES_PER_S = 1 << 20  # slower bodies end if others do not fit
 _PRESSED_GRACE_S = 2.0
-_MAX_PARSED_AT_ONCE = 2  # long ones; more threads only keep the event loop from the interpreter's lock
-_DISCARD_BYTES = 64 << 20  # of what is too long
+_MAX_PARSED_AT_ONCE = 2  # long bodies; more threads only keep the GIL from the event loop
+_DISCARD_BYTES = 64 << 20  # of a body that is too long
 _DISCARD_S = 5.0
 TOO_LONG, TOO_SLOW, NO_ROOM = 413, 408, 503  # statuses
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-_BODILESS_PATHS = ("/ping",)  # POSTs that need no key (`guards`) and take no body: what comes is not read
+_BODILESS_PATHS = ("/ping",)  # POSTs without a key (`guards`); a body is not read
 _NOTHING: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class _Read(NamedTuple):
-    """A body as far as it was read."""
+    """The result of reading a body."""
 
     body: bytes = b""
-    failure: ApiError | None = None  # it was too long, came too slowly, or did not fit
-    gone: Message | None = None  # the client left
+    failure: ApiError | None = None  # it was too long, too slow, or did not fit
+    gone: Message | None = None  # set if the client left
 
 
 @dataclass(eq=False, slots=True)
 class _Share:
-    """What one body takes of the budget."""
+    """One body's part of the budget."""
 
     begun_s: float
-    limit: asyncio.Timeout | None = None  # of reading it; None: it is whole
-    num_bytes: int = 0  # that have come
+    limit: asyncio.Timeout | None = None  # for reading it; None if it is whole
+    num_bytes: int = 0  # received
     num_charged: int = 0
-    is_pressed: bool = False  # it ends because others need its room
+    is_pressed: bool = False  # it is being ended to make room
 
     def bytes_per_s(self, now_s: float) -> float:
-        """Return how fast it comes."""
+        """Return its average rate."""
         return self.num_bytes / max(now_s - self.begun_s, 1e-6)
 
 
 class BodyBudget:
-    """Bytes of all bodies that are in memory at once."""
+    """The budget for all bodies that are in memory at once."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -70,13 +70,13 @@ class BodyBudget:
         self.num_bytes = 0  # charged
 
     def open(self, now_s: float) -> _Share:
-        """Begin a body."""
+        """Register a body."""
         share = _Share(now_s)
         self._shares.add(share)
         return share
 
     def charge(self, share: _Share, num_bytes: int, now_s: float) -> bool:
-        """Count bytes that have come; returns whether they fit."""
+        """Count received bytes; return whether they fit."""
         share.num_bytes += num_bytes
         more = max(0, share.num_bytes - SMALL_BODY) - share.num_charged
         if not self.has_room(more, now_s, besides=share):
@@ -86,19 +86,19 @@ class BodyBudget:
         return True
 
     def has_room(self, num_bytes: int, now_s: float, *, besides: _Share | None = None) -> bool:
-        """Tell whether so many bytes fit, after slow bodies were ended to make room."""
+        """Return whether `num_bytes` fit, after ending slow bodies to make room."""
         if self.num_bytes + num_bytes > self._max_bytes:
             self._press(num_bytes, now_s, besides)
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def close(self, share: _Share) -> None:
-        """Forget a body. May be called again."""
+        """Remove a body. May be called again."""
         self._shares.discard(share)
         self.num_bytes -= share.num_charged
         share.num_charged, share.limit = 0, None
 
     def _press(self, num_bytes: int, now_s: float, besides: _Share | None) -> None:
-        """End bodies that come slowly, the slowest first, until there is room."""
+        """End slow bodies, the slowest first, until there is room."""
         slow = [
             (rate, share)
             for share in self._shares
@@ -112,25 +112,25 @@ class BodyBudget:
         for _, share in sorted(slow, key=lambda each: each[0]):
             if self.num_bytes + num_bytes <= self._max_bytes:
                 return
-            assert share.limit is not None, "only those that are being read were taken"
+            assert share.limit is not None, "only bodies that are being read were selected"
             share.is_pressed = True
             share.limit.reschedule(now_s)
             self.close(share)
 
 
 class BodyGuard:
-    """Reads bodies for the application behind it."""
+    """Reads bodies for the inner application."""
 
     def __init__(
         self, app: ASGIApp, max_bytes: int, budget: BodyBudget | None = None, *, grace_s: float = GRACE_S
     ) -> None:
-        """Args: budget bounds all bodies together; None is eight of the longest."""
+        """Args: budget: Limit of all bodies together, or None for eight of the longest."""
         self._app, self._max_bytes, self._grace_s = app, max_bytes, grace_s
         self._budget = budget or BodyBudget(8 * max_bytes)
         self._parsing = asyncio.Semaphore(_MAX_PARSED_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a body that is short, quick and flat enough and fits, or answer 413, 408, 503 or 400."""
+        """Pass on an acceptable body, or answer 413, 408, 503 or 400."""
         if scope["type"] != "http" or scope["method"] in _BODILESS:
             await self._app(scope, receive, send)
             return
@@ -163,18 +163,18 @@ class BodyGuard:
             await ErrorResponse(failure)(scope, receive, send)
             return
         handing_over = self._handing_over(message, share, receive)
-        del read, message  # an answer takes long, and its request's text need not be kept meanwhile
+        del read, message  # an answer takes long, so free the request's text
         await self._app(scope, handing_over, send)
 
     def _refusal(self, announced: int) -> ApiError | None:
-        """Return the error for a body by its announced length, None if it may come."""
+        """Return the error for a body with this announced length, or None if it may be sent."""
         if announced > self._max_bytes:
             return self._too_long()
         num_bytes = max(0, announced - SMALL_BODY)
         return None if self._budget.has_room(num_bytes, _now_s()) else _no_room()
 
     def _handing_over(self, message: Message, share: _Share, receive: Receive) -> Receive:
-        """Return a `receive` that hands out the body once. Who asks for more has read it, and it does not count any more."""
+        """Return a `receive` that yields the body once. The next call means that it was read, so it no longer counts."""
         waiting = [message]
 
         async def next_message() -> Message:
@@ -186,7 +186,7 @@ class BodyGuard:
         return next_message
 
     async def _parse(self, body: bytes, message: Message) -> ApiError | None:
-        """Add the value to the message, or return the error; long bodies are parsed next to the event loop."""
+        """Add the parsed value to the message, or return the error. Long bodies are parsed in a thread."""
 
         def parse() -> ApiError | None:
             failure = trouble_with_nesting(body)
@@ -216,7 +216,7 @@ class BodyGuard:
     async def _read_within(
         self, limit: asyncio.Timeout, until_s: float, share: _Share, receive: Receive
     ) -> _Read:
-        """Read to the end; what has come moves the limit."""
+        """Read the body to its end, and extend the time limit with each received chunk."""
         chunks: list[bytes] = []
         while True:
             message = await receive()
@@ -236,7 +236,7 @@ class BodyGuard:
     def _too_long(self) -> ApiError:
         return ApiError(
             TOO_LONG,
-            f"The body is longer than {self._max_bytes} bytes, the most that this server reads "
+            f"The body is longer than {self._max_bytes} bytes, the limit of this server "
             "(--max-request-bytes).",
             headers={"Connection": "close"},
         )
@@ -245,7 +245,7 @@ class BodyGuard:
 def _too_slow(grace_s: float) -> ApiError:
     return ApiError(
         TOO_SLOW,
-        f"The body did not arrive in time: this server waits {grace_s:g} s, and one more for every "
+        f"The body did not arrive in time: this server allows {grace_s:g} s, and another second for every "
         f"{LEAST_BYTES_PER_S} bytes.",
         headers={"Connection": "close"},
     )
@@ -254,8 +254,8 @@ def _too_slow(grace_s: float) -> ApiError:
 def _pressed() -> ApiError:
     return ApiError(
         TOO_SLOW,
-        f"The body came more slowly than {PRESSED_BYTES_PER_S} bytes a second while other requests needed its room in memory "
-        "(--max-inflight-request-bytes); try again.",
+        f"The body arrived more slowly than {PRESSED_BYTES_PER_S} bytes per second while other requests needed its memory "
+        "(--max-inflight-request-bytes). Try again.",
         headers={"Connection": "close", "Retry-After": "5"},
     )
 
@@ -263,8 +263,8 @@ def _pressed() -> ApiError:
 def _no_room() -> ApiError:
     return ApiError(
         NO_ROOM,
-        "The bodies of the requests that are being read leave no room for this one (--max-inflight-request-bytes); try again "
-        f"soon. Bodies of up to {SMALL_BODY} bytes are always taken.",
+        "Other requests' bodies leave no room for this one (--max-inflight-request-bytes). Try again "
+        f"soon. Bodies of up to {SMALL_BODY} bytes are always accepted.",
         headers={"Connection": "close", "Retry-After": "1"},
     )
 
@@ -274,9 +274,9 @@ def _now_s() -> float:
 
 
 def _may_be_json(scope: Scope) -> bool:
-    """Whether a body may be parsed as JSON: by any of its types, if there are several, or because there is none.
+    """Return whether a body may be JSON: it has no Content-Type, or any of its types is JSON.
 
-    Ollama's routes read JSON whatever its type.
+    Ollama's routes read JSON regardless of the type.
     """
     if route_path(scope).startswith(OLLAMA_PATH):
         return True
@@ -290,7 +290,7 @@ def _announced(headers: dict[bytes, bytes]) -> int:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read on and forget it, for a bounded time and amount."""
+    """Read and discard messages, for a bounded time and amount."""
     num_bytes, until_s = 0, time.monotonic() + _DISCARD_S
     while num_bytes < _DISCARD_BYTES and (left_s := until_s - time.monotonic()) > 0:
         try:
@@ -303,7 +303,7 @@ async def _discard(receive: Receive) -> None:
 
 
 def replaying(taken: Sequence[Message], receive: Receive) -> Receive:
-    """Return a `receive` that hands out what was taken, then goes on."""
+    """Return a `receive` that first yields the messages in `taken`."""
     waiting = deque(taken)
 
     async def next_message() -> Message:

@@ -1,13 +1,13 @@
-"""How many connections are open at once, who gets one when all are taken, and how connections are accepted.
+"""Limit the number of open connections, and accept new ones.
 
-Each connection costs a descriptor, which the front needs for its ranks as well. Their number is bounded in all and per address
-(an IPv4 address, or an IPv6 network of 64 bits, which one customer has). When a bound is reached, the longest idle connection of
-the address with the most of them is closed; if none is idle, the new one is answered 503. An idle connection has no request:
-it rests between two, or has not sent a whole head. So nobody keeps others out with connections that say nothing. Loopback,
-Unix sockets and trusted proxies speak for many clients, and only the bound in all is for them.
+Each connection costs a descriptor, which the front needs for its ranks as well. Connections are limited in total and per
+address (an IPv4 address, or an IPv6 /64 network, which belongs to one customer). At a limit, the longest idle connection of
+the address with the most connections is closed. If no connection is idle, the new one gets 503. An idle connection has no
+request: it rests between two, or has not sent a whole head. So silent connections cannot lock out other clients.
+Loopback, Unix sockets and trusted proxies serve many clients, so only the total limit applies to them.
 
 asyncio's own server accepts up to 2,048 connections in a row, and logs a traceback for each of them when descriptors run out
-(bpo-27906); it also drops whatever waits in the backlog when it closes. `Listener` takes its place.
+(bpo-27906). It also drops the connections in the backlog when it closes. `Listener` replaces it.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ from typing import Protocol
 
 OWN_DESCRIPTORS = 256  # for ranks, files and libraries; the rest is for connections
 MOST_BY_DEFAULT = 16_384
-_ACCEPTED_AT_ONCE = 64  # before others get their turn
+_ACCEPTED_AT_ONCE = 64  # before other tasks run
 _RETRY_S = 0.1  # after descriptors have run out
 _LOG_EVERY_S = 1.0
-_HANDSHAKE_S = 10.0  # of TLS
+_HANDSHAKE_S = 10.0  # for TLS
 _EVICTED_AT_ONCE = 16
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LOG = logging.getLogger("wideep.front")
 
 
 def default_most(num_descriptors: int) -> int:
-    """Return how many connections fit a limit of descriptors."""
+    """Return the default limit of connections for a limit of descriptors."""
     room = num_descriptors - min(OWN_DESCRIPTORS, num_descriptors // 2)
     return max(1, min(room, MOST_BY_DEFAULT))
 
@@ -42,29 +42,29 @@ class Connection(Protocol):
     """One client's connection."""
 
     def make_room(self) -> None:
-        """Close it: it is idle, and others need its place."""
+        """Close this idle connection, because others need its place."""
 
 
 class ConnectionBound:
     """The open connections, and which of them are idle."""
 
     def __init__(self, most: int, most_per_address: int | None = None, exempt: Collection[str] = ()) -> None:
-        """Args: most_per_address is half of `most` for None; exempt are addresses and networks, "*" is all."""
+        """Args: most_per_address: None for half of `most`; exempt: Addresses and networks, or "*" for all."""
         self.most = most
         self._most_per_address = most_per_address or max(1, most // 2)
         self._exempts_all = "*" in exempt
         self._exempt = [ip_network(each, strict=False) for each in exempt if each != "*"]
-        self._sources: dict[Connection, str] = {}  # of each connection
+        self._sources: dict[Connection, str] = {}  # of open connections
         self._counts: Counter[str] = Counter()  # by source
         self._idle: dict[str, dict[Connection, None]] = {}  # by source, the longest idle first
 
     @property
     def num_open(self) -> int:
-        """How many connections are open."""
+        """Number of open connections."""
         return len(self._sources)
 
     def enter(self, connection: Connection, host: str | None) -> bool:
-        """Count a new connection, which is idle; returns whether it may stay."""
+        """Add a new idle connection; return whether it may stay."""
         source = self._source_of(host)
         if source and self._counts[source] >= self._most_per_address and not self._evict_of(source):
             return False
@@ -76,7 +76,7 @@ class ConnectionBound:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """Forget a connection. May be called again."""
+        """Remove a connection. May be called again."""
         self.work(connection)
         source = self._sources.pop(connection, None)
         if source is not None:
@@ -85,13 +85,13 @@ class ConnectionBound:
                 del self._counts[source]
 
     def rest(self, connection: Connection) -> None:
-        """Note that a connection is idle."""
+        """Mark a connection as idle."""
         source = self._sources.get(connection)
         if source is not None:
             self._idle.setdefault(source, {})[connection] = None
 
     def work(self, connection: Connection) -> None:
-        """Note that a connection has a request."""
+        """Mark a connection as busy with a request."""
         source = self._sources.get(connection)
         idle = None if source is None else self._idle.get(source)
         if source is not None and idle is not None:
@@ -100,7 +100,7 @@ class ConnectionBound:
                 del self._idle[source]
 
     def evict(self, num: int) -> int:
-        """Close up to so many idle connections, of those who have the most; returns how many."""
+        """Close up to `num` idle connections of the largest sources; return how many were closed."""
         num_closed = 0
         while num_closed < num and self._idle:
             self._evict_of(max(self._idle, key=lambda source: self._counts[source]))
@@ -116,7 +116,7 @@ class ConnectionBound:
         return True
 
     def _source_of(self, host: str | None) -> str:
-        """Return whom a connection counts for; "" is nobody in particular."""
+        """Return the source that a connection counts for, or "" if it is exempt."""
         try:
             address = ip_address((host or "").partition("%")[0])
         except ValueError:  # a Unix socket
@@ -141,25 +141,25 @@ class Listener:
     ) -> None:
         self._sockets, self._make_protocol, self._bound, self._tls = sockets, make_protocol, bound, tls
         self._loop = asyncio.get_running_loop()
-        self._opening: dict[asyncio.Task[None], None] = {}  # in order; with TLS a handshake takes its time
+        self._opening: dict[asyncio.Task[None], None] = {}  # in order; a TLS handshake takes time
         self._retries: set[asyncio.TimerHandle] = set()
         self._logged_s = -_LOG_EVERY_S
         self._num_unlogged = 0
 
     def start(self) -> None:
-        """Accept from now on."""
+        """Start accepting."""
         for each in self._sockets:
             each.setblocking(False)
             self._loop.add_reader(each, self._accept, each)
 
     async def close(self) -> None:
-        """Accept who waits already, then nobody. Returns when those are connected."""
+        """Accept the connections that already wait, and no more. Returns when those are open."""
         for timer in self._retries:
             timer.cancel()
         for each in self._sockets:
             self._loop.remove_reader(each)
             with contextlib.suppress(OSError):
-                each.listen(0)  # the kernel takes no more into its queue, so that it can be emptied
+                each.listen(0)  # the kernel's queue takes no more, so that it can be emptied
             while self._take_one(each):
                 pass
             each.close()
@@ -172,7 +172,7 @@ class Listener:
                 return
 
     def _take_one(self, listener: socket.socket) -> bool:
-        """Accept one connection; returns whether another may wait."""
+        """Accept one connection; return whether another may wait."""
         try:
             accepted, _ = listener.accept()
         except (BlockingIOError, InterruptedError):
@@ -190,7 +190,7 @@ class Listener:
         self._opening[task] = None
         task.add_done_callback(lambda done: self._opening.pop(done, None))
         if self._tls is not None and len(self._opening) > max(_ACCEPTED_AT_ONCE, self._bound.most // 2):
-            next(iter(self._opening)).cancel()  # clients that never end their handshakes
+            next(iter(self._opening)).cancel()  # a client may never finish its handshake
         return True
 
     async def _open(self, accepted: socket.socket) -> None:
@@ -199,12 +199,12 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
             )
-        except OSError as error:  # the client is gone, or speaks no TLS
-            _LOG.debug("a connection failed while it was opened: %s", error)
+        except OSError as error:  # the client is gone, or does not use TLS
+            _LOG.debug("failed to open a connection: %s", error)
             accepted.close()
 
     def _pause(self, listener: socket.socket) -> None:
-        """Accept nothing for a moment: the kernel goes on saying that somebody waits."""
+        """Stop accepting for a moment, because the kernel keeps reporting the waiting connection."""
         if listener.fileno() < 0:
             return
         self._loop.remove_reader(listener)
@@ -217,7 +217,7 @@ class Listener:
         self._retries.add(timer)
 
     def _complain(self, error: OSError) -> None:
-        """Log a failure to accept, at most one a second."""
+        """Log a failure to accept, at most once per second."""
         now_s = self._loop.time()
         if now_s - self._logged_s < _LOG_EVERY_S:
             self._num_unlogged += 1

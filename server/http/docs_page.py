@@ -1,8 +1,8 @@
-"""GET /docs: every endpoint, as /openapi.json describes it, on a page that needs no network.
+"""GET /docs: a page that shows every endpoint of /openapi.json and needs no network.
 
-One plain file beside this module that draws the description in the browser. The Content-Security-Policy holds it to its own
-script and style and to this service. Rejected: FastAPI's Swagger page, which loads its script from another host and is
-blank on a machine that reaches none.
+One plain file next to this module renders the description in the browser. The Content-Security-Policy allows only the page's
+own script and style, and this service. Rejected: FastAPI's Swagger page, which loads its script from another host and
+stays blank on a machine without internet access.
 """
 
 import base64
@@ -27,7 +27,7 @@ def docs_routes() -> APIRouter:
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     )
     headers = {
-        "Cache-Control": "no-cache",  # an upgraded service shows its own page
+        "Cache-Control": "no-cache",  # so that an upgraded service shows its new page
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
     }
@@ -40,7 +40,7 @@ def docs_routes() -> APIRouter:
 
 
 def _hash_of(tag: str, page: bytes) -> str:
-    """Return what a policy calls the page's only element of a kind."""
+    """Return the CSP hash of the page's only element with this tag."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, flags=re.DOTALL)
     assert len(found) == 1, f"the page has one {tag}"
     return f"'sha256-{base64.b64encode(hashlib.sha256(found[0]).digest()).decode()}'"

@@ -1,7 +1,7 @@
-"""Errors as HTTP responses: every one has the shape that the asked endpoint's clients parse.
+"""Errors as HTTP responses, in the shape that clients of the endpoint parse.
 
-Errors are raised, and answered, in many places (validation, keys, limits, routes, streams before their first byte);
-the path alone says whose client is waiting, so the shape is chosen here, when the response is sent.
+Errors are raised and answered in many places (validation, keys, limits, routes, streams before their first byte). The path
+alone determines the client's API, so the shape is chosen here, when the response is sent.
 """
 
 import difflib
@@ -19,13 +19,13 @@ from server.front.errors import ApiError
 from server.front.generations import ClientGone
 from server.http.routes import refusal
 
-ANTHROPIC_PATH = "/v1/messages"  # below it errors have Anthropic's shape
-OLLAMA_PATH = "/api/"  # likewise Ollama's
+ANTHROPIC_PATH = "/v1/messages"  # errors under it have Anthropic's shape
+OLLAMA_PATH = "/api/"  # errors under it have Ollama's shape
 _SHOWN_CHARACTERS = 200  # of a path in a message
-_DEFAULT_DETAIL = {404: "Not Found", 405: "Method Not Allowed"}  # Starlette's own words
+_DEFAULT_DETAIL = {404: "Not Found", 405: "Method Not Allowed"}  # Starlette's texts
 _GENERATES = "serves text generation only"
 _NO_ADAPTERS = "does not serve LoRA adapters; merge one into the weights and serve the result"
-# Endpoints of OpenAI, vLLM, SGLang and Ollama that clients ask for, by the beginnings of their paths.
+# Unsupported endpoints of OpenAI, vLLM, SGLang and Ollama, by path prefix.
 _NOT_SERVED = {
     **dict.fromkeys(
         (
@@ -42,14 +42,14 @@ _NOT_SERVED = {
 
 
 class ErrorResponse(Response):
-    """An error as a response of its own."""
+    """An error as a response."""
 
     def __init__(self, failure: ApiError) -> None:
         super().__init__(status_code=failure.status)
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it, worded for the path; plain ASCII, because it may quote half a surrogate pair."""
+        """Send it in the shape for the path. Plain ASCII, because it may quote half a surrogate pair."""
         failure = self._failure
         path = route_path(scope)
         if path.startswith(ANTHROPIC_PATH):
@@ -63,9 +63,9 @@ class ErrorResponse(Response):
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path without the root path that a proxy may or may not have taken off.
+    """Return the path without the root path, which a proxy may or may not have removed.
 
-    Starlette's router does the same: a guard that looked at the whole path would be walked around.
+    Starlette's router does the same. A guard that looked at the whole path could be bypassed.
     """
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
@@ -77,14 +77,14 @@ async def _on_api_error(_: HttpRequest, error: Exception) -> Response:
 
 
 async def _on_invalid(_: HttpRequest, error: Exception) -> Response:
-    """A parameter of a path or a query that is not what the endpoint says."""
+    """Answer a path or query parameter that violates the endpoint's schema."""
     assert isinstance(error, RequestValidationError), error
     first = error.errors()[0]
     return ErrorResponse(refusal(first, first["loc"][1:]))  # without "query"
 
 
 async def _on_http_error(request: HttpRequest, error: Exception) -> Response:
-    """A path or method that does not exist."""
+    """Answer an unknown path or method."""
     assert isinstance(error, HTTPException), error
     path, detail = route_path(request.scope), str(error.detail)
     if error.status_code == 404 and detail == _DEFAULT_DETAIL[404]:
@@ -96,7 +96,7 @@ async def _on_http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 def _why_not_found(path: str, known: Sequence[str]) -> str:
-    """Say that a path does not exist: why, or which one is like it."""
+    """Explain why a path does not exist, or suggest a similar one."""
     shown = path[:_SHOWN_CHARACTERS]
     for beginning, what in _NOT_SERVED.items():
         if path.startswith(beginning):
@@ -111,7 +111,7 @@ def _why_not_found(path: str, known: Sequence[str]) -> str:
 
 
 async def _on_client_gone(_: HttpRequest, __: Exception) -> Response:
-    return Response(status_code=499)  # nginx's number; nobody reads it
+    return Response(status_code=499)  # nginx's number; the client is gone
 
 
 async def _on_bug(_: HttpRequest, error: Exception) -> Response:

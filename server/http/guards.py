@@ -1,19 +1,19 @@
-"""Who may ask: those who have a key, and, if none is needed, no page of a foreign site in a browser.
+"""Check API keys. Without keys, reject requests from foreign pages in a browser.
 
-Keys from the command line and the environment stay; those of a file are read again when the file changes, so that a
-key can be given out or withdrawn while serving. Rejected: reading it again on SIGHUP, which torchrun and we take for
-the wish to stop, and which would have to find the one process that needs it.
+Keys from the command line and the environment are fixed. A key file is read again when it changes, so that keys can be
+added or revoked while serving. Rejected: reading it on SIGHUP, which torchrun and WideEP treat as a request to stop, and
+which would have to reach the one process that needs it.
 
-A browser lets any page send a POST without a body anywhere; CORS only keeps the answer from the page. But it says in
-`Origin` whose page it was. So what changes something and has an origin must come from an allowed one or from our own
-pages. Ours are those whose origin is the `Host` that was asked, where that is an address or a name of this machine: a
-name of somebody else's may have been pointed here (DNS rebinding). Clients that are no browsers send no origin.
+A browser lets any page send a POST without a body to any server; CORS only hides the answer from the page. But its
+`Origin` header names the page's site. So a request that changes something and has an origin must come from an allowed
+origin or from one of our pages. A page is ours if its origin equals the request's `Host`, and that is an address or a
+name of this machine: another name may have been pointed here (DNS rebinding). Other clients send no origin.
 
-A page whose own name was pointed here reads without an `Origin`, because to its browser that is the same site. So what shows
-contents must be asked for by an address, a name of this machine, or one of --allowed-hosts. What load balancers and Prometheus
-ask (`_MONITORED`) may have any name: it has numbers only.
+If a foreign page's own name points here, the browser sends its reads without an `Origin`, because they are same-site. So
+requests that return contents must use an address, a name of this machine, or one of --allowed-hosts. The paths of load
+balancers and Prometheus (`_MONITORED`) may use any name, because they return numbers only.
 
-What acts on the whole service is the operators' if they have keys of their own (--operator-key-file), which open all else, too.
+With --operator-key-file, requests that act on the whole service need an operator's key, which also opens everything else.
 """
 
 import hashlib
@@ -36,17 +36,16 @@ from server.options.flag import OptionsError
 _GUARDED = (
     *("/v1", "/api/"),
     "/experts/record",  # up to 256 MB to write and to send
-    "/experts/history",  # where every expert is, and was
+    "/experts/history",  # the present and past placement of every expert
     "/health_generate",  # makes a rank work
-    *("/get_model_info", "/model_info"),  # where the model is on this machine
+    *("/get_model_info", "/model_info"),  # the model's path on this machine
     "/tokenizer_info",  # the chat template, which may be private
 )
 _OPEN_POSTS = ("/ping",)
-_OPEN_READS = (
-    "/v1/fault_tolerance/status",
-)  # as /health and /metrics, which say the same; the dashboard has no key
+# The same facts as /health and /metrics; the dashboard has no key.
+_OPEN_READS = ("/v1/fault_tolerance/status",)
 _MONITORED = ("/", "/health", "/ping", "/version", "/metrics", "/load", "/throughput", *_OPEN_READS)
-OPERATOR_PATHS = (  # beside all below /experts/ that changes something
+OPERATOR_PATHS = (  # in addition to requests under /experts/ that change something
     "/experts/record",
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
@@ -56,7 +55,7 @@ OPERATOR_PATHS = (  # beside all below /experts/ that changes something
 )
 _EXPERTS = "/experts/"
 _MOST_SHOWN_CHARS = 100
-_LOOK_EVERY_S = 1.0  # at the file
+_LOOK_EVERY_S = 1.0  # interval of checks for a changed file
 _LOG = logging.getLogger("wideep")
 
 
@@ -72,30 +71,30 @@ class ApiKeys:
         operators: "ApiKeys | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: file holds further keys, in the form of `read_keys`, and `flag` named it; operators are the keys of those
-        who may act on the whole service, None: every key may.
+        """Args: file: Further keys, in the form of `read_keys`; flag: The flag that named it; operators: Keys of
+        operators, who may act on the whole service, or None if every key may.
         """
         self._fixed = [key.encode() for key in keys]
         self._file, self._flag, self._clock = file, flag, clock
         self.operators = operators
         self._from_file: list[bytes] = []
-        self._version: object = None  # of the file that `_from_file` is from
+        self._version: object = None  # of the file that `_from_file` was read from
         self._look_again_s = -1.0
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests must have one. A file without keys opens nothing to anybody."""
+        """Whether requests must have a key. A file without keys still requires one."""
         return bool(self._fixed) or self._file is not None
 
     @property
     def are_several(self) -> bool:
-        """Whether there are several keys, but for operators', between which what is bounded is shared."""
+        """Whether there are several keys to share limits between, not counting operators' keys."""
         self._refresh()
         return len({*self._fixed, *self._from_file}) > 1
 
     def opens(self, key: bytes) -> bool:
-        """Say whether this is one of the keys, or an operator's."""
-        # Every key is compared, in constant time: the time taken says nothing about which was near.
+        """Return whether this is one of the keys, or an operator's."""
+        # Every key is compared, in constant time, so that the time reveals nothing about similar keys.
         known = [hmac.compare_digest(key, each) for each in self._known()]
         return any(known)
 
@@ -104,7 +103,7 @@ class ApiKeys:
         return {*self._fixed, *self._from_file, *(self.operators._known() if self.operators else ())}
 
     def _refresh(self) -> None:
-        """Read the file again if it has changed. One that cannot be read keeps the keys as they were."""
+        """Read the file again if it has changed. If it cannot be read, keep the present keys."""
         if self._file is None or self._clock() < self._look_again_s:
             return
         self._look_again_s = self._clock() + _LOOK_EVERY_S
@@ -120,11 +119,11 @@ class ApiKeys:
         try:
             self._from_file = [key.encode() for key in read_keys(self._file, self._flag)]
         except OptionsError as error:
-            _LOG.error("%s; the keys read before stay valid", error)
+            _LOG.error("%s; the keys read earlier stay valid", error)
 
 
 class KeyGuard:
-    """Lets requests to /v1 and /api, for records, and whatever changes something, through if they carry a known key."""
+    """Requires a known key for /v1, /api, records, and every request that changes something."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
@@ -141,11 +140,11 @@ class KeyGuard:
                 exchange.owner = hashlib.sha256(key).hexdigest()
             await self._app(scope, receive, send)
             return
-        await ErrorResponse(_no_key("This server wants an API key"))(scope, receive, send)
+        await ErrorResponse(_no_key("This server requires an API key"))(scope, receive, send)
 
 
 class OperatorGuard:
-    """Lets requests that act on the whole service through if they carry an operator's key."""
+    """Requires an operator's key for requests that act on the whole service."""
 
     def __init__(self, app: ASGIApp, operators: ApiKeys) -> None:
         self._app, self._operators = app, operators
@@ -156,9 +155,9 @@ class OperatorGuard:
             await self._app(scope, receive, send)
             return
         failure = ApiError(
-            403, f"{route_path(scope)} is for operators: send a key of --operator-key-file, not another one."
+            403, f"{route_path(scope)} is for operators: send a key from --operator-key-file instead."
         )
-        await ErrorResponse(failure if key else _no_key("This server wants an operator's key"))(
+        await ErrorResponse(failure if key else _no_key("This server requires an operator's key"))(
             scope, receive, send
         )
 
@@ -166,7 +165,7 @@ class OperatorGuard:
 def _no_key(wanted: str) -> ApiError:
     return ApiError(
         401,
-        f"{wanted}: send the header 'Authorization: Bearer KEY' with one it knows.",
+        f"{wanted}: send the header 'Authorization: Bearer KEY' with a valid key.",
         headers={"WWW-Authenticate": "Bearer"},
     )
 
@@ -197,14 +196,14 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
 
 
 def key_of(scope: Scope) -> bytes:
-    """Return the key a request carries: OpenAI's clients send a bearer, Anthropic's x-api-key."""
+    """Return the request's key: OpenAI's clients send a bearer token, Anthropic's send x-api-key."""
     headers: dict[bytes, bytes] = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 class OriginGuard:
-    """Lets requests through unless a page of a foreign site sent them."""
+    """Rejects requests that a page of a foreign site sent."""
 
     def __init__(
         self,
@@ -214,8 +213,8 @@ class OriginGuard:
         own_names: Collection[str],
         allowed_hosts: Collection[str] = (),
     ) -> None:
-        """Args: allowed are origins as browsers write them, own_names what this machine is called, allowed_hosts what else
-        users may call it: names, `*.` and a name for all below it, or `*`.
+        """Args: allowed: Origins as browsers write them; own_names: Names of this machine; allowed_hosts: Other names
+        for this service: a name, `*.` and a name for its subdomains, or `*` for all.
         """
         self._app = app
         self._allowed = {origin.encode() for origin in allowed}
@@ -238,24 +237,24 @@ class OriginGuard:
                 return None
             return ApiError(
                 403,
-                f"A page from {_shown(origin)} may not use this service. If it may, name its origin in --allowed-origins.",
+                f"A page from {_shown(origin)} may not use this service. To allow it, add its origin to --allowed-origins.",
             )
         if host is None or not _shows_contents(scope) or self._is_known(host.decode("latin-1")):
             return None
         return ApiError(
             403,
-            f"This service is not known as {_shown(host)}. Ask it by an address, or name the host in --allowed-hosts.",
+            f"This service is not known as {_shown(host)}. Use its address, or add the host to --allowed-hosts.",
         )
 
     def _is_own(self, origin: bytes, host: bytes | None) -> bool:
-        """Whether a page is from where it sends its request to, and that is this machine."""
+        """Return whether a page was served by the host that it sends to, and that host is this machine."""
         scheme, _, asked = origin.decode("latin-1").lower().partition("://")
         if scheme not in ("http", "https") or host is None or asked != host.decode("latin-1").lower():
             return False
         return self._is_known(asked)
 
     def _is_known(self, host: str) -> bool:
-        """Whether nobody else can have pointed this name here."""
+        """Return whether the host certainly belongs to this service, so that it is not a foreign name pointed here."""
         name = _host_name(host)
         if name in self._names or "*" in self._names or name.endswith(self._endings):
             return bool(name)
@@ -270,7 +269,7 @@ def _shows_contents(scope: Scope) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return a host without its port; empty if it is none."""
+    """Return a host without its port, or "" if it is invalid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:

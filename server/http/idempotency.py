@@ -1,12 +1,12 @@
-"""Requests with an `Idempotency-Key`: whoever asks again with the same key and body gets the same answer, made once.
+"""Requests with an `Idempotency-Key`: a retry with the same key and body gets the first answer, which is generated once.
 
-The field is that of draft-ietf-httpapi-idempotency-key-header, and Stripe's. An answer to such a request is made apart from the
-connection that asked for it, so that it goes on for a while when that breaks. Who asks again meanwhile is sent it from its
-beginning, a stream as a stream; who asks later is sent what was kept. A front that takes the place of a killed one knows the keys
-(`kept_answers`), and makes again what was not finished: with the tokens that it would have had, because the seed of a request
-that brings none follows from its key. Answers that failed are not kept: asking again tries again.
+The header is that of draft-ietf-httpapi-idempotency-key-header, and Stripe's. Such an answer is generated independently of
+its connection, so that it continues for a while if the connection breaks. A retry meanwhile gets the answer from its
+beginning, a stream as a stream; a later retry gets the kept answer. A front that replaces a killed one knows the keys
+(`kept_answers`), and generates unfinished answers again. They have the same tokens, because the seed of a request without
+one is derived from its key. Failed answers are not kept, so a retry runs the request again.
 
-Rejected: a 409 for who asks again too early, which the draft allows: a client whose stream was cut wants the answer, and would
+Rejected: a 409 for an early retry, which the draft allows. A client with a broken stream needs the answer, and would
 have to poll for it.
 """
 
@@ -32,12 +32,12 @@ _REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_KEY_CHARS = 255
 _LOG = logging.getLogger("wideep.front")
-HOLD_S = 60.0  # that an answer goes on without a reader
-MAX_UNREAD = 32  # answers of one API key that go on without a reader; beyond it the oldest ends
+HOLD_S = 60.0  # for which an answer continues without a reader
+MAX_UNREAD = 32  # unread answers of one API key that continue; beyond it the oldest ends
 
 
 class IdempotentAnswers:
-    """Answers requests that have a key, each of them once."""
+    """Answers each request with a key once."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class IdempotentAnswers:
         hold_s: float = HOLD_S,
         max_unread: int = MAX_UNREAD,
     ) -> None:
-        """Args: secret: what seeds are drawn from; the same for every front of a service."""
+        """Args: secret: Source of seeds; the same for every front of a service."""
         self._app, self._kept, self._secret, self._hold_s = app, kept, secret.encode(), hold_s
         self._max_unread = max_unread
         self._open: dict[str, _Recording] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer from what is known of the key; bodies come whole."""
+        """Pass on, or answer from the record of the key. Bodies must be whole."""
         is_meant = scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in _PATHS
         keys = [value for name, value in scope["headers"] if name == _NAME] if is_meant else []
         if not keys:
@@ -75,7 +75,7 @@ class IdempotentAnswers:
         if used_for is not None and used_for != fingerprint:
             raise ApiError(
                 422,
-                f"The {HEADER} was used for another request; use a new one for each request.",
+                f"The {HEADER} was used for another request. Use a new one for each request.",
                 param=HEADER,
             )
         whole = self._kept.read(name)
@@ -90,7 +90,7 @@ class IdempotentAnswers:
         await recording.play(receive, send, (_REPLAYED,) if is_again else ())
 
     def _begin(self, asked: "_Asked", scope: Scope, request: Message) -> "_Recording":
-        """Let the application answer, apart from this connection."""
+        """Start the application independently of this connection."""
         name, fingerprint = asked.name, asked.fingerprint
         if self._kept.fingerprint_of(name) is None:
             try:
@@ -117,11 +117,11 @@ class IdempotentAnswers:
     async def _make(self, name: str, recording: "_Recording", scope: Scope) -> None:
         try:
             await self._app(scope, recording.receive, recording.send)
-        except Exception as error:  # noqa: BLE001 - it belongs to who reads
+        except Exception as error:  # noqa: BLE001 - it is raised to the readers
             recording.end(error)
         else:
             recording.end(None)
-        if self._open.get(name) is not recording:  # dropped: too long
+        if self._open.get(name) is not recording:  # it was dropped as too long
             return
         del self._open[name]
         exchange = current_exchange()
@@ -132,15 +132,15 @@ class IdempotentAnswers:
             try:
                 self._kept.finish(name, whole)
             except OSError as error:
-                _LOG.error("an answer cannot be kept for whoever asks again: %s", error)
+                _LOG.error("cannot keep an answer for retries: %s", error)
 
     def _drop(self, name: str) -> None:
-        """Forget an answer that is too long to be sent again; those who read it read on."""
+        """Forget an answer that is too long to be sent again. Present readers continue."""
         if self._open.pop(name, None) is not None:
             self._kept.forget(name)
 
     def _bound_unread(self, owner: str) -> None:
-        """End the answers of an owner that have been without a reader for longest, if there are too many."""
+        """If an owner has too many unread answers, end those that have been unread for longest."""
         unread = [
             each for each in self._open.values() if each.owner == owner and each.unread_since_s is not None
         ]
@@ -150,23 +150,23 @@ class IdempotentAnswers:
 
 
 class _Asked(NamedTuple):
-    """What came with a key."""
+    """The identity of a request with a key."""
 
-    name: str  # of the key, apart from others' keys
+    name: str  # of the key, unique to its sender
     fingerprint: str  # of the request
     owner: str  # of the API key
 
 
 def _identify(keys: list[bytes], scope: Scope, body: bytes) -> _Asked:
-    """Return what a key is called here, which request it came with, and whose it is.
+    """Return the key's name, the request's fingerprint and the owner.
 
     Raises:
-        ApiError: it is no key.
+        ApiError: The key is malformed.
     """
     key = keys[0].strip()
     if len(keys) > 1 or not 0 < len(key) <= MAX_KEY_CHARS or not all(0x20 <= char < 0x7F for char in key):
         raise bad_request(
-            f"The header {HEADER} must come once, with 1 to {MAX_KEY_CHARS} printable ASCII characters.",
+            f"Send the header {HEADER} once, with 1 to {MAX_KEY_CHARS} printable ASCII characters.",
             HEADER,
         )
     exchange = current_exchange()
@@ -180,13 +180,13 @@ def _identify(keys: list[bytes], scope: Scope, body: bytes) -> _Asked:
 
 
 def with_way_on(failure: ApiError) -> ApiError:
-    """Add to a failure that cuts a stream off how the client gets the whole answer."""
+    """Add to a failure that cuts off a stream how the client can get the whole answer."""
     if failure.status not in (500, 503):
         return failure
     exchange = current_exchange()
     key = None if exchange is None else exchange.headers.get(_NAME)
     way = (
-        f"Send the request again with an {HEADER} to be able to ask for its answer again."
+        f"Send the request again with an {HEADER} to be able to retry it."
         if key is None
         else f"Send the request again with the same {HEADER}, {key.decode('latin-1')}, for the whole answer."
     )
@@ -195,14 +195,14 @@ def with_way_on(failure: ApiError) -> ApiError:
 
 
 class _Reader:
-    """Where somebody is in a recording."""
+    """A reader's place in a recording."""
 
     def __init__(self) -> None:
-        self.place = 0  # chunks, from the beginning
+        self.place = 0  # in chunks from the beginning
 
 
 class _Recording:
-    """An answer that is being made, and those who read it. To the application it is the connection."""
+    """An answer in progress, and its readers. To the application it acts as the connection."""
 
     def __init__(
         self,
@@ -213,33 +213,33 @@ class _Recording:
         on_too_long: Callable[[], None],
         on_unread: Callable[[str], None],
     ) -> None:
-        """Args: on_unread is told the owner when the last reader leaves before the end."""
+        """Args: on_unread: Called with the owner when the last reader leaves before the end."""
         self.making: asyncio.Task[None] | None = None
         self.owner = owner
-        self.unread_since_s: float | None = None  # by the event loop's clock; None: it is read, or ends
+        self.unread_since_s: float | None = None  # by the event loop's clock; None if it is read, or ends
         self._request: Message | None = request
         self._hold_s, self._on_too_long, self._on_unread = hold_s, on_too_long, on_unread
         self._head: Message | None = None
         self._chunks: list[bytes] = []
         self._num_dropped = 0  # chunks
         self._num_bytes = 0
-        self._is_whole = False  # its last chunk is there
+        self._is_whole = False  # it has its last chunk
         self._has_ended = False
         self._failure: Exception | None = None
         self._readers: list[_Reader] = []
-        self._changed = asyncio.Event()  # replaced whenever it was set
+        self._changed = asyncio.Event()  # replaced after each set
         self._given_up = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def whole(self) -> WholeAnswer | None:
-        """What may be kept; None: it is not whole, or no success."""
+        """The answer to keep, or None if it is incomplete or not a success."""
         if not self._is_whole or self._head is None or self._head["status"] != 200:
             return None
         return WholeAnswer(list(self._head.get("headers", ())), b"".join(self._chunks))
 
     async def receive(self) -> Message:
-        """Give the application its request, then that nobody reads any more."""
+        """Return the request to the application, and later a disconnect when no reader is left."""
         request, self._request = self._request, None
         if request is not None:
             return request
@@ -247,7 +247,7 @@ class _Recording:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Take what the application sends. What grows too long waits for its readers, and loses its beginning."""
+        """Add a message from the application. If the answer gets too long, wait for its readers and drop its beginning."""
         if message["type"] == "http.response.start":
             self._head = message
         else:
@@ -257,7 +257,7 @@ class _Recording:
         self._wake()
         if self._num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
             self._on_too_long()
-            self._hold_s = 0.0  # a client that comes back could not be sent its beginning
+            self._hold_s = 0.0  # a returning client could not get its beginning
             await self._let_read()
 
     async def _let_read(self) -> None:
@@ -271,12 +271,12 @@ class _Recording:
             self._num_dropped = end
 
     def end(self, failure: Exception | None) -> None:
-        """The application has returned."""
+        """Record that the application has returned."""
         self._failure, self._has_ended = failure, True
         self._wake()
 
     async def play(self, receive: Receive, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        """Send the answer from its beginning, until its end or the client's."""
+        """Send the answer from its beginning, until it ends or the client leaves."""
         gone = asyncio.create_task(_until_gone(receive))
         gone.add_done_callback(lambda _: self._wake())
         reader = _Reader()
@@ -314,7 +314,7 @@ class _Recording:
                 await changed.wait()
 
     def give_up(self) -> None:
-        """Let the application end: to it the client has left."""
+        """Signal a disconnect to the application, so that it ends."""
         self.unread_since_s = None
         self._given_up.set()
 

@@ -1,7 +1,7 @@
-"""JSON of large answers in many small parts, for a thread beside an event loop.
+"""JSON of large answers in many small parts, for a thread next to an event loop.
 
-The library's encoder keeps the interpreter's lock until it is done: a thread that encodes 2 MB at once stops the loop
-for 30 ms as if it ran there. Here a part is a row of a matrix or a plain value.
+The library's encoder holds the GIL until it is done: a thread that encodes 2 MB at once stops the loop for 30 ms, as if
+it ran there. Here a part is a row of a matrix or a plain value.
 """
 
 import json
@@ -14,15 +14,15 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class EncodedList:
-    """A list whose items are JSON already: what occurs in several places of an answer, or in several answers, is encoded once."""
+    """A list of items that are already JSON, so that parts that occur several times are encoded once."""
 
     items: Sequence[str]
 
 
 _PIECE_CHARS = 1 << 18
-_BATCH = 1024  # parts of a piece, at most
-_ITEMS = 64  # encoded ones that are a part
-_PLAIN_ITEMS = 4096  # numbers and the like that are one
+_BATCH = 1024  # most parts of a piece
+_ITEMS = 64  # encoded items per part
+_PLAIN_ITEMS = 4096  # plain items, such as numbers, per part
 _NESTED = (dict, list, tuple, np.ndarray, EncodedList)
 
 
@@ -32,7 +32,7 @@ def encode(value: Any) -> bytes:
 
 
 def encoded_pieces(value: Any) -> Iterator[bytes]:
-    """Yield what `encode` returns in pieces: a hundred megabytes are never copied, or freed, in one go."""
+    """Yield the result of `encode` in pieces, so that a hundred megabytes are never copied or freed at once."""
     batch, num_chars = list[str](), 0
     for part in json_parts(value):
         batch.append(part)
@@ -44,7 +44,7 @@ def encoded_pieces(value: Any) -> Iterator[bytes]:
 
 
 def json_parts(value: Any) -> Iterator[str]:
-    """The text in parts; joined, it is what `json.dumps` makes of lists in the arrays' place."""
+    """Yield the text in parts. Joined, they equal `json.dumps` of the value with arrays as lists."""
     if isinstance(value, EncodedList):
         yield "["
         for start in range(0, len(value.items), _ITEMS):

@@ -1,14 +1,14 @@
-"""A body's JSON: how it nests, measured without parsing, and its value, parsed in pieces.
+"""A body's JSON: its nesting, measured without parsing, and its value, parsed in pieces.
 
-Depth is bounded because every later step, down to chat templates and schemas, walks the value recursively. The number of
-arrays, objects, keys and values is bounded because each costs a Python object and time with the interpreter's lock held.
-Keys cost most: 1.9 million of them take 1.5 s to parse and 0.7 s to validate, where two million token ids take 0.1 s.
+Depth is limited because every later step, down to chat templates and schemas, walks the value recursively. The number of
+arrays, objects, keys and values is limited because each costs a Python object and time while the GIL is held.
+Keys cost most: 1.9 million of them take 1.5 s to parse and 0.7 s to validate, but two million token ids only 0.1 s.
 
-`json.loads` holds the interpreter's lock until it is done. A thread that parses 10 MB with it stops the event loop as if it
-ran there. `parse_json` finds the structural characters with numpy, a megabyte at a time and mostly without the lock, cuts the
-text at commas and parses pieces of 64 KiB, which take 8 ms at worst. Rejected: a child process (its result must be unpickled,
-which holds the lock as long), walking the bytes in Python (a second per 10 MB), and a regular expression over the strings (5 s for
-five million of them, with the lock held).
+`json.loads` holds the GIL until it is done. A thread that parses 10 MB with it stops the event loop as if it ran there.
+`parse_json` finds the structural characters with numpy, a megabyte at a time and mostly without the GIL, cuts the
+text at commas and parses pieces of 64 KiB, which take 8 ms at worst. Rejected: a child process (unpickling its result
+holds the GIL as long), walking the bytes in Python (a second per 10 MB), and a regular expression over the strings (5 s for
+five million of them, with the GIL held).
 """
 
 import json
@@ -21,30 +21,30 @@ from numpy.typing import NDArray
 
 from server.front.errors import ApiError, bad_request
 
-MAX_JSON_DEPTH = 100  # pydantic gives up at 255, Python at 1,000
+MAX_JSON_DEPTH = 100  # pydantic fails at 255, Python at 1,000
 MAX_JSON_VALUES = 2_000_000  # 128 prompts of 15,000 token ids
 MAX_JSON_NODES = 250_000  # arrays and objects; 10,000 messages with parts and calls are 60,000
 MAX_JSON_KEYS = 100_000  # 10,000 messages with parts and calls have 55,000
 PIECE_BYTES = 1 << 16  # parsed in one go
-_CHUNK_BYTES = 1 << 20  # looked through in one go
-PARSED = "wideep.json"  # key of an ASGI message: the value of its body
+_CHUNK_BYTES = 1 << 20  # searched in one go
+PARSED = "wideep.json"  # key of an ASGI message for the value of its body
 
 _QUOTE, _OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT, _COMMA, _COLON = range(1, 8)
-_CODES = bytearray(256)  # a byte -> its code, 0 for all that is not structure
+_CODES = bytearray(256)  # a byte -> its code, 0 for all other characters
 for _code, _mark in enumerate(b'"[{]},:', start=1):
     _CODES[_mark] = _code
 _Places = NDArray[np.int64]
-_STEPS = np.array([0, 0, 1, 1, -1, -1, 0, 0], np.int8)  # a code -> how much deeper it leads
+_STEPS = np.array([0, 0, 1, 1, -1, -1, 0, 0], np.int8)  # a code -> change of depth
 _CLOSING = {_OPEN_LIST: _CLOSE_LIST, _OPEN_OBJECT: _CLOSE_OBJECT}
 _BLANKS = b" \t\n\r"
 
 
 class JsonShape(NamedTuple):
-    """How a JSON text nests."""
+    """The nesting of a JSON text."""
 
     depth: int  # of arrays and objects
     num_nodes: int  # arrays and objects
-    num_commas: int  # outside strings: a value each
+    num_commas: int  # outside strings, one per value
     num_keys: int  # colons outside strings
 
 
@@ -53,11 +53,11 @@ class _Marks(NamedTuple):
 
     places: _Places  # in the text, bytes
     codes: NDArray[np.uint8]
-    levels: NDArray[np.int64]  # how deep the text is nested behind each
+    levels: NDArray[np.int64]  # depth after each
 
 
 def json_shape(body: bytes) -> JsonShape:
-    """Measure how a JSON text nests. Text that is not JSON may get any shape."""
+    """Measure the nesting of a JSON text. The result is arbitrary if the text is not JSON."""
     depth = num_nodes = num_commas = num_keys = 0
     for marks in _marks_in(_as_utf8(body)):
         depth = max(depth, int(marks.levels.max(initial=0)))
@@ -68,7 +68,7 @@ def json_shape(body: bytes) -> JsonShape:
 
 
 def trouble_with_nesting(body: bytes) -> ApiError | None:
-    """Return the error for a text with too many or too deep arrays, objects, keys or values; None if it has not."""
+    """Return the error for too many or too deep arrays, objects, keys or values, or None."""
     num_brackets, num_colons = body.count(b"[") + body.count(b"{"), body.count(b":")
     if num_brackets <= MAX_JSON_DEPTH and num_colons <= MAX_JSON_KEYS and body.count(b",") <= MAX_JSON_VALUES:
         return None
@@ -78,18 +78,18 @@ def trouble_with_nesting(body: bytes) -> ApiError | None:
     for count, limit, what in (
         (shape.num_nodes, MAX_JSON_NODES, "arrays and objects"),
         (shape.num_keys, MAX_JSON_KEYS, "keys"),
-        (shape.num_commas, MAX_JSON_VALUES, "values and more"),
+        (shape.num_commas, MAX_JSON_VALUES, "values or more"),
     ):
         if count > limit:
-            return bad_request(f"The body has {count} {what}; up to {limit} are taken at once.")
+            return bad_request(f"The body has {count} {what}; the limit is {limit}.")
     return None
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse a text whose nesting is within the bounds; a long one in pieces, for a thread next to an event loop.
+    """Parse a text with nesting within the limits. A long text is parsed in pieces, for a thread next to an event loop.
 
     Raises:
-        ApiError: 400, the text is not JSON.
+        ApiError: 400 if the text is not JSON.
     """
     try:
         if len(body) <= PIECE_BYTES:
@@ -100,12 +100,12 @@ def parse_json(body: bytes) -> Any:
         raise bad_request("The body nests too deeply.") from error
     except JSONDecodeError as error:
         raise bad_request(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from error
-    except ValueError as error:  # no UTF, or a number of thousands of digits
+    except ValueError as error:  # invalid UTF, or a number of thousands of digits
         raise bad_request(f"The body cannot be read as JSON: {error}.") from error
 
 
 class _Pieces:
-    """Parses a text piece by piece. What is cut off at a wrong place is not JSON, and its parser says so."""
+    """Parses a text piece by piece. A piece cut at a wrong place is not JSON, so its parser raises."""
 
     def __init__(self, text: bytes, marks: _Marks) -> None:
         self._text, self._marks = text, marks
@@ -115,7 +115,7 @@ class _Pieces:
         return self._value(0, len(self._text), 0, len(self._marks.places))
 
     def _value(self, begin: int, end: int, first: int, last: int) -> Any:
-        """Return the value of a part of the text, which has the marks from `first` to before `last`."""
+        """Return the value of a part of the text, with the marks `first` to `last` (exclusive)."""
         if end - begin <= PIECE_BYTES:
             return self._loads(begin, end)
         begin, end = self._strip(begin, end)
@@ -163,7 +163,7 @@ class _Pieces:
         return found
 
     def _groups(self, edges: _Places) -> Iterator[tuple[int, int]]:
-        """Yield neighbours that are parsed in one go, as indexes of their edges. A large child comes alone."""
+        """Yield neighbours to parse in one go, as indexes of their edges. A large child is yielded alone."""
         start = 0
         while start < len(edges) - 1:
             most = edges[start] + 1 + PIECE_BYTES
@@ -197,7 +197,7 @@ class _Pieces:
 
 
 def _as_utf8(body: bytes) -> bytes:
-    """Return the text in UTF-8, without a byte order mark. The parser guesses the same encodings."""
+    """Return the text in UTF-8, without a byte order mark. The parser detects the same encodings."""
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body
@@ -205,11 +205,11 @@ def _as_utf8(body: bytes) -> bytes:
 
 
 def _marks_in(text: bytes) -> Iterator[_Marks]:
-    """Yield the structural characters, a chunk of the text after the other."""
+    """Yield the structural characters of each chunk of the text."""
     num_quotes = level = start = 0
     while start < len(text):
         end = _end_of_chunk(text, start)
-        # Escapes become something of the same length; now every quote begins or ends a string.
+        # Replace escapes by text of the same length, so that every quote begins or ends a string.
         plain = text[start:end].replace(rb"\\", b"__").replace(rb"\"", b"__")
         codes = np.frombuffer(plain.translate(_CODES), np.uint8)
         places = np.flatnonzero(codes)
@@ -225,7 +225,7 @@ def _marks_in(text: bytes) -> Iterator[_Marks]:
 
 
 def _end_of_chunk(text: bytes, start: int) -> int:
-    """Return where a chunk ends: not within an escape."""
+    """Return the end of a chunk, which must not be inside an escape."""
     end = min(start + _CHUNK_BYTES, len(text))
     chunk = text[start:end]
     return min(end + (len(chunk) - len(chunk.rstrip(b"\\"))) % 2, len(text))

@@ -1,15 +1,15 @@
-"""Answers that a client may ask for again by an `Idempotency-Key`: a file each, in a folder that outlives the front.
+"""Answers for retries with an `Idempotency-Key`: a file each, in a folder that outlives the front.
 
-The folder is the supervisor's (or serve's), so that a front that takes the place of a killed one finds what was answered, and
-which keys were used for which request. The request itself is not kept: who asks again sends it again. A request without a key
-costs nothing here; one with a key costs six system calls: a file is written when it is accepted and again when it is answered.
+The folder belongs to the supervisor (or serve), so that a front that replaces a killed one finds the answers, and the
+request of each key. The request itself is not kept, because a retry sends it again. A request without a key
+costs nothing here. One with a key costs six system calls: its file is written at acceptance and again with the answer.
 
-A file is a line of JSON that says which request it is for and, once there is an answer, a second one with its head, and its
-body. What a killed front was writing is shorter than its head says, and counts as not answered. So does a file that cannot be
-read. If there are too many keys or bytes, the owner of an API key that holds most of them loses the oldest.
+The first line of a file is JSON that identifies the request. With an answer, a second line with its head and the
+body follow. If a front was killed while writing, the file is shorter than its head states, and counts as not answered. So does
+a file that cannot be read. If there are too many keys or bytes, the API key's owner with most of them loses the oldest.
 
-Rejected: one file for all, which has to be rewritten while streams wait, and keeping the tokens of unfinished answers, which
-costs a write per step and is not needed: a request that is run again draws the same tokens (`exchanges.draw_seed`).
+Rejected: one file for all answers, which must be rewritten while streams wait; keeping the tokens of unfinished answers, which
+costs a write per step and is not needed, because a request that runs again draws the same tokens (`exchanges.draw_seed`).
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from typing import Any, NamedTuple
 from server.http.shares import Shares
 from server.machine.steady_clock import SteadyClock
 
-MAX_AGE_S = 3600.0  # since it was accepted
-MAX_BYTES = 64 << 20  # of bodies, together
+MAX_AGE_S = 3600.0  # since acceptance
+MAX_BYTES = 64 << 20  # of all bodies together
 MAX_ANSWER_BYTES = 16 << 20
 MAX_KEYS = 4096
 _LOG = logging.getLogger("wideep.front")
 
 
 class WholeAnswer(NamedTuple):
-    """What was sent to the client."""
+    """The answer as it was sent to the client."""
 
     headers: list[tuple[bytes, bytes]]
     body: bytes
@@ -44,11 +44,11 @@ class _Entry:
     owner: str
     fingerprint: str
     accepted_s: float  # since 1970
-    num_bytes: int | None = None  # of the answer; None: there is none yet
+    num_bytes: int | None = None  # of the answer, or None before it is finished
 
 
 class KeptAnswers:
-    """What is known of the keys that were used lately, oldest first."""
+    """The recently used keys and their answers, oldest first."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class KeptAnswers:
         max_keys: int = MAX_KEYS,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Take over what is in the folder."""
+        """Load the answers in the folder."""
         self._directory, self._clock = directory, clock or SteadyClock()
         self._entries: dict[str, _Entry] = {}
         self._bytes, self._keys = Shares(max_bytes), Shares(max_keys)
@@ -67,21 +67,21 @@ class KeptAnswers:
             ((name, entry) for name, entry in found if entry is not None),
             key=lambda each: each[1].accepted_s,
         ):
-            entry.accepted_s = min(entry.accepted_s, self._clock())  # the calendar may have gone back
+            entry.accepted_s = min(entry.accepted_s, self._clock())  # the calendar may have been set back
             self._remember(name, entry)
             self._bytes.take(entry.owner, entry.num_bytes or 0)
 
     def fingerprint_of(self, name: str) -> str | None:
-        """Return which request a key was used for; None: for none that is remembered."""
+        """Return the fingerprint of a key's request, or None for an unknown key."""
         self._expire()
         entry = self._entries.get(name)
         return None if entry is None else entry.fingerprint
 
     def accept(self, name: str, fingerprint: str, owner: str = "") -> None:
-        """Remember which request a key is used for, and whose it is.
+        """Record a key's request and owner.
 
         Raises:
-            OSError: it cannot be written, and nothing is remembered.
+            OSError: The file cannot be written; nothing is recorded.
         """
         self.forget(name)
         entry = _Entry(owner, fingerprint, self._clock())
@@ -95,10 +95,10 @@ class KeptAnswers:
         self._expire()
 
     def finish(self, name: str, answer: WholeAnswer) -> None:
-        """Keep an answer; one that is too long is forgotten with its key.
+        """Keep an answer. If it is too long, forget it and its key.
 
         Raises:
-            OSError: it cannot be written; the key is forgotten.
+            OSError: The answer cannot be written; the key is forgotten.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -118,21 +118,21 @@ class KeptAnswers:
         self._expire()
 
     def read(self, name: str) -> WholeAnswer | None:
-        """Return a kept answer; None: there is none yet, or it cannot be read and is forgotten."""
+        """Return a kept answer. Returns None if there is no answer yet, or it cannot be read and is forgotten."""
         entry = self._entries.get(name)
         if entry is None or entry.num_bytes is None:
             return None
         try:
             return _read_answer(self._directory / name, entry.num_bytes)
-        except FileNotFoundError:  # it was tidied up
+        except FileNotFoundError:  # a cleanup removed it
             self.forget(name)
         except (OSError, ValueError, LookupError, TypeError) as error:
-            _LOG.error("a kept answer cannot be read: %s: %s", type(error).__name__, error)
+            _LOG.error("cannot read a kept answer: %s: %s", type(error).__name__, error)
             self.forget(name)
         return None
 
     def forget(self, name: str) -> None:
-        """Remember nothing of a key."""
+        """Remove a key and its answer."""
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._keys.give_back(entry.owner, 1)
@@ -144,12 +144,12 @@ class KeptAnswers:
         self._keys.take(entry.owner, 1)
 
     def _unlink(self, name: str) -> None:
-        """Remove a file, if that is possible; the key's next use writes over what stays."""
+        """Remove a file if possible. The key's next use overwrites a file that remains."""
         with contextlib.suppress(OSError):
             (self._directory / name).unlink(missing_ok=True)
 
     def _expire(self) -> None:
-        """Forget what is too old, and the oldest of who holds most if there is too much."""
+        """Forget entries that are too old. Above the limits, forget the oldest entry of the largest owner."""
         oldest_s = self._clock() - MAX_AGE_S
         while self._entries:
             name, entry = next(iter(self._entries.items()))
@@ -163,10 +163,10 @@ class KeptAnswers:
 
 
 def _append(path: Path, content: bytes, flags: int = 0) -> None:
-    """Write at a file's end with three system calls; Python's own files take six.
+    """Append to a file with three system calls; Python's own files need six.
 
     Raises:
-        OSError: not all of it could be written.
+        OSError: Not all of it could be written.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
     try:
@@ -180,7 +180,7 @@ def _read_answer(path: Path, num_bytes: int) -> WholeAnswer:
     """Read an answer's head and body.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError: it is not what `finish` wrote.
+        OSError, ValueError, LookupError, TypeError: The file is not as written by `finish`.
     """
     _, head, body = path.read_bytes().split(b"\n", 2)
     headers = [(key.encode("latin-1"), value.encode("latin-1")) for key, value in json.loads(head)["headers"]]
@@ -190,7 +190,7 @@ def _read_answer(path: Path, num_bytes: int) -> WholeAnswer:
 
 
 def _read_entry(path: Path) -> _Entry | None:
-    """Read what a file is for; None, and it goes, if its first line does not say it."""
+    """Read a file's entry. If its first line is invalid, remove the file and return None."""
     with path.open("rb") as file:
         begin = file.readline()
         first, second = _line(begin), _line(file.readline())
@@ -205,13 +205,13 @@ def _read_entry(path: Path) -> _Entry | None:
         return None
     if second and second.get("num_bytes") == num_left:
         entry.num_bytes = num_left
-    elif num_bytes > len(begin):  # cut off: the next answer is written behind the first line
+    elif num_bytes > len(begin):  # cut off; the next answer is written after the first line
         os.truncate(path, len(begin))
     return entry
 
 
 def _line(content: bytes) -> dict[str, Any]:
-    """Read a line's object; an empty one if it is something else."""
+    """Return a line's JSON object, or an empty one if it is not an object."""
     with contextlib.suppress(ValueError):
         value = json.loads(content)
         return value if isinstance(value, dict) else {}

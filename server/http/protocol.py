@@ -1,20 +1,20 @@
-"""HTTP/1.1 for clients that may take their time, but not for ever: a request's head has HEAD_S and MAX_HEAD_BYTES.
+"""HTTP/1.1 with time limits: a request's head has HEAD_S and MAX_HEAD_BYTES.
 
-uvicorn closes connections that are idle between requests, but its timer stops at the first byte: a client that sends a
-header's letter every few seconds ("slowloris") holds a connection for as long as it likes. Here a timer runs from a
-connection's beginning, or from a later request's first byte, until the head is whole; more bytes do not reset it. The
-same timer runs while a client goes on sending a body whose answer is already out. Bodies that are read have limits of
-their own (`request_body`), TLS handshakes asyncio's. Rejected: a count of bytes per second, which says no more here;
-h11 in httptools' place, which takes 120 us of CPU per request and 3 us per piece of a stream where this takes 2 and
-0.2 (it bounds a head's length itself).
+uvicorn closes connections that are idle between requests, but its timer stops at the first byte: a client that sends one
+character of a header every few seconds ("slowloris") can hold a connection forever. Here a timer runs from the start of a
+connection, or from a later request's first byte, until the head is whole; more bytes do not reset it. The same timer
+runs while a client keeps sending a body after its answer is out. `bodies` limits the reading of bodies, and asyncio
+limits TLS handshakes. Rejected: a minimum rate in bytes per second, which detects no more here; h11 instead of httptools,
+which takes 120 us of CPU per request and 3 us per piece of a stream, against 2 and 0.2 here (it limits the length of a
+head itself).
 
-A client that does not read holds its answer in memory. When the transport's buffer is full, or an answer is complete and not
-all of it has left, LEAST_READ bytes must leave within WRITE_S; otherwise the connection is cut.
+A client that does not read keeps its answer in memory. When the transport's buffer is full, or a complete answer has not
+been sent entirely, LEAST_READ bytes must leave within WRITE_S. Otherwise the connection is cut.
 
-The parser declines every offer of another protocol, as RFC 9110 (7.8) lets a server. httptools takes a request with
-`Connection: upgrade` for the last of its connection and passes over its body. Java's own client offers h2c with every
-request, so its bodies would be lost. Here the parser is told, after such a head, what that head says of the body and
-nothing else, and goes on.
+The parser declines every offer of another protocol, as RFC 9110 (7.8) allows. httptools treats a request with
+`Connection: upgrade` as the last of its connection and skips its body. Java's own client offers h2c with every
+request, so its bodies would be lost. Here, after such a head, the parser gets a second head that only describes the body,
+and continues.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from server.front.errors import ApiError, bad_request
 from server.http.connections import ConnectionBound
 
 HEAD_S = 30.0
-MAX_HEAD_BYTES = 1 << 16  # h11's, with uvicorn
-WRITE_S = 60.0  # in which a client must read LEAST_READ
+MAX_HEAD_BYTES = 1 << 16  # the limit of h11 with uvicorn
+WRITE_S = 60.0  # for a client to read LEAST_READ
 LEAST_READ = 32 << 10  # bytes, or all that is left
-_LAST_WORD_S = 0.1  # for a request that is on its way when the service ends
+_LAST_WORD_S = 0.1  # for a request that is arriving when the service ends
 _REFUSAL = b"HTTP/1.1 %s\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _TOO_LATE = _REFUSAL % b"408 Request Timeout"
 _TOO_LONG = _REFUSAL % b"431 Request Header Fields Too Large"
@@ -39,14 +39,12 @@ _ERROR = (
     b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n%b"
 )
 _FULL = json.dumps(
-    ApiError(
-        503, "All connections that this server takes are in use (--max-connections); try again soon."
-    ).body()
+    ApiError(503, "All connections of this server are in use (--max-connections). Try again soon.").body()
 ).encode()
 _NO_PLACE = _ERROR % (b"503 Service Unavailable", b"retry-after: 1\r\n", len(_FULL), _FULL)
 _NO_HTTP = json.dumps(
     bad_request(
-        "This is no HTTP/1.1 that can be read: a method nobody knows, or a malformed head or body."
+        "This is not a valid HTTP/1.1 request: the method is unknown, or the head or body is malformed."
     ).body()
 ).encode()
 _UNREADABLE = _ERROR % (b"400 Bad Request", b"", len(_NO_HTTP), _NO_HTTP)
@@ -56,22 +54,21 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class DecliningParser(httptools.HttpRequestParser):
-    """Tells a protocol what has come, offers passed over."""
+    """A parser that declines offers of another protocol."""
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         self._callbacks = _Callbacks(protocol)
-        self._last: httptools.HttpRequestParser | None = (
-            None  # of the connection's last request, after an offer
-        )
+        # For the connection's last request, after an offer.
+        self._last: httptools.HttpRequestParser | None = None
         super().__init__(self._callbacks)
-        # uvicorn's setting: the first of several requests in one go is answered, even if it says that it is the last.
+        # uvicorn's setting: answer the first of several pipelined requests even if it has `Connection: close`.
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: "bytes | bytearray | memoryview | array[int]") -> None:
-        """Take bytes.
+        """Parse bytes.
 
         Raises:
-            httptools.HttpParserError: they are no HTTP.
+            httptools.HttpParserError: They are not HTTP.
         """
         rest = memoryview(data).cast("B")
         while True:
@@ -80,7 +77,7 @@ class DecliningParser(httptools.HttpRequestParser):
                 return
             except httptools.HttpParserUpgrade as offer:
                 rest = rest[offer.args[0] :]
-            if not self._callbacks.is_kept_alive:  # llhttp passes over whatever follows such a head
+            if not self._callbacks.is_kept_alive:  # llhttp skips everything after such a head
                 self._last = httptools.HttpRequestParser(self._callbacks)
                 self._last.set_dangerous_leniencies(lenient_data_after_close=True)
             self._callbacks.is_head_known = True
@@ -88,7 +85,7 @@ class DecliningParser(httptools.HttpRequestParser):
             self._callbacks.is_head_known = False
 
     def should_upgrade(self) -> bool:
-        """Whether the request that is being read makes an offer whose body is still to be asked for."""
+        """Return whether the current request makes an offer and its body has not been parsed yet."""
         return self._last is None and bool(super().should_upgrade())
 
     def _feed(self, data: bytes | memoryview) -> None:
@@ -99,10 +96,10 @@ class DecliningParser(httptools.HttpRequestParser):
 
 
 class _Callbacks:
-    """The protocol's, but for a head that only the parser has to be told."""
+    """The protocol's callbacks, except for the additional head that only the parser needs."""
 
     is_head_known = False
-    is_kept_alive = True  # the connection, after the request whose head has come
+    is_kept_alive = True  # the connection, after the last request with a whole head
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
         self._protocol = protocol
@@ -110,23 +107,23 @@ class _Callbacks:
         self.on_body = protocol.on_body
 
     def framing_head(self) -> bytes:
-        """Return a head with the body of the request whose head has just come."""
+        """Return a head that describes the body of the current request."""
         end = b"" if self.is_kept_alive else b"connection: close\r\n"
         return b"POST / HTTP/1.1\r\n%b%b\r\n" % (self._framing, end)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Pass on the start of a request."""
         if not self.is_head_known:
             self._framing = b""
             self._protocol.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """A part of its URL."""
+        """Pass on a part of its URL."""
         if not self.is_head_known:
             self._protocol.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Pass on a header."""
         if self.is_head_known:
             return
         if name.lower() in _FRAMING:
@@ -134,35 +131,35 @@ class _Callbacks:
         self._protocol.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Its head is whole."""
+        """Pass on the end of its head."""
         if not self.is_head_known:
             self.is_kept_alive = self._protocol.parser.should_keep_alive()
             self._protocol.on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """It is whole, unless its body is still to be asked for."""
+        """Pass on the end of the request, unless its body is still to be parsed."""
         if not self._protocol.parser.should_upgrade():
             self._protocol.on_message_complete()
 
 
 class PunctualProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with an end to waiting."""
+    """uvicorn's protocol with time limits."""
 
     head_s, write_s = HEAD_S, WRITE_S
-    bound: ConnectionBound | None = None  # of all connections
-    _late: asyncio.TimerHandle | None = None  # uvicorn calls __init__ with what it likes
-    _is_in_head = False  # a request has begun, its head is not whole
-    _is_in_body = False  # its head is whole, the rest is not
+    bound: ConnectionBound | None = None  # for all connections
+    _late: asyncio.TimerHandle | None = None  # class attributes, because uvicorn calls __init__
+    _is_in_head = False  # a request has begun, but its head is not whole
+    _is_in_body = False  # its head is whole, but the rest is not
     _head_bytes = 0  # of that head, in earlier reads
     _read_bytes = 0  # in this read
-    _has_ended_one = False  # in this read a request ended, so a head that began did so somewhere within
+    _has_ended_one = False  # a request ended in this read, so a new head began within it
     _is_too_long = False  # a whole head, which stopped the parser
-    _is_ending = False  # the service: the next answer is the last
-    _unread: asyncio.TimerHandle | None = None  # while the client should read
-    _unread_bytes = 0  # when that timer began
+    _is_ending = False  # the service; the next answer is the last
+    _unread: asyncio.TimerHandle | None = None  # set while the client should read
+    _unread_bytes = 0  # at the start of that timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a head."""
+        """Register the connection and wait for a head."""
         super().connection_made(transport)
         self.parser = DecliningParser(self)
         if self.bound is not None and not self.bound.enter(self, self.client[0] if self.client else None):
@@ -171,7 +168,7 @@ class PunctualProtocol(HttpToolsProtocol):
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; the timer goes on unless they made the head whole."""
+        """Parse bytes. The timer continues unless they complete the head."""
         self._read_bytes, self._has_ended_one = len(data), False
         super().data_received(data)
         if not self._is_in_head:
@@ -186,23 +183,23 @@ class PunctualProtocol(HttpToolsProtocol):
             self._rest()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser does not take, in the shape of all other errors; uvicorn's words are plain text."""
+        """Answer input that the parser rejects in the shape of all other errors; uvicorn's answer is plain text."""
         self._refuse(_TOO_LONG if self._is_too_long else _UNREADABLE)
 
     def on_message_begin(self) -> None:
-        """Note that a head has begun."""
+        """Record the start of a head."""
         super().on_message_begin()
         self._is_in_head = True
 
     def on_headers_complete(self) -> None:
-        """Note that the head is whole."""
+        """Record the end of the head."""
         may_be_too_long = self._head_bytes + self._read_bytes > MAX_HEAD_BYTES
         if may_be_too_long and self._measure_head() > MAX_HEAD_BYTES:
             self._is_too_long = True
             raise ValueError("the head is too long")  # which stops the parser
-        super().on_headers_complete()  # raises where the target is none, as CONNECT's
+        super().on_headers_complete()  # raises for an invalid target, such as CONNECT's
         self._is_in_head, self._is_in_body = False, True
-        if not self.flow.write_paused:  # what is written next is no measure of what was read
+        if not self.flow.write_paused:  # the next writes would distort the measure of what was read
             self._stop_watching()
         if self.bound is not None:
             self.bound.work(self)
@@ -210,12 +207,12 @@ class PunctualProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        """Note that the request is whole."""
+        """Record the end of the request."""
         self._is_in_body, self._has_ended_one = False, True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Note that the answer is out: what still comes of its request, or has come of the next, has a limit as well."""
+        """Record the end of the answer. The rest of its request, or the start of the next, has a time limit as well."""
         super().on_response_complete()
         if self._is_answered:
             self._watch_reading()
@@ -227,7 +224,7 @@ class PunctualProtocol(HttpToolsProtocol):
             self._rest()  # a request is being answered, or uvicorn's own timer runs
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers, and give the place to others."""
+        """Cancel the timers and release the connection's place."""
         self._rest()
         self._stop_watching()
         if self.bound is not None:
@@ -235,13 +232,13 @@ class PunctualProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def make_room(self) -> None:
-        """Close an idle connection: others need its place."""
+        """Close an idle connection, because others need its place."""
         self._rest()
         if not self.transport.is_closing():
             self.transport.close()
 
     def shutdown(self) -> None:
-        """End after the answer that is being made. A request that is on its way still gets one, which says that the service ends."""
+        """End after the current answer. A request that is arriving still gets an answer, which states that the service ends."""
         self._is_ending = True
         if self._is_answered:
             self.loop.call_later(_LAST_WORD_S, self._end_if_idle)
@@ -253,17 +250,17 @@ class PunctualProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """Note that the client does not read as fast as it is written to."""
+        """Note that the client reads more slowly than the answer is written."""
         super().pause_writing()
         self._watch_reading()
 
     def resume_writing(self) -> None:
-        """Note that it has caught up."""
+        """Note that the client has caught up."""
         super().resume_writing()
         self._stop_watching()
 
     def _watch_reading(self) -> None:
-        """Look later whether the client has read; nothing is written until it has."""
+        """Check later whether the client has read. Nothing is written until it has."""
         self._unread_bytes = self.transport.get_write_buffer_size()
         if self._unread is None and self._unread_bytes:
             self._unread = self.loop.call_later(self.write_s, self._look_at_reading)
@@ -283,18 +280,18 @@ class PunctualProtocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether nothing is asked: what comes now is a head, or the rest of a body that nobody reads."""
+        """Whether no request is open: new bytes are a head, or the rest of a body that is not read."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_first_word_ours(self) -> bool:
-        """Whether what we write now is taken for the answer to what the parser stopped at."""
-        if self._is_in_body:  # its application has been called, and may have answered
+        """Whether the client takes our next bytes as the answer to the input that stopped the parser."""
+        if self._is_in_body:  # its application runs, and may have answered
             return not (self.pipeline or self.cycle.response_started)
         return self._is_answered
 
     def _measure_head(self) -> int:
-        """Return the bytes of the head as far as it was parsed."""
+        """Return the number of bytes of the head that were parsed."""
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _expect(self) -> None:
@@ -310,11 +307,11 @@ class PunctualProtocol(HttpToolsProtocol):
         self._refuse(_TOO_LATE)
 
     def _refuse(self, answer: bytes) -> None:
-        """Hang up, with a word where it is not taken for a part of another answer."""
+        """Close the connection. Send `answer` first unless it would be taken as part of another answer."""
         if self.transport.is_closing():
             return
         if self._is_first_word_ours:
             self.transport.write(answer)
             if self.cycle is not None:
-                self.cycle.disconnected = True  # its application writes nothing after this
+                self.cycle.disconnected = True  # so that its application writes nothing after this
         self.transport.close()

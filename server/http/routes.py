@@ -1,9 +1,9 @@
-"""Routes: how a request becomes a call of an endpoint, and how that is described in /openapi.json.
+"""Routes: how a request becomes a call of an endpoint, and how /openapi.json describes it.
 
-An endpoint is declared on an `APIRouter` as FastAPI has it, and is described by FastAPI. Its call is short: one that takes
-only `body` (JSON, checked by pydantic) and the HTTP request, as nearly all of ours do, is called from here. FastAPI's own
-way to an endpoint (exit stacks, dependencies, telemetry) takes 100 us of CPU more, a tenth of a short chat's; it remains
-for endpoints with parameters in the path or the query.
+An endpoint is declared on an `APIRouter` and described by FastAPI. If it takes only `body` (JSON, checked by pydantic) and
+the HTTP request, as most of ours do, this module calls it directly. FastAPI's own way to an endpoint (exit stacks,
+dependencies, telemetry) takes 100 us of CPU more, a tenth of a short chat's. It remains for endpoints with
+parameters in the path or the query.
 """
 
 import inspect
@@ -25,9 +25,9 @@ from server.front.generations import ClientGone
 from server.http.json_text import PARSED, parse_json
 
 _LOG = logging.getLogger("wideep.fields")
-_MOST_UNKNOWN = 100  # names per endpoint that are logged: clients choose them
+_MOST_UNKNOWN = 100  # names that are logged per endpoint, because clients choose them
 _SEEN_CHARS = 80  # of a wrong value, quoted
-_QUOTE = reprlib.Repr()  # of megabytes it looks at the ends only
+_QUOTE = reprlib.Repr()  # which reads only the ends of long values
 _QUOTE.maxstring = _QUOTE.maxother = _QUOTE.maxlong = _SEEN_CHARS
 _ERROR = {
     "type": "object",
@@ -52,8 +52,8 @@ _OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error"
 
 def _error_responses(schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
     descriptions = {
-        "4XX": "The request cannot be answered as it is; the error names the field and the value.",
-        "5XX": "The service cannot answer now: 503 is to be tried again, 504 is the request's time-out.",
+        "4XX": "The request is invalid or refused. The error names the field and the value.",
+        "5XX": "The service cannot answer now. Retry after a 503; 504 is the timeout of the request.",
     }
     content = {"application/json": {"schema": schema}}
     return {status: {"description": text, "content": content} for status, text in descriptions.items()}
@@ -68,19 +68,19 @@ STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 
 def new_router() -> APIRouter:
-    """Return a router for an endpoint's routes."""
+    """Return a router for JSON endpoints."""
     return APIRouter(route_class=ShortRoute, responses=_error_responses(_ERROR))
 
 
 def new_ollama_router() -> APIRouter:
-    """Return a router for Ollama's endpoints: their errors are a text, and JSON need not be announced."""
+    """Return a router for Ollama's endpoints, which report errors as text and accept JSON of any Content-Type."""
     return APIRouter(route_class=_AnyTypeRoute, responses=_error_responses(_OLLAMA_ERROR))
 
 
 class ShortRoute(APIRoute):
-    """A route that calls its endpoint itself where it can. A body must come whole, in one message."""
+    """A route that calls its endpoint directly if possible. A body must come whole, in one message."""
 
-    wants_json_type = True  # a body's Content-Type must say that it is JSON
+    wants_json_type = True  # a body needs a JSON Content-Type
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         super().__init__(path, endpoint, **settings)
@@ -103,7 +103,7 @@ class ShortRoute(APIRoute):
             if message["type"] != "http.request":
                 raise ClientGone
             arguments["body"] = self._read(message, scope)
-            del message  # an answer takes long, and its request's text need not be kept meanwhile
+            del message  # an answer takes long, so free the request's text
         if self._request is not None:
             arguments[self._request] = HttpRequest(scope, receive, send)
         answer = await self._call(**arguments)
@@ -111,16 +111,16 @@ class ShortRoute(APIRoute):
         await response(scope, receive, send)
 
     def _read(self, message: Message, scope: Scope) -> Any:
-        """Read a body by the endpoint's schema.
+        """Return a body that was validated by the endpoint's schema.
 
         Raises:
-            ApiError: it is something else.
+            ApiError: It is invalid.
         """
-        assert self._body is not None, "the endpoint takes one"
+        assert self._body is not None, "the endpoint has no body"
         content: bytes = message.get("body", b"")
         if content and self.wants_json_type:
             _check_type(scope)
-        # A long body was parsed next to the event loop already.
+        # A long body is already parsed.
         value = message[PARSED] if PARSED in message else parse_json(content) if content else None
         if value is None:
             if self._body.default is inspect.Parameter.empty:
@@ -135,7 +135,7 @@ class ShortRoute(APIRoute):
         return body
 
     def _note_unknown(self, names: Iterable[str]) -> None:
-        """Log each field that the endpoint does not know, once: `temprature` is ignored, and its client cannot see that."""
+        """Log each unknown field once: a misspelled `temprature` is ignored, and the client does not notice."""
         for name in names:
             if len(self._unknown) < _MOST_UNKNOWN and name not in self._unknown:
                 self._unknown.add(name)
@@ -143,9 +143,9 @@ class ShortRoute(APIRoute):
 
 
 class _AnyTypeRoute(ShortRoute):
-    """A route for clients that write JSON and announce a form, as curl does with -d and Ollama's own examples do.
+    """A route for JSON sent with the Content-Type of a form, as by curl -d and Ollama's own examples.
 
-    Pages of other origins can send that without asking first; they are kept out by their origin (`guards`).
+    Pages of other origins can send that without a preflight. Their origin keeps them out (`guards`).
     """
 
     wants_json_type = False
@@ -156,12 +156,12 @@ def _check_type(scope: Scope) -> None:
     main, _, sub = kind.partition(b";")[0].strip().lower().partition(b"/")
     if main != b"application" or not (sub == b"json" or sub.endswith(b"+json")):
         raise bad_request(
-            "The body is not announced as JSON: send the header 'Content-Type: application/json'."
+            "The body is not announced as JSON. Send the header 'Content-Type: application/json'."
         )
 
 
 def refusal(found: Mapping[str, Any], location: Sequence[Any]) -> ApiError:
-    """Say what pydantic found wrong: the field as a dotted path such as messages.0.role, the trouble and the value."""
+    """Return the error for pydantic's finding: the field as a dotted path such as messages.0.role, the reason, the value."""
     param = ".".join(str(step) for step in location) or None
     if found["type"] == "missing":
         return bad_request(f"{param or 'The body'} is missing.", param)

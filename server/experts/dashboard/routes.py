@@ -1,8 +1,8 @@
-"""GET /dashboard: the page that draws GET /experts/load, and the files it is made of.
+"""GET /dashboard: the page that displays GET /experts/load, and its files.
 
-Plain files beside this module, read once and sent as they are: no build step, nothing from another host (the
-Content-Security-Policy holds the page to that). The page knows the service by its HTTP answers alone, so it sees what
-scripts and `wideep experts` see.
+Plain files next to this module, read once and sent unchanged: no build step, and nothing from another host (enforced by
+the Content-Security-Policy). The page uses only the service's HTTP responses, so it shows the same as scripts and
+`wideep experts`.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ _TYPES = {
     "svg": "image/svg+xml",
 }
 _HEADERS = {
-    "Cache-Control": "no-cache",  # an upgraded service shows its own page
+    "Cache-Control": "no-cache",  # so that an upgraded service shows its new page
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -36,7 +36,7 @@ def dashboard_routes() -> APIRouter:
         router.add_api_route(
             path, partial(_send, name, content), methods=["GET", "HEAD"], include_in_schema=False
         )
-    icon = "icon.svg"  # browsers ask for /favicon.ico, whichever page they show
+    icon = "icon.svg"  # browsers request /favicon.ico for every page
     router.add_api_route(
         "/favicon.ico",
         partial(_send, icon, _read_files()[icon]),

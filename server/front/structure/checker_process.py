@@ -38,7 +38,7 @@ _BY_MACHINE = (signal.SIGALRM, signal.SIGKILL)  # no processor time for long, or
 def run_checker(structures: TextIO = sys.stdin) -> int:
     """Answer until stdin ends; return the exit status."""
     die_with_parent()
-    with contextlib.suppress(ValueError):  # a lower limit was set outside
+    with contextlib.suppress(ValueError):  # the parent set a lower limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)

@@ -1,8 +1,8 @@
-"""The front's logs: one line per record, as text or JSON, with the exchange's id; never a prompt unless asked for.
+"""The front's logs: one line per record, as text or JSON, with the exchange's id. Prompts are logged only on request.
 
-The access log goes to standard output, everything else to standard error, as uvicorn has it. Lines are written by a
-thread: a terminal that is not read (`wideep serve | less`) must not stop the event loop, so lines that find the queue
-full are dropped; the next line that does not says how many. uvicorn's own records take the same way.
+The access log goes to standard output, everything else to standard error, as in uvicorn. A thread writes the lines: a
+terminal that is not read (`wideep serve | less`) must not stop the event loop. So a line that finds the queue full is
+dropped, and the next line that fits states how many were. uvicorn's own records take the same path.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from server.options.table import LogOptions
 
 ACCESS = "wideep.access"
 REQUESTS = "wideep.requests"
-FRONT = "wideep.front"  # why it ends: said as all processes of a service say it
+FRONT = "wideep.front"  # its lines begin with "wideep front:", like those of other processes
 _QUEUE_LINES = 10_000
-# Control characters (C0, DEL, C1) and Unicode's ends of lines, as escapes.
+# Control characters (C0, DEL, C1) and Unicode's line ends, as escapes.
 _CONTROLS = {
     **{code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))},
     0x0A: "\\n",
@@ -34,38 +34,37 @@ _CONTROLS = {
     0x2028: "\\u2028",
     0x2029: "\\u2029",
 }
-_END_S = 0.5  # for what is queued when the block ends; the supervisor does not wait much longer
+_END_S = 0.5  # to write the queued lines at the end; the supervisor does not wait much longer
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, message, and the exchange's id where there is one; what a process says of itself by its name."""
+    """Formats time, level, message, and the exchange's id if there is one. Lines of the front itself name it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line; a traceback follows on lines of its own."""
+        """Return the line. A traceback follows on separate lines."""
         request_id = "".join(f" [{value}]" for value in id_of(record).values())
-        message = record.getMessage().translate(
-            _CONTROLS
-        )  # a client must not write lines, or to the terminal
+        # A client must not be able to write lines or terminal control codes.
+        message = record.getMessage().translate(_CONTROLS)
         name = "wideep front: " if record.name == FRONT else ""
         line = f"{stamp(record.created, record.levelname)} {name}{message}{request_id}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class _Queue(QueueHandler):
-    """Hands records to the writing thread, with the id of the exchange that the task answers."""
+    """Passes records to the writing thread, with the id of the task's exchange."""
 
     queue: "queue.SimpleQueue[Any]"
     _num_dropped = 0
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Note the exchange here: the thread that writes answers none."""
+        """Add the exchange's id here, because the writing thread has no exchange."""
         exchange = current_exchange()
         if exchange is not None:
             record.request_id = exchange.request_id
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue, or drop and count."""
+        """Queue the record, or drop and count it."""
         if self.queue.qsize() >= _QUEUE_LINES:
             self._num_dropped += 1
             return
@@ -76,7 +75,7 @@ class _Queue(QueueHandler):
 
 
 class _Stream(logging.StreamHandler[TextIO]):
-    """Writes lines; one that nobody takes (a closed terminal) is lost without a word."""
+    """Writes lines. A line for a closed stream is lost silently."""
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter, *, takes_requests: bool) -> None:
         super().__init__(stream)
@@ -84,7 +83,7 @@ class _Stream(logging.StreamHandler[TextIO]):
         self.addFilter(lambda record: (record.name in (ACCESS, REQUESTS)) is takes_requests)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing of a stream that is gone."""
+        """Ignore errors of a closed stream."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -93,11 +92,11 @@ class _Stream(logging.StreamHandler[TextIO]):
 def logging_to(
     options: LogOptions, *, out: TextIO | None = None, error: TextIO | None = None
 ) -> Iterator[None]:
-    """Set up the loggers for the time of the block; at its end, what is queued gets written.
+    """Set up the loggers for the duration of the block, and write the queued lines at its end.
 
     Args:
-        out: takes the access log; None is standard output.
-        error: takes the rest; None is standard error.
+        out: Stream for the access log, or None for standard output.
+        error: Stream for other lines, or None for standard error.
     """
     formatter = JsonFormatter() if options.format == "json" else TextFormatter()
     lines: queue.SimpleQueue[Any] = queue.SimpleQueue()  # in C
@@ -123,18 +122,18 @@ def logging_to(
             logging.getLogger(name).removeHandler(handler)
         ending = threading.Thread(target=listener.stop, name="logs", daemon=True)
         ending.start()
-        ending.join(_END_S)  # where nobody reads, what is queued is lost
+        ending.join(_END_S)  # if the streams are not read, queued lines are lost
 
 
 class AccessLog:
-    """A line per answered exchange: what was asked by whom, how it ended, how long it took, how many tokens."""
+    """Writes one line per exchange: client, request, status, duration and tokens."""
 
     def __init__(self, quiet_paths: Sequence[str]) -> None:
         self._quiet = frozenset(quiet_paths)
         self._log = logging.getLogger(ACCESS)
 
     def note(self, exchange: HttpExchange) -> None:
-        """Log an exchange that has ended."""
+        """Log a finished exchange."""
         if exchange.path in self._quiet or exchange.handler in self._quiet:
             return
         tokens, fields = "", {}
@@ -161,7 +160,7 @@ class AccessLog:
 
 
 class RequestLog:
-    """What ranks are asked, prompts included: only for those who say --log-requests."""
+    """Logs requests to ranks including their prompts, with --log-requests only."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -173,7 +172,7 @@ class RequestLog:
         prompt = self._decoder.decode(list(request.prompt_ids), skip_special_tokens=False)
         params = _said(request.params)
         self._log.info(
-            "%s asks with %s: %r",
+            "request %s with %s: %r",
             *(request.request_id, params, prompt),
             extra={FIELDS: {"id": request.request_id, "prompt": prompt, "params": params}},
         )

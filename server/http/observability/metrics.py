@@ -1,7 +1,7 @@
-"""What /metrics says, under the names, labels and meanings that vLLM's dashboards read.
+"""The metrics at /metrics, with the names, labels and meanings that vLLM's dashboards use.
 
-Only what the front can fill truthfully: what it measures itself (latencies as a client sees them, up to the HTTP
-layer) and what the ranks report. A series that is there from the start reads 0, not "no data".
+It has only metrics that the front can fill truthfully: its own measurements (latencies as seen by a client, up to the HTTP
+layer) and the ranks' reports. Every series exists from the start, so that it reads 0 instead of "no data".
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _AWAKE, _ASLEEP = "awake", ("weights_offloaded", "discard_all")
 
 
 LABELS = ("model_name", "engine")  # a rank's engine is its number
-# Boundaries are vLLM's, so that dashboards' service-level targets fall on one.
+# vLLM's boundaries, so that the service-level targets of dashboards coincide with one.
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
 )  # fmt: skip
@@ -42,7 +42,7 @@ PARAM_N = (1, 2, 5, 10, 20)
 
 
 class Families:
-    """A registry's families for one model."""
+    """Creates metric families for one model in a registry."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, num_ranks: int) -> None:
         self.registry, self.model_name = registry, model_name
@@ -53,7 +53,7 @@ class Families:
         return self._per_rank(Gauge(f"vllm:{name}", text, LABELS, registry=self.registry))
 
     def counter(self, name: str, text: str) -> dict[str, Any]:
-        """Return a counter per rank; its name gets _total."""
+        """Return a counter per rank; "_total" is appended to its name."""
         return self._per_rank(Counter(f"vllm:{name}", text, LABELS, registry=self.registry))
 
     def histogram(self, name: str, text: str, buckets: Sequence[float]) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class Families:
         )
 
     def histogram_of_requests(self, name: str, text: str, buckets: Sequence[float]) -> Any:
-        """Return a histogram of what belongs to no rank; its engine is 0."""
+        """Return a histogram that belongs to no rank; its engine is 0."""
         family = Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
         return family.labels(self.model_name, "0")
 
     def labelled(
         self, kind: type[Counter] | type[Gauge], name: str, text: str, label: str, values: Sequence[str]
     ) -> dict[tuple[str, str], Any]:
-        """Return a family with one more label, by rank and the label's value, every series there from the start."""
+        """Return a family with an additional label, by rank and label value. Every series exists from the start."""
         family = kind(f"vllm:{name}", text, (*LABELS, label), registry=self.registry)
         return {
             (rank, value): family.labels(self.model_name, rank, value)
@@ -79,17 +79,17 @@ class Families:
         }
 
     def _per_rank(self, family: Any) -> dict[str, Any]:
-        """Bind a family to each rank once: looking labels up costs more than counting."""
+        """Bind a family to each rank once, because looking up labels costs more than counting."""
         return {rank: family.labels(self.model_name, rank) for rank in self.ranks}
 
 
-PROBES = frozenset({"/health", "/metrics", "/ping", "/version", "/load"})  # would drown what clients ask
+PROBES = frozenset({"/health", "/metrics", "/ping", "/version", "/load"})  # would hide clients' requests
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class HttpMetrics:
-    """Two families, by method and route."""
+    """Counts and durations of HTTP requests, by method and route."""
 
     def __init__(self, registry: CollectorRegistry, throughput: Throughput) -> None:
         self._throughput = throughput
@@ -98,38 +98,37 @@ class HttpMetrics:
         )
         self._duration = Histogram(
             "http_request_duration_seconds",
-            "HTTP request to the end of its response.",
+            "Time from an HTTP request to the end of its response.",
             ("method", "handler"),
             buckets=_BUCKETS_S,
             registry=registry,
         )
 
     def note(self, exchange: HttpExchange) -> None:
-        """Take an exchange that has ended. Its handler is a route's pattern: raw paths are without bound."""
+        """Record a finished exchange. Its handler is a route's pattern, because raw paths are unbounded."""
         if exchange.handler in PROBES:
             return
         self._throughput.note_status(exchange.status)
-        method = exchange.method if exchange.method in _METHODS else "other"  # any word is a method to HTTP
+        method = exchange.method if exchange.method in _METHODS else "other"  # HTTP allows any word
         labels = (method, exchange.handler)
         self._requests.labels(*labels, f"{exchange.status // 100}xx").inc()
         self._duration.labels(*labels).observe(exchange.duration_s)
 
 
 class _Found(NamedTuple):
-    """Families that were collected already, for what writes them down."""
+    """Families that were collected already, in the form that `generate_latest` expects."""
 
     families: list[Metric]
 
     def collect(self) -> list[Metric]:
-        """Return them."""
         return self.families
 
 
 class Metrics:
-    """The front's registry: observers to call, and the text that Prometheus scrapes."""
+    """The front's registry: methods that record events, and the text for Prometheus."""
 
     def __init__(self, model_name: str, num_ranks: int, num_drafts: int = 0) -> None:
-        """`num_drafts`: tokens that a step of a request may try; 0: there are no families of those."""
+        """Args: num_drafts: Tokens that may be drafted per step of a request; 0 omits the draft families."""
         self._registry = CollectorRegistry()
         self._collectors: list[Collector] = []
         self._writing = asyncio.Lock()
@@ -138,7 +137,7 @@ class Metrics:
         self._cache_labels: dict[int, tuple[str, ...]] = {}
         self.throughput = Throughput()
         self.http = HttpMetrics(self._registry, self.throughput)
-        ProcessCollector(registry=self._registry)  # the front's own: processor time, memory, descriptors
+        ProcessCollector(registry=self._registry)  # the front's processor time, memory, descriptors
         self._make_rank_families(self._families)
         self._positions = [str(place) for place in range(num_drafts)]
         if num_drafts:
@@ -147,64 +146,64 @@ class Metrics:
         self._make_request_families(self._families)
 
     def _make_rank_families(self, make: Families) -> None:
-        """Families of what ranks report after steps."""
-        self._num_running = make.gauge("num_requests_running", "Requests that ranks are running.")
-        self._num_waiting = make.gauge("num_requests_waiting", "Requests that wait at their rank.")
+        """Create families of the ranks' reports after steps."""
+        self._num_running = make.gauge("num_requests_running", "Requests running on the rank.")
+        self._num_waiting = make.gauge("num_requests_waiting", "Requests waiting at the rank.")
         self._waiting_by_reason = make.labelled(
-            Gauge, "num_requests_waiting_by_reason", "The same, by why.", "reason", (_CAPACITY, _DEFERRED)
+            Gauge, "num_requests_waiting_by_reason", "Waiting, by reason.", "reason", (_CAPACITY, _DEFERRED)
         )
-        self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.")
+        self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found cached.")
-        self._preemptions = make.counter("num_preemptions", "Requests put back for want of blocks.")
+        self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._preemptions = make.counter("num_preemptions", "Requests preempted for lack of blocks.")
         self._step_tokens = make.histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
         self._cache_config = Gauge(
             "vllm:cache_config_info",
-            "KV cache of a rank.",
+            "KV cache configuration of a rank.",
             (*LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching"),
             registry=self._registry,
         )
         sleep = make.labelled(
-            Gauge, "engine_sleep_state", "1 for the state it is in.", "sleep_state", (_AWAKE, *_ASLEEP)
+            Gauge, "engine_sleep_state", "1 for the current state.", "sleep_state", (_AWAKE, *_ASLEEP)
         )
         for (_, state), series in sleep.items():
             series.set(state == _AWAKE)
 
     def _make_draft_families(self, make: Families) -> None:
-        """Families of tokens that were tried."""
-        self._drafts = make.counter("spec_decode_num_drafts", "Times that tokens were drafted.")
-        self._draft_tokens = make.counter("spec_decode_num_draft_tokens", "Tokens drafted.")
-        self._accepted_tokens = make.counter("spec_decode_num_accepted_tokens", "Of those, accepted.")
+        """Create families of speculative decoding."""
+        self._drafts = make.counter("spec_decode_num_drafts", "Number of drafts.")
+        self._draft_tokens = make.counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self._accepted_tokens = make.counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._accepted_at = make.labelled(
             Counter,
             "spec_decode_num_accepted_tokens_per_pos",
-            "Accepted tokens, by place among the drafted.",
+            "Accepted draft tokens, by position in the draft.",
             "position",
             self._positions,
         )
 
     def _make_token_families(self, make: Families) -> None:
-        """Families of tokens as they come."""
-        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests that got a token.")
-        self._prompt_cached = make.counter("prompt_tokens_cached", "Of those, found cached.")
+        """Create families of tokens as they arrive."""
+        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests with a first token.")
+        self._prompt_cached = make.counter("prompt_tokens_cached", "Prompt tokens found in the cache.")
         self._prompt_by_source = make.labelled(
             Counter, "prompt_tokens_by_source", "By source.", "source", (_COMPUTED, _CACHED, _TRANSFERRED)
         )
         self._cached_by_source = make.labelled(
-            Counter, "prompt_tokens_cached_by_source", "Cached ones, by tier.", "source", ("device",)
+            Counter, "prompt_tokens_cached_by_source", "Cached prompt tokens, by tier.", "source", ("device",)
         )
         self._output_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._ttft = make.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
-        self._itl = make.histogram("inter_token_latency_seconds", "Between tokens.", TOKEN_S)
+        self._itl = make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_S)
 
     def _make_request_families(self, make: Families) -> None:
-        """Families of requests that have ended, or were asked."""
-        self._tpot = make.histogram("request_time_per_output_token_seconds", "Mean after the first.", TOKEN_S)
+        """Create families of finished and submitted requests."""
+        self._tpot = make.histogram("request_time_per_output_token_seconds", "Mean time per token.", TOKEN_S)
         self._e2e = make.histogram("e2e_request_latency_seconds", "Arrival to end.", REQUEST_S)
         self._queue = make.histogram("request_queue_time_seconds", "Arrival to first run.", REQUEST_S)
         self._prefill = make.histogram("request_prefill_time_seconds", "First run to first token.", REQUEST_S)
         self._decode = make.histogram("request_decode_time_seconds", "First to last token.", REQUEST_S)
-        self._inference = make.histogram("request_inference_time_seconds", "First run to last.", REQUEST_S)
+        self._inference = make.histogram("request_inference_time_seconds", "Start to last token.", REQUEST_S)
         self._request_prompt = make.histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
         self._request_output = make.histogram("request_generation_tokens", "Output tokens.", TOKENS)
         self._computed = make.histogram(
@@ -220,18 +219,18 @@ class Metrics:
         self._success = make.labelled(
             Counter,
             "request_success",
-            "Requests by how they ended.",
+            "Finished requests, by reason.",
             "finished_reason",
             [reason.value for reason in FinishReason],
         )
 
     def add(self, collector: Collector) -> None:
-        """Export what a collector yields as well; it is asked in the event loop, whose state it reads."""
+        """Export a collector's families as well. It is called in the event loop, because it reads the loop's state."""
         self._collectors.append(collector)
 
     async def text(self) -> bytes:
-        """Return everything in Prometheus' text format, written in a thread: of 64 ranks it takes 0.2 s."""
-        async with self._writing:  # one at a time: anybody may ask, and as often as they like
+        """Return everything in Prometheus' text format, written in a thread: it takes 0.2 s for 64 ranks."""
+        async with self._writing:  # one at a time, because any client may scrape at any rate
             found = _Found([family for collector in self._collectors for family in collector.collect()])
             return await asyncio.to_thread(self._write, found)
 
@@ -239,8 +238,8 @@ class Metrics:
         return bytes(generate_latest(self._registry) + generate_latest(found))
 
     def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
-        """Take an attached rank's facts."""
-        if facts.served is None:  # another engine than before, if there was one: it counts from 0
+        """Record an attached rank's facts."""
+        if facts.served is None:  # a new engine, which counts from 0
             self._last.pop(facts.rank, None)
             self.throughput.note_new_engine(facts.rank)
         self.throughput.note_rank(facts)
@@ -252,7 +251,7 @@ class Metrics:
         self._cache_config.labels(*labels).set(1)
 
     def note_lost(self, rank: int) -> None:
-        """Take that a rank is gone: it runs nothing and holds nothing. The same engine may come back."""
+        """Record the loss of a rank: it runs and holds nothing. The same engine may return."""
         self.throughput.note_lost(rank)
         name = str(rank)
         for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
@@ -263,7 +262,7 @@ class Metrics:
             self._cache_config.remove(*labels)
 
     def note_stats(self, stats: RankStats) -> None:
-        """Take a rank's state after a step."""
+        """Record a rank's state after a step."""
         self.throughput.note_stats(stats)
         rank = str(stats.rank)
         last = self._last.get(stats.rank)
@@ -297,14 +296,14 @@ class Metrics:
             self._accepted_at[rank, str(position)].inc(max(0, int(count) - int(before)))
 
     def note_request(self, n: int, max_tokens: int) -> None:
-        """Take a client's request with `n` choices in all."""
+        """Record a client's request with `n` choices in all."""
         self._param_n.observe(n)
         self._param_max_tokens.observe(max_tokens)
 
     def note_first_token(
         self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
-        """Take a request's first token: its prompt has been run."""
+        """Record a request's first token, after its prompt was run."""
         self.throughput.note_first_token(ttft_s, num_prompt_tokens=num_prompt_tokens)
         name = str(rank)
         self._ttft[name].observe(ttft_s)
@@ -316,7 +315,7 @@ class Metrics:
             self._cached_by_source[name, "device"].inc(num_cached_tokens)
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
-        """Take tokens that arrived `gap_s` after those before; None: they are the first."""
+        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
         self.throughput.note_tokens(num_tokens, gap_s)
         self._output_tokens[str(rank)].inc(num_tokens)
         if gap_s is not None:
@@ -333,7 +332,7 @@ class Metrics:
         num_cached_tokens: int,
         num_tokens: int,
     ) -> None:
-        """Take a request's end."""
+        """Record a request's end."""
         name = str(rank)
         self._success[name, reason.value].inc()
         self._e2e[name].observe(timing.e2e_s)
@@ -347,10 +346,9 @@ class Metrics:
         self._prefill[name].observe(timing.prefill_s)
         self._decode[name].observe(timing.decode_s)
         self._inference[name].observe(timing.inference_s)
-        self._tpot[name].observe(
-            timing.decode_s / max(1, num_tokens - 1)
-        )  # 0 for a single token, as vLLM has it
+        # 0 for a single token, as in vLLM.
+        self._tpot[name].observe(timing.decode_s / max(1, num_tokens - 1))
 
     def note_longest(self, num_tokens: int) -> None:
-        """Take the longest choice of a client's request."""
+        """Record the length of the longest choice of a client's request."""
         self._most_output.observe(num_tokens)

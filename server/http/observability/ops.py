@@ -1,8 +1,8 @@
-"""The routes that operators and load balancers use: /health, /ping, /version, /metrics, /throughput, and who serves.
+"""The routes for operators and load balancers: /health, /ping, /version, /metrics, /throughput, and membership.
 
-GET /v1/fault_tolerance/status says who serves, who is away, why and since when. Its path, `schema_version`,
-`total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that what watches vLLM's ranks can watch
-these; the rest is ours. There is nothing to apply: ranks come back by themselves.
+GET /v1/fault_tolerance/status reports the serving ranks, and the missing ranks with reason and time. Its path,
+`schema_version`, `total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that monitors of vLLM's
+ranks work here; the other fields are WideEP's. There are no instructions to apply, because ranks return by themselves.
 """
 
 import time
@@ -27,32 +27,32 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     """Return the routes.
 
     Args:
-        why_not_ready: None while some rank serves, else the reason.
+        why_not_ready: Returns None while some rank serves, and otherwise the reason.
     """
     router = new_router()
 
     async def show_health() -> Response:
-        """200 while some rank serves (from the start on: all), else 503 with the reason."""
+        """Return 200 while some rank serves (all ranks at the start), and otherwise 503 with the reason."""
         reason = why_not_ready()
         return ErrorResponse(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
 
     async def show_ping() -> dict[str, Any]:
-        """200 as long as this process lives."""
+        """Return 200 while this process is alive."""
         return {"ping": "pong"}
 
     async def show_version() -> dict[str, Any]:
-        """The distribution's version."""
+        """Return the version of WideEP."""
         return {"version": version}
 
     async def show_metrics() -> Response:
-        """Everything for Prometheus."""
+        """Return all metrics in Prometheus' text format."""
         return Response(await registry.text(), media_type=metrics.CONTENT_TYPE)
 
     router.add_api_route("/health", show_health, methods=["GET"], response_model=None)
     router.add_api_route("/ping", show_ping, methods=["GET"], response_model=None)
     router.add_api_route("/version", show_version, methods=["GET"], response_model=None)
     router.add_api_route("/metrics", show_metrics, methods=["GET"], response_class=PlainTextResponse)
-    # A route of several methods has one operation id for all of them, which /openapi.json may not have.
+    # A route with several methods would have one operation id for all, which is invalid in /openapi.json.
     for path, answer in (
         ("/health", show_health),
         ("/ping", show_ping),
@@ -65,11 +65,11 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
 
 
 def throughput_routes(throughput: Throughput) -> APIRouter:
-    """Return the route."""
+    """Return the route of /throughput."""
     router = new_router()
 
     async def show_throughput() -> dict[str, Any]:
-        """Tokens per second, requests, time to first token and KV use: now, by rank, and over time."""
+        """Return tokens per second, requests, time to first token and KV usage: current, by rank, and over time."""
         return throughput.to_json()
 
     router.add_api_route("/throughput", show_throughput, methods=["GET"], response_model=None)
@@ -82,11 +82,11 @@ SCHEMA_VERSION = 1
 def membership_routes(
     epochs: Epochs, journal: Journal, num_parked: Callable[[], int], events: EventLog
 ) -> APIRouter:
-    """Return the routes."""
+    """Return the route of /v1/fault_tolerance/status."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Who serves, who is away, why and since when, and what happened before."""
+        """Return the serving ranks, the missing ranks with reason and time, and past events."""
         status = status_of(epochs, time.monotonic(), time.time())
         return {**status, **_requests(journal, num_parked()), "events": events.to_json()}
 
@@ -95,7 +95,7 @@ def membership_routes(
 
 
 def status_of(epochs: Epochs, now_s: float, now_unix_s: float) -> dict[str, Any]:
-    """What is known of ranks, as JSON; the times are the same moment on the machine's clock and on the calendar's."""
+    """Return the ranks' state as JSON. Both times are the present, on the monotonic clock and in seconds since 1970."""
     missing = [
         {
             "rank": rank,
@@ -123,7 +123,7 @@ def _requests(journal: Journal, num_parked: int) -> dict[str, int]:
 
 
 def _engine(epochs: Epochs, rank: int) -> dict[str, Any]:
-    """One rank as vLLM shows an engine."""
+    """Return a rank in the form of vLLM's engines."""
     if rank in epochs.missing:
         return {"id": rank, "status": "dead", "fault_info": epochs.missing[rank].reason}
     if rank in epochs.faults:

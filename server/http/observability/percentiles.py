@@ -1,7 +1,7 @@
 """Percentiles of times over a sliding window, at a fraction of a microsecond per observation.
 
-Times are counted in logarithmic buckets, 8 per doubling, so a percentile is right to 5 %. A window is made of some periods;
-`turn` ends a period and forgets the oldest. Rejected: keeping every time and sorting, which costs a service of 10,000 tokens/s
+Times are counted in logarithmic buckets, 8 per doubling, so a percentile is accurate to 5 %. A window consists of periods;
+`turn` ends a period and drops the oldest. Rejected: keeping and sorting all times, which costs a service of 10,000 tokens/s
 100,000 numbers.
 """
 
@@ -13,7 +13,7 @@ _LEAST_S = 1e-5
 
 
 class WindowedPercentiles:
-    """Counts times; `of` returns percentiles of the last `periods` periods and the running one."""
+    """Counts times; `of` returns percentiles of the last `periods` periods and the current one."""
 
     def __init__(self, periods: int) -> None:
         self._ended: deque[Counter[int]] = deque(maxlen=periods)
@@ -29,10 +29,10 @@ class WindowedPercentiles:
         self._running = Counter()
 
     def of(self, *shares: float) -> tuple[float | None, ...]:
-        """Return the percentiles, in seconds; None if nothing was counted.
+        """Return the percentiles in seconds, or None for each if nothing was counted.
 
         Args:
-            shares: 0 to 1, ascending.
+            shares: Shares from 0 to 1, ascending.
         """
         counts = sum(self._ended, Counter(self._running))
         total, found, seen = counts.total(), [], 0

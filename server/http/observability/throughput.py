@@ -1,7 +1,7 @@
-"""How fast the service is and how full: for a line in the log, and for GET /throughput, which the dashboard draws.
+"""The speed and load of the service, for a log line and for GET /throughput, which the dashboard displays.
 
-Rates are over the last ten seconds. The line is vLLM's in content, every ten seconds while there is traffic and none without.
-Prometheus has the same figures from `metrics`; this is for those who have no Prometheus. Counts are fed by `Metrics`.
+Rates cover the last ten seconds. The line has the content of vLLM's, every ten seconds while there is traffic.
+Prometheus has the same figures from `metrics`; this is for services without Prometheus. `Metrics` feeds the counts.
 """
 
 import logging
@@ -15,36 +15,36 @@ from server.http.observability.percentiles import WindowedPercentiles
 from server.http.observability.series import EVERY_S, Series
 from server.link.messages import RankFacts
 
-WINDOW_S = 10.0  # that rates are over, and from line to line
+WINDOW_S = 10.0  # for rates, and between log lines
 _LOG = logging.getLogger("wideep.throughput")
 
 
 class Speed(NamedTuple):
-    """The service at one moment. Rates and shares are of the last `WINDOW_S`."""
+    """The service at one moment. Rates and shares cover the last `WINDOW_S`."""
 
     prompt_tokens_per_s: float  # of requests that got their first token
     generation_tokens_per_s: float
-    running: int  # requests, all ranks together
+    running: int  # requests on all ranks
     waiting: int
-    kv_usage: float  # share of all ranks' KV blocks that are held
-    ttft_s: float | None  # mean of the first tokens; None: there was none
+    kv_usage: float  # share of used KV blocks on all ranks
+    ttft_s: float | None  # mean, or None without a first token
     ttft_max_s: float | None
-    prefix_hit_rate: float | None  # share of looked-up prompt tokens; None: none was looked up
-    draft_acceptance: float | None = None  # share of the tokens that were tried; None: none was
-    # Percentiles, right to 5 %; None if there was nothing to count.
+    prefix_hit_rate: float | None  # share of looked-up prompt tokens, or None without any
+    draft_acceptance: float | None = None  # share of drafted tokens, or None without any
+    # Percentiles, accurate to 5 %, or None if nothing was counted.
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None
     itl_p50_s: float | None = None  # between two tokens of a choice
     itl_p99_s: float | None = None
     e2e_p50_s: float | None = None  # of choices that ended
     e2e_p99_s: float | None = None
-    refused_per_s: float = 0.0  # HTTP answers 4xx but for 429
+    refused_per_s: float = 0.0  # HTTP answers with 4xx except 429
     busy_per_s: float = 0.0  # 429
     failed_per_s: float = 0.0  # 5xx
 
 
 class _Counts(NamedTuple):
-    """Counters from the start, at one moment of time.monotonic()."""
+    """Counters since the start, at one moment of time.monotonic()."""
 
     at_s: float
     prompt_tokens: int = 0
@@ -59,51 +59,50 @@ class _Counts(NamedTuple):
 
     @property
     def work(self) -> tuple[int, int]:
-        """What grows while there is traffic."""
+        """Counters that grow while there is traffic."""
         return self.prompt_tokens, self.output_tokens
 
 
 class Throughput:
-    """Told what happens; `tick` is to be called every `EVERY_S`."""
+    """Records events; call `tick` every `EVERY_S`."""
 
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, calendar: Callable[[], float] = time.time
     ) -> None:
-        """Args: clock: only goes forward. calendar: seconds since 1970."""
+        """Args: clock: A monotonic clock; calendar: Seconds since 1970."""
         self._clock, self._calendar = clock, calendar
-        self._ranks: dict[int, RankStats] = {}  # that serve now
-        self._counted: dict[int, RankStats] = {}  # by engine, also of one that may come back
+        self._ranks: dict[int, RankStats] = {}  # of serving ranks
+        self._counted: dict[int, RankStats] = {}  # by engine, including one that may return
         self._now = _Counts(clock())
         self._before: deque[_Counts] = deque([self._now])  # one per tick
-        self._first_tokens: deque[tuple[float, float]] = deque()  # (when, after how long) of the last window
+        self._first_tokens: deque[tuple[float, float]] = deque()  # (time, latency) in the last window
         self._line_s = clock()  # when the last line was due
         self._line_counts = self._now
         self._series: Series[Speed] = Series()
         self._begun_s = calendar()
-        self._facts: dict[
-            int, tuple[RankFacts, float]
-        ] = {}  # of ranks that serve, with time.time() of their arrival
+        # By serving rank, with the time.time() of its arrival.
+        self._facts: dict[int, tuple[RankFacts, float]] = {}
         periods = round(WINDOW_S / EVERY_S)
         self._ttft, self._itl, self._e2e = (WindowedPercentiles(periods) for _ in range(3))
 
     def note_first_token(self, ttft_s: float, *, num_prompt_tokens: int) -> None:
-        """Take a choice's first token."""
+        """Record a choice's first token."""
         self._now = self._now._replace(prompt_tokens=self._now.prompt_tokens + num_prompt_tokens)
         self._first_tokens.append((self._clock(), ttft_s))
         self._ttft.note(ttft_s)
 
     def note_tokens(self, num_tokens: int, gap_s: float | None = None) -> None:
-        """Take generated tokens that arrived `gap_s` after those before; None: they are the first."""
+        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
         self._now = self._now._replace(output_tokens=self._now.output_tokens + num_tokens)
         if gap_s is not None:
             self._itl.note(gap_s / num_tokens, num_tokens)
 
     def note_end(self, e2e_s: float) -> None:
-        """Take a choice's end."""
+        """Record a choice's end."""
         self._e2e.note(e2e_s)
 
     def note_status(self, status: int) -> None:
-        """Take the status of an HTTP answer."""
+        """Record the status of an HTTP answer."""
         now = self._now
         if status == 429:
             self._now = now._replace(busy=now.busy + 1)
@@ -113,11 +112,11 @@ class Throughput:
             self._now = now._replace(refused=now.refused + 1)
 
     def note_rank(self, facts: RankFacts) -> None:
-        """Take an attached rank's facts."""
+        """Record an attached rank's facts."""
         self._facts[facts.rank] = (facts, self._calendar())
 
     def note_stats(self, stats: RankStats) -> None:
-        """Take a rank's state after a step."""
+        """Record a rank's state after a step."""
         last = self._counted.get(stats.rank)
         query = stats.prefix_query_tokens - (last.prefix_query_tokens if last else 0)
         hit = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
@@ -133,16 +132,16 @@ class Throughput:
         self._ranks[stats.rank] = self._counted[stats.rank] = stats
 
     def note_lost(self, rank: int) -> None:
-        """Take that a rank is gone: it runs nothing and holds nothing. The same engine may come back."""
+        """Record the loss of a rank: it runs and holds nothing. The same engine may return."""
         self._ranks.pop(rank, None)
         self._facts.pop(rank, None)
 
     def note_new_engine(self, rank: int) -> None:
-        """Take that a rank's engine is another one: it counts from 0."""
+        """Record that a rank has a new engine, which counts from 0."""
         self._counted.pop(rank, None)
 
     def tick(self, *, logs: bool = True) -> None:
-        """Take a point of the series and, if it `logs`, write the line where one is due and there was traffic."""
+        """Add a point to the series. With `logs`, also write the line if its time has come and there was traffic."""
         now_s = self._clock()
         self._now = self._now._replace(at_s=now_s)
         while len(self._before) > 1 and self._before[1].at_s <= now_s - WINDOW_S:
@@ -160,7 +159,7 @@ class Throughput:
             self._line_s, self._line_counts = now_s, self._now
 
     def speed(self) -> Speed:
-        """Return the service at this moment."""
+        """Return the service's current figures."""
         since, now = self._before[0], self._now
         seconds = max(self._clock() - since.at_s, EVERY_S)
         num_queried = now.query_tokens - since.query_tokens
@@ -191,7 +190,7 @@ class Throughput:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what GET /throughput answers."""
+        """Return the response of GET /throughput."""
         points = self._series.points()
         return {
             "window_s": WINDOW_S,
@@ -212,7 +211,7 @@ class Throughput:
         }
 
     def _rank(self, rank: int, stats: RankStats | None) -> dict[str, Any]:
-        """A rank that serves; its figures are those of its last step."""
+        """Return a serving rank, with the figures of its last step."""
         found: dict[str, Any] = {"rank": rank, "running": 0, "waiting": 0, "kv_usage": 0.0}
         if stats is not None:
             used = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
@@ -229,7 +228,7 @@ class Throughput:
 
 
 def in_words(speed: Speed) -> str:
-    """Return the line."""
+    """Return the log line."""
     drafts = "" if speed.draft_acceptance is None else f", drafts accepted {speed.draft_acceptance:.1%}"
     hits = "-" if speed.prefix_hit_rate is None else f"{speed.prefix_hit_rate:.1%}"
     return (

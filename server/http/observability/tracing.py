@@ -1,8 +1,8 @@
-"""OpenTelemetry: one span per request that ranks were asked, with vLLM's name and attributes.
+"""OpenTelemetry: one span per request to ranks, with vLLM's name and attributes.
 
 The caller's W3C trace context (traceparent, tracestate) is the span's parent. The packages are optional
-(`wideep[otel]`): without --otlp-traces-endpoint nothing of them is imported. Rejected: FastAPI's instrumentation,
-which makes spans of /health, of every chunk sent, and knows no token.
+(`wideep[otel]`) and are imported only with --otlp-traces-endpoint. Rejected: FastAPI's instrumentation, which also
+creates spans for /health and for every sent chunk, and knows no tokens.
 """
 
 import os
@@ -18,14 +18,14 @@ if TYPE_CHECKING:  # optional
     from opentelemetry.sdk.trace import SpanProcessor
 
 SPAN = "llm_request"
-_END_S = 1.0  # for what is left at the end; the supervisor does not wait much longer
+_END_S = 1.0  # to send the remaining spans at the end; the supervisor does not wait much longer
 
 
 class Traces:
-    """Makes spans of exchanges, or none."""
+    """Creates spans of exchanges, if tracing is enabled."""
 
     def __init__(self, processor: "SpanProcessor | None" = None, *, service_version: str = "") -> None:
-        """Args: processor takes the spans; None makes none."""
+        """Args: processor: Receives the spans; None disables tracing."""
         self._provider: Any = None
         if processor is None:
             return
@@ -42,10 +42,10 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str | None, *, service_version: str = "") -> Self:
-        """Send spans to an OTLP endpoint, in the background and in batches; None makes none.
+        """Return an instance that sends spans to an OTLP endpoint in background batches. None disables tracing.
 
         Raises:
-            OptionsError: a package is missing.
+            OptionsError: A package is missing.
         """
         if endpoint is None:
             return cls()
@@ -55,7 +55,7 @@ class Traces:
         return cls(BatchSpanProcessor(_exporter(endpoint, protocol)), service_version=service_version)
 
     def note(self, exchange: HttpExchange) -> None:
-        """Make an ended exchange's span, if it asked anything of ranks."""
+        """Create the span of a finished exchange, if it submitted requests to ranks."""
         choices = [choice for answer in exchange.answers for choice in answer.generations]
         if self._provider is None or not choices:
             return
@@ -73,9 +73,9 @@ class Traces:
         span.end(exchange.begun_ns + int(exchange.duration_s * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for a bounded time. Blocks.
+        """Send the remaining spans, for a bounded time. Blocks.
 
-        In a thread of its own: an exporter whose collector is gone tries again for longer than any bound it is given.
+        It runs in a thread, because an exporter without a collector retries for longer than any limit it is given.
         """
         if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
@@ -111,7 +111,7 @@ def _parent(headers: dict[bytes, bytes]) -> Any:
 
 
 def _attributes(exchange: HttpExchange, choices: list[Generation]) -> dict[str, str | int | float]:
-    """Return vLLM's attributes; latencies are the first choice's, tokens those of all."""
+    """Return vLLM's attributes: latencies of the first choice, and tokens of all choices."""
     first = choices[0]
     params, timing = first.ask.request.params, timing_of(first, now_s=first.last_token_s)
     attributes: dict[str, str | int | float] = {

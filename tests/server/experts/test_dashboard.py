@@ -161,7 +161,7 @@ def test_a_service_that_is_gone_is_said_to_be_gone_until_it_is_back(
     service.stop()
     browser.wait_for("document.body.dataset.state === 'gone'")
     assert "does not answer" in text(browser, "banner")
-    assert "What is shown is from" in text(browser, "banner")
+    assert "The figures shown are from" in text(browser, "banner")
     service.start()
     browser.wait_for(LIVE)
     assert browser.evaluate("document.getElementById('banner').hidden")
@@ -197,7 +197,7 @@ def test_a_lost_rank_is_said_until_it_is_back(browser: Chromium, service: Dashbo
     browser.wait_for("document.body.dataset.ranks === 'lost'")
     browser.wait_for(LIVE)
     said = text(browser, "health")
-    assert said.startswith("1 of 2 ranks serve. Rank 1 is away since ")
+    assert said.startswith("1 of 2 ranks serve. Rank 1 has been away since ")
     assert "(12 s): its connection <b>closed</b>." in said
     assert text(browser, "status").startswith("1 of 2 ranks, live")
     assert "1 of 2\naway: rank 1" in text(browser, "service")
@@ -221,8 +221,8 @@ def test_ranks_that_cannot_serve_alone_are_said_to_wait(browser: Chromium, servi
     browser.open(service.url)
     browser.wait_for("document.body.dataset.ranks === 'lost'")
     said = text(browser, "health")
-    assert said.startswith("0 of 2 ranks serve.") and "Nothing is served until a rank is back" in said
-    assert "Rank 0's steps broke off: no memory for its experts." in said
+    assert said.startswith("0 of 2 ranks serve.") and "No rank can serve until a lost rank is back" in said
+    assert "Steps on rank 0 failed: no memory for its experts." in said
 
 
 @needs_chromium
@@ -231,7 +231,7 @@ def test_what_ranks_wait_for_is_a_sentence(browser: Chromium, service: Dashboard
     browser.open(service.url)
     browser.wait_for("document.getElementById('waits').innerText !== ''")
     assert text(browser, "waits") == (
-        "Ranks wait for others 25.0 % of their steps' time: busier experts elsewhere 15.0 %, other things 5.0 %, "
+        "Ranks wait for others 25.0 % of their steps' time: busier experts elsewhere 15.0 %, other causes 5.0 %, "
         "a prompt elsewhere 4.0 %, longer contexts elsewhere 1.0 %."
     )
 

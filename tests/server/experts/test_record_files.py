@@ -31,11 +31,11 @@ def test_a_folder_that_somebody_else_made_in_the_temporary_directory_is_not_writ
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "theirs").mkdir()
     default_folder().symlink_to(tmp_path / "theirs")
-    with pytest.raises(ApiError, match=r"cannot be written to .*: somebody else made it"):
+    with pytest.raises(ApiError, match=r"cannot be written to .*: another user created it"):
         dump(EMPTY, default_folder())
     default_folder().unlink()
     monkeypatch.setattr("os.getuid", lambda: 12345)
-    with pytest.raises(ApiError, match="somebody else made it"):
+    with pytest.raises(ApiError, match="another user created it"):
         dump(EMPTY, default_folder())
     assert not list((tmp_path / "theirs").iterdir())
     assert default_folder().stat().st_mode & 0o777 == 0o700

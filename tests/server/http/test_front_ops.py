@@ -147,4 +147,4 @@ def test_a_page_elsewhere_can_change_nothing_on_a_front_without_keys(shared_fron
             refused = front.post(path, headers=headers)
             assert refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
     own = front.post("/stop_expert_distribution_record", headers={"Origin": front.url})
-    assert "Nothing is being recorded" in own.json()["error"]["message"], "our own pages may ask"
+    assert "No recording is active" in own.json()["error"]["message"], "our own pages may ask"

@@ -1,4 +1,4 @@
-// Numbers and times as text. "–" is what is not known.
+// Numbers and times as text. "–" is an unknown value.
 
 const NONE = "–";
 
@@ -25,7 +25,7 @@ export function percent(value, digits = 1) {
   return value === null || value === undefined ? NONE : `${(value * 100).toFixed(digits)} %`;
 }
 
-/** A load over the mean. */
+/** A load relative to the mean. */
 export function times(ratio) {
   return ratio === null || ratio === undefined ? NONE : `${ratio.toFixed(ratio < 10 ? 2 : 1)}×`;
 }
@@ -49,7 +49,7 @@ export function day(seconds) {
   return `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${clock(seconds).slice(0, 5)}`;
 }
 
-/** At most `most` of a list's numbers. */
+/** The first `most` numbers of a list, and how many follow. */
 export function list(numbers, most = 12) {
   const shown = numbers.slice(0, most).join(", ");
   return numbers.length > most ? `${shown} and ${numbers.length - most} more` : shown;
@@ -60,7 +60,7 @@ export function sentence(text) {
   return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
 }
 
-/** A count and its word, in the plural where it must be. */
+/** A count and its word, in the plural unless it is 1. */
 export function counted(number, word, words = `${word}s`) {
   return `${exact(number)} ${number === 1 ? word : words}`;
 }

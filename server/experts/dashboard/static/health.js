@@ -1,16 +1,16 @@
-// What GET /v1/fault_tolerance/status says: who serves, who is away, and what that means for who asks. Knows no DOM.
+// The data of GET /v1/fault_tolerance/status for display: serving and missing ranks, and the effect on requests. Knows no DOM.
 
 import { clock, counted, duration, list, sentence } from "./format.js";
 
 const PHASES = {
-  starting: "The service is starting: ranks are still on their way",
-  regrouping: "The ranks are meeting anew. Requests wait for a moment, and streams go on",
-  waiting: "Nothing is served until a rank is back: those that are left cannot hold all experts. Requests wait",
+  starting: "The service is starting: not all ranks are ready yet",
+  regrouping: "The ranks are forming a new group. Requests pause for a moment, and streams continue",
+  waiting: "No rank can serve until a lost rank is back: the others cannot hold all experts. Requests wait",
 };
 
 /**
  * The service's health.
- * @returns kind "whole" or "lost"; `ranks` such as "1 of 2"; `note` for a tile; `banner`, "" where all is well
+ * @returns kind "whole" or "lost"; `ranks` such as "1 of 2"; `note` for a tile; `banner`, "" if all is well
  */
 export function healthOf(status) {
   const serving = status.engines.filter((engine) => engine.status === "healthy").length;
@@ -19,9 +19,9 @@ export function healthOf(status) {
   if (serving === status.total_engines) return { kind: "whole", ranks, note, banner: "" };
   const lines = [
     `${ranks} ranks serve.`,
-    ...status.missing.map((each) => `Rank ${each.rank} is away since ${clock(each.since)} (${duration(Math.round(each.seconds))}): ${each.reason}.`),
-    ...status.faults.map((each) => `Rank ${each.rank}'s steps broke off: ${each.reason}.`),
-    sentence(PHASES[status.phase] ?? "Its requests went on at the ranks that are left, and the load below is theirs alone"),
+    ...status.missing.map((each) => `Rank ${each.rank} has been away since ${clock(each.since)} (${duration(Math.round(each.seconds))}): ${each.reason}.`),
+    ...status.faults.map((each) => `Steps on rank ${each.rank} failed: ${each.reason}.`),
+    sentence(PHASES[status.phase] ?? "Its requests continue on the other ranks, and the load below covers these ranks only"),
   ];
   return { kind: "lost", ranks, note, banner: lines.join(" ") };
 }

@@ -1,6 +1,6 @@
-// A heat map on a canvas: ratios by row and column, coloured around 1, with numbers under the pointer.
-// Where a cell would be too small to see, neighbours share one, coloured by the hottest of them: that is the one
-// that others wait for, and a mean would hide it. The pointer still names it.
+// A heat map on a canvas: ratios by row and column, coloured around 1, with numbers at the pointer.
+// If a cell would be too small to see, neighbours share one, coloured by the hottest of them: the others wait for that
+// one, and a mean would hide it. The pointer still names it.
 
 import { colour, cssOf, divergingTable, stepOf, parse } from "./palette.js";
 import { hideTip, showTip } from "./tip.js";
@@ -8,16 +8,16 @@ import { hideTip, showTip } from "./tip.js";
 const LEFT = 40; // pixels for row labels
 const BOTTOM = 22; // for column labels
 const LEGEND = 26;
-const LEGEND_ROOM = 340; // pixels that titles and colours need side by side; on less they are two lines
+const LEGEND_ROOM = 340; // pixels for titles and colours on one line; with less they take two lines
 const BARS = 58; // for the bars at the right
 const NARROWEST = 2.5; // pixels of a cell
 const MOST_ROWS = 128;
-const HEIGHT = 384; // aimed at
+const HEIGHT = 384; // target in pixels
 
 export class HeatMap {
   /**
-   * @param octaves how many doublings of the mean reach the last colour
-   * @param label what the canvas shows, for those who cannot see it
+   * @param octaves number of doublings of the mean up to the last colour
+   * @param label description of the canvas for screen readers
    */
   constructor(parent, { octaves, label, rowTitle, columnTitle }) {
     this.octaves = octaves;
@@ -27,7 +27,7 @@ export class HeatMap {
     this.canvas.setAttribute("role", "img");
     this.canvas.setAttribute("aria-label", `${label}; arrow keys move from cell to cell`);
     parent.append(this.canvas);
-    this.cells = document.createElement("canvas"); // one pixel a cell
+    this.cells = document.createElement("canvas"); // one pixel per cell
     this.at = null; // the cell under the pointer
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerleave", () => this.#leave());
@@ -36,17 +36,17 @@ export class HeatMap {
   }
 
   /**
-   * @param ratios [rows][columns] over the mean, null where there is nothing
+   * @param ratios [rows][columns] over the mean, null without data
    * @param rows labels of the rows
-   * @param describe text of a cell, from its row and column
-   * @param bars for each row a number from 0 to 1, or null; optional
+   * @param describe returns the text of a cell, given its row and column
+   * @param bars a number from 0 to 1 or null for each row; optional
    */
   show({ ratios, rows, describe, bars = null }) {
     Object.assign(this, { ratios, rows, describe, bars });
     this.draw();
   }
 
-  /** How many neighbours share a cell: [rows, columns]. */
+  /** Numbers of neighbours that share a cell: [rows, columns]. */
   get grouped() {
     return [this.rowGroup, this.columnGroup];
   }
@@ -68,7 +68,7 @@ export class HeatMap {
     if (this.at && this.tipAt) showTip(this.#text(), ...this.tipAt);
   }
 
-  /** The hottest [row, column] of a cell's neighbours, null where none has a ratio. */
+  /** The hottest [row, column] of a cell's neighbours, or null if none has a ratio. */
   #hottest(cellRow, cellColumn) {
     let found = null;
     const lastRow = Math.min((cellRow + 1) * this.rowGroup, this.ratios.length);
@@ -115,7 +115,7 @@ export class HeatMap {
     if (this.at) this.#outline(context);
   }
 
-  /** Part cells that are large enough to be parted. */
+  /** Draw lines between cells that are large enough. */
   #rule(context) {
     context.fillStyle = colour("--card");
     for (let column = 1; column < this.numColumns; column++)

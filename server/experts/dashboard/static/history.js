@@ -1,4 +1,4 @@
-// The service's rebalances as a table, newest first, and as marks of charts.
+// The service's rebalances as a table, newest first, and as marks in charts.
 
 import { clock, counted, duration, percent, sentence, short } from "./format.js";
 import { fillTable } from "./table.js";
@@ -8,9 +8,9 @@ const WORDS = {
   nothing: "kept the placement",
   shares: "changed the shares of copies",
   repair: "moved experts",
-  plan: "planned all experts again",
-  apply: "placement applied by hand",
-  rollback: "went back to the placement before",
+  plan: "placed all experts again",
+  apply: "applied a given placement",
+  rollback: "went back to the previous placement",
 };
 const COLUMNS = [
   ["time", (change) => clock(change.time), ""],
@@ -22,7 +22,7 @@ const COLUMNS = [
   ["details", (change) => sentence(reasonOf(change)), "text details"],
 ];
 
-/** Whether the placement stayed as it was; new shares change it without a move. */
+/** Whether the placement was not changed. New shares change it without a move. */
 export function isQuiet(change) {
   return change.kind === "nothing" || Boolean(change.failed);
 }

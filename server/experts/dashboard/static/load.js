@@ -1,9 +1,9 @@
-// What GET /experts/load says, checked, and the figures drawn from it. Knows no DOM.
-// Legend: L layers, E experts, R ranks; a view is one phase's numbers, or those of all steps.
+// The data of GET /experts/load: a check, and figures computed from it. Knows no DOM.
+// Legend: L layers, E experts, R ranks; a view has the numbers of one phase, or of all steps.
 
 const PHASES = ["prefill", "decode"];
 
-/** Check an answer's shape; throws an Error that names what is missing or does not fit. */
+/** Check an answer's shape. Throws an Error that names a missing or misshapen field. */
 export function checkLoad(load) {
   for (const name of ["layers", "num_experts", "num_ranks", "window", "phases", "rank_tokens", "ranks", "placement", "series"])
     if (load?.[name] === undefined) throw new Error(`the server's answer has no "${name}"`);
@@ -21,7 +21,7 @@ function checkMatrix(name, matrix, rows, columns) {
   if (!fits) throw new Error(`"${name}" of the server's answer is not ${rows} rows of ${columns} numbers`);
 }
 
-/** One phase's numbers ("prefill", "decode"), or those of all steps together ("all"). */
+/** The numbers of one phase ("prefill", "decode"), or of all steps together ("all"). */
 export function viewOf(load, phase) {
   const phases = phase === "all" ? PHASES : [phase];
   const tokens = sum(phases.map((name) => load.phases[name].tokens));
@@ -30,13 +30,13 @@ export function viewOf(load, phase) {
   return { tokens, rankTokens, perLayer, ...aggregate(perLayer), total: total(tokens) };
 }
 
-/** Balancedness of one layer: mean rank over fullest rank; null where nothing was routed. */
+/** Balancedness of one layer: mean rank over fullest rank, or null without tokens. */
 function meanOverMax(row) {
   const fullest = Math.max(...row);
   return fullest > 0 ? add(row) / row.length / fullest : null;
 }
 
-/** Mean, median and worst over the layers that had tokens; null where none had. */
+/** Mean, median and worst over the layers that had tokens, or null if none had. */
 export function aggregate(perLayer) {
   const known = perLayer.filter((value) => value !== null).sort((a, b) => a - b);
   if (!known.length) return { mean: null, median: null, worst: null, worstLayer: null };
@@ -53,7 +53,7 @@ export function overMean(matrix) {
   });
 }
 
-/** Bytes of each pair of ranks over the mean pair; a rank and itself are no pair unless bytes went that way. */
+/** Bytes of each pair of ranks over the mean pair. A rank and itself count as a pair only if bytes were sent. */
 export function overMeanPair(bytes) {
   const isPair = (from, to) => from !== to || bytes[from][to] > 0;
   const known = bytes.flatMap((row, from) => row.filter((_, to) => isPair(from, to)));
@@ -79,14 +79,14 @@ export function ranksOf(load, layer, expert) {
   return row.flatMap((held, slot) => (held === expert ? [load.ranks[Math.floor(slot / slots)].rank] : []));
 }
 
-/** The experts that the rank in a place holds in a layer, ascending; places are ranks where none is away. */
+/** The experts of a place in a layer, ascending. Places equal ranks if no rank is away. */
 export function expertsOf(load, layer, place) {
   const row = load.placement[layer] ?? [];
   const slots = row.length / load.num_ranks;
   return row.slice(place * slots, (place + 1) * slots).filter((held) => held >= 0).sort((a, b) => a - b);
 }
 
-/** What a rank did in the window, per step and per token where that says more. */
+/** The figures of each rank in the window, per step or per token if that is clearer. */
 export function rankFigures(load) {
   const served = new Array(load.num_ranks).fill(0);
   for (const phase of PHASES)
@@ -105,10 +105,10 @@ const CAUSES = {
   decodes: "more sequences elsewhere",
   contexts: "longer contexts elsewhere",
   experts: "busier experts elsewhere",
-  other: "other things",
+  other: "other causes",
 };
 
-/** How much of their steps' time ranks wait for others in the window, and for what: a sentence; "" without steps. */
+/** A sentence on how much of their steps' time ranks wait for others in the window, and why; "" without steps. */
 export function waitsInWords(ranks) {
   const steps = add(ranks.map((rank) => rank.step_s));
   if (!steps || ranks.length < 2) return "";

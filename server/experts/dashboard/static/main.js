@@ -1,5 +1,5 @@
-// The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws. What the service as a
-// whole does, lost ranks among it, is service.js's.
+// The page: polls GET /experts/load, keeps one state (loading, empty, live, refused, gone), and draws. service.js shows
+// the service as a whole, including lost ranks.
 
 import { balance, clock, counted, duration, exact, list, percent, sentence, short, times } from "./format.js";
 import { HeatMap } from "./heatmap.js";
@@ -23,7 +23,7 @@ import { Strips } from "./strips.js";
 import { showTiles } from "./tiles.js";
 import { shareAxis, Timeline } from "./timeline.js";
 
-const ADDRESS = "experts/load"; // relative: the service may be behind a prefix
+const ADDRESS = "experts/load"; // relative, because the service may have a path prefix
 const PHASES = ["all", "prefill", "decode"];
 const at = (name) => document.getElementById(name);
 
@@ -58,10 +58,10 @@ const service = new Service({ tiles: at("service"), parent: at("charts"), onChan
 const strips = new Strips(at("strips"));
 
 let load = null; // the last good answer
-let seen = null; // when it came, the server's time
+let seen = null; // its time, by the server's clock
 let points = []; // of balancedness over time: {time, views: {phase: {mean, median, worst}}}
 let phase = "all";
-let range_s = 1800; // of the charts; index.html checks it
+let range_s = 1800; // of the charts; the default in index.html
 let status = "connecting";
 
 function take(answer, time) {
@@ -85,7 +85,7 @@ function shapeOf(load) {
   );
 }
 
-/** What an answer says of the time: its series, and the views of the present window. */
+/** The points over time of an answer: its series, and the views of the current window. */
 function pointsOf(series, time, views) {
   const valuesAt = (columns, index) =>
     Object.fromEntries(Object.entries(columns).map(([name, values]) => [name, values[index]]));
@@ -99,11 +99,11 @@ function pointsOf(series, time, views) {
 
 function describePoint({ time, views }) {
   const view = views[phase];
-  if (view.mean === null) return `${clock(time)}: nothing was routed`;
+  if (view.mean === null) return `${clock(time)}: no tokens`;
   return `${clock(time)}\nmean over layers ${balance(view.mean)}\nmedian ${balance(view.median)}\nworst layer ${balance(view.worst)}`;
 }
 
-/** Show who serves: a lost rank must be seen whatever else the page shows. */
+/** Show the ranks' health. A lost rank must be visible in every state of the page. */
 function showService() {
   const { health } = service;
   document.body.dataset.ranks = health?.kind ?? "unknown";
@@ -114,7 +114,7 @@ function showService() {
   if (load) service.show(marks(), range_s);
 }
 
-/** Rebalances, and what happened to ranks, as marks of charts. */
+/** Rebalances and rank events as marks for charts. */
 function marks() {
   return [...(load.history ?? []).map(markOfChange), ...(service.status?.events ?? []).map(markOfEvent)];
 }
@@ -159,7 +159,7 @@ function showFigures(view, window) {
   const hot = hottest(overMean(view.tokens));
   const worst = view.worstLayer === null ? "–" : `layer ${load.layers[view.worstLayer]}`;
   const even =
-    load.num_ranks > 1 // one is always as full as the mean
+    load.num_ranks > 1 // a single rank always equals the mean
       ? [[balance(view.mean), `over the layers; median ${balance(view.median)}`], [balance(view.worst), worst]]
       : [["–", "one rank has nothing to balance"], ["–", ""]];
   const tiles = [
@@ -173,7 +173,7 @@ function showFigures(view, window) {
 }
 
 function lastMove() {
-  if (load.placement_version === 0) return "as at the start";
+  if (load.placement_version === 0) return "unchanged since the start";
   const times = (load.history ?? []).filter((change) => !isQuiet(change)).map((change) => change.time);
   times.push(...(service.status?.events ?? []).filter((event) => event.kind === "regrouped").map((event) => event.time));
   return times.length ? `since ${clock(Math.max(...times))}` : "changed since the start";
@@ -210,14 +210,14 @@ function showRanks(view) {
     ];
     return lines.join("\n");
   };
-  const bars = load.num_ranks > 1 ? view.perLayer : null; // of one rank alone they would all be full
+  const bars = load.num_ranks > 1 ? view.perLayer : null; // a single rank's bars would all be full
   ranks.show({ ratios, rows: load.layers, describe, bars });
   const barsNote = bars ? "; bars: the layer's balancedness" : "";
   at("ranks-note").textContent = `Tokens of each rank over the layer's mean${barsNote}.` + shared(ranks, "ranks");
 }
 
 function showTraffic() {
-  at("traffic-card").hidden = load.num_ranks < 2; // one rank sends nothing
+  at("traffic-card").hidden = load.num_ranks < 2; // a single rank sends nothing
   document.querySelector("main").dataset.traffic = load.num_ranks < 2 ? "none" : "some";
   const bytes = load.ranks.map((rank) => rank.dispatch_bytes);
   const ratios = overMeanPair(bytes);
@@ -235,7 +235,7 @@ function hostOf(rank) {
   return found?.host ? ` on ${found.host}` : "";
 }
 
-/** Says so where neighbours share a cell. */
+/** A note if neighbours share a cell, "" otherwise. */
 function shared(map, what) {
   const members = map.grouped[0] * map.grouped[1];
   return members > 1 ? ` A cell is the hottest of ${members} neighbouring ${what}.` : "";
@@ -252,23 +252,23 @@ function explainEmpty() {
 function fail(error) {
   if (error instanceof Refusal) {
     enter("refused", `refused: ${error.status}`);
-    complain(`The service answers GET /${ADDRESS} with ${error.status}: ${error.message}`);
+    complain(`The service answered GET /${ADDRESS} with ${error.status}: ${error.message}`);
   } else if (error instanceof TypeError || error.name === "TimeoutError" || error.name === "AbortError") {
     enter("gone", "no answer");
     complain(`The service at ${location.host} does not answer.`);
   } else {
     enter("refused", "not understood");
-    complain(`The page and the service do not fit together: ${error.message}.`);
+    complain(`This page does not understand the service's answer: ${error.message}.`);
     console.error(error);
   }
 }
 
 function complain(message) {
-  const shown = document.querySelector("main").hidden ? "" : ` What is shown is from ${clock(seen)}.`;
-  at("banner").textContent = `${message}${shown} Trying again by itself.`;
+  const shown = document.querySelector("main").hidden ? "" : ` The figures shown are from ${clock(seen)}.`;
+  at("banner").textContent = `${message}${shown} The page retries automatically.`;
 }
 
-/** Change the state: which parts are seen, and what the status says. */
+/** Change the state: the visible parts and the status text. */
 function enter(state, said) {
   document.body.dataset.state = state;
   status = said;

@@ -1,4 +1,4 @@
-// What an operator looks for: each rank, what happened, and what the service is.
+// The operator's view: the ranks, their events, and facts about the service.
 
 import { clock, day, duration, exact, percent, sentence } from "./format.js";
 import { fillTable } from "./table.js";
@@ -26,10 +26,10 @@ const WORDS = {
   rank_back: "rank back",
   regrouped: "ranks serve",
   waiting: "service waits",
-  stopped: "steps broke off",
+  stopped: "steps failed",
 };
 
-/** Fill the table of ranks; returns whether there is something to see. */
+/** Fill the table of ranks; return whether it has rows. */
 export function showRankTable(parent, status, speed, now_s) {
   const known = new Map((speed?.ranks ?? []).map((rank) => [rank.rank, rank]));
   const rows = (status?.engines ?? []).map(({ id, status: state, fault_info }) => {
@@ -46,7 +46,7 @@ export function showEvents(parent, events) {
   fillTable(parent, EVENT_COLUMNS, [...events].reverse(), (event) => (event.kind === "rank_lost" || event.kind === "waiting" ? "lost" : ""));
 }
 
-/** An event as a chart's mark. */
+/** An event as a mark for charts. */
 export function markOfEvent(event) {
   const took = event.seconds === null ? "" : `\ntook ${duration(event.seconds)}`;
   return { time: event.time, kind: "incident", text: `${clock(event.time)}  ${WORDS[event.kind] ?? event.kind}\n${sentence(event.text)}${took}` };
@@ -61,7 +61,7 @@ export function showCard(parent, facts, speed, load, now_s) {
     ["Device", facts?.device],
     ["Context", facts && `${exact(facts.context_length)} tokens`],
     ["KV cache", facts && `${exact(facts.max_total_num_tokens)} tokens`],
-    ["At once", facts && `${exact(facts.max_running_requests)} requests`],
+    ["Concurrency", facts && `${exact(facts.max_running_requests)} requests`],
     ["Started", speed && `${when(speed.since)} (${duration(now_s - speed.since)} ago)`],
     ["HTTP errors", errors && `4xx ${exact(errors["4xx"])}, 429 ${exact(errors["429"])}, 5xx ${exact(errors["5xx"])}`],
   ];

@@ -1,6 +1,6 @@
-// Colours, from the style sheet's variables, so that a canvas follows the theme.
-// A load is coloured by its ratio to the mean on a logarithmic scale: what is twice the mean is as far from the
-// neutral middle as what is half of it.
+// Colours from the style sheet's variables, so that a canvas follows the theme.
+// A load is coloured by its ratio to the mean on a logarithmic scale: twice the mean is as far from the neutral
+// middle as half the mean.
 
 const STEPS = 256;
 const STOPS = ["--cold-2", "--cold-1", "--even", "--hot-1", "--hot-2"];
@@ -10,7 +10,7 @@ export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Red, green and blue of STEPS colours from far below the mean to far above it, read anew at each drawing. */
+/** Red, green and blue of STEPS colours from far below to far above the mean, read again for each drawing. */
 export function divergingTable() {
   const stops = STOPS.map((name) => parse(colour(name)));
   const table = new Uint8ClampedArray(3 * STEPS);
@@ -23,7 +23,7 @@ export function divergingTable() {
   return table;
 }
 
-/** The table's step for a ratio; `octaves` is how many doublings reach the last colour. */
+/** The table's step for a ratio; `octaves` is the number of doublings up to the last colour. */
 export function stepOf(ratio, octaves) {
   const place = ratio > 0 ? Math.log2(ratio) / octaves : -1;
   return Math.round(((Math.max(-1, Math.min(1, place)) + 1) / 2) * (STEPS - 1));

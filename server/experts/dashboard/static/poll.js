@@ -1,11 +1,11 @@
-// Ask the service again and again, politely: not while nobody looks, and never for more than a tenth of the time,
-// however large the answer is.
+// Poll the service: never while the page is hidden, and never for more than a tenth of the time, regardless of
+// the answer's size.
 
 const EVERY_MS = 2000;
 const PATIENCE_MS = 15000;
-const REST = 9; // times as long as an answer took
+const REST = 9; // pause, as a multiple of the time that the answer took
 
-/** An answer that says no: `status` and the server's own words. */
+/** An answer with an error status; the message is the server's. */
 export class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -16,8 +16,8 @@ export class Refusal extends Error {
 /**
  * Poll an address forever.
  * @param onAnswer called with the JSON and the server's time in seconds since 1970
- * @param every_ms the least time between two requests
- * @param onFailure called with a Refusal, or with another Error when there was no answer or none that makes sense
+ * @param every_ms the minimum time between two requests
+ * @param onFailure called with a Refusal, or with another Error if there was no answer or an invalid one
  */
 export async function poll(address, { onAnswer, onFailure, every_ms = EVERY_MS }) {
   for (;;) {
@@ -52,7 +52,7 @@ function sleep(ms) {
   return new Promise((resolve) => setTimeout(resolve, ms));
 }
 
-/** Resolves when the page can be seen. */
+/** Resolves when the page is visible. */
 function visible() {
   return new Promise((resolve) => {
     if (!document.hidden) return resolve();

@@ -1,6 +1,6 @@
-// The service as a whole: who serves (GET /v1/fault_tolerance/status), how fast (GET /throughput) and what it is
-// (GET /server_info). Polls of its own, because a large model's GET /experts/load is asked for less often, and a lost rank
-// should be seen at once.
+// The service as a whole: serving ranks (GET /v1/fault_tolerance/status), speed (GET /throughput) and facts
+// (GET /server_info). Polled separately, because a large model's GET /experts/load is polled less often, and a lost rank
+// should be visible at once.
 
 import { clock, duration, exact, percent, short } from "./format.js";
 import { healthOf } from "./health.js";
@@ -8,9 +8,9 @@ import { poll } from "./poll.js";
 import { showTiles } from "./tiles.js";
 import { countAxis, fullAxis, timeAxis, Timeline } from "./timeline.js";
 
-const ADDRESSES = { ranks: "v1/fault_tolerance/status", speed: "throughput", facts: "server_info" }; // relative: there may be a prefix
+const ADDRESSES = { ranks: "v1/fault_tolerance/status", speed: "throughput", facts: "server_info" }; // relative, because there may be a path prefix
 const FACTS_EVERY_MS = 30000;
-const SMALL = 150; // pixels of a chart's height
+const SMALL = 150; // height of a chart in pixels
 
 const line = (title, kind, field) => ({ title, kind, value: (point) => point[field] ?? null });
 const CHARTS = [
@@ -39,13 +39,13 @@ const CHARTS = [
 
 export class Service {
   /**
-   * @param tiles where the figures go
-   * @param parent where the charts go
-   * @param onChange called when something new is known; `health`, `status`, `speed` and `facts` say what
+   * @param tiles element for the figures
+   * @param parent element for the charts
+   * @param onChange called after each change of `health`, `status`, `speed` or `facts`
    */
   constructor({ tiles, parent, onChange }) {
     Object.assign(this, { tiles, onChange });
-    this.health = this.status = this.speed = this.facts = null; // not known
+    this.health = this.status = this.speed = this.facts = null; // unknown
     this.points = [];
     this.charts = CHARTS.map(({ name, title, axisOf, lines }) => {
       const figure = document.createElement("figure");
@@ -71,7 +71,7 @@ export class Service {
     });
     poll(ADDRESSES.facts, {
       onAnswer: (facts) => this.#take({ facts }),
-      onFailure: forget("facts"), // with API keys this page has none
+      onFailure: forget("facts"), // this page has no API key
       every_ms: FACTS_EVERY_MS,
     });
   }
@@ -89,11 +89,11 @@ export class Service {
 }
 
 function tilesOf(health, now) {
-  const ranks = health ? [health.ranks, health.note, health.kind] : ["–", "not known"];
+  const ranks = health ? [health.ranks, health.note, health.kind] : ["–", "unknown"];
   const none = "none in the last 10 s";
   const noteOf = (value, text) => (now ? (value === null || value === undefined ? none : text) : "");
   return [
-    ["Ranks that serve", ...ranks],
+    ["Serving ranks", ...ranks],
     ["Generated tokens/s", short(now?.generation_tokens_per_s), now ? `prompts ${short(now.prompt_tokens_per_s)} tokens/s${draftsOf(now)}` : ""],
     ["Requests running", exact(now?.running), now ? `${exact(now.waiting)} waiting` : ""],
     ["Time to first token", duration(now?.ttft_p50_s), noteOf(now?.ttft_p50_s, `median; p99 ${duration(now?.ttft_p99_s)}`)],
@@ -107,7 +107,7 @@ function draftsOf(speed) {
   return share === null || share === undefined ? "" : `; drafts accepted ${percent(share)}`;
 }
 
-/** Columns as points. */
+/** A series' columns as points. */
 function pointsOf(series) {
   const names = Object.keys(series);
   return series.time.map((_, index) => Object.fromEntries(names.map((name) => [name, series[name][index]])));

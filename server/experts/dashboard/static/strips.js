@@ -1,5 +1,5 @@
-// Per-rank bars, one strip a figure, one column a rank; neighbours share a column where ranks are many, which then
-// shows the largest of them. Where ranks are few, strips stand side by side. All strips share the pointer, so that one look compares a rank's figures.
+// Per-rank bars, one strip per figure, one column per rank. If there are many ranks, neighbours share a column, which
+// shows their maximum. If there are few, strips are side by side. All strips share the pointer, to compare a rank's figures.
 
 import { counted, duration, exact, short } from "./format.js";
 import { pace } from "./heatmap.js";
@@ -27,7 +27,7 @@ export class Strips {
     this.canvas.addEventListener("pointerleave", () => this.#leave());
   }
 
-  /** @param ranks what load.js's rankFigures returns */
+  /** @param ranks the result of load.js's rankFigures */
   show(ranks) {
     this.ranks = ranks;
     this.draw();
@@ -110,9 +110,9 @@ export class Strips {
 
 function describe(rank) {
   const lines = [
-    `rank ${rank.rank} on ${rank.host ?? "a host not known"}, ${counted(rank.steps, "step")}`,
+    `rank ${rank.rank} on ${rank.host ?? "an unknown host"}, ${counted(rank.steps, "step")}`,
     `${exact(rank.served)} tokens served by its experts`,
-    `${exact(rank.tokens)} tokens of its own requests`,
+    `${exact(rank.tokens)} tokens of the rank's requests`,
     `experts ${duration(rank.experts_s)}, ${short(rank.perTokenUs)} µs per token`,
     `waits per step: dispatch ${short(rank.dispatchMs)} ms, combine ${short(rank.combineMs)} ms`,
   ];

@@ -1,6 +1,6 @@
-// A table from rows: columns are [title, a row's text, class].
+// A table from rows. Columns are [title, function of a row that returns its text, class].
 
-/** @param classOf a row's class */
+/** @param classOf returns a row's class */
 export function fillTable(parent, columns, rows, classOf = () => "") {
   const table = document.createElement("table");
   const head = table.createTHead().insertRow();

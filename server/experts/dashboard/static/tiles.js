@@ -1,6 +1,6 @@
 // A row of figures, each with a title above and a note below.
 
-/** Fill a list with tiles: [title, value, note, kind], where kind colours the value and may be left out. */
+/** Fill a list with tiles: [title, value, note, kind]. The optional kind colours the value. */
 export function showTiles(parent, tiles) {
   parent.replaceChildren(
     ...tiles.map(([title, value, note, kind = ""]) => {

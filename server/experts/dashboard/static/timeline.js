@@ -1,12 +1,12 @@
-// Figures over time as lines, events and rebalances as marks. The service keeps the points, the coarser the older; the chart
-// draws the chosen time range, up to the last point.
+// Figures over time as lines, and events and rebalances as marks. The service keeps the points, the denser the newer. The
+// chart shows the chosen time range, up to the last point.
 
 import { clock, day, duration, short } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
 
 const HEIGHT = 220;
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 12, 10, 22];
-const SHORTEST_S = 60; // of the time shown
+const SHORTEST_S = 60; // of the displayed time
 const DAY_S = 86400;
 const NEAR = 7; // pixels from a mark
 const AFTER_S = 5; // an event may be newer than the last point
@@ -16,13 +16,13 @@ const MARKS = [
   ["incident", "rank lost or back"],
 ];
 
-/** An axis from the tenth below everything shown up to 1. */
+/** An axis from the next lower tenth below all values up to 1. */
 export function shareAxis(values) {
   const low = Math.max(0, Math.min(0.9, Math.floor(Math.min(1, ...values) * 10 - 0.2) / 10));
   return { low, high: 1, step: 1 - low > 0.55 ? 0.2 : 0.1, text: (value) => value.toFixed(1) };
 }
 
-/** An axis from 0 to the next round number above everything shown. */
+/** An axis from 0 to the next round number above all values. */
 function roundAxis(most, text) {
   const power = 10 ** Math.floor(Math.log10(most));
   const high = power * [1, 2, 4, 5, 8, 10].find((digit) => digit * power >= most * (1 - 1e-9));
@@ -40,10 +40,10 @@ export const fullAxis = () => ({ low: 0, high: 1, step: 0.25, text: (value) => `
 
 export class Timeline {
   /**
-   * @param label what the picture shows, for those who cannot see it
-   * @param lines [{title, kind: "first" or "second", value: a point's figure or null}]
+   * @param label description of the picture for screen readers
+   * @param lines [{title, kind: "first" or "second", value: returns a point's figure or null}]
    * @param axisOf shareAxis, countAxis, timeAxis or fullAxis
-   * @param describe a point as text
+   * @param describe returns a point's text
    * @param height in pixels
    */
   constructor(parent, { label, lines, axisOf, describe, height = HEIGHT }) {
@@ -59,7 +59,7 @@ export class Timeline {
 
   /**
    * @param marks [{time, text, kind: "moved", "kept" or "incident"}]
-   * @param range_s seconds to show; Infinity: all there is
+   * @param range_s seconds to show, or Infinity for all
    */
   show(points, marks, range_s) {
     Object.assign(this, { points, marks, range_s });
@@ -118,7 +118,7 @@ export class Timeline {
     return this.marks.filter((mark) => mark.time >= this.from && mark.time <= this.to + AFTER_S);
   }
 
-  /** Explain the lines, and those kinds of marks that the chart shows. */
+  /** Show a legend for the lines and for the kinds of marks in the chart. */
   #explain() {
     const kinds = new Set(this.#shownMarks().map((mark) => mark.kind));
     const entries = this.lines.map((line) => [line.kind, line.title]);
@@ -134,7 +134,7 @@ export class Timeline {
 
   #paths() {
     return this.lines.map(({ kind, value: figure }) => {
-      let pen = "M"; // lifted where there is nothing
+      let pen = "M"; // a gap without values
       let path = "";
       for (const point of this.shown) {
         const value = figure(point);

@@ -1,9 +1,9 @@
-// One box of numbers beside the pointer.
+// A box of numbers next to the pointer.
 
 const AWAY = 14; // pixels between the pointer and the box
 const box = document.getElementById("tip");
 
-/** Show text, its lines as given, near a place of the window. */
+/** Show text with its line breaks near a position in the window. */
 export function showTip(text, x, y) {
   box.textContent = text;
   box.hidden = false;
@@ -14,7 +14,7 @@ export function showTip(text, x, y) {
   box.style.top = `${Math.max(4, top)}px`;
 }
 
-/** Take it away. */
+/** Hide the box. */
 export function hideTip() {
   box.hidden = true;
 }
