@@ -181,13 +181,7 @@ def _add_result_flags(group: Any) -> None:
         action="store_true",
         help="request the number of tokens per chunk (continuous_usage_stats), for exact ITL with drafts",
     )
-    add(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write all figures as JSON to FILE (default: stdout)",
-    )
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="all figures as JSON, to FILE or stdout")
     add("--plot", type=Path, metavar="FILE", help="plot latency over throughput: .png, .svg or .pdf")
 
 

@@ -20,8 +20,7 @@ from server.tools.size.step_times import RankRows, StepCost, StepTimes
 LOAD_SPREAD = 1.15
 # The balance that is left in the window after the planned one; from the same blog, 0.109 to 0.115 above the mean.
 KEPT_BALANCE = 0.9
-# Layers of random loads for measuring the balance; planning takes longer per layer.
-_LAYERS, _PLANNED_LAYERS, _SEED = 16, 4, 0
+_LAYERS, _PLANNED_LAYERS, _SEED = 16, 4, 0  # random loads for the balance; fewer if they are planned
 
 
 class Workload(NamedTuple):

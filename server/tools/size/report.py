@@ -98,11 +98,7 @@ def _ranks(count: int) -> str:
 
 def _memory(sized: Sized) -> str:
     memory, chosen = sized.chosen.memory, sized.chosen
-    source = (
-        "from the headers of the weight files"
-        if sized.model.has_files
-        else "from config.json, without weights"
-    )
+    source = "headers of the weight files" if sized.model.has_files else "config.json, without weight files"
     rows = (
         ("weights on every rank", memory.shared_weights, ""),
         (
@@ -139,8 +135,8 @@ def _load(sized: Sized, asked: SizeOptions) -> str:
             f"  a step takes {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
             f"{ms * step.experts_s:.2f} experts (balancedness {chosen.balance:.2f}), {ms * step.dispatch_s:.2f} dispatch, "
             f"{ms * step.other_s:.2f} output projection and host",
-            f"  a step of a rank has {expected.running_per_rank} requests and {expected.prefill_per_step:.0f} prompt tokens "
-            f"on average{waiting}",
+            f"  a rank runs {expected.running_per_rank} requests, with {expected.prefill_per_step:.0f} prompt tokens per step"
+            f"{waiting}",
             f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
             f"  output tokens per second: {output:,.0f} per rank, {sized.output_per_node:,.0f} per node, "
             f"{output * chosen.num_ranks:,.0f} in total; "
@@ -162,7 +158,7 @@ def _targets(sized: Sized, asked: SizeOptions) -> str:
     least = (
         "no number of ranks meets it"
         if sized.least is None
-        else f"the fewest ranks are {sized.least.num_ranks}"
+        else f"at least {sized.least.num_ranks} are needed"
     )
     return f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}; {least}"
 

@@ -37,7 +37,7 @@ def test_a_config_alone_gives_memory_times_flags_and_assumptions(
         capsys, str(gpt_oss), "--device", "h100", "--ranks", "2", "--users", "16", "--context", "8192"
     )
     for part in (
-        "experts in mxfp4", "without weights", "KV cache:", "time per output token", "does expert parallelism pay",
+        "experts in mxfp4", "without weight files", "KV cache:", "time per output token", "does expert parallelism pay",
         "wideep serve MODEL -dp 2 --device cuda --max-model-len 8192", "assumed", "have not been compared with WideEP on GPUs",
     ):  # fmt: skip
         assert part in said
