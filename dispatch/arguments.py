@@ -58,8 +58,8 @@ def slot_problem(slots_TK: Tensor, index: int, num_ranks: int, slots_per_rank: i
     token, choice = divmod(index, slots_TK.shape[1])
     num_slots = num_ranks * slots_per_rank
     return (
-        f"slots_TK[{token}, {choice}] is {int(slots_TK[token, choice])}; it must be -1 or in [0, {num_slots}), "
-        f"{num_ranks} ranks of {slots_per_rank} slots"
+        f"slots_TK[{token}, {choice}] is {int(slots_TK[token, choice])}; it must be -1 or in [0, {num_slots}) "
+        f"({num_ranks} ranks with {slots_per_rank} slots each)"
     )
 
 

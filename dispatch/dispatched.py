@@ -45,7 +45,7 @@ class Waits(NamedTuple):
 
 
 class Exchanges(NamedTuple):
-    """Number of a rank's exchanges, dispatches and combines together. They differ while it waits for peers."""
+    """Number of a rank's exchanges, dispatches and combines together. `begun` is ahead while it waits for peers."""
 
     begun: int  # incremented before the rank waits for peers
     ended: int

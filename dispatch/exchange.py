@@ -5,7 +5,7 @@
 low-latency calls leave time between them, and node-limited dispatch joins two exchanges. Exchanges may share a wire, one
 call at a time. Each keeps the state of its own last dispatch, so other exchanges' calls may come before its combine.
 
-Connects the compiled passes to the wire's windows and owns the memory: buffers grow and are never released.
+An exchange connects the compiled passes to the wire's windows and owns the memory: buffers grow and are never released.
 The caller checks arguments, except the values of slots, which are checked once while they are counted.
 
 Legend: T tokens of this rank, K choices, H hidden, N rows received, P pairs, R ranks, S slots per rank.
@@ -64,7 +64,7 @@ class ExchangeClock:
 
 
 class Sent(NamedTuple):
-    """A dispatch on its way, or received."""
+    """A dispatch that was sent, or received."""
 
     x_TH: Tensor
     hidden: int
@@ -197,8 +197,8 @@ class Exchange:
         """Wait for all rows, order their pairs and gather them. Collective.
 
         Args:
-            num_groups: Bound of the rows' origins, which every source sends in order. Rows are ordered by origin, then
-                source. 1 orders them by source only.
+            num_groups: Origins are less than this, and every source sends its rows in order of origin. Rows are ordered
+                by origin, then source. 1 orders them by source only.
 
         Returns:
             x_NH in the tokens' type (a view if possible) and P.

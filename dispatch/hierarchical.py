@@ -14,7 +14,7 @@ not read from the hosts. So nodes can be smaller than a host (in tests) or large
 
 A refusal must also reach ranks that share no wire with the refusing rank. Every rank takes part in both stages, every
 node has a member on every rail, and every rail has one in every node. A rank that refused or received a refusal in
-stage one refuses stage two. After two stages all ranks have it, so none starts a third.
+stage one refuses stage two. After two stages all ranks have the refusal, so none starts a third.
 
 Idea: DeepEP's internode kernels (RDMA between equal local indices, NVLink inside a node), and group-limited routing of
 DeepSeek-V3 (arXiv 2412.19437), which bounds the number of nodes per token.

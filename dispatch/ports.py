@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST = 10_000  # people choose ports below it
+_FIRST = 10_000  # users choose ports below it
 _TRIES = 100
 
 

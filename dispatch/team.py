@@ -180,7 +180,7 @@ class Team:
             helper.start()
 
     def run(self, program: Program) -> None:
-        """Run a program's kernels in order and return when all are done. The caller keeps the memory that it names."""
+        """Run a program's kernels in order and return when all are done. The caller owns all memory that it names."""
         if self.num_threads == 1:
             run_alone(program)
         else:

@@ -2,11 +2,11 @@
 
 A message, all parts 64-byte aligned:
     header: 8 words (HEADER_*);
-    note: a few int64 for every other rank, the same number on all ranks, often zero;
+    note: a few int64 for every other rank, the same number on all ranks, often none;
     of a dispatch: entries int32 [rows, 1 + K]: each row's origin (by default its token at the source), then its choices
     as slots of the receiver, -1 for a choice on another rank; then rows [rows, row_bytes];
     of a combine: answers [pairs, row_bytes] in the order of (row, choice), which both sides know.
-A message contains no padding for unused room; wires exchange the sizes themselves.
+A message holds only what is sent; wires transmit the sizes in the exchange itself.
 
 All messages between ranks on CPUs have this format: normal and low-latency mode, both stages of node-limited
 dispatch, and DeepEP's interfaces. (GPU kernels write to each other's memory instead, see `gpu.symmetric`.)

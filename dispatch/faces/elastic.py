@@ -301,7 +301,7 @@ class ElasticBuffer(ElasticDomains, RefusedCalls, Released):
                 dispatch does not add them.
             num_experts: A multiple of the number of ranks; with a handle, the handle's.
             num_max_tokens_per_rank: M, equal on all ranks (default: the buffer's, or with a handle the handle's).
-            expert_alignment: An expert's rows are padded to a multiple of this (default: 1, or with a handle its own).
+            expert_alignment: An expert's rows are padded to a multiple of this (default: 1, or with a handle the handle's).
             num_sms, num_qps: Stored in the handle, without effect. So are allocate_on_comm_stream and the events, which
                 have always happened here.
             async_with_compute_stream: Return an event to wait for. The work is done when the call returns in any case.

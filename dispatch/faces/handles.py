@@ -110,7 +110,7 @@ def split_rows(x: Rows) -> tuple[Tensor, Tensor | None]:
 
 
 def join_rows(x: Tensor, scales: Tensor | None) -> Rows:
-    """Return rows in the form of the caller's: a tensor, or a tuple with scales."""
+    """Return rows in the caller's form: a tensor, or a tuple with scales."""
     return x if scales is None else (x, scales)
 
 

@@ -160,7 +160,7 @@ class LowLatencyMode(HeldCalls):
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return a bound of the bytes that low-latency calls move at once, for bfloat16. It does not set any size."""
+        """Return a bound of the bytes that low-latency calls move at once, for bfloat16. No size depends on it."""
         return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def low_latency_dispatch(

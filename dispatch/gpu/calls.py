@@ -107,7 +107,7 @@ class DeviceCalls(OneTravels):
         status_R.copy_(self.mask)
 
     def barrier(self) -> None:
-        """Also raises the errors since the last check, on a GPU too."""
+        """Wait for every rank, and raise the errors since the last check, on a GPU too."""
         self.settle()
         self._meet("barrier")
 

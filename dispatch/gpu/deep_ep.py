@@ -166,7 +166,7 @@ class _Normal(_DeepEpPairs):
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
-        """Waits for the device."""
+        """This call waits for the device."""
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
         self._slots_TK, choice = slots_TK, slots_TK.view(T * K, 1)

@@ -125,7 +125,7 @@ class DeviceDispatcher:
 
     @property
     def waits(self) -> Waits:
-        """Waits for the device."""
+        """This call waits for the device."""
         return Waits(
             *(sum(parts) for parts in zip(*(each.waited_ns for each in self._exchanges), strict=True))
         )
@@ -136,14 +136,14 @@ class DeviceDispatcher:
         return Exchanges(0, 0)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Waits for the device."""
+        """This call waits for the device."""
         dispatched, combined = zip(*(each.sent_to_ranks() for each in self._exchanges), strict=True)
         return [sum(parts) for parts in zip(*dispatched, strict=True)], [
             sum(parts) for parts in zip(*combined, strict=True)
         ]
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
-        """Dispatch as `Dispatcher`. Slots are not checked: a slot out of range is no choice. P may be a maximum.
+        """Dispatch as `Dispatcher.dispatch`. Slots are not checked: a slot out of range is no choice. P may be room.
 
         Raises:
             ValueError: An argument is bad; all other ranks get PeerRefused.
@@ -163,7 +163,7 @@ class DeviceDispatcher:
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor:
-        """Combine as `Dispatcher`. Answers after the last pair are not read."""
+        """Combine as `Dispatcher.combine`. Answers after the last pair are not read."""
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
         if problem:
@@ -213,7 +213,7 @@ class LocalPairs:
         return [0], [0]
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "LocalPairs":
-        """Returns room for T*K pairs."""
+        """Return room for T*K pairs."""
         order = self._order = self._orders.order(slots_TK)
         self.row_P, self.slot_offsets, self.num_pairs = order.row_P, order.slot_offsets, slots_TK.numel()
         self.x_NH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype) if self._is_fp8 else x_TH

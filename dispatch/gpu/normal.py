@@ -42,15 +42,15 @@ class NormalPairs:
 
     @property
     def waited_ns(self) -> tuple[int, int]:
-        """Includes packing and reading: the host cannot distinguish them from a device's work."""
+        """The times include packing and reading: the host cannot distinguish them from a device's work."""
         return self._ns[0], self._ns[1]
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Does not include headers."""
+        """The bytes do not include headers."""
         return self._bytes
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "NormalPairs":
-        """Waits for the device once."""
+        """This call waits for the device once."""
         begun_ns = perf_counter_ns()
         R, S = self._mover.world_size, self._slots_per_rank
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
@@ -75,7 +75,7 @@ class NormalPairs:
         return self
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        """Does not wait, unless rows move through the hosts' memory."""
+        """This call does not wait, unless rows move through the hosts' memory."""
         begun_ns = perf_counter_ns()
         pair_NK = self._order.pair_of_choice_NK
         choice_Q = select(pair_NK != NOT_HERE, self.num_pairs)  # in order of (row, choice): by source

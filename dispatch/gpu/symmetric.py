@@ -239,7 +239,6 @@ def open_memory_for(
         return partial(SharedMemory, group, timeout_s=timeout_s)
     if provider == "CUDA":
         return partial(TorchSymmetricMemory, group, device=device)
-    nvshmem = importlib.import_module(
-        "dispatch.gpu.nvshmem"
-    )  # needs Triton, and imports this module's protocol
+    # Imported here because it needs Triton, and imports this module's protocol.
+    nvshmem = importlib.import_module("dispatch.gpu.nvshmem")
     return partial(nvshmem.NvshmemMemory, group, device=device)

@@ -67,7 +67,7 @@ class CpuExchange(OneTravels):
         return int(kernels.find_bad_slot(topk_TK.data_ptr(), topk_TK.numel(), num_experts))
 
     def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
-        """Also stores the remaining choices in `held`, for the combine that follows."""
+        """Also store the remaining choices in `held`, for the combine that follows."""
         assert isinstance(held, CpuHeld), "it comes from this exchange"
         self.settle()  # a combine of `held` may be in transit
         return held.exchange.choose_again(topk_TK, held.sent_TK, held.choices.data_ptr())

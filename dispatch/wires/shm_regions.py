@@ -1,6 +1,6 @@
 """The compiled part of `shm`: address of each message in shared memory, and the chunks of large messages.
 
-Two ranks agree between themselves on the number of rounds, from the sizes in the first round. A pair that is done takes
+The two ranks of a pair agree on the number of rounds, from the sizes in the first round. A pair that is done takes
 no part in the rounds of others. So if some ranks have lost a rank and others have not yet, they stay in step.
 Rejected: one number of rounds for all pairs, the largest. All ranks would have to compute the same number.
 

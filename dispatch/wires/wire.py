@@ -53,7 +53,7 @@ class Wire(Protocol):
         send_addresses: int64 [R], address to write each rank's message to; set by `open_windows`.
         recv_addresses: int64 [R], address of each rank's message; set by `exchange`.
         mask: int64 [R], 1 for a rank that this rank ignores (as in DeepEP): nothing is sent to it (its
-            window is not sent) and it is not waited for; its address is 0 and `received` is empty. The caller may
+            window is discarded) and it is not waited for; its address is 0 and `received` is empty. The caller may
             write it between exchanges. Every rank has its own. Between two live ranks, set it on both: otherwise the
             other one waits until its timeout. With `mask_lost`, an exchange sets it instead of raising
             PeerLost or DispatchTimeout.

@@ -168,7 +168,7 @@ def test_a_bad_node_size_is_refused_on_every_rank(pool_of: PoolOf) -> None:
     for bad in (0, 3, 8):
         wanted = f"ValueError: node_size is {bad} for 4 ranks; it must be one of [1, 2, 4]"
         assert pool.run(open_with, bad, S) == [wanted] * 4
-    assert all("rank 1 asks for" in text for text in pool.run(open_unequal))
+    assert all("rank 1 has the settings" in text for text in pool.run(open_unequal))
 
 
 def test_slots_per_rank_must_be_positive() -> None:
