@@ -163,7 +163,6 @@ class _PlainExperts(nn.Module):
     implementation: str
 
     def forward(self, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Run the registered function, as `transformers`' experts modules do."""
         run = ALL_EXPERTS_FUNCTIONS[self.implementation]
         out_TD: Tensor = run(self, hidden_TD, ids_TK, weights_TK)
         return out_TD

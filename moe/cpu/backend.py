@@ -73,7 +73,6 @@ class PackedExperts:
         return slots
 
     def read(self, name: str, leaf: str, expert: int, into: PackedSlots) -> None:
-        """Read one expert's weight, as `ExpertReader`."""
         only, target = np.array([expert]), f"{name}.{leaf}"
         for slot, weight, bias in self._loader.read_experts(self._modules[name], target, only):
             into.put(slot, self._loader.stored(target, weight), bias)

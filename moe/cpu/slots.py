@@ -52,7 +52,6 @@ class PackedSlots:
 
     @property
     def in_dim(self) -> int:
-        """Input features."""
         return self.format.k
 
     @property
@@ -69,16 +68,13 @@ class PackedSlots:
             self._bias_SN[slot] = parts["bias"]
 
     def at(self, slot: int) -> "PackedSlots":
-        """Return one slot alone; it shares the slot's memory."""
         return PackedSlots(self.out_dim, [self._parts_S[slot]], self.quantised)
 
     def spare(self) -> "PackedSlots":
-        """Reserve one zeroed slot outside the layer, of the layer's kind."""
         parts = {name: torch.zeros_like(part) for name, part in self._parts_S[0].items()}
         return PackedSlots(self.out_dim, [parts], self.quantised)
 
     def exchange(self, slot: int, new: "PackedSlots") -> "PackedSlots":
-        """Replace a slot's memory without copying weights. Return the old one."""
         old, parts = self.at(slot), new._parts_S[0]
         self._parts_S[slot] = parts
         self.address_S[slot] = new.address_S[0]
@@ -89,14 +85,12 @@ class PackedSlots:
         return old
 
     def rearrange(self, parts: Sequence["PackedSlots"]) -> None:
-        """Replace all slots with single slots in this order, more or fewer, without copying weights."""
         self._serve([part._parts_S[0] for part in parts])
 
     def release(self) -> None:
         """Do nothing: memory is freed with its last reference."""
 
     def tensors(self) -> Parts:
-        """Return the first slot's tensors by name: "" is the weight; views."""
         return dict(self._parts_S[0])
 
     @property
@@ -127,14 +121,12 @@ class PackedSlots:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert's weight, scales and bias, without the padding of panels."""
         parts = self._parts_S[0]
         weight = self.out_dim * parts[""].shape[1] * parts[""].element_size()
         return weight + sum(_bytes(part) for name, part in parts.items() if name)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for all slots, including empty ones and the padding of panels."""
         return self.num_slots * sum(map(_bytes, self._parts_S[0].values()))
 
 

@@ -207,5 +207,4 @@ class DeviceLoadCounts(LoadCounts):
         return result
 
     def clear(self) -> None:
-        """Reset all counters, before the first step."""
         self._device_table.zero_()

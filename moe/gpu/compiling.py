@@ -87,7 +87,6 @@ class OperatedLinear(nn.Linear):
     own_number: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product, with the bias."""
         product: Tensor = torch.ops.wideep.device_linear(input, self.out_features, self.own_number)
         return product
 

@@ -79,7 +79,6 @@ class DeviceWeight(KernelWeight):
         return DeviceWeight(cast, self.group, dtype, cast.device)
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Multiply x with the weight. Returns None for rows of another type."""
         if x.dtype != self.dtype:
             return None
         n, k = self.shape
@@ -93,5 +92,4 @@ class DeviceWeight(KernelWeight):
         return out_TN.view(*x.shape[:-1], n)
 
     def embedded(self, ids: Tensor) -> Tensor | None:
-        """Return the rows of some ids, or None if the weight is quantised."""
         return self.held.codes[0][ids] if self.held.format == PLAIN else None

@@ -68,7 +68,6 @@ class DeviceExpertLayer:
         self._on_device.follow(choice)
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Compute one layer; collective. See `moe.cpu.experts.PackedExpertLayer.run`."""
         self._keep_sample(hidden_TD)
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None

@@ -91,7 +91,7 @@ class PlacedWeights(NamedTuple):
         """Refuse weights that the kernel does not support.
 
         Raises:
-            ValueError: Scales, second scales or zeros are missing, unexpected or of another shape; or a block size is not supported.
+            ValueError: Scales, second scales or zeros are missing, unexpected or of another shape; or a block size is wrong.
         """
         kind, _, block, rows = self.format
         if (self.scales is None) != (kind == "plain"):

@@ -99,17 +99,14 @@ class DeviceSlots:
 
     @property
     def in_dim(self) -> int:
-        """Input features of a row."""
         return self.store.weights.in_dim
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert's weight with all its parts."""
         return self.store.place_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
         return self.store.place_bytes * len(self._places)
 
     def put(self, slot: int, parts: Mapping[str, Tensor]) -> None:
@@ -118,11 +115,9 @@ class DeviceSlots:
             tensor.copy_(parts[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the first slot's tensors by name: "" is the weight; views."""
         return self.store.at(self._places[0])
 
     def at(self, slot: int) -> "DeviceSlots":
-        """Return one slot alone; it shares the slot's memory."""
         return DeviceSlots(self.store, [self._places[slot]])
 
     def spare(self) -> "DeviceSlots":
@@ -195,7 +190,6 @@ class DeviceExperts:
         }
 
     def load(self, name: str, leaf: str, local_S: np.ndarray) -> DeviceSlots:
-        """Read one weight of all slots of a layer, as `ExpertReader`."""
         store = self._stores[self._kinds[name, leaf]]
         slots = DeviceSlots(store, [store.take() for _ in local_S])
         self._fill(name, leaf, local_S, slots)

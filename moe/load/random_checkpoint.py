@@ -55,15 +55,12 @@ class RandomCheckpoint(Checkpoint):
         self._of_experts = {name for name in state if hasattr(_owner(model, name), "is_transposed")}
 
     def names(self) -> list[str]:
-        """Return all tensor names."""
         return list(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return a tensor's shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> str:
-        """Return the dtype, as safetensors writes it."""
         return _SAFETENSORS_NAMES[self._dtype]
 
     def read(self, name: str) -> Tensor:
@@ -74,7 +71,6 @@ class RandomCheckpoint(Checkpoint):
         return torch.cat([self.read_row(name, row) for row in range(shape[0])])
 
     def read_row(self, name: str, row: int) -> Tensor:
-        """Draw row `row` of the first dimension, kept as a dimension of 1."""
         return self._counted(self._draw(name, (1, *self._shapes[name][1:]), row=row))
 
     def _draw(self, name: str, shape: tuple[int, ...], *, row: int) -> Tensor:

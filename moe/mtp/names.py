@@ -126,7 +126,7 @@ class MtpNames:
 
 
 def _find(names: Iterable[str], num_hidden_layers: int) -> tuple[str, str, int, set[int]]:
-    """Return the layers' prefix, the prefix of parts next to them or "", the first number, and layers that start an MTP layer."""
+    """Return the prefix of layers, of parts next to them (or ""), the first number, and the layers that start an MTP layer."""
     starts: dict[str, set[int]] = {}
     for name in names:
         if found := _STARTS_BESIDE.match(name):

@@ -242,5 +242,5 @@ def test_scales_that_are_not_by_group_are_refused(tmp_path: Path) -> None:
     assert tensors[name].shape == (8, 2), "224 rows in 2 groups of 112: 4 blocks of 32 each, the last short"
     tensors[name] = torch.ones(7, 2)
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"qkv_proj.weight_scale_inv is \[7, 2\].*takes \[8, 2\]"):
+    with pytest.raises(CheckpointError, match=r"qkv_proj.weight_scale_inv is \[7, 2\].*needs \[8, 2\]"):
         build(tmp_path, max_model_len=64)

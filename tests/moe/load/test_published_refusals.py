@@ -97,9 +97,9 @@ HEADERS: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "no second scale": (NVFP4, drop(f"{UP}.weight_scale_2"), f"{UP}.weight has no second scale"),
     "no zeros": (GPTQ, drop(f"{UP}.qzeros"), f"{UP}.qweight has no matching zeros (weight_zero_point, qzeros)"),
     "a second scale for every output": (
-        NVFP4, put(f"{UP}.weight_scale_2", lambda t: t.expand(32).clone()), f"{UP}.weight_scale_2 has 32 numbers; {UP}.weight takes",
+        NVFP4, put(f"{UP}.weight_scale_2", lambda t: t.expand(32).clone()), f"{UP}.weight_scale_2 has 32 values; {UP}.weight needs",
     ),
-    "zeros of another shape": (GPTQ, put(f"{UP}.qzeros", lambda t: t[:1]), f"{UP}.qzeros is [1, 4]; {UP}.qweight takes [2, 4]"),
+    "zeros of another shape": (GPTQ, put(f"{UP}.qzeros", lambda t: t[:1]), f"{UP}.qzeros is [1, 4]; {UP}.qweight needs [2, 4]"),
     "gate and up in different formats": (
         INT4, make_one_plain, f"{GATE}.weight (not quantised) for model.layers.0.mlp.experts.gate_up_proj",
     ),
