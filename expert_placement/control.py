@@ -113,7 +113,7 @@ def decide(situation: Situation, config: EplbConfig) -> PlacementDecision:
     if situation.num_steps < config.window_size:
         return PlacementDecision(
             proposal=None,
-            reason=f"only {situation.num_steps} steps of the {config.window_size} of a window ran under placement "
+            reason=f"only {situation.num_steps} of the window's {config.window_size} steps ran under placement "
             f"{situation.current.version}",
         )
     if not situation.experts_s:

@@ -105,7 +105,7 @@ def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> Pe
     try:
         group = make_group(ranks, GROUP_TIMEOUT.total_seconds(), connect_timeout_s)
     except RuntimeError as error:
-        raise ChannelError(f"no channel for moving experts: {error}") from error
+        raise ChannelError(f"cannot open the channel for moving experts: {error}") from error
     return GlooChannel(group)
 
 
@@ -153,7 +153,7 @@ class Pace:
 
     def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may be sent, at most `piece_bytes`. 0 waits for permission to work only."""
-        assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes never go at once"
+        assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes exceed the largest piece"
         with self._changed:
             if not self._is_open and self._worked_s is not None:
                 self._owed_s += min(max(0.0, self._work_clock() - self._worked_s), MOST_OWED_S)
