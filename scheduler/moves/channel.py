@@ -1,7 +1,7 @@
 """Byte transfers between two ranks during steps: a separate channel, and a pace that steps set.
 
 The channel is a group that nothing else uses, so that expert weights never delay tokens. Per step, a rank sends a
-limited number of bytes, and its mover works for a limited part of the step: every core runs a step's thread, so the
+limited number of bytes, and its mover works for a limited part of the step: if every core runs a step's thread, the
 mover's work slows steps. Bytes are sent in small pieces, so that no step is interrupted for long. While all ranks sleep
 the pace is off. A peer that dies closes its connections, which ends the wait. There is no timeout for a slow peer; its
 steps would fail first. Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it
