@@ -61,7 +61,7 @@ def changed(**changes: Any) -> str:
     [
         ("{", "is not a placement"),
         ("[]", 'it must be an object with "format": "wideep-placement"'),
-        (changed(format_version=2), "format_version is 2; 1 can be read"),
+        (changed(format_version=2), "format_version is 2; it must be 1"),
         (changed(colour=1), "colour is not known; the keys are digest, format"),
         (changed(layers=[]), "layers must be a list"),
         (changed(num_ranks=3), "slots has 2 lists per layer for 3 ranks"),
