@@ -62,7 +62,7 @@ class EplbConfig:
             raise EplbConfigError(f"{name} is {value!r}; it must be {_KINDS[kind]}")
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
 def parse_eplb_config(text: str) -> EplbConfig:

@@ -8,7 +8,7 @@ to take a tenth longer) plus a minimum (`min_gain` of the horizon).
 One placement serves both steps with prompts and decode-only steps. Placements are planned for the blend of their loads
 and for each load. Ranks wait for each other in every layer, so the layers' seconds add up and each layer can be chosen
 separately: it takes the candidate that makes the average step shortest by the roofline, weighted by each kind's share
-of the steps. The serving placement is a candidate unless the plan starts from nothing, so no layer gets worse.
+of the steps. Except for a plan from nothing, the serving placement is a candidate, so no layer gets worse.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,7 +113,7 @@ def decide(situation: Situation, config: EplbConfig) -> PlacementDecision:
     if situation.num_steps < config.window_size:
         return PlacementDecision(
             proposal=None,
-            reason=f"only {situation.num_steps} steps of the {config.window_size} of a window ran under placement "
+            reason=f"only {situation.num_steps} of the window's {config.window_size} steps ran under placement "
             f"{situation.current.version}",
         )
     if not situation.experts_s:

@@ -165,14 +165,14 @@ def _rows(layers: list[Any], name: str, empty: float) -> np.ndarray:
             raise ValueError(f"layer {index}: {name} must be a list of lists, one per rank")
         if len({len(rank) for rank in layer}) > 1 or len(layer) != len(layers[0]):
             raise ValueError(
-                f"layer {index}: {name} must have equally many ranks and slots per rank in all layers"
+                f"layer {index}: {name} must have the same number of ranks and of slots per rank in all layers"
             )
         rows.append([empty if slot is None else slot for rank in layer for slot in rank])
     if len({len(row) for row in rows}) > 1:
-        raise ValueError(f"{name} must have equally many slots in all layers")
+        raise ValueError(f"{name} must have the same number of slots in all layers")
     array = np.array(rows)
     if array.dtype.kind not in "iuf" or (name == "slots" and array.dtype.kind == "f"):
-        raise ValueError(f"{name} must be numbers, whole ones for slots")
+        raise ValueError(f"{name} must be numbers, and whole numbers for slots")
     return array
 
 

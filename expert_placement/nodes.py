@@ -198,5 +198,5 @@ def _has_homes(config: EplbConfig, cluster: Cluster, num_experts: int) -> bool:
 
 def _nodes(cluster: Cluster, hosts: Sequence[str]) -> str:
     if cluster.num_nodes == 1 and len(set(hosts)) > 1:
-        return f"1 node ({len(set(hosts))} hosts without equally many ranks in a row count as one)"
+        return f"1 node ({len(set(hosts))} hosts without the same number of consecutive ranks count as one)"
     return f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''}"

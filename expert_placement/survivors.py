@@ -17,9 +17,9 @@ from expert_placement.placement import EMPTY, Placement
 def surviving(home: Placement, members: Sequence[int]) -> Placement:
     """Return the placement over `members` that keeps all slots of `home` and adds the lost experts.
 
-    An expert with remaining copies is served by these, in their proportions at home. One without goes to the member with
-    the fewest such experts in that layer (the first among equals), in a new slot after those of `home`. All members and
-    layers have the same number of slots; unused ones are empty.
+    An expert with remaining copies is served by these, in their proportions at home. An expert without any goes to the
+    member with the fewest such experts in that layer (the first among equals), in a new slot after those of `home`. All
+    members and layers have the same number of slots; unused ones are empty.
 
     Args:
         home: Placement over all ranks.

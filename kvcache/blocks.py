@@ -155,7 +155,7 @@ class BlockPool:
                 self._retire(copy_id)
 
     def forget_prefixes(self) -> None:
-        """Make all cached prefixes unfindable. Holders keep their blocks and publish later ones."""
+        """Hide all cached prefixes from `match`. Holders keep their blocks and publish later ones."""
         for block_id in self._cached:
             self._prefixes.remove(block_id)
             self._free.append(block_id)

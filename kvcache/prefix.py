@@ -94,7 +94,7 @@ class PrefixIndex:
         return None if entry is None else entry.block_ids[0]
 
     def renew(self) -> None:
-        """Make all present prefixes unfindable. Their blocks stay valid for holders."""
+        """Hide all present prefixes from lookups. Their blocks stay valid for holders."""
         self._secret = hashlib.blake2b(b"renewed", digest_size=KEY_BYTES, key=self._secret).digest()
 
     def copies(self, block_id: int) -> list[int]:

@@ -117,7 +117,7 @@ class StatePool:
         return True
 
     def forget(self, key: bytes) -> None:
-        """Make a snapshot unfindable, if it exists."""
+        """Remove a snapshot from the lookup, if it exists."""
         slot = self._slot_of.pop(key, None)
         if slot is None:
             return

@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     """Inputs of a model's forward in addition to the step, on the model's device."""
 
     token_T: Tensor  # int64, padding included
-    row_R: Tensor  # int64, rows of which logits are needed
+    row_R: Tensor  # int64, rows for which logits are needed
 
 
 class Step:
@@ -88,8 +88,8 @@ class Step:
         """Describe a batch. Sequences keep their order, and their rows are consecutive.
 
         The first `num_decodes` tokens are decodes: a sequence's newest token and its drafts. `agreed_tokens`: the
-        attribute. The rows are padded to a multiple of `ROW_MULTIPLE`, at least to one, because no model family accepts
-        zero rows. PyTorch's vectorised loops end in a scalar tail with an exp() that differs in the last bit. With pairs of
+        attribute. The rows are padded to a multiple of `ROW_MULTIPLE` above 0, because no model family accepts zero
+        rows. PyTorch's vectorised loops end in a scalar tail with an exp() that differs in the last bit. With pairs of
         full vectors, for any number of columns (a shared expert's gate has one), a row's bits do not depend on the number
         of rows.
         """
@@ -144,7 +144,7 @@ class Step:
 
         Args:
             token_ids: Tokens of the step's rows, in order.
-            rows: Rows of which logits are needed.
+            rows: Rows for which logits are needed.
         """
         self.token_T[: self.num_tokens] = torch.tensor(token_ids, dtype=torch.int64)
         self.token_T[self.num_tokens : self.num_padded] = 0

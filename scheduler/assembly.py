@@ -121,8 +121,6 @@ def assemble(
     """
     # The step loop releases the interpreter in every kernel. If another thread (moves, arriving requests) then runs
     # Python, the loop gets it back only after this interval. 5 ms would be a large part of a step, several times over.
-    # The step loop lets go of the interpreter in every kernel. Where another thread (moves, requests that arrive) runs
-    # Python then, it gets it back after this time, so that 5 ms would be a large part of a step, several times over.
     sys.setswitchinterval(SWITCH_S)
     check_compiler(config)
     torch.set_num_threads(1)  # torch's own operations are too small to share; kernels have their own threads

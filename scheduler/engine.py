@@ -62,7 +62,7 @@ class _Serving(NamedTuple):
         """Interrupt the waits of this epoch if a newer order leaves out one of its members."""
         given_up = sorted(set(self.members) - set(order.members))
         if given_up and order.epoch > self.lockstep.epoch:
-            error = PeerLost(self.members.index(given_up[0]), "the front has given it up")
+            error = PeerLost(self.members.index(given_up[0]), "the front has dropped it")
             self.dispatcher.interrupt(error)
             self.lockstep.interrupt(error)
 
@@ -94,7 +94,7 @@ class Engine:
             prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
             drafter: The scheduler's drafter; learns the duration of steps.
         """
-        assert lockstep or epochs, "an engine without an epoch needs a way into one"
+        assert lockstep or epochs, "an engine without an epoch must follow orders"
         self._epochs, self._heart = epochs, heart
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
@@ -242,7 +242,7 @@ class Engine:
 
     def _regroup(self) -> bool:
         """Follow the next order. Returns False if all ranks stop before one arrives."""
-        assert self._epochs is not None, "an engine that has no epoch has a way into one"
+        assert self._epochs is not None, "an engine without an epoch follows orders"
         self._lockstep = self._epochs.follow()
         return self._lockstep is not None
 

@@ -11,7 +11,7 @@ the tokens on which they agreed, so one number determines what all ranks run. Pa
 keys and values are not written, they choose no expert, and their context is 0.
 
 Legend: P rows, padding included, S sequences (P of them in a decode-only step), M blocks that a sequence may have,
-R rows of which logits are needed, X tiles or blocks.
+R rows for which logits are needed, X tiles or blocks.
 """
 
 from bisect import bisect_left
@@ -71,7 +71,7 @@ def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
 
 
 def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the sizes of agreed steps: powers of two from ROWS below `max_sequences`, and it. See `Step.agreed_tokens`."""
+    """Return the sizes of agreed steps: powers of two from ROWS on, and `max_sequences`. See `Step.agreed_tokens`."""
     sizes, size = [], ROWS
     while size < max_sequences:
         sizes.append(size)

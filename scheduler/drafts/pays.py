@@ -44,7 +44,7 @@ class StepCosts:
         self._median[rows] = median(self._seconds[rows])
 
     def at(self, rows: int) -> float:
-        """Estimate a step's seconds by interpolation between measured ones. Beyond the largest, its own; 0 if none."""
+        """Interpolate a step's seconds between measured ones. Use the largest beyond it, and 0 without any."""
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
             return self._median[self._rows[-1]] if self._rows else 0.0

@@ -1,7 +1,7 @@
 """Drafts from earlier text: what followed the newest few tokens of a text before.
 
 An index maps each run of `key_tokens` tokens to the places after it, with a dictionary entry per token. Candidates are
-the places after the text's last run. Those that share the most tokens with the text's end count.
+the places after the text's last run. Only those that share the most tokens with the text's end are used.
 
 Ideas: prompt lookup (Saxena, 2023) for one text; suffix decoding (Oliaro et al., 2024) for many, which takes the
 frequency of a continuation as its probability. Rejected: the latter's suffix tree, which needs a node per token and

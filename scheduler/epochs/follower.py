@@ -94,7 +94,7 @@ class Regrouping:
         self._most_spare = parts.model.placement.slots_per_rank
 
     def part(self) -> None:
-        """Leave all other ranks. Has no effect between epochs."""
+        """Leave all other ranks. May be called between epochs."""
         if self._is_serving:  # otherwise the slots need not match any placement
             self._held = self._parts.relocation.placement.local(self._place).tolist()
         links, self._links, self._is_serving = self._links, None, False

@@ -1,7 +1,7 @@
 """Byte transfers between two ranks during steps: a separate channel, and a pace that steps set.
 
 The channel is a group that nothing else uses, so that expert weights never delay tokens. Per step, a rank sends a
-limited number of bytes, and its mover works for a limited part of the step: every core runs a step's thread, so the
+limited number of bytes, and its mover works for a limited part of the step: if every core runs a step's thread, the
 mover's work slows steps. Bytes are sent in small pieces, so that no step is interrupted for long. While all ranks sleep
 the pace is off. A peer that dies closes its connections, which ends the wait. There is no timeout for a slow peer; its
 steps would fail first. Rejected: a lower priority for the mover's thread, which may hold the interpreter's lock when it
@@ -105,7 +105,7 @@ def open_channel(ranks: list[int], connect_timeout_s: float | None = None) -> Pe
     try:
         group = make_group(ranks, GROUP_TIMEOUT.total_seconds(), connect_timeout_s)
     except RuntimeError as error:
-        raise ChannelError(f"no channel for moving experts: {error}") from error
+        raise ChannelError(f"cannot open the channel for moving experts: {error}") from error
     return GlooChannel(group)
 
 
@@ -153,7 +153,7 @@ class Pace:
 
     def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may be sent, at most `piece_bytes`. 0 waits for permission to work only."""
-        assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes never go at once"
+        assert num_bytes <= self.piece_bytes, f"{num_bytes} bytes exceed the largest piece"
         with self._changed:
             if not self._is_open and self._worked_s is not None:
                 self._owed_s += min(max(0.0, self._work_clock() - self._worked_s), MOST_OWED_S)

@@ -58,7 +58,7 @@ class SamplingPlan:
     penalty_E: Tensor  # float32, of repetition; 1 has no effect
     subtracted_E: Tensor  # float32, frequency and presence, last
     asked: tuple[LogprobQuery, ...]
-    kept_row_K: Tensor  # int64, rows of which the model's own logits are needed later
+    kept_row_K: Tensor  # int64, rows for which the model's own logits are needed later
     kept_rows: tuple[int, ...]  # the same on the host; empty if no logit changes before tokens are chosen
 
 

@@ -172,7 +172,7 @@ class Runner:
         self._note_waits(waits, wait_cause)
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
-        """Return how likely each row found the next prompt token. Scores a bounded number of rows at a time."""
+        """Return the logprobs of the prompt tokens after the rows. Scores a bounded number of rows at a time."""
         found: list[Logprobs] = []
         for first in range(0, len(scored.rows), SCORED_ROWS):
             rows = scored.rows[first : first + SCORED_ROWS]

@@ -81,7 +81,7 @@ class MatcherSource(Protocol):
     """Compiled structures; implemented by `grammar.Forms`."""
 
     def matcher_for(self, request: Request) -> StructureMatcher:
-        """Raises: StructureError."""
+        """Return a matcher for the request's structure. Raises: StructureError."""
         ...
 
 

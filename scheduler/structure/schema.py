@@ -129,7 +129,7 @@ class Document:
 
     def _note_anchors(self, schema: Schema, path: tuple[str, ...]) -> Schema:
         if isinstance(schema, Mapping) and isinstance(schema.get("$anchor"), str):
-            assert self._anchors is not None, "it is being filled"
+            assert self._anchors is not None, "_paths_of_anchors fills it"
             self._anchors.setdefault(schema["$anchor"], path)
         with_subschemas(schema, lambda inner, step: self._note_anchors(inner, (*path, *step)))
         return schema

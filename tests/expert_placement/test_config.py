@@ -27,7 +27,7 @@ def test_vllms_keys_and_defaults_are_taken() -> None:
         ('{"max_moved": 1.5}', "max_moved is 1.5; it must be 0 or more, at most 1"),
         ('{"horizon_s": -1}', "horizon_s is -1"),
         ('{"policy": "magic"}', "it must be one of default, repair, shares"),
-        ('{"use_async": false}', "leave it out"),
+        ('{"use_async": false}', "remove it"),
     ],
 )
 def test_a_wrong_value_is_named(text: str, said: str) -> None:

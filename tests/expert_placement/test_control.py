@@ -56,7 +56,7 @@ def test_a_skewed_load_is_repaired_within_the_budget_and_the_reason_has_the_numb
 
 def test_nothing_is_done_before_a_window_has_passed() -> None:
     made = decide(situation(num_steps=999), EplbConfig())
-    assert made.proposal is None and "only 999 steps of the 1000" in made.reason
+    assert made.proposal is None and "only 999 of the window's 1000 steps" in made.reason
 
 
 def test_nothing_is_done_without_a_token() -> None:

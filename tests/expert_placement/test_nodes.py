@@ -65,7 +65,7 @@ def test_wishes_that_cannot_be_granted_are_left_out_and_said() -> None:
     _, left_out = rules_for_plan(EplbConfig(min_nodes=2), TWO, LOAD, 20)
     assert "20 slots for 16 experts on 2 nodes allow 1" in left_out[0], "too few slots, not too few nodes"
     _, left_out = rules_for_plan(EplbConfig(spread=True), ("a", "b", "a", "b"), LOAD, 20)
-    assert "2 hosts without equally many ranks in a row count as one" in left_out[0]
+    assert "2 hosts without the same number of consecutive ranks count as one" in left_out[0]
 
 
 def test_groups_get_homes_of_equal_size_and_are_found_again() -> None:

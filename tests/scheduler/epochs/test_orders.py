@@ -75,7 +75,7 @@ def test_one_member_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_waits_in_vain_names_those_that_did_not_come() -> None:
     store, clock = HashStore(), Clock()
     PrefixStore("epoch/4", store).set("here/2", "1")
-    with pytest.raises(WireUnavailable, match=r"ranks \[3, 5\] did not come to epoch 4 within 29\.5 s"):
+    with pytest.raises(WireUnavailable, match=r"ranks \[3, 5\] did not join epoch 4 within 29\.5 s"):
         meet(store, 4, (0, 2, 3, 5), 0, clock.is_over, clock=clock)
     assert ARRIVAL_TIMEOUT_S <= clock.now_s < ARRIVAL_TIMEOUT_S + 0.1
     assert store.check(["epoch/4/here/0"])
@@ -114,5 +114,5 @@ def test_members_do_the_same_when_an_order_comes_to_some_before_and_to_others_af
 def test_who_came_to_another_epoch_did_not_come_to_this_one() -> None:
     store, clock = HashStore(), Clock()
     PrefixStore("epoch/4", store).set("here/1", "1")
-    with pytest.raises(WireUnavailable, match=r"ranks \[1\] did not come to epoch 5"):
+    with pytest.raises(WireUnavailable, match=r"ranks \[1\] did not join epoch 5"):
         meet(store, 5, (0, 1), 0, clock.is_over, clock=clock)
