@@ -265,7 +265,7 @@ def test_nothing_is_planned_or_changed_while_a_rank_is_away() -> None:
         control, load = control_of(ranks, why_no_change=lambda: "rank 1 is lost: killed")
         seen(load, 20)
         for change in (control.propose("repair", CONFIG), control.apply(OTHER, "apply", "as asked", None)):
-            with pytest.raises(ApiError, match="rank 1 is lost: killed. Try again") as caught:
+            with pytest.raises(ApiError, match=r"rank 1 is lost: killed\. Try again") as caught:
                 await change
             assert caught.value.status == 409
         assert ranks.told == []
