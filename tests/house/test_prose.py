@@ -5,7 +5,27 @@ from collections import Counter
 from tests.house.prose import habits
 
 # The highest counts allowed, by package. Lower one after rewriting prose; `python -m tests.house.prose` prints the counts.
-LIMITS = {}
+LIMITS = {
+    "attention": 12,
+    "benchmarks": 23,
+    "dispatch": 25,
+    "docs": 51,
+    "expert_placement": 7,
+    "moe": 25,
+    "scheduler": 27,
+    "server": 1,
+    "server/api": 3,
+    "server/clients": 4,
+    "server/experts": 2,
+    "server/front": 11,
+    "server/http": 3,
+    "server/link": 1,
+    "server/machine": 9,
+    "server/options": 20,
+    "server/serve": 22,
+    "server/tools": 20,
+    "tests": 958,
+}
 
 
 def test_habits_only_become_fewer() -> None:
