@@ -141,7 +141,9 @@ def test_what_has_too_many_keys_is_a_400_and_colons_in_a_text_are_none() -> None
     json_type, most = {"content-type": "application/json"}, 4 << 20
     response = length_of(keys(MAX_JSON_KEYS), max_bytes=most, **json_type)
     assert response.status_code == 400
-    assert f"has {MAX_JSON_KEYS + 1} keys; the limit is {MAX_JSON_KEYS}" in response.json()["error"]["message"]
+    assert (
+        f"has {MAX_JSON_KEYS + 1} keys; the limit is {MAX_JSON_KEYS}" in response.json()["error"]["message"]
+    )
     fits = keys(MAX_JSON_KEYS - 1)
     assert length_of(fits, max_bytes=most, **json_type).json() == len(fits)
 

@@ -294,7 +294,9 @@ def test_what_is_no_http_is_not_guessed_at_and_answered_in_the_shape_of_other_er
     head, _, body = talk(sends(request_), answer_to_body).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
     error = json.loads(body)["error"]
-    assert (error["type"], error["code"]) == ("BadRequestError", 400) and "not a valid HTTP/1.1" in error["message"]
+    assert (error["type"], error["code"]) == ("BadRequestError", 400) and "not a valid HTTP/1.1" in error[
+        "message"
+    ]
 
 
 def test_a_request_behind_an_answer_that_is_not_read_gives_no_more_time(
