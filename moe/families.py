@@ -86,7 +86,7 @@ def build_on_meta(
     kind = next((each for each in kinds if type(config) in each._model_mapping), None)
     if kind is None:
         raise UnsupportedModelError(
-            f"transformers cannot run {config.model_type} as a causal language model; use a decoder-only text model"
+            f"{config.model_type} has no causal language model in transformers; use a decoder-only text model"
         )
     try:
         with torch.device("meta"):

@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "t5 is an encoder-decoder"),
     "switch_transformers": ({}, "switch_transformers is an encoder-decoder"),
     "bert": ({"num_hidden_layers": 1}, "bert"),
-    "vit": ({}, "transformers cannot run vit as a causal language model"),
+    "vit": ({}, "vit has no causal language model in transformers"),
 }
 # Real fields that are wrong or not served, on a family that is.
 MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
