@@ -16,7 +16,9 @@ ATTACK = {
     "structured_outputs": {"grammar": GRAMMAR},
 }  # fmt: skip
 FLAGS = ("-dp=1", "--max-num-seqs=128", "--max-num-batched-tokens=512")  # seats for others as well
-PAUSE_S = 2.0  # of a stream, on a machine that does other things too; it was 15 s and more
+# Longest pause of a stream; it was 15 s and more. A loaded machine may pause longer, as it does without the attack.
+PAUSE_S = 2.0
+TIMES_QUIET = 5
 
 
 def stream_pauses(url: str, body: dict[str, Any]) -> list[float]:
@@ -40,12 +42,13 @@ def test_an_ambiguous_grammar_ends_with_a_400_and_holds_up_nobody(tmp_path: Path
         answers: list[httpx.Response] = []
         attack = threading.Thread(target=lambda: answers.append(httpx.post(url, json=ATTACK, timeout=300)))
         body = {"model": "tiny", "prompt": "cat", "max_tokens": 100, "ignore_eos": True, "stream": True}
-        pauses = stream_pauses(url, body)
+        quiet_s = max(stream_pauses(url, body))
+        pauses: list[float] = []
         attack.start()
         while attack.is_alive():
             pauses += stream_pauses(url, body)
         attack.join(300)
-        assert max(pauses) < PAUSE_S, sorted(pauses)[-5:]
+        assert max(pauses) < max(PAUSE_S, TIMES_QUIET * quiet_s), (quiet_s, sorted(pauses)[-5:])
         (answer,) = answers
         assert answer.status_code == 400 and "ambiguous" in answer.json()["error"]["message"], answer.text
         free = httpx.post(url, json={**body, "stream": False, "max_tokens": 5}, timeout=60)
