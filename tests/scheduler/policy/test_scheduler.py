@@ -132,7 +132,7 @@ def test_an_unservable_prompt_alone_is_handed_out_by_expire() -> None:
 def test_an_id_being_served_is_refused_and_may_come_again_afterwards() -> None:
     rank = rank_of()
     rank.scheduler.add(request_of("a", 3))
-    with pytest.raises(DuplicateRequestError, match="'a' is being served"):
+    with pytest.raises(DuplicateRequestError, match="'a' is already being served"):
         rank.scheduler.add(request_of("a", 4))
     rank.scheduler.abort("a")
     rank.scheduler.add(request_of("a", 4, max_tokens=1))

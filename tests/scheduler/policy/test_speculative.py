@@ -36,7 +36,7 @@ def test_one_lookup_length_stands_for_both() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("ngram", "no JSON"),
+        ("ngram", "not valid JSON"),
         ("[1]", "give a JSON object"),
         ("{}", "no method is given; it must be one of ngram, suffix, mtp"),
         ('{"method": "medusa"}', "the method is 'medusa'; it must be one of ngram, suffix, mtp"),
@@ -49,7 +49,7 @@ def test_one_lookup_length_stands_for_both() -> None:
         ),
         (
             '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 2}',
-            "prompt_lookup_min is 5, prompt_lookup_max 2",
+            "prompt_lookup_min is 5; it must not exceed prompt_lookup_max, which is 2",
         ),
         ('{"method": "suffix", "suffix_decoding_min_token_prob": 2}', "must be a number from 0 to 1"),
         ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', "from 2 to 256"),

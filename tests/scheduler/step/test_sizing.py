@@ -48,7 +48,7 @@ def test_too_little_memory_is_told_with_what_is_needed(layers: int) -> None:
         KVMemoryError, match=r"needs 0 MiB of KV cache and 3 states of 0.0 MiB .*mamba-cache-mode none"
     ):
         size(10 * BLOCK + 3 * (layers - 1) * STATE - 1, *shapes)
-    with pytest.raises(KVMemoryError, match="--max-model-len 144 or less"):
+    with pytest.raises(KVMemoryError, match="reduce --max-model-len to 144 or less"):
         size(10 * BLOCK - 1, ATTENTION)
 
 
