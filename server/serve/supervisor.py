@@ -422,7 +422,7 @@ class Supervisor:
     def _on_engine_message(self, message: dict[str, object]) -> None:
         if "leaving" in message:
             self._watchdog = None
-        elif self._watchdog is not None and "beat" in message:
+        elif self._watchdog is not None and ("beat" in message or message.get("ready")):
             self._watchdog.beat()
         self._http = str(message.get("http", self._http))
         if "kv_cache_bytes" in message:  # successors get the same size, although less memory may be free

@@ -48,7 +48,7 @@ def _fields(process: Path) -> list[str]:
 
 
 class Watchdog:
-    """Watches one child, starting with its first beat."""
+    """Watches one child, starting with the first call of `beat`."""
 
     def __init__(
         self,

@@ -240,6 +240,13 @@ def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> N
         assert has_ended(victim, 1.0)
 
 
+def test_an_engine_that_is_stopped_before_its_first_beat_is_killed_too(model: Path) -> None:
+    environment = {**place(), "FAKE_STOPS_WHEN_READY": "1"}
+    with start_worker(model, environment, "--heartbeat-timeout-seconds=0.5") as service:
+        service.wait_for_output("hung and was killed: it is stopped and sent no heartbeat for ")
+        service.wait_for_output("rank 0 serves again, after ")
+
+
 def test_without_a_heartbeat_timeout_an_engine_may_be_stopped_for_a_debugger(model: Path) -> None:
     with start_worker(model, place(), "--heartbeat-timeout-seconds=0") as service:
         service.wait_for_output("serving on")

@@ -83,6 +83,8 @@ def _report_ready(loading: LoadingFile | None) -> None:
     for told in ({"http": front["http"]}, {"kv_cache_bytes": KV_CACHE_BYTES}, {"ready": True}):
         os.write(descriptor, json.dumps(told).encode() + b"\n")
     (Path(os.environ["FAKE_DIRECTORY"]) / f"engine-{os.environ['RANK']}.told").touch()
+    if os.environ.get("FAKE_STOPS_WHEN_READY") and "WIDEEP_RESTARTS" not in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         os.write(descriptor, b'{"beat": 1}\n')
         time.sleep(0.1)
