@@ -188,7 +188,7 @@ def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:
     limit = MAX_LOGPROBS if model.max_logprobs is None else model.max_logprobs
     if num_top == ALL or num_top > limit:
         seen = "-1 (all log-probabilities)" if num_top == ALL else str(num_top)
-        raise bad_request(f"{field} is {seen}; this server gives at most {limit} (--max-logprobs).", field)
+        raise bad_request(f"{field} is {seen}; this server returns at most {limit} (--max-logprobs).", field)
 
 
 def _check_entries(
@@ -302,7 +302,7 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
         raise bad_request("stop must be a string or a list of strings.", "stop")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise bad_request(
-            f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
+            f"stop accepts up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
         )
     if not all(stops):
         raise bad_request("stop contains an empty string, which would end every answer at once.", "stop")
