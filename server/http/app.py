@@ -32,7 +32,7 @@ def build_app(
     """Build the application.
 
     Args:
-        keys: Each opens the guarded paths and requests that change something. Without keys, all but operator paths are open.
+        keys: Each opens /v1, /api, the other guarded paths, and changes. Without keys, everything except operator paths is open.
         http: None for the defaults.
         own_names: Names of this machine, as used in URLs of the service's own pages.
         observers: Called with every exchange at its end.
