@@ -148,7 +148,7 @@ class PlanForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     policy: Literal["repair", "shares", "plan"] = "repair"
-    max_moved: float | None = Field(default=None, ge=0, le=1)  # share of all slots; None: the service's
+    max_moved: float | None = Field(default=None, ge=0, le=1)  # share of all slots; default: the service's
 
 
 class ApplyForm(PlanForm):

@@ -4,8 +4,8 @@ The front is the leader. It is the single point of failure anyway, so ranks need
 order. Each event is a call with its time, and returns the effects to carry out.
 
 An epoch's members are the attached ranks. A rank that leaves or returns begins the next epoch. A rank with failed steps
-reports a fault. Usually the cause is another rank that is gone, and its stream ends a moment later, so the order waits for
-that. A final fault means that the rank cannot hold the experts it would take over: only another rank helps then.
+reports a fault. Usually another rank was lost, and its stream ends a moment later, so the order waits for that. A final fault
+means that the rank cannot hold the experts it would take over: the service then needs another rank.
 """
 
 from collections import deque

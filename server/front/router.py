@@ -25,7 +25,7 @@ from scheduler.policy.request import RankStats
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
 MAX_SESSIONS = 1 << 16  # the latest sessions, remembered over all ranks
-# A session leaves its rank if the rank has more work than this share of the least loaded rank's plus these tokens.
+# A session leaves its rank if its work exceeds this multiple of the least loaded rank's work plus these tokens.
 SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
 MOVE_GAIN_TOKENS = 512  # minimum gain of a move, so that requests do not move back and forth
 MAX_MOVES = 3  # of one request

@@ -44,7 +44,7 @@ class LinePlaces:
     """Places for the choices of batch lines. The line that has waited longest goes first."""
 
     def __init__(self, num_places: Callable[[], int], num_others: Callable[[], int]) -> None:
-        """Args: num_places returns how many choices ranks run at once, num_others how many other requests have open."""
+        """Args: num_places returns the number of choices that ranks run at once, num_others that of other open choices."""
         self._num_places, self._num_others = num_places, num_others
         self.num_taken = 0
         self._turn = asyncio.Lock()
