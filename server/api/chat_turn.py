@@ -43,7 +43,7 @@ class ReasoningCount:
         """Args: count_tokens returns the number of tokens in a text."""
         self.num_tokens = 0
         self._count_tokens = count_tokens
-        self._num_pending = 0  # tokens with text that the parser holds back
+        self._num_pending = 0  # tokens with text that the parser has not returned yet
 
     def note(self, deltas: Sequence[Delta], num_tokens: int) -> None:
         """Record the deltas that a piece became and its number of tokens."""
@@ -106,14 +106,14 @@ class MessageParser:
         return self._passed(self._parser.push(piece.text), len(piece.token_ids))
 
     def finish(self) -> list[Delta]:
-        """Return the deltas that were held back, at the end of the choice. May be called more than once."""
+        """Return the remaining deltas at the end of the choice. May be called more than once."""
         return self._passed(self._parser.finish(), 0)
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         """Return OpenAI's finish reason, or None while the choice is unfinished.
 
-        A truncated call has "length", like truncated text. `ChatTurn.finish_reason` handles a function that the request
-        names, which has "stop" at OpenAI and in vLLM.
+        A truncated call has "length", like truncated text. If the request names a function, OpenAI and vLLM return "stop"
+        instead of "tool_calls": `ChatTurn.finish_reason` handles this case.
         """
         if self.num_calls and reason is FinishReason.STOP:
             return "tool_calls"
@@ -150,7 +150,7 @@ class ChatTurn:
         *,
         finds_calls: bool,
     ) -> None:
-        """Call `open` instead. Args: finds_calls is whether to search the answer's text for calls."""
+        """Use `open` instead. Args: finds_calls is whether the answer's text is searched for calls."""
         self.body = body
         self.model = model
         self.model_name = model.check_name(body.model)  # as shown in the answer
@@ -209,7 +209,7 @@ class ChatTurn:
             patterns=await stop_patterns_of(body, model),
             shows_prompt_once=True,
         )
-        # The client's structure has no room for calls.
+        # A structure from the client does not allow calls.
         finds_calls = tools.choice == "auto" and structure is None
         answer = requests.open(request_id, _showing_markup(asks, model, with_tools=finds_calls))
         return cls(body, model, tools, prompt, answer, finds_calls=finds_calls)
@@ -299,7 +299,7 @@ async def _structure(body: ChatRequest, model: ServedModel, tools: ToolUse) -> S
 
 
 def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) -> list[Ask]:
-    """Pass on the special tokens that the parser needs. Hide the others unless the client requested them."""
+    """Show the parser the special tokens that it needs. Hide the others unless the client requested them."""
     special = model.tokenizer.special_ids
     shown = {special[mark] for mark in model.markup.markers(with_tools=with_tools) if mark in special}
     if not shown:

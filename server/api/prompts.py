@@ -27,8 +27,8 @@ from server.front.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
 
 LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds, so a thread does it
-VALUE_CHARS = 16  # characters that each JSON value adds to the size of its text: rendering one takes as long
-# Tokenizing takes two hundred times a text's memory, so longer texts are first checked in slices of this size.
+VALUE_CHARS = 16  # each JSON value counts as this many characters more: rendering it takes as long
+# Tokenizing takes two hundred times the memory of a text, so longer texts are first checked in slices of this size.
 SLICE_CHARS = 1 << 19
 SLACK_TOKENS = 16  # maximum difference in tokens that cutting a text causes
 
@@ -48,7 +48,7 @@ def check_unicode(text: str, param: str) -> None:
 
 
 async def encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:
-    """Tokenize one text; otherwise like `encode_all`."""
+    """Tokenize one text, like `encode_all`."""
     return (await encode_all([text], model, add_special_tokens=add_special_tokens, param=param))[0]
 
 
@@ -58,8 +58,8 @@ async def encode_all(
     """Tokenize texts. If they are long in all, a thread does it.
 
     Raises:
-        ApiError: 400 if a text has a lone surrogate, is empty, cannot fit into the context, or has a token of the tokenizer
-            that the model does not have.
+        ApiError: 400 if a text has a lone surrogate, is empty, cannot fit into the context, or has a token that is outside
+            the model's vocabulary.
     """
     for text in texts:
         check_unicode(text, param)

@@ -166,7 +166,7 @@ def asks_for(
 
 
 def count_of(num_top: int, model: ServedModel) -> int:
-    """Return the number of log-probabilities that a client's value means."""
+    """Convert a client's number of log-probabilities. ALL becomes the vocabulary's size, which is also the maximum."""
     vocab_size = model.tokenizer.vocab_size
     return vocab_size if num_top == ALL else min(num_top, vocab_size)
 
@@ -188,7 +188,7 @@ def _check_count(num_top: int | None, field: str, model: ServedModel) -> None:
     limit = MAX_LOGPROBS if model.max_logprobs is None else model.max_logprobs
     if num_top == ALL or num_top > limit:
         seen = "-1 (all log-probabilities)" if num_top == ALL else str(num_top)
-        raise bad_request(f"{field} is {seen}; this server gives at most {limit} (--max-logprobs).", field)
+        raise bad_request(f"{field} is {seen}; this server returns at most {limit} (--max-logprobs).", field)
 
 
 def _check_entries(
@@ -302,7 +302,7 @@ def _stops(body: SamplingFields) -> tuple[str, ...]:
         raise bad_request("stop must be a string or a list of strings.", "stop")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         raise bad_request(
-            f"stop takes up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
+            f"stop accepts up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters.", "stop"
         )
     if not all(stops):
         raise bad_request("stop contains an empty string, which would end every answer at once.", "stop")
@@ -383,7 +383,7 @@ def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max
     Args:
         body: The request.
         prompt_ids: Token ids, not empty.
-        room: Number of tokens that -1 means.
+        room: Number of tokens to keep if truncate_prompt_tokens is -1.
         max_len: Length of the context, in tokens.
 
     Raises:
@@ -398,7 +398,7 @@ def truncated(body: SamplingFields, prompt_ids: Sequence[int], room: int, *, max
             f"value ({wanted}) is greater than max_model_len ({max_len}); select a smaller truncation size",
         )
     if wanted == 0:
-        raise _refusal("truncate_prompt_tokens", "is 0, which leaves no prompt; give -1 or at least 1")
+        raise _refusal("truncate_prompt_tokens", "is 0, which leaves no prompt; set -1 or at least 1")
     count = max(1, room) if wanted == -1 else wanted
     return prompt_ids[:count] if body.truncation_side == "right" else prompt_ids[-count:]
 

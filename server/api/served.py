@@ -12,7 +12,7 @@ from server.front.tokenizer import Tokenizer
 from server.http.exchanges import seeds_from
 
 T = TypeVar("T")
-MAX_LONG_WORK = 2  # long texts that are rendered or tokenized concurrently, each in a thread
+MAX_LONG_WORK = 2  # threads that render or tokenize long texts, or build long answers
 
 
 @dataclass(frozen=True, kw_only=True)

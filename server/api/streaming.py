@@ -28,7 +28,7 @@ from server.http.json_parts import encoded_pieces
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
-_MANY_ENTRIES = 4096  # a thread makes the JSON of more entries
+_MANY_ENTRIES = 4096  # with more entries, a thread builds the JSON
 COMMENT = b": keep-alive\n\n"  # readers of server-sent events ignore it
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
@@ -157,7 +157,7 @@ class EventStream(Response):
 class EventSender:
     """Send a stream's events and avoid long silences. The first event begins the response.
 
-    A context manager: within it, comments are sent after KEEP_ALIVE_S without events.
+    A context manager: within it, comments are sent after `keep_alive_s` without events.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class EventSender:
 
 @dataclass(slots=True)
 class Choice:
-    """A complete choice."""
+    """The collected pieces of a choice."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -224,7 +224,7 @@ class Choice:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the choice ended."""
+        """Why the choice ended, or None if it has not ended."""
         return self.last.finish_reason
 
     def piece(self) -> Piece:
@@ -281,7 +281,7 @@ class LongJson(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the pieces, each after the client has read the previous one."""
+        """Send the pieces, and wait while the connection's buffer is full."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})

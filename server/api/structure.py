@@ -57,7 +57,7 @@ async def stop_patterns_of(body: SamplingFields, model: ServedModel) -> tuple[Pa
         raise bad_request("stop_regex must be a non-empty string or a list of them.", "stop_regex")
     if len(regexes) > MAX_STOP_REGEXES or any(len(regex) > MAX_STOP_REGEX_CHARS for regex in regexes):
         raise bad_request(
-            f"stop_regex takes up to {MAX_STOP_REGEXES} regexes of up to {MAX_STOP_REGEX_CHARS} characters.",
+            f"stop_regex accepts up to {MAX_STOP_REGEXES} regexes of up to {MAX_STOP_REGEX_CHARS} characters.",
             "stop_regex",
         )
     for regex in regexes:  # compile in a process with limits, before a thread of this process does it

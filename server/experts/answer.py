@@ -1,4 +1,4 @@
-"""Build the response of GET /experts/load from a snapshot, so that a thread can do it next to the event loop."""
+"""Build the response of GET /experts/load from a snapshot, so that a thread can do it while the event loop runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -27,7 +27,7 @@ from server.front.errors import ApiError, bad_request, not_ready
 from server.link.messages import PlacementUpdate
 from server.machine.lines import say
 
-POLL_S = 0.5  # interval of checks whether it is time to decide
+POLL_S = 0.5  # interval of checks for a due decision
 _NO_CHANGE = ("nothing", "measured")  # kinds of entries that change no placement
 _ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
 
@@ -38,10 +38,10 @@ class RankCalls(Protocol):
     num_ranks: int
 
     def prepare(self, placement: Placement) -> None:
-        """Request all ranks to move and switch."""
+        """Order all ranks to move experts and switch to a placement."""
 
     def drop_placement(self, version: int) -> None:
-        """Request all ranks to drop a stage."""
+        """Order all ranks to drop a stage."""
 
 
 class StageResult(NamedTuple):
@@ -314,7 +314,7 @@ class PlacementControl:
             _log(error.message)
 
     def _measure_last(self, situation: Situation) -> None:
-        """Record what the last change saves, from the load and times of a whole window since then."""
+        """Record the measured gain of the last change, from the load and times of a whole window since then."""
         if self._unmeasured is None:
             return
         last, replaced = self._unmeasured

@@ -2,7 +2,7 @@
 
 It uses differences between a rank's counters, so lost or merged reports change nothing. The window covers the current
 epoch and has a place for each member. Counts since the start (totals, the recorder) have one for each rank of the
-service. Runs in the front's event loop; knows no HTTP.
+service. Runs in the front's event loop, independently of HTTP.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class ExpertsLoad:
     def __init__(
         self, model: str, *, window_steps: int = WINDOW_STEPS, clock: Callable[[], float] = time.time
     ) -> None:
-        """Args: window_steps: Length of the window; clock: Seconds since 1970."""
+        """Args: window_steps is the length of the window; clock returns seconds since 1970."""
         self.model = model
         self.experts: ExpertMap | None = None  # once rank 0 has reported them
         self.window: LoadWindow | None = None  # from then on

@@ -65,7 +65,7 @@ class Record(NamedTuple):
                     np.lib.format.write_array(member, array, allow_pickle=False)
 
     def sglang_json(self) -> Iterator[str]:
-        """Yield SGLang's `stat` record as JSON: logical_count [rows, model layers, experts], with zero dense layers."""
+        """Yield SGLang's `stat` record as JSON: logical_count [rows, model layers, experts], with zeros for dense layers."""
         E, layers = self.experts.num_experts, list(self.experts.layers)
         yield '{"rank": 0, "logical_count": ['
         rank_tokens = np.zeros_like(self.rows[0].counts[:, 0, E:])

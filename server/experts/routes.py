@@ -67,7 +67,7 @@ def expert_load_routes(
     async def start_record() -> Response:
         """Clear the record and start recording."""
         _known(load)
-        async with writing:  # a dump in progress removes what it has written
+        async with writing:  # a dump in progress removes the counts that it has written
             await load.settle(rank_steps(), SETTLE_S)  # exclude steps before the start
             load.recorder.start()
         return PlainTextResponse("Start recording expert distribution.\n")
@@ -148,7 +148,7 @@ class PlanForm(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     policy: Literal["repair", "shares", "plan"] = "repair"
-    max_moved: float | None = Field(default=None, ge=0, le=1)  # share of all slots; None: the service's
+    max_moved: float | None = Field(default=None, ge=0, le=1)  # share of all slots; default: the service's
 
 
 class ApplyForm(PlanForm):
@@ -219,7 +219,7 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
         return _json({"history": list(control.history.entries), "under_way": under_way, "serving": serving})
 
     router.add_api_route("/experts/plan", make_plan, methods=["POST"], response_model=None)
-    accepted: dict[int | str, dict[str, Any]] = {202: {"description": "It has begun (`wait` is false)"}}
+    accepted: dict[int | str, dict[str, Any]] = {202: {"description": "The change began (`wait` is false)"}}
     for path, change_placement in (("/experts/apply", apply), ("/experts/rollback", rollback)):
         router.add_api_route(
             path, change_placement, methods=["POST"], response_model=None, responses=accepted

@@ -3,7 +3,7 @@
 An early refusal lets a client try another service, and bounds the wait of accepted requests. Retry-After is measured: at the
 rate of first tokens in the last window, the time until all requests that wait now have begun. When the service is full, a key
 that holds less than its equal share may still be admitted, up to twice the limit, so that a flood from one key cannot lock
-out the others. Knows no clock: callers pass times.
+out the others. It has no clock: callers pass times.
 
 vLLM's `--max-num-queued-reqs` counts the same (waiting and running requests of all ranks) and answers 503.
 """
@@ -22,7 +22,7 @@ class Admission:
     """Limits the open choices of a service."""
 
     def __init__(self, most: int | None) -> None:
-        """Args: most: Limit of open choices, or None for no limit."""
+        """Args: most is the limit of open choices; None disables it."""
         self._most = most
         self._begun_s: deque[float] = deque()  # times of first tokens in the last window
         self.num_refused = 0  # choices, a counter

@@ -100,7 +100,7 @@ class StopScreen:
     """Searches one growing text for stop strings."""
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
-        """Args: stops: Non-empty stop strings; include_stop: Whether the text includes the stop string that ended it."""
+        """Args: stops are non-empty; include_stop keeps the stop string that ended the text in the text."""
         assert all(stops), "an empty stop string would end every text at once"
         self._stops = stops
         self._include = include_stop

@@ -107,7 +107,7 @@ def not_served(model: str, served: tuple[str, ...]) -> ApiError:
 def too_long(
     num_prompt_tokens: int, max_model_len: int, max_tokens: int | None, param: str, *, is_least: bool = False
 ) -> ApiError:
-    """Return a 400 that clients recognise as a context-window error. is_least: tokens were counted only so far."""
+    """Return a 400 that clients recognise as a context-window error. With `is_least`, counting stopped at this number."""
     least = "at least " if is_least else ""
     asked = "" if max_tokens is None else f" and {max_tokens} output tokens"
     return bad_request(
@@ -123,9 +123,9 @@ def not_ready(reason: str) -> ApiError:
 
 
 def draining() -> ApiError:
-    """Return a 503 for requests during shutdown; another service may take them."""
+    """Return a 503 for requests during shutdown, which another service may accept."""
     return ApiError(
-        503, "The service is shutting down and takes no new requests.", headers={"Retry-After": "5"}
+        503, "The service is shutting down and accepts no new requests.", headers={"Retry-After": "5"}
     )
 
 

@@ -3,7 +3,7 @@
 `Generation` is one choice: one request at one rank. `Answer` is the result of one HTTP request: 1 to n choices.
 Output that arrives while the client is slow is merged into the choice's next piece. So a slow reader delays nothing
 else and costs no more memory than its answer's text. Log-probabilities are a hundred times larger: a client that
-leaves many of them unread for long loses its answer. Knows no rank, journal or HTTP; `requests` feeds it.
+leaves many of them unread for long loses its answer. It depends on no rank, journal or HTTP; `requests` feeds it.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ class Asker(NamedTuple):
 
     key_id: str = ""  # digest of the API key; "" if the service needs no key
     session: str = ""  # requests of one session prefer one rank; "" for none
-    most_choices: int | None = None  # of an answer that are at ranks at once, others follow; None: no limit
+    most_choices: int | None = None  # limit of an answer's choices at ranks at once; None for no limit
 
 
 NOBODY = Asker()
 MAX_UNREAD_TOKENS = 1024  # with log-probabilities; encoding this number with 20 each takes 60 ms
-UNREAD_S = 5.0  # for which more may wait: a front that was stalled receives all of them at once
+UNREAD_S = 5.0  # time that more may stay unread: a front that was stalled receives all of them at once
 
 
 class Follower(Protocol):
@@ -112,8 +112,8 @@ class Generation:
     def push(self, output: RequestOutput) -> FinishReason | None:
         """Add a rank's output; return the finish reason if the choice ended.
 
-        A stop string ends the choice before the rank knows. If a step yields several tokens, the choice ends at the one that
-        completes the stop string.
+        A stop string ends the choice here, before the rank is notified. If a step yields several tokens, the choice ends at the
+        one that completes the stop string.
         """
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += max(0, len(output.token_ids) - 1)

@@ -23,7 +23,7 @@ class Entry:
     request: Request
     rank: int
     accepted_s: float  # time.monotonic()
-    num_incidents: int = 0  # that took its rank since its last token
+    num_incidents: int = 0  # losses of its rank since its last token; simultaneous ones count once
     incident_s: float = float("-inf")  # start of the last incident
     delivered_ids: list[int] = field(default_factory=list)
 

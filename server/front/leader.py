@@ -69,9 +69,9 @@ class Leader:
         clock: Callable[[], float] = time.monotonic,
         events: EventLog | None = None,
     ) -> None:
-        """Args: surviving: Computes the placement over the member ranks from the home placement.
+        """Args: surviving returns the placement over the member ranks, given the home placement.
 
-        on_order is called with every order before the ranks get it; on_failure with the reason if the service must end.
+        on_order is called with every order before the ranks get it, on_failure with the reason if the service must end.
         """
         self.epochs = epochs
         self._events = events or EventLog()

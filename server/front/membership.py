@@ -1,11 +1,11 @@
 """The members of each epoch: the front's decisions, as a state machine without clock, network or placements.
 
 The front is the leader. It is the single point of failure anyway, so ranks need no consensus: they follow its newest
-order. Each event comes with its time, and returns the effects to carry out.
+order. Each event is a call with its time, and returns the effects to carry out.
 
 An epoch's members are the attached ranks. A rank that leaves or returns begins the next epoch. A rank with failed steps
-reports a fault. Usually the cause is another rank that is gone, and its stream ends a moment later, so the order waits for
-that. A final fault means that the rank cannot hold the experts it would take over: only another rank helps then.
+reports a fault. Usually another rank was lost, and its stream ends a moment later, so the order waits for that. A final fault
+means that the rank cannot hold the experts it would take over: the service then needs another rank.
 """
 
 from collections import deque
@@ -82,7 +82,7 @@ class Epochs:
         fault_grace_s: float = FAULT_GRACE_S,
         regroup_timeout_s: float = REGROUP_TIMEOUT_S,
     ) -> None:
-        """Args: recovery_timeout_s: Time without a serving rank after which the service ends."""
+        """Args: recovery_timeout_s is the time without a serving rank after which the service ends."""
         self.num_ranks = num_ranks
         self.number = 0
         self.members: tuple[int, ...] = ()
@@ -236,7 +236,7 @@ class Epochs:
         away = [f"rank {rank} is lost: {absence.reason}" for rank, absence in sorted(self.missing.items())]
         final = [fault for fault in self._faults.values() if fault.is_final]
         return "; ".join(
-            [*away, *(f"rank {fault.rank} cannot go on without it: {fault.reason}" for fault in final)]
+            [*away, *(f"rank {fault.rank} cannot continue without it: {fault.reason}" for fault in final)]
         )
 
     def _order(self, now_s: float, *, is_retry: bool = False) -> Effects:

@@ -4,7 +4,7 @@ Ranks that came together under one torchrun are a node. A new node takes the pla
 the same number of ranks. If there are several, it gets the one that has been away longest, because an engine that was killed
 a moment ago is usually being restarted on its node. An assigned place is reserved for a while, so that two new nodes do not
 load the same experts; after that another node may try. The node that attaches first keeps the rank, and the other is
-refused. Knows no network and no clock.
+refused. Uses no network and no clock.
 """
 
 from collections import defaultdict

@@ -9,8 +9,8 @@ If a request waits at a rank while another has room, the front withdraws it (`Ro
 it has begun the request, so the rank decides. A released request belongs to no rank until it is submitted again; a request that
 has begun stays. If its client leaves or its rank is lost meanwhile, it still counts as being at its last rank.
 
-A client may bound how many choices of an answer are at ranks at once (lines of batches do). The others are held here and
-follow one by one.
+A client may limit the number of an answer's choices that are at ranks at once (lines of batches do). The others are held here
+and follow one by one.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any value, until the request is submitted
-MOVE_EVERY_S = 0.05  # least time between two searches for moves
+MOVE_EVERY_S = 0.05  # minimum time between two searches for moves
 # Prompt tokens submitted to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
 TOKENS_AT_ONCE = 200_000
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does after this time
@@ -91,10 +91,10 @@ class Requests:
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
     ) -> None:
-        """Args: timeout_s: Deadline of each request, 0 for none; admission: Limit of open requests, None for no limit;
-            on_ask: Called for every accepted choice; on_answer: Called for every accepted request.
+        """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit.
 
-        why_not_ready returns the reason to refuse requests now, or None; who_asks returns the client of an `open` call.
+        on_ask is called for every accepted choice, on_answer for every accepted request. why_not_ready returns the reason to
+        refuse requests now, or None; who_asks returns the client of an `open` call.
         """
         self._decoder = decoder
         self._ranks = ranks
@@ -350,7 +350,7 @@ class Requests:
         """Submit a choice and its delivered tokens to the best rank, or park it if there is no rank.
 
         Args:
-            is_moved: Whether it takes its session along, instead of following its session.
+            is_moved: Whether to pick a rank regardless of the session, which then follows the request to that rank.
             target: The rank that reserved a place for it, or None to let the router pick one.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params

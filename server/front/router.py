@@ -25,9 +25,9 @@ from scheduler.policy.request import RankStats
 PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
 MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
 MAX_SESSIONS = 1 << 16  # the latest sessions, remembered over all ranks
-# A session leaves its rank if the rank has more work than this share of the least loaded rank's plus these tokens.
+# A session leaves its rank if its work exceeds this multiple of the least loaded rank's work plus these tokens.
 SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
-MOVE_GAIN_TOKENS = 512  # least gain of a move, so that requests do not move to and fro
+MOVE_GAIN_TOKENS = 512  # minimum gain of a move, so that requests do not move back and forth
 MAX_MOVES = 3  # of one request
 EXPECTED_OUTPUT_TOKENS = 256  # upper bound of the charge for max_tokens: its default is the whole context
 # Prompt tokens that weigh as much as a step in which all running requests get a token; measured: docs/LOG.md.
@@ -37,7 +37,7 @@ _MANY_SEATS = 1 << 40  # of a rank that has not reported its seats
 
 @dataclass(slots=True)
 class _Load:
-    """The work that one request still means for its rank."""
+    """The remaining work of one request for its rank."""
 
     rank: int
     prompt_tokens: int  # 0 once the first token has come
@@ -57,10 +57,10 @@ class _Load:
 
 @dataclass(slots=True)
 class _Room:
-    """What a rank without waiting requests could begin at once."""
+    """The free capacity of a rank without waiting requests."""
 
     seats: int
-    tokens: int  # of prompts, that fit its free blocks
+    tokens: int  # of prompts that fit into its free blocks
 
 
 class Router:
@@ -216,9 +216,9 @@ class Router:
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
         """Choose waiting requests that could begin at once at another rank, the most urgent first.
 
-        A move must save at least MOVE_GAIN_TOKENS, counting seats and the parts of its prompt that both ranks hold. The
-        caller asks its rank for it, because it may have begun meanwhile. Until `begin`, `take_back` or `retire` it is not
-        chosen again, and its new place stays reserved.
+        A move must save at least MOVE_GAIN_TOKENS, counting seats and the parts of the prompt that both ranks hold. The
+        caller asks the present rank to release the request, because it may have begun meanwhile. Until `begin`, `take_back`
+        or `retire` the request is not chosen again, and its new place stays reserved.
 
         Args:
             prompt_of: Returns a request's tokens by id.
@@ -233,7 +233,7 @@ class Router:
         if not rooms or not crowded:
             return {}
         waiting = self._in_order_of_begin(crowded)
-        # Load ahead of a request: all load of ranks with room; of the others, at first, the load that does not wait.
+        # Load ahead of a request: at first all load except that of the requests that wait at crowded ranks.
         before, num_before = self._outstanding.copy(), self._num_open.copy()
         for _, load in waiting:
             before[load.rank] -= load.num_tokens

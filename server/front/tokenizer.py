@@ -1,6 +1,6 @@
 """The checkpoint's tokenizer and chat template, as `transformers` reads them.
 
-transformers' AutoTokenizer knows each family's quirks (classes that rebuild tokenizer.json, added first tokens,
+transformers' AutoTokenizer handles each family's quirks (classes that rebuild tokenizer.json, added first tokens,
 templates in four places), so correctness comes from it. If there is a `tokenizers` object underneath, the hot paths use
 it: decoding takes 2.5 us instead of 8 us (measured), encoding 13 us instead of 44. The front hides torch
 before it imports this (see `front_main`); transformers then costs 65 MB and 1.3 s instead of 245 MB and 5 s. Rejected:
@@ -9,7 +9,7 @@ the `tokenizers` package alone, which is lighter still (16 MB) but encodes some 
 Templates do not declare what they accept. The content that a role may have is probed (`template_probe`). If that fails, a
 template that loops over a message's content and never tests for a string gets a list of parts, and any other gets text. A
 template that never mentions `tools` would drop them silently. The same holds for the role `developer` (vLLM's rule: a
-template that does not name it does not know it).
+template that does not name it does not support it).
 """
 
 import inspect
@@ -133,7 +133,7 @@ _TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "sp
 
 
 class TokenizerError(ValueError):
-    """The directory has no usable tokenizer. The message gives the file and the reason."""
+    """The directory has no usable tokenizer. The message has the file and the reason."""
 
 
 class ChatTemplateError(ValueError):
@@ -169,7 +169,7 @@ class Tokenizer:
             self._hf.chat_template = _template_in(str(_DEEPSEEK_V32_TEMPLATE))
         self._fast = getattr(self._hf, "backend_tokenizer", None) if self._hf.is_fast else None
         self._is_kimi = is_kimi(self._hf)
-        # Of the model: a tokenizer may know fewer tokens, or more, which no request can contain.
+        # Of the model: a tokenizer may have fewer tokens, or more, which no request can contain.
         self.vocab_size: int = vocab_size or len(self._hf)
         self.num_spelled: int = max(self.vocab_size, len(self._hf))
         self.eos_ids = self._find_eos_ids(Path(directory), config | text_config)

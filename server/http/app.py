@@ -32,7 +32,7 @@ def build_app(
     """Build the application.
 
     Args:
-        keys: Each opens /v1, /api and requests that change something. Without keys, everything except operator paths is open.
+        keys: Each opens /v1, /api, the other guarded paths, and changes. Without keys, everything except operator paths is open.
         http: None for the defaults.
         own_names: Names of this machine, as used in URLs of the service's own pages.
         observers: Called with every exchange at its end.

@@ -29,7 +29,7 @@ LEAST_BYTES_PER_S = 64 << 10  # after the grace period: 32 MB have 9 minutes
 SMALL_BODY = 64 << 10  # bytes of each body that do not count
 PRESSED_BYTES_PER_S = 1 << 20  # slower bodies end if others do not fit
 _PRESSED_GRACE_S = 2.0
-_MAX_PARSED_AT_ONCE = 2  # long bodies; more threads only keep the GIL from the event loop
+_MAX_PARSED_AT_ONCE = 2  # long bodies; more threads would only compete with the event loop for the GIL
 _DISCARD_BYTES = 64 << 20  # of a body that is too long
 _DISCARD_S = 5.0
 TOO_LONG, TOO_SLOW, NO_ROOM = 413, 408, 503  # statuses
@@ -124,7 +124,7 @@ class BodyGuard:
     def __init__(
         self, app: ASGIApp, max_bytes: int, budget: BodyBudget | None = None, *, grace_s: float = GRACE_S
     ) -> None:
-        """Args: budget: Limit of all bodies together, or None for eight of the longest."""
+        """Args: budget limits all bodies together; by default it holds eight of the longest."""
         self._app, self._max_bytes, self._grace_s = app, max_bytes, grace_s
         self._budget = budget or BodyBudget(8 * max_bytes)
         self._parsing = asyncio.Semaphore(_MAX_PARSED_AT_ONCE)

@@ -49,7 +49,7 @@ class ConnectionBound:
     """The open connections, and which of them are idle."""
 
     def __init__(self, most: int, most_per_address: int | None = None, exempt: Collection[str] = ()) -> None:
-        """Args: most_per_address: None for half of `most`; exempt: Addresses and networks, or "*" for all."""
+        """Args: most_per_address is half of `most` by default; exempt has addresses and networks, or "*" for all."""
         self.most = most
         self._most_per_address = most_per_address or max(1, most // 2)
         self._exempts_all = "*" in exempt
@@ -159,7 +159,7 @@ class Listener:
         for each in self._sockets:
             self._loop.remove_reader(each)
             with contextlib.suppress(OSError):
-                each.listen(0)  # the kernel's queue takes no more, so that it can be emptied
+                each.listen(0)  # the kernel's queue accepts no more, so that it can be emptied
             while self._take_one(each):
                 pass
             each.close()

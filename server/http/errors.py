@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 200  # of a path in a message
 _DEFAULT_DETAIL = {404: "Not Found", 405: "Method Not Allowed"}  # Starlette's texts
 _GENERATES = "serves text generation only"
 _NO_ADAPTERS = "does not serve LoRA adapters; merge one into the weights and serve the result"
-# Unsupported endpoints of OpenAI, vLLM, SGLang and Ollama, by path prefix.
+# Unsupported endpoints of OpenAI, vLLM and SGLang, by path prefix.
 _NOT_SERVED = {
     **dict.fromkeys(
         (

@@ -159,7 +159,7 @@ class ExchangeWatch:
     def __init__(
         self, app: ASGIApp, observers: Sequence[Callable[[HttpExchange], None]], *, root_path: str = ""
     ) -> None:
-        """Args: root_path: Path prefix under which a proxy serves the application, such as "/llm", or ""."""
+        """Args: root_path is the path prefix under which a proxy serves the application, such as "/llm", or ""."""
         self._app, self._observers, self._root_path = app, observers, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

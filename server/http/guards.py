@@ -71,8 +71,8 @@ class ApiKeys:
         operators: "ApiKeys | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Args: file: Further keys, in the form of `read_keys`; flag: The flag that named it; operators: Keys of
-        operators, who may act on the whole service, or None if every key may.
+        """Args: file has further keys, in the form of `read_keys`, and flag is the flag that named it. operators are the
+        keys of operators, who may act on the whole service, or None if every key may.
         """
         self._fixed = [key.encode() for key in keys]
         self._file, self._flag, self._clock = file, flag, clock
@@ -123,7 +123,7 @@ class ApiKeys:
 
 
 class KeyGuard:
-    """Requires a known key for /v1, /api, records, and every request that changes something."""
+    """Requires a known key for `_GUARDED` paths (/v1, /api, records, ...) and every request that changes something."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self._app, self._keys = app, keys
@@ -185,7 +185,7 @@ def _is_guarded(scope: Scope) -> bool:
 
 
 def _changes(scope: Scope) -> bool:
-    """Whether a request may change something."""
+    """Return whether a request may change something."""
     if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return False
     return route_path(scope) not in _OPEN_POSTS
@@ -213,8 +213,8 @@ class OriginGuard:
         own_names: Collection[str],
         allowed_hosts: Collection[str] = (),
     ) -> None:
-        """Args: allowed: Origins as browsers write them; own_names: Names of this machine; allowed_hosts: Other names
-        for this service: a name, `*.` and a name for its subdomains, or `*` for all.
+        """Args: allowed has origins as browsers write them, own_names the names of this machine, and allowed_hosts other
+        names for this service: a name, `*.` and a name for its subdomains, or `*` for all.
         """
         self._app = app
         self._allowed = {origin.encode() for origin in allowed}

@@ -2,7 +2,7 @@
 
 The header is that of draft-ietf-httpapi-idempotency-key-header, and Stripe's. Such an answer is generated independently of
 its connection, so that it continues for a while if the connection breaks. A retry meanwhile gets the answer from its
-beginning, a stream as a stream; a later retry gets the kept answer. A front that replaces a killed one knows the keys
+beginning, a stream as a stream; a later retry gets the kept answer. A front that replaces a killed one has the keys
 (`kept_answers`), and generates unfinished answers again. They have the same tokens, because the seed of a request without
 one is derived from its key. Failed answers are not kept, so a retry runs the request again.
 
@@ -32,8 +32,8 @@ _REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_KEY_CHARS = 255
 _LOG = logging.getLogger("wideep.front")
-HOLD_S = 60.0  # for which an answer continues without a reader
-MAX_UNREAD = 32  # unread answers of one API key that continue; beyond it the oldest ends
+HOLD_S = 60.0  # time that an answer continues without a reader
+MAX_UNREAD = 32  # unread answers of one API key that continue; above it, the oldest ends
 
 
 class IdempotentAnswers:
@@ -48,7 +48,7 @@ class IdempotentAnswers:
         hold_s: float = HOLD_S,
         max_unread: int = MAX_UNREAD,
     ) -> None:
-        """Args: secret: Source of seeds; the same for every front of a service."""
+        """Args: secret is the source of seeds, the same for every front of a service."""
         self._app, self._kept, self._secret, self._hold_s = app, kept, secret.encode(), hold_s
         self._max_unread = max_unread
         self._open: dict[str, _Recording] = {}
@@ -180,7 +180,7 @@ def _identify(keys: list[bytes], scope: Scope, body: bytes) -> _Asked:
 
 
 def with_way_on(failure: ApiError) -> ApiError:
-    """Add to a failure that cuts off a stream how the client can get the whole answer."""
+    """Add to the error of a stream that was cut off how the client can get the whole answer."""
     if failure.status not in (500, 503):
         return failure
     exchange = current_exchange()
@@ -213,7 +213,7 @@ class _Recording:
         on_too_long: Callable[[], None],
         on_unread: Callable[[str], None],
     ) -> None:
-        """Args: on_unread: Called with the owner when the last reader leaves before the end."""
+        """Args: on_unread is called with the owner when the last reader leaves before the end."""
         self.making: asyncio.Task[None] | None = None
         self.owner = owner
         self.unread_since_s: float | None = None  # by the event loop's clock; None if it is read, or ends

@@ -20,7 +20,7 @@ class EncodedList:
 
 
 _PIECE_CHARS = 1 << 18
-_BATCH = 1024  # most parts of a piece
+_BATCH = 1024  # maximum number of parts in a piece
 _ITEMS = 64  # encoded items per part
 _PLAIN_ITEMS = 4096  # plain items, such as numbers, per part
 _NESTED = (dict, list, tuple, np.ndarray, EncodedList)

@@ -6,7 +6,7 @@ costs nothing here. One with a key costs six system calls: its file is written a
 
 The first line of a file is JSON that identifies the request. With an answer, a second line with its head and the
 body follow. If a front was killed while writing, the file is shorter than its head states, and counts as not answered. So does
-a file that cannot be read. If there are too many keys or bytes, the API key's owner with most of them loses the oldest.
+a file that cannot be read. If there are too many keys or bytes, the owner that holds most of them loses its oldest.
 
 Rejected: one file for all answers, which must be rewritten while streams wait; keeping the tokens of unfinished answers, which
 costs a write per step and is not needed, because a request that runs again draws the same tokens (`exchanges.draw_seed`).

@@ -112,18 +112,15 @@ class _Callbacks:
         return b"POST / HTTP/1.1\r\n%b%b\r\n" % (self._framing, end)
 
     def on_message_begin(self) -> None:
-        """Pass on the start of a request."""
         if not self.is_head_known:
             self._framing = b""
             self._protocol.on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Pass on a part of its URL."""
         if not self.is_head_known:
             self._protocol.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Pass on a header."""
         if self.is_head_known:
             return
         if name.lower() in _FRAMING:
@@ -131,7 +128,6 @@ class _Callbacks:
         self._protocol.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Pass on the end of its head."""
         if not self.is_head_known:
             self.is_kept_alive = self._protocol.parser.should_keep_alive()
             self._protocol.on_headers_complete()
@@ -187,12 +183,10 @@ class PunctualProtocol(HttpToolsProtocol):
         self._refuse(_TOO_LONG if self._is_too_long else _UNREADABLE)
 
     def on_message_begin(self) -> None:
-        """Record the start of a head."""
         super().on_message_begin()
         self._is_in_head = True
 
     def on_headers_complete(self) -> None:
-        """Record the end of the head."""
         may_be_too_long = self._head_bytes + self._read_bytes > MAX_HEAD_BYTES
         if may_be_too_long and self._measure_head() > MAX_HEAD_BYTES:
             self._is_too_long = True
@@ -207,7 +201,6 @@ class PunctualProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
-        """Record the end of the request."""
         self._is_in_body, self._has_ended_one = False, True
         super().on_message_complete()
 
@@ -285,7 +278,7 @@ class PunctualProtocol(HttpToolsProtocol):
 
     @property
     def _is_first_word_ours(self) -> bool:
-        """Whether the client takes our next bytes as the answer to the input that stopped the parser."""
+        """Whether the client reads our next bytes as the answer to the input that stopped the parser."""
         if self._is_in_body:  # its application runs, and may have answered
             return not (self.pipeline or self.cycle.response_started)
         return self._is_answered

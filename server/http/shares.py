@@ -3,7 +3,7 @@
 There are two rules. Evictable items (kept responses, kept answers, events, ended batches) are taken from the owner
 that holds most: with k owners, an owner that holds less than a k-th loses nothing. Other items (files, background
 runs) are refused in time: if there are several keys, an owner may hold at most as much as stays free afterwards. A single
-owner thus gets half of the total, and every further one still finds something. That is the dynamic threshold of Choudhury and
+owner thus gets half of the total, and some always stays free for the next owner. That is the dynamic threshold of Choudhury and
 Hahne (IEEE/ACM Transactions on Networking 6(2), 1998). Rejected: a fixed part for each key, which is small with many keys and
 idle with few active ones.
 """
@@ -15,7 +15,7 @@ class Shares:
     """The amount that each owner holds of a total. It only counts; the caller evicts or refuses."""
 
     def __init__(self, total: int, are_several: Callable[[], bool] = lambda: False) -> None:
-        """Args: are_several: Returns whether there is more than one owner to share with."""
+        """Args: are_several returns whether several owners share the total."""
         self.total, self._are_several = total, are_several
         self._held: dict[str, int] = {}
         self._sum = 0

@@ -60,7 +60,7 @@ CLOSE_TIMEOUT_S = 2.0  # for sending the last message
 
 
 class LinkError(ConnectionError):
-    """The front could not be reached, or refused this rank; the message gives the reason."""
+    """The front could not be reached, or refused this rank; the message has the reason."""
 
 
 class RefusedError(LinkError):
@@ -355,7 +355,7 @@ class Handshake:
     """A rank's end of a sealed stream. It sends nothing before the front's nonce arrives."""
 
     def __init__(self, cluster_key: bytes | None) -> None:
-        """Args: cluster_key: The cluster key; None disables sealing."""
+        """Args: cluster_key is the cluster key; None disables sealing."""
         self._key, self._nonce = cluster_key, make_nonce()
         self._seal: Future[Seal | None] = Future()  # None if the front has refused this end
 

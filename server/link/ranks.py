@@ -67,7 +67,7 @@ class RankListener(Protocol):
         """Register a rank that is ready."""
 
     def lost(self, rank: int, reason: str) -> None:
-        """Handle the end of a stream that was not asked to stop."""
+        """Handle the end of the stream of a rank that was not asked to stop."""
 
     def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
         """Deliver the outputs of a rank's steps."""
@@ -155,7 +155,7 @@ class Ranks:
         Args:
             host: Name or address at which ranks reach this machine. A name may resolve differently here (127.0.1.1
                 in Debian's /etc/hosts), so all addresses are bound unless it is loopback.
-            port: Port number; 0 takes a free one.
+            port: Port number; 0 picks a free one.
 
         Returns:
             "HOST:PORT" for the announcement.

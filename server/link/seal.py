@@ -34,7 +34,7 @@ class Seal:
     def __init__(
         self, key: bytes | None, *, is_front: bool, rank_nonce: str = "", front_nonce: str = ""
     ) -> None:
-        """Args: key: The cluster key; None disables sealing."""
+        """Args: key is the cluster key; None disables sealing."""
         self._key = key and mac(key, b"wideep stream", rank_nonce.encode(), front_nonce.encode())
         self._own, self._other = (b"front", b"rank") if is_front else (b"rank", b"front")
         self._num_sealed = self._num_opened = 0

@@ -51,7 +51,7 @@ class MessageDraft:
     def __init__(
         self, message_id: str, model: str, *, usage: Callable[[], dict[str, int]], context_ends: bool
     ) -> None:
-        """Args: usage returns the token counts so far; context_ends: the context has less space than max_tokens."""
+        """Args: usage returns the token counts so far; context_ends is whether the context leaves less than max_tokens."""
         self.message: dict[str, Any] = {
             "id": message_id,
             "type": "message",

@@ -1,6 +1,6 @@
 """Translate a /v1/messages request into the equivalent chat request, and its content blocks into chat messages.
 
-Unknown keys are accepted and ignored, so that Anthropic's newer ones work. Other APIs' keys that bind an answer are refused.
+Unknown keys are ignored, so that Anthropic's newer ones work. Other APIs' keys for a structure or stop conditions are refused.
 """
 
 import json
@@ -76,7 +76,7 @@ class CountTokensRequest(_Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: dict[str, Any] | None = None  # of structured-outputs-2025-11-13; now output_config.format
+    output_format: dict[str, Any] | None = None  # the name in the structured-outputs-2025-11-13 beta
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's extension
 
 
@@ -332,7 +332,7 @@ def _output_fields(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _wanted_schema(body: CountTokensRequest) -> dict[str, Any] | None:
-    """Return the schema of the answer from the field's newer or older name."""
+    """Return the answer's schema, from the newer field or the older one."""
     newer = body.output_config.format if body.output_config is not None else None
     if newer is not None and body.output_format is not None:
         raise bad_request(

@@ -1,7 +1,7 @@
-"""Build Ollama's answers: JSON objects, one per line, while text arrives, and a last one with counts and the reason.
+"""Build Ollama's answers: JSON objects, one per line, while text arrives, and a last one with counts and the finish reason.
 
-Each call is sent complete, in a separate object. A silent stream sends an object without text: clients parse every line as
-JSON and would fail at a comment or an empty line.
+Each call is sent complete, in a separate object. A stream that is silent for long sends an object without text instead of a
+comment: clients parse every line as JSON and would fail at a comment or an empty line.
 """
 
 import time
@@ -35,7 +35,7 @@ class TurnDraft:
     """A growing answer. `whole` is the complete answer once it has ended."""
 
     def __init__(self, model_name: str, answer: Answer, *, is_chat: bool) -> None:
-        """Args: is_chat: put the content into a message (/api/chat) instead of a response (/api/generate)."""
+        """Args: is_chat puts the content into a message (/api/chat) instead of a response (/api/generate)."""
         self.whole: Event = {}
         self._model_name, self._answer, self._is_chat = model_name, answer, is_chat
         self._blocks = Blocks()

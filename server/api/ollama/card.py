@@ -32,7 +32,7 @@ class ModelCard:
     model: ServedModel
     config: dict[str, Any]  # config.json, with the text model's configuration merged into it
     num_bytes: int  # of weights
-    digest: str  # of the configuration and the names and sizes of the weight files
+    digest: str  # SHA-256 of the configuration and of the names and sizes of the weight files
 
     @classmethod
     def read(cls, model: ServedModel) -> "ModelCard":

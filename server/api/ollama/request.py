@@ -76,7 +76,7 @@ _KeepAlive = Annotated[
 
 
 class _Body(BaseModel):
-    """Fields of both endpoints. Unknown keys are ignored, as in Ollama, except those that bind an answer."""
+    """Fields of both endpoints. Unknown keys are ignored, as in Ollama, except other APIs' keys for a structure or a stop."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 

@@ -102,7 +102,7 @@ class CompletionChunks(JsonChunks):
         self._answer, self._model = answer, model
         self._body = body
         self._n = body.n or 1
-        self._has_only_text = (  # of pieces between the first and the last
+        self._has_only_text = (  # whether pieces between the first and the last carry only text
             body.logprobs is None
             and not body.return_token_ids
             and not self.has_usage_always
@@ -279,7 +279,7 @@ def _check_count(prompt: list[Any]) -> None:
 
 
 def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of prompt number `place`: the text that was sent, or the decoded ids if there was none or it was cut."""
+    """Return the text of prompt number `place`: the text as sent, or the decoded ids if ids were sent or it was truncated."""
     sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(sent[place], str) and body.truncate_prompt_tokens is None:
         return str(sent[place])

@@ -23,7 +23,7 @@ class ArgumentTypes:
     """The names of a request's functions and the schemas of their arguments."""
 
     def __init__(self, parameters: Mapping[str, Schema]) -> None:
-        """Args: parameters are each function's JSON schema."""
+        """Args: parameters has the JSON schema of each function's arguments, by the function's name."""
         self._parameters = parameters
 
     def offered(self, name: str) -> str | None:

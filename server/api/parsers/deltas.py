@@ -45,7 +45,7 @@ class TextParser(Protocol):
         ...
 
     def finish(self) -> list[Delta]:
-        """Return the deltas that were held back, at the end of the text."""
+        """Return the remaining deltas, at the end of the text."""
         ...
 
 

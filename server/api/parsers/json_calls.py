@@ -156,7 +156,7 @@ def _nowhere(_: str) -> None:
 
 
 def _object_text(value: object) -> str:
-    """Return arguments that are not an object: JSON in a string, which some models write, or an empty value."""
+    """Return the JSON object of arguments written otherwise: as JSON in a string, as some models do, or as an empty value."""
     if isinstance(value, str) and value.strip():
         try:
             decoded = decode_json(value)
@@ -171,7 +171,7 @@ def _object_text(value: object) -> str:
 
 
 class TaggedJsonParser(JsonCallParser):
-    """Parse call objects after a tag, each or all together."""
+    """Parse call objects after a tag, one tag for each or one for all."""
 
     def __init__(self, offered: Offered, openings: tuple[str, ...], closing: str = NOTHING) -> None:
         super().__init__(offered)

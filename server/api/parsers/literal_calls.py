@@ -5,7 +5,7 @@ the model cards and chat templates of LFM2 (the list is between <|tool_call_star
 chat template (format_argument: strings between <|"|>, bare keys).
 
 Templates show a text in quotes without escaping quotes inside it, so a quote ends a text only if a comma or a closing bracket
-follows. An argument is output when it is complete; a call, as soon as its first argument has a name.
+follows. A call is output as soon as its first argument has a name, and each argument when it is complete.
 """
 
 import re
@@ -113,7 +113,7 @@ class LiteralCallParser(MarkupParser):
         self.add_arguments(f"{', ' if has_any else '{'}{as_json(key)}: {value}")
 
     def _value(self, depth: int, whole: tuple[str, str] | None = None) -> Reading[str]:
-        """Read a value and return it as JSON. `whole` is its function and argument if it is a whole argument."""
+        """Read a value and return it as JSON. `whole` is the function and the argument if the value is a whole argument."""
         if depth > MAX_DEPTH:
             raise NoCall
         quote = yield from self.accept(*self.form.quotes)

@@ -447,5 +447,5 @@ def longest_head(text: str, marks: tuple[str, ...], start: int = 0) -> int:
 
 
 def _encodable(text: str) -> str:
-    """Return text with lone surrogates, which JSON's escapes can spell, turned back into such escapes."""
+    """Replace lone surrogates, which come from JSON's escapes, by these escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

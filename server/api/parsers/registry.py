@@ -1,7 +1,7 @@
 """The parsers by name, and the default parser for each model.
 
 Names are those of vLLM and SGLang, so that start commands keep working. The default follows from the chat template, which
-shows the model how to write calls and reasoning: fine-tunes keep it, even under another model_type. Independent of requests.
+shows the model how to write calls and reasoning: fine-tunes keep it, even under another model_type. It depends on no request.
 """
 
 from collections.abc import Callable
@@ -128,10 +128,8 @@ _REASONING_ALIASES = {
 }
 _TOOLS |= {alias: _TOOLS[name] for alias, name in _TOOL_ALIASES.items()}
 _REASONING |= {alias: _REASONING[name] for alias, name in _REASONING_ALIASES.items()}
-assert set(TOOL_PARSERS) == {*_TOOLS, *_CHANNELS, NONE}, (
-    "--tool-call-parser accepts the parsers that there are"
-)
-assert set(REASONING_PARSERS) == {*_REASONING, *_CHANNELS, NONE}, "as does --reasoning-parser"
+assert set(TOOL_PARSERS) == {*_TOOLS, *_CHANNELS, NONE}, "TOOL_PARSERS must list these parsers"
+assert set(REASONING_PARSERS) == {*_REASONING, *_CHANNELS, NONE}, "REASONING_PARSERS must list these"
 
 # Texts of a template -> the parser for it. The first entry with all its texts in the template applies.
 _TOOLS_BY_TEMPLATE = (
@@ -228,7 +226,7 @@ class Markup:
         return self.tools if self.tools in ("deepseek_v3", "deepseek_v31") else None
 
     def bound(self, prompt: str) -> Bound:
-        """Return the beginning of an answer's structure. With channels, the prompt includes the header before it."""
+        """Return the beginning of a structured answer. With channels, its prompt part is the header that precedes content."""
         if self._channels is not None:
             return Bound(self._channels.content_header(prompt), "")
         if not self._starts_thinking(prompt):

@@ -232,7 +232,7 @@ def _ends_of(tags: Tags) -> dict[str, End]:
 
 
 class NamedTagParser(TagCallParser):
-    """Parse Qwen3-Coder's and MiniMax-M2's form."""
+    """Parse Qwen3-Coder's, MiniMax-M2's and Muse's form."""
 
     line_end = "\n"
 

@@ -4,7 +4,7 @@ Documented in the chat templates of DeepSeek-R1, Qwen3, GLM-4.5, Kimi-K2-Thinkin
 Reasoning. The prompt shows whether the answer begins inside reasoning: its template may have written the opening tag, or both
 tags if thinking is off, and its last message may be an answer to continue. Whitespace around the tags belongs to neither part.
 
-Models also call without closing their reasoning (Qwen3.5, MiniMax-M2, DeepSeek-V3.2; Kimi and GLM by design), but reasoning
+Models also call tools without closing their reasoning (Qwen3.5, MiniMax-M2, DeepSeek-V3.2; Kimi and GLM by design), but reasoning
 may also contain drafts of calls, followed by more reasoning. So complete calls of offered functions end reasoning if only
 calls follow them; in families that do it by design, they end it at once.
 """

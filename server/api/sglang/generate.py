@@ -222,7 +222,7 @@ class _GenerateJson:
         is_list: bool,
         only_scores: bool = False,
     ) -> None:
-        """Args: n: choices per prompt; is_list: return a list of objects; only_scores: hide the generated tokens."""
+        """Args: n is the number of choices per prompt; is_list returns a list; only_scores hides the generated tokens."""
         self._answer, self._body, self._tokenizer = answer, body, tokenizer
         self._request_id, self._n, self._is_list = request_id, n, is_list
         self._only_scores = only_scores

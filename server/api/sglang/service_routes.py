@@ -3,8 +3,8 @@
 - GET /v1/models and /v1/models/{id}: the served names. GET /load: the number of unfinished requests (vLLM).
 - GET /tokenizer_info: the tokenizer's configuration (vLLM).
 - GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_" (SGLang).
-- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): later requests do not reuse what is cached now. Running requests
-  keep their cache, so unlike in those servers they never cause a refusal.
+- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): empty the prefix cache for later requests. Running requests keep
+  their blocks, so, unlike in those servers, they never cause a refusal.
 - POST /invocations (SageMaker): accepts a chat or a completion, distinguished by their fields as in vLLM. The endpoint for
   that kind answers, including errors.
 """
@@ -51,7 +51,7 @@ def service_routes(
 
     Args:
         facts: Returns the facts of the attached ranks.
-        forget_prefixes: Sends the order to empty the prefix cache to all ranks.
+        forget_prefixes: Orders all ranks to empty their prefix cache.
         target_itl_ms: Target time between tokens for steps that include prompts; None if no target is set.
         shows_path: Show the model's path in /server_info, which needs no key.
     """

@@ -1,7 +1,7 @@
 """GET /dashboard: the page that displays GET /experts/load, and its files.
 
 Plain files next to this module, read once and sent unchanged: no build step, and nothing from another host (enforced by
-the Content-Security-Policy). The page uses only the service's HTTP responses, so it shows the same as scripts and
+the Content-Security-Policy). The page uses only the service's HTTP responses, so it shows the same figures as scripts and
 `wideep experts`.
 """
 

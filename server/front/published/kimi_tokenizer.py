@@ -56,7 +56,7 @@ _RUNS = re.compile(r"\s+|\S+")
 
 
 class UnknownTokenizerError(ValueError):
-    """A tokenizer that cannot be built exactly. The message gives the reason."""
+    """A tokenizer that cannot be built exactly. The message has the reason."""
 
 
 def load_kimi(directory: Path, config: dict[str, Any], vocab_size: int | None) -> PreTrainedTokenizerFast:

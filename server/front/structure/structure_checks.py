@@ -42,7 +42,7 @@ class StructureChecks:
     """Checks whether structures can be compiled."""
 
     def __init__(self, load_vocabulary: LoadVocabulary, command: Sequence[str] = CHECKER_COMMAND) -> None:
-        """Args: load_vocabulary: Called in a thread for the first structure."""
+        """Args: load_vocabulary is called in a thread for the first structure."""
         self._load_vocabulary = load_vocabulary
         self._command = command
         self._known: OrderedDict[bytes, str | None] = OrderedDict()

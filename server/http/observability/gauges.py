@@ -1,8 +1,8 @@
 """The front's own gauges for /metrics: requests, tasks, router load and membership.
 
-Watch these for a leak, because all of them fall back when there are no requests: open choices, tasks of the event loop, and
-each rank's outstanding tokens according to the router. Membership has the epoch, its members, lost ranks and replayed
-requests. All values are computed at each scrape.
+To find a leak, watch the open choices, the tasks of the event loop, and each rank's outstanding tokens according to the router:
+all of them fall back when there are no requests. Membership has the epoch, its members, lost ranks and replayed requests. All
+values are computed at each scrape.
 """
 
 import asyncio

@@ -38,7 +38,7 @@ _END_S = 0.5  # to write the queued lines at the end; the supervisor does not wa
 
 
 class TextFormatter(logging.Formatter):
-    """Formats time, level, message, and the exchange's id if there is one. Lines of the front itself name it."""
+    """Formats time, level, message, and the exchange's id if any. The front's own lines begin with "wideep front: "."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line. A traceback follows on separate lines."""

@@ -83,7 +83,7 @@ class Families:
         return {rank: family.labels(self.model_name, rank) for rank in self.ranks}
 
 
-PROBES = frozenset({"/health", "/metrics", "/ping", "/version", "/load"})  # would hide clients' requests
+PROBES = frozenset({"/health", "/metrics", "/ping", "/version", "/load"})  # would outnumber clients' requests
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -128,7 +128,7 @@ class Metrics:
     """The front's registry: methods that record events, and the text for Prometheus."""
 
     def __init__(self, model_name: str, num_ranks: int, num_drafts: int = 0) -> None:
-        """Args: num_drafts: Tokens that may be drafted per step of a request; 0 omits the draft families."""
+        """Args: num_drafts is the maximum number of drafted tokens per step of a request; 0 omits the draft families."""
         self._registry = CollectorRegistry()
         self._collectors: list[Collector] = []
         self._writing = asyncio.Lock()
@@ -150,10 +150,10 @@ class Metrics:
         self._num_running = make.gauge("num_requests_running", "Requests running on the rank.")
         self._num_waiting = make.gauge("num_requests_waiting", "Requests waiting at the rank.")
         self._waiting_by_reason = make.labelled(
-            Gauge, "num_requests_waiting_by_reason", "Waiting, by reason.", "reason", (_CAPACITY, _DEFERRED)
+            Gauge, "num_requests_waiting_by_reason", "Waiting requests.", "reason", (_CAPACITY, _DEFERRED)
         )
         self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         self._preemptions = make.counter("num_preemptions", "Requests preempted for lack of blocks.")
         self._step_tokens = make.histogram("iteration_tokens_total", "Tokens per step.", STEP_TOKENS)
@@ -187,7 +187,7 @@ class Metrics:
         self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of requests with a first token.")
         self._prompt_cached = make.counter("prompt_tokens_cached", "Prompt tokens found in the cache.")
         self._prompt_by_source = make.labelled(
-            Counter, "prompt_tokens_by_source", "By source.", "source", (_COMPUTED, _CACHED, _TRANSFERRED)
+            Counter, "prompt_tokens_by_source", "Prompt tokens.", "source", (_COMPUTED, _CACHED, _TRANSFERRED)
         )
         self._cached_by_source = make.labelled(
             Counter, "prompt_tokens_cached_by_source", "Cached prompt tokens, by tier.", "source", ("device",)
@@ -203,7 +203,9 @@ class Metrics:
         self._queue = make.histogram("request_queue_time_seconds", "Arrival to first run.", REQUEST_S)
         self._prefill = make.histogram("request_prefill_time_seconds", "First run to first token.", REQUEST_S)
         self._decode = make.histogram("request_decode_time_seconds", "First to last token.", REQUEST_S)
-        self._inference = make.histogram("request_inference_time_seconds", "Start to last token.", REQUEST_S)
+        self._inference = make.histogram(
+            "request_inference_time_seconds", "First run to last token.", REQUEST_S
+        )
         self._request_prompt = make.histogram("request_prompt_tokens", "Prompt tokens.", TOKENS)
         self._request_output = make.histogram("request_generation_tokens", "Output tokens.", TOKENS)
         self._computed = make.histogram(
@@ -296,14 +298,12 @@ class Metrics:
             self._accepted_at[rank, str(position)].inc(max(0, int(count) - int(before)))
 
     def note_request(self, n: int, max_tokens: int) -> None:
-        """Record a client's request with `n` choices in all."""
         self._param_n.observe(n)
         self._param_max_tokens.observe(max_tokens)
 
     def note_first_token(
         self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
     ) -> None:
-        """Record a request's first token, after its prompt was run."""
         self.throughput.note_first_token(ttft_s, num_prompt_tokens=num_prompt_tokens)
         name = str(rank)
         self._ttft[name].observe(ttft_s)
@@ -315,7 +315,6 @@ class Metrics:
             self._cached_by_source[name, "device"].inc(num_cached_tokens)
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
-        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
         self.throughput.note_tokens(num_tokens, gap_s)
         self._output_tokens[str(rank)].inc(num_tokens)
         if gap_s is not None:
@@ -332,7 +331,6 @@ class Metrics:
         num_cached_tokens: int,
         num_tokens: int,
     ) -> None:
-        """Record a request's end."""
         name = str(rank)
         self._success[name, reason.value].inc()
         self._e2e[name].observe(timing.e2e_s)
@@ -350,5 +348,4 @@ class Metrics:
         self._tpot[name].observe(timing.decode_s / max(1, num_tokens - 1))
 
     def note_longest(self, num_tokens: int) -> None:
-        """Record the length of the longest choice of a client's request."""
         self._most_output.observe(num_tokens)

@@ -1,6 +1,6 @@
 """The speed and load of the service, for a log line and for GET /throughput, which the dashboard displays.
 
-Rates cover the last ten seconds. The line has the content of vLLM's, every ten seconds while there is traffic.
+Rates cover the last ten seconds. The line has the content of vLLM's, and is written every ten seconds while there is traffic.
 Prometheus has the same figures from `metrics`; this is for services without Prometheus. `Metrics` feeds the counts.
 """
 
@@ -69,7 +69,7 @@ class Throughput:
     def __init__(
         self, *, clock: Callable[[], float] = time.monotonic, calendar: Callable[[], float] = time.time
     ) -> None:
-        """Args: clock: A monotonic clock; calendar: Seconds since 1970."""
+        """Args: clock is monotonic; calendar returns seconds since 1970."""
         self._clock, self._calendar = clock, calendar
         self._ranks: dict[int, RankStats] = {}  # of serving ranks
         self._counted: dict[int, RankStats] = {}  # by engine, including one that may return

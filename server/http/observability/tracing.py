@@ -2,7 +2,7 @@
 
 The caller's W3C trace context (traceparent, tracestate) is the span's parent. The packages are optional
 (`wideep[otel]`) and are imported only with --otlp-traces-endpoint. Rejected: FastAPI's instrumentation, which also
-creates spans for /health and for every sent chunk, and knows no tokens.
+creates spans for /health and for every sent chunk, and has no token counts.
 """
 
 import os
@@ -25,7 +25,7 @@ class Traces:
     """Creates spans of exchanges, if tracing is enabled."""
 
     def __init__(self, processor: "SpanProcessor | None" = None, *, service_version: str = "") -> None:
-        """Args: processor: Receives the spans; None disables tracing."""
+        """Args: processor receives the spans; None disables tracing."""
         self._provider: Any = None
         if processor is None:
             return

@@ -171,14 +171,14 @@ def test_every_field_is_in_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("most", "count", "complaint"),
     [
-        (None, 21, "logprobs is 21; this server gives at most 20 (--max-logprobs)."),
-        (5, 6, "logprobs is 6; this server gives at most 5 (--max-logprobs)."),
+        (None, 21, "logprobs is 21; this server returns at most 20 (--max-logprobs)."),
+        (5, 6, "logprobs is 6; this server returns at most 5 (--max-logprobs)."),
         (
             5,
             -1,
-            "logprobs is -1 (all log-probabilities); this server gives at most 5 (--max-logprobs).",
+            "logprobs is -1 (all log-probabilities); this server returns at most 5 (--max-logprobs).",
         ),
-        (0, 1, "logprobs is 1; this server gives at most 0 (--max-logprobs)."),
+        (0, 1, "logprobs is 1; this server returns at most 0 (--max-logprobs)."),
     ],
 )
 def test_more_log_probabilities_than_the_service_gives_are_a_400(

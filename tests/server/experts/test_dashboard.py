@@ -231,7 +231,7 @@ def test_what_ranks_wait_for_is_a_sentence(browser: Chromium, service: Dashboard
     browser.open(service.url)
     browser.wait_for("document.getElementById('waits').innerText !== ''")
     assert text(browser, "waits") == (
-        "Ranks wait for others 25.0 % of their steps' time: busier experts elsewhere 15.0 %, other causes 5.0 %, "
+        "Ranks spend 25.0 % of their step time waiting for others: busier experts elsewhere 15.0 %, other causes 5.0 %, "
         "a prompt elsewhere 4.0 %, longer contexts elsewhere 1.0 %."
     )
 

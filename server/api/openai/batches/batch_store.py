@@ -51,7 +51,7 @@ class Batch:
     """The current state of a batch."""
 
     id: str
-    owner: str  # like its files'
+    owner: str  # digest of the API key, as for files
     endpoint: str
     input_file_id: str
     created_at: int  # seconds since 1970

@@ -1,9 +1,9 @@
 """Send many requests to one service concurrently, and retry temporary failures.
 
-Temporary failures (a full queue, a start or restart, a lost connection) are retried for about a minute in all, after the service's
-Retry-After if it sends one. If they persist, `ServiceLostError` is meant to end the whole job, because the next request would
-fail, too. All other answers, good or bad, go to the caller. Requests have no timeout: one may wait in the service's queue until
-the others are finished.
+Temporary failures (a full queue, a start or restart, a lost connection) are retried for about a minute in all, or for longer if
+the service's Retry-After demands it. If they persist, `ServiceLostError` is meant to end the whole job, because the next request
+would fail, too. All other answers, good or bad, go to the caller. Requests have no timeout: one may wait in the service's queue
+until the others are finished.
 """
 
 import asyncio

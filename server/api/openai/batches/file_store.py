@@ -1,14 +1,14 @@
-"""Store the files that clients upload and batches write, in one folder: OpenAI's file objects, limited, visible to their owner.
+"""Store uploaded files and batch answers in one folder: OpenAI's file objects, within limits, each visible only to its owner.
 
 A file consists of its content, `ID.jsonl`, and its record, `ID.json`. Names in the folder are generated ids; the client's file
 name is only stored. An upload's content is written before its record; a batch's answers are moved to `ID.jsonl` after it. If the
 front dies between the two, the next front removes the incomplete upload, or the batch completes its file (`runs`).
 
 An id begins with its creation time, so ids sort by age, and a list can continue after a file that has been deleted. A lock
-ensures that one service at a time uses the folder. Rejected: a database file, which a few thousand small files do not need, and
-which `ls` and `rm` cannot read.
+ensures that only one service uses the folder. Rejected: a database file. A few thousand small files do not need one, and
+`ls` and `rm` work on files.
 
-With several API keys, an owner may use as much as stays free for others (`shares`). A running batch's answers count while they
+With several API keys, an owner may use at most as much as stays free for others (`shares`). A running batch's answers count while they
 grow. On a full disk, a batch's answers can be read in place until their record can be written.
 """
 
@@ -41,7 +41,7 @@ LEAST_LIFETIME_S = 3600
 _CONTENT, _ABOUT = ".jsonl", ".json"
 _OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # names from `new_id` and `write_json`
 _OWN_NAMES = ("lock", "batches")  # further names of a service
-_OF_SEVERAL = ", and one API key may use as much as stays free for others"
+_OF_SEVERAL = ", and each API key may use at most as much as stays free for the others"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOG = logging.getLogger("wideep.front")
 

@@ -156,7 +156,7 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 
 def _last_line_start(fd: int, size: int) -> int:
-    """Return the position after the last line end; `size` if the file ends with it."""
+    """Return the position after the last line end, which is `size` if the file ends with a line end."""
     for start in _chunk_starts(size):
         at = os.pread(fd, min(_READ_BYTES, size - start), start).rfind(b"\n")
         if at >= 0:

@@ -1,10 +1,10 @@
 """Run batches: check them, answer each line through the service's own endpoints, and turn the answers into files.
 
-Lines of all batches share a few places and take turns. A line takes one place for each of its choices (prompts times n). Batches
-get a quarter of the choices that the ranks run at once, minus the choices of other requests, and at least one, because a step's
-time grows with them. A line with more choices runs alone, with as many at a time as there are places. With 16 requests, a quarter
-of a CPU rank's 64, the README's model generates 80 % of the tokens per second that it generates with 32, at 29 ms between a
-request's tokens instead of 47. So interactive users find most places free, and batches wait while the service is busy.
+Lines of all batches share a few places and take turns. A line takes one place for each of its choices (prompts times n). A step's
+time grows with its choices, so batches get a quarter of the choices that the ranks run at once, minus the choices of other
+requests, and at least one. A line with more choices runs alone, with as many at a time as there are places. With 16 requests, a
+quarter of a CPU rank's 64, the README's model generates 80 % of the tokens per second that it generates with 32, at 29 ms between
+a request's tokens instead of 47. So interactive users find most places free, and batches wait while the service is busy.
 
 Every answer is written as soon as it is complete, to separate files for good answers and others, each line once. A restarted front
 reads from these files which lines were answered; lines that were running run again. Temporary failures (a start, an absent rank)
@@ -44,7 +44,7 @@ class LinePlaces:
     """Places for the choices of batch lines. The line that has waited longest goes first."""
 
     def __init__(self, num_places: Callable[[], int], num_others: Callable[[], int]) -> None:
-        """Args: num_places returns how many choices ranks run at once, num_others how many other requests have open."""
+        """Args: num_places returns the number of choices that ranks run at once, num_others that of other open choices."""
         self._num_places, self._num_others = num_places, num_others
         self.num_taken = 0
         self._turn = asyncio.Lock()
@@ -77,7 +77,7 @@ class LinePlaces:
 
 
 class _NoRoomError(BatchFileError):
-    """A batch's owner has used the share of the files' bytes that others leave free."""
+    """A batch's owner has used its share of the bytes for files, beyond which the rest stays free for others."""
 
 
 class _Checked(NamedTuple):

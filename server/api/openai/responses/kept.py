@@ -1,11 +1,11 @@
-"""Keep responses for later requests: the last ones, in memory, and the background runs.
+"""Keep the last responses and the background runs in memory, for later requests.
 
 OpenAI keeps responses for a month unless store=false; vLLM keeps them only if configured to, and then never drops one. This
 service keeps the last ones, so that previous_response_id works in a conversation and memory stays bounded. After a restart,
 or once newer responses have replaced it, a response is a plain 404. With API keys, only the key that created a response can
 read it: other keys get the same 404. Newer responses replace those of the key that stores most.
 
-Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any event, or cancel
+Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any number on, or cancel
 it. The events are stored next to the response; those of ended runs are dropped above a limit. While the front drains, runs
 count as open requests.
 """
@@ -148,7 +148,7 @@ class BackgroundRun:
             await self._grown.wait()
 
     async def events_from(self, number: int) -> Sequence[bytes]:
-        """Wait for events and return them, beginning with event `number`. Returns none if the run ended before it."""
+        """Wait for events and return them from event `number` on. Returns an empty list if the run ended before it."""
         while len(self._events) <= number and not self.is_ended:
             await self._grown.wait()
         return self._events[number:]

@@ -1,8 +1,8 @@
 """Find the log-probabilities of exactly the tokens in an output text.
 
 Parsers remove reasoning, calls and markup from the model's output, and return text, not tokens. The tokens of a text are
-therefore found by their bytes, in the first position that matches after the previous text. This position never takes bytes
-that a later text needs: the parser may hold back a second copy of the same text ("<tool<tool", if "<tool_call>" is a tag).
+therefore found by their bytes, at the first match after the previous text. The first match leaves all bytes that a later text
+needs: the parser may hold back a second copy of the same text ("<tool<tool", if "<tool_call>" is a tag).
 A token that is only partly in the text (a trimmed space, a tag that begins within it) is cut to that part, so the tokens
 spell exactly the text.
 

@@ -1,4 +1,4 @@
-// The data of GET /v1/fault_tolerance/status for display: serving and missing ranks, and the effect on requests. Knows no DOM.
+// The data of GET /v1/fault_tolerance/status for display: serving and missing ranks, and the effect on requests. Uses no DOM.
 
 import { clock, counted, duration, list, sentence } from "./format.js";
 

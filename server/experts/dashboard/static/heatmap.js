@@ -1,6 +1,6 @@
 // A heat map on a canvas: ratios by row and column, coloured around 1, with numbers at the pointer.
-// If a cell would be too small to see, neighbours share one, coloured by the hottest of them: the others wait for that
-// one, and a mean would hide it. The pointer still names it.
+// If a cell would be too small to see, neighbours share one, coloured by the hottest of them: the other ranks wait for the
+// hottest, and a mean would hide it. The text at the pointer names it.
 
 import { colour, cssOf, divergingTable, stepOf, parse } from "./palette.js";
 import { hideTip, showTip } from "./tip.js";

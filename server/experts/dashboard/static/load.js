@@ -1,4 +1,4 @@
-// The data of GET /experts/load: a check, and figures computed from it. Knows no DOM.
+// The data of GET /experts/load: a check, and figures computed from it. Uses no DOM.
 // Legend: L layers, E experts, R ranks; a view has the numbers of one phase, or of all steps.
 
 const PHASES = ["prefill", "decode"];
@@ -108,7 +108,7 @@ const CAUSES = {
   other: "other causes",
 };
 
-/** A sentence on how much of their steps' time ranks wait for others in the window, and why; "" without steps. */
+/** A sentence about the share of step time that ranks wait for others in the window, by cause; "" without steps. */
 export function waitsInWords(ranks) {
   const steps = add(ranks.map((rank) => rank.step_s));
   if (!steps || ranks.length < 2) return "";
@@ -117,7 +117,7 @@ export function waitsInWords(ranks) {
   const named = waited.filter(([, seconds]) => seconds / steps >= 0.001).sort((left, right) => right[1] - left[1]);
   const total = percent(add(waited.map(([, seconds]) => seconds)));
   const parts = named.map(([cause, seconds]) => `${CAUSES[cause]} ${percent(seconds)}`);
-  return `Ranks wait for others ${total} of their steps' time${parts.length ? `: ${parts.join(", ")}` : ""}.`;
+  return `Ranks spend ${total} of their step time waiting for others${parts.length ? `: ${parts.join(", ")}` : ""}.`;
 }
 
 function sum(matrices) {

@@ -1,5 +1,5 @@
-// Figures over time as lines, and events and rebalances as marks. The service keeps the points, the denser the newer. The
-// chart shows the chosen time range, up to the last point.
+// Figures over time as lines, and events and rebalances as marks. The service keeps more points for recent times. The chart
+// shows the chosen time range, up to the last point.
 
 import { clock, day, duration, short } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
