@@ -25,7 +25,7 @@ EAGER: dict[str, Any] = {
     "num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, "max_bytes_per_step": 1 << 12,
 }  # fmt: skip
 MOVE_S = 240.0  # until the controller has found something to move
-# Python imports this module at its start. The engine of rank 1 kills itself at its next switch, once the file says so.
+# Python imports this module at its start. The engine of rank 1 kills itself at its next switch if the file orders it.
 AT_THE_SWITCH = """
 import importlib.abc, importlib.util, os, signal, sys
 from pathlib import Path

@@ -82,7 +82,7 @@ def worker(directory: Path, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a separate torchrun on a node whose worker joins the service."""
+    """Run a separate torchrun on a node; its worker joins the service."""
     command = [
         *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
