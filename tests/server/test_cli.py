@@ -147,9 +147,7 @@ def test_a_bad_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]
 def test_ctrl_c_while_a_command_works_ends_it_without_a_traceback() -> None:
     command = [*WIDEEP_COMMAND, "models"]  # loads torch and transformers, then prints every type
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as models:
-        assert models.stdout is not None and models.stdout.readline(), (
-            "it prints its first line before it loads them"
-        )
+        assert models.stdout is not None and models.stdout.readline(), "it prints a line before it loads"
         models.send_signal(signal.SIGINT)
         _, said = models.communicate(timeout=30)
     assert (models.returncode, said) == (130, "\n")

@@ -91,9 +91,7 @@ def test_tokens_that_are_no_text_stay_apart_as_keys() -> None:
     [content] = objects([entry(5, 2, 3)], num_top=2)
     assert set(content["top_logprobs"][0]) == {"bytes:\\xff", "bytes:\\xe2\\x82", "bytes:\\xac"}
     [content] = objects([entry(6, 7)])
-    assert content["top_logprobs"] == [{"token_id:7": -0.5, "token_id:6": -1.0}], (
-        "tokens without text are written as ids"
-    )
+    assert content["top_logprobs"] == [{"token_id:7": -0.5, "token_id:6": -1.0}], "ids without text"
 
 
 def test_tokens_may_be_told_as_ids() -> None:

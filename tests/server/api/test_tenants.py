@@ -91,9 +91,7 @@ def test_many_responses_of_b_push_none_of_a_out(client: httpx.Client) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: respond(client, B).json()["id"], range(1040)))
     assert [client.get(f"/v1/responses/{each}", headers=A).status_code for each in kept] == [200] * 3
-    assert client.get(f"/v1/responses/{made[0]}", headers=B).status_code == 404, (
-        "B's own oldest response is evicted"
-    )
+    assert client.get(f"/v1/responses/{made[0]}", headers=B).status_code == 404, "B's own oldest is evicted"
     assert client.get(f"/v1/responses/{made[-1]}", headers=B).status_code == 200
 
 

@@ -156,9 +156,7 @@ def test_a_prompt_is_cut_on_the_side_asked_for(
 
 def test_minus_one_cuts_a_prompt_to_what_fits(model: ServedModel) -> None:
     [request] = asked(model, list(range(100)), truncate_prompt_tokens=-1)
-    assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), (
-        "8 tokens are left for the answer"
-    )
+    assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), "8 tokens are generated"
 
 
 def test_every_field_is_in_the_documentation() -> None:

@@ -54,11 +54,7 @@ def hover_cell(browser: Chromium, name: str, row: float, column: float) -> str:
         f"""(() => {{ const canvas = document.querySelector('#{name} canvas'); canvas.scrollIntoView();
         const box = canvas.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; }})()"""
     )
-    left, right, bottom = (
-        40,
-        58 if name == "ranks" else 0,
-        48,
-    )  # from heatmap.js: labels, bars, axis and legend
+    left, right, bottom = 40, 58 if name == "ranks" else 0, 48  # heatmap.js: labels, bars, axis and legend
     browser.hover(
         box[0] + left + column * (box[2] - left - right),
         box[1] + row * (box[3] - bottom),
@@ -136,9 +132,7 @@ def test_large_models_fit_and_crowded_ranks_share_cells(
     is_shared = ranks == 320
     assert ("the hottest of" in said) == is_shared
     assert ("A cell is the hottest of" in text(browser, "ranks-note")) == is_shared
-    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
-        "no element overflows the page"
-    )
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no element overflows"
     assert not browser.complaints
 
 

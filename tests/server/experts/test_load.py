@@ -103,9 +103,7 @@ def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None
     now = metrics_of(load)
     grown = {name: now[name] - rank_tokens[name] for name in rank_tokens if now[name] != rank_tokens[name]}
     prefill = [value for name, value in grown.items() if "tokens_per_rank" in name and "prefill" in name]
-    assert prefill == [alone[:, 0, EXPERTS:].sum()], (
-        "counters continue, and only those of the rank that served"
-    )
+    assert prefill == [alone[:, 0, EXPERTS:].sum()], "counters continue, but only for the rank that served"
     assert all('engine="0"' not in name for name in grown)
 
 

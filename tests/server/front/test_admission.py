@@ -35,9 +35,7 @@ def test_a_key_with_less_than_its_part_is_taken_when_another_one_has_filled_the_
     check(admission, num_open=6, num_own=0, num_keys=2)
     check(admission, num_open=8, num_own=2, num_keys=2)
     assert refusal_of(admission, num_open=9, num_own=3, num_keys=2).status == 429
-    assert refusal_of(admission, num_open=9, num_own=6, num_keys=2).status == 429, (
-        "a request of the flooding key"
-    )
+    assert refusal_of(admission, num_open=9, num_own=6, num_keys=2).status == 429, "the flooding key's own"
     check(admission, num_open=9, num_own=1, num_keys=3)
 
 

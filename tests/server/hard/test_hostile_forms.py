@@ -54,10 +54,8 @@ def properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(count)}}
 
 
-FORMAT, SCHEMA = (
-    "response_format",
-    "response_format.json_schema.schema",
-)  # named for errors found while compiling, and while parsing
+# Fields that errors name: those found while compiling, and while parsing.
+FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"
 TREE = {
     "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
     "$ref": "#/$defs/node",

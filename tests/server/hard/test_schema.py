@@ -71,8 +71,6 @@ def test_the_description_is_honest(hard_front: PacedFront) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
         operation = described["paths"][path]["post"]
         assert "text/event-stream" in operation["responses"]["200"]["content"]
-        assert "$ref" in operation["requestBody"]["content"]["application/json"]["schema"], (
-            "bodies have a schema"
-        )
+        assert "$ref" in operation["requestBody"]["content"]["application/json"]["schema"], "bodies are typed"
     prompt = described["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]
     assert len(prompt["anyOf"]) == 4, "the four forms of a prompt"

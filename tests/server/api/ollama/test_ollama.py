@@ -184,9 +184,7 @@ def test_the_model_is_listed_and_shown(front: FrontProcess) -> None:
         assert shown["model_info"]["mixtral.context_length"] == MAX_LEN
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert front.get("/api/version").json()["version"] == front.get("/version").json()["version"]
-    assert front.get("/api/tags", headers={}).status_code == 401, (
-        "model names require a key, as at /v1/models"
-    )
+    assert front.get("/api/tags", headers={}).status_code == 401, "it needs a key, as at /v1/models"
 
 
 def test_a_name_may_have_ollama_s_tag(front: FrontProcess) -> None:

@@ -75,9 +75,7 @@ def test_a_stream_has_the_role_first_one_finish_reason_and_usage_last(
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].delta.role for chunk in chunks[1:-1]] == [None] * (len(chunks) - 2)
     assert text_of(chunks) == TEXT
-    assert chunks[-2].choices[0].delta.content and chunks[-2].choices[0].finish_reason, (
-        "the last token comes with the finish reason"
-    )
+    assert chunks[-2].choices[0].delta.content and chunks[-2].choices[0].finish_reason, "in one chunk"
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert reasons == ["stop"]
     assert all(chunk.usage is None for chunk in chunks[:-1])

@@ -63,9 +63,7 @@ def test_every_prompt_has_n_choices_in_a_row(front: FrontProcess, client: openai
     assert [choice.text for choice in answer.choices] == ["one", "one", "two", "two"]
     for word in ("c-first", "c-second"):
         sent = [r for rank in front.ranks for r in rank.requests if word in front.decode(r.prompt_ids)]
-        assert sorted(request.params.seed for request in sent) == [5, 6], (
-            "the same as if it had been sent alone"
-        )
+        assert sorted(request.params.seed for request in sent) == [5, 6], "as if it had been sent alone"
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(front.encode("c-first")) + len(front.encode("c-second"))
     stream = client.completions.create(model="tiny", prompt=["c-first", "c-second"], n=2, stream=True)

@@ -180,6 +180,4 @@ def test_its_parsers_are_chosen_and_a_template_of_the_user_s_comes_first(
     )
     assert _render(Tokenizer(str(directory), str(tmp_path / "own.jinja"), "deepseek_v32"), hello) == "own"
     (directory / "config.json").write_text('{"model_type": "deepseek_v32", "vocab_size": 320}')
-    assert Tokenizer(str(directory)).template.text == CHAT_TEMPLATE, (
-        "a checkpoint's own template has precedence"
-    )
+    assert Tokenizer(str(directory)).template.text == CHAT_TEMPLATE, "a checkpoint's template has precedence"

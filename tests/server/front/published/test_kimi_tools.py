@@ -75,9 +75,7 @@ def test_a_template_with_the_variable_gets_it_and_another_one_gets_sorted_json(t
     assert made.render_chat(chat) == "hi"
     not_covered = [tool(RECORDED["an enum of other values"][0])]
     wanted = json.dumps(not_covered, sort_keys=True) + "hi"
-    assert made.render_chat(chat, tools=not_covered) == wanted, (
-        "the published code falls back in the same way"
-    )
+    assert made.render_chat(chat, tools=not_covered) == wanted, "the published code's fallback"
     plain = Tokenizer(str(write_tiktoken(tmp_path, chat_template="{{ tools | tojson }}")))
     assert plain.render_chat(chat, tools=[tool({"b": 1, "a": 2})]) == json.dumps(
         [tool({"a": 2, "b": 1})], sort_keys=True

@@ -249,9 +249,7 @@ def test_batches_take_turns_for_a_quarter_of_the_places_less_those_of_others() -
         await asyncio.sleep(0)
         room.leave(1)
         await asyncio.sleep(0)
-        assert not any(each.done() for each in waiting), (
-            "the longest-waiting batch is first, even for a second place"
-        )
+        assert not any(each.done() for each in waiting), "the longest-waiting batch is first, even for more"
         room.leave(1)
         assert await waiting[0] == 2
         assert not waiting[1].done() and room.num_taken == 4

@@ -122,9 +122,7 @@ def test_a_length_is_an_incomplete_response(front: FrontProcess, client: openai.
     events = list(create(client, "r-length", max_output_tokens=2, stream=True))
     assert events[-1].type == "response.incomplete"
     response = create(client, "r-length", max_output_tokens=1_000_000)
-    assert response.status == "completed", (
-        "a limit that is too large becomes the largest possible one, as in vLLM"
-    )
+    assert response.status == "completed", "too large a limit is reduced, as in vLLM"
 
 
 def test_log_probabilities_come_with_the_text(front: FrontProcess, client: openai.OpenAI) -> None:
