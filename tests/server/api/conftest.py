@@ -1,6 +1,5 @@
-"""One front with scripted ranks and API keys for the tests of all endpoints.
-
-Its model writes Qwen3's markup, some of it in special tokens."""
+"""One front with scripted ranks and API keys for the tests of all endpoints. Its model writes Qwen3's markup,
+partly in special tokens."""
 
 from collections.abc import Iterator
 

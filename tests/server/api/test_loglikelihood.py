@@ -1,6 +1,7 @@
 """Scoring of texts as in lm_eval's local-completions: the client's arithmetic against transformers.
 
-The HTTP application and the engine are real and in this process. Only the link between them is replaced."""
+The HTTP application and the engine are real and in this process. Only the link between them is replaced.
+"""
 
 import asyncio
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Invalid requests: a 400 names the field and the remedy, and other requests are not disturbed.
 
 One table for all endpoints. The texts are those that clients look for, including vLLM's (from its tests of refusals, 0.2x to
-0.33). Further hostile requests are in tests/server/hard."""
+0.33). Further hostile requests are in tests/server/hard.
+"""
 
 import json
 from typing import Any

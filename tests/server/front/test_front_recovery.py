@@ -92,7 +92,7 @@ def present(front: FrontProcess, rank: int) -> FakeRank:
 def bring_back(front: FrontProcess, rank: int, *, num_restarts: int) -> None:
     """Attach a rank's next engine, and wait until it serves."""
     front.attach(rank, num_restarts=num_restarts)
-    wait_until(lambda: rank in status(front)["members"], lambda: f"rank {rank} is no member")
+    wait_until(lambda: rank in status(front)["members"], lambda: f"rank {rank} is not a member")
     wait_until(lambda: status(front)["phase"] == "serving", lambda: f"it does not serve: {status(front)}")
 
 

@@ -1,6 +1,7 @@
-"""The worst possible structures and tools over HTTP, by name: each gets in time a right answer, or a 400 that names the field.
+"""The worst possible structures and tools over HTTP, by name. Each is answered in time, or refused with a 400 that names the field.
 
-tests/server/front/structure tests their cost in the checker process, which may die of them."""
+tests/server/front/structure tests their cost in the checker process, which may die of them.
+"""
 
 import json
 import time
@@ -54,8 +55,7 @@ def properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(count)}}
 
 
-# Fields that errors name: those found while compiling, and while parsing.
-FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"
+FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"  # fields of compile and parse errors
 TREE = {
     "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
     "$ref": "#/$defs/node",

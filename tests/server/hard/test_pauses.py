@@ -3,7 +3,8 @@
 Each row of ATTACKS is an input that caused a pause, or might. It is sent while eight streams run, and their longest pause is
 compared with that of a phase without it, on the same machine just before. The front is real. The ranks have no model and run
 in separate processes, so that only the front is measured. To add a finding, add a row: a name and the requests of its clients,
-which are sent concurrently, each on its own connection."""
+which are sent concurrently, each on its own connection.
+"""
 
 import contextlib
 import json

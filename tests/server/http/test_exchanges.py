@@ -1,4 +1,4 @@
-"""Exchanges: every answer has an id, and every end is reported once, whatever its cause."""
+"""Exchanges: every answer has an id, and every end is reported once, for any cause."""
 
 import asyncio
 from typing import Any

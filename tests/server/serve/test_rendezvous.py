@@ -221,7 +221,7 @@ LOOPBACK_HOSTS = {
 def test_nodes_meet_where_host_names_resolve_to_loopback(
     namespaces: list[str], tmp_path: Path, kind: str
 ) -> None:
-    """HEAD is the second node. It hosts the store because it has the endpoint's address, whatever its host name resolves to."""
+    """HEAD is the second node. It hosts the store because it has the endpoint's address, regardless of its host name."""
     head, own, others = (text.format(host=socket.gethostname()) for text in LOOPBACK_HOSTS[kind])
     common = ["--nnodes=2", "--rdzv-backend=wideep", f"--rdzv-endpoint={head}:29400", f"--log-dir={tmp_path}"]
     with hosts_files({namespaces[0]: others or own, namespaces[1]: own}):

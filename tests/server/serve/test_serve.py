@@ -286,7 +286,7 @@ def test_sigterm_ends_the_front_gently_and_then_the_rest_with_status_0(quick_ser
     path = quick_service.directory / "front-0.ended-by"
     wait_until(
         lambda: path.exists() and path.read_text() == "SIGTERM",  # later signals overwrite it
-        lambda: f"the front was not told gently:\n{quick_service.output()}",
+        lambda: f"the front did not get SIGTERM:\n{quick_service.output()}",
     )
     os.kill(engine, signal.SIGTERM)  # a real front stops the engines before it ends
     assert quick_service.end()[0] == 0, quick_service.output()

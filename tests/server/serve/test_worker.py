@@ -319,7 +319,7 @@ def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> 
 def wait_for_serving(service: Service, name: str) -> None:
     """Wait until an engine has told only its supervisor that it serves: quiet ranks print nothing."""
     path = service.directory / f"{name}.told"
-    wait_until(path.exists, lambda: f"{name} tells nothing:\n{service.output()}")
+    wait_until(path.exists, lambda: f"{name} reports nothing:\n{service.output()}")
 
 
 @pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])

@@ -1,6 +1,7 @@
 """Every family's format, in reverse: calls, reasoning and content rendered as its chat template does.
 
-The templates' texts are not copied here. Each renderer writes the format that the parser's module documents."""
+The templates' texts are not copied here. Each renderer writes the format that the parser's module documents.
+"""
 
 import json
 import re

@@ -1,6 +1,7 @@
 """Public reports of errors in other servers' parsers, each with the right answer.
 
-They concern values that quote tags, prose that shows the syntax, values and types, unparseable text, and blanks."""
+They concern values that quote tags, prose that shows the syntax, values and types, unparseable text, and blanks.
+"""
 
 import json
 

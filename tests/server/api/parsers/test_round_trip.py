@@ -1,6 +1,7 @@
 """For every family: rendered answers are read back, no text is lost, and only offered functions are called.
 
-The variant in `make test` is fast. The slow one draws many more examples."""
+The variant in `make test` is fast. The slow one draws many more examples.
+"""
 
 import json
 from typing import Any

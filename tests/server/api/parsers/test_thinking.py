@@ -1,4 +1,4 @@
-"""Reasoning is separated by its tags, whatever part of them the prompt contains."""
+"""Reasoning is separated by its tags, with any part of them in the prompt."""
 
 import pytest
 from hypothesis import given, settings

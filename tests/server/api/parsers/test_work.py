@@ -1,6 +1,7 @@
 """A parser runs for each token of each stream: its work grows linearly with the answer, not quadratically.
 
-The tests count work instead of time: for each piece, a parser may copy only the characters that it still holds."""
+The tests count work instead of time: for each piece, a parser may copy only the characters that it still holds.
+"""
 
 import time
 from collections.abc import Iterator

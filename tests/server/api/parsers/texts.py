@@ -1,6 +1,7 @@
 """Answers in each family's documented format, with their parsed content.
 
-The modules of server.api.parsers name the formats' sources."""
+The modules of server.api.parsers name the formats' sources.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """DeepSeek-V3.2's chats are encoded as in its published code, and its calls are read back.
 
-The example is the published one (encoding/test_input.json of deepseek-ai/DeepSeek-V3.2) with shorter results and answers."""
+The example is the published one (encoding/test_input.json of deepseek-ai/DeepSeek-V3.2) with shorter results and answers.
+"""
 
 import json
 from pathlib import Path

@@ -128,7 +128,7 @@ def test_with_several_owners_each_leaves_numbers_of_files_for_others(tmp_path: P
 
 
 def test_a_calendar_that_jumps_deletes_nothing_at_once(tmp_path: Path) -> None:
-    """A running service ignores jumps. At a start, seemingly expired files stay for an hour, and those from the future for 30 days."""
+    """A running service ignores jumps. At a start, files that seem expired stay an hour, and those from the future 30 days."""
     now_s = 1e9
     calendar, passed = [now_s], [0.0]
     files = store(tmp_path, clock=SteadyClock(lambda: calendar[0], lambda: passed[0]))

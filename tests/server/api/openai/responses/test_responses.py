@@ -156,10 +156,10 @@ def test_log_probabilities_spell_the_text_and_nothing_else(
 
 
 def spelled(entries: Iterable[Any]) -> str:
-    """Return the text spelled by entries: by their bytes, or, for events, which have none, by tokens of one byte shown as U+FFFD."""
+    """Return the text of entries, decoded from their bytes."""
     given = list(entries)
     if any(getattr(entry, "bytes", None) is None for entry in given):
-        raise AssertionError("entries have bytes")
+        raise AssertionError("an entry has no bytes")
     return b"".join(bytes(entry.bytes) for entry in given).decode()
 
 
