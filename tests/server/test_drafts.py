@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-SHARE = 0.02  # scale of the layers' output, so that about half of the drafts are accepted
+SHARE = 0.02  # kept share of the layers' outputs; about half of the drafts are right
 NUM_RANKS = 2
 PIECES = 10  # received by every stream before a rank is killed
 REPEATING = {"logit_bias": {str(token): 12.0 for token in range(100, 106)}}  # makes texts repeat themselves

@@ -102,7 +102,7 @@ def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
         ]
         return max(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)  # type: ignore[union-attr, type-var, return-value]
 
-    for _ in range(2):  # enough requests that both ranks cache the prefix
+    for _ in range(2):  # twice, so that both ranks cache the prefix
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: num_cached(1), range(8)))
     assert num_cached(4) >= 16

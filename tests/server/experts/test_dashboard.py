@@ -104,7 +104,7 @@ def test_hovering_names_the_expert_and_the_rank(browser: Chromium, service: Dash
 def test_its_balancedness_is_the_services_own(
     browser: Chromium, service: DashboardService, phase: str
 ) -> None:
-    """Balancedness is the mean over the fullest rank of each layer, averaged over layers: page and service must agree."""
+    """Balancedness is mean load over the fullest rank's load per layer, averaged over layers. Page and service must agree."""
     answer = service.answer = load_answer(5, 16, 4, seed=7)
     browser.open(service.url)
     browser.wait_for(LIVE)

@@ -54,7 +54,7 @@ class Link:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
-    """A stream with a process's end that raises EndedError."""
+    """A stream. Ending the process raises EndedError instead."""
 
     def end(status: int) -> None:
         raise EndedError(status)

@@ -169,7 +169,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
 
 
 def copies(service: Service) -> set[int]:
-    """Return the worker's standby engines."""
+    """Return the pids of the worker's spares."""
     commands = {
         pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children_of(service.process.pid)
     }

@@ -78,7 +78,7 @@ def test_config_alone_says_what_the_files_say(written: Callable[[str], Path], na
 
 
 def _assert_near(one: WeightBytes, other: WeightBytes) -> None:
-    """Compare, except for tensors that a file keeps in another type: routers' corrections, scales of partial blocks."""
+    """Compare to 1%: files keep a few tensors in another type, such as routers' corrections and scales of partial blocks."""
     assert one.expert_layers == other.expert_layers
     assert one.experts == pytest.approx(other.experts, rel=0.01)
     assert one.shared == pytest.approx(other.shared, rel=0.01)
