@@ -1,4 +1,4 @@
-"""One front with two scripted ranks for all test modules; nodes in network namespaces per test."""
+"""Fixtures for all server tests: one front with two scripted ranks per module, and network namespaces per test."""
 
 import os
 import shutil
@@ -15,40 +15,39 @@ from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny tokenizer's directory."""
     return write_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def shared_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A running front that serves the names "tiny" and "org/tiny-alias": to start one takes seconds."""
+    """A running front that serves the names "tiny" and "org/tiny-alias". It is shared because it takes seconds to start."""
     model = write_tokenizer(tmp_path_factory.mktemp("model"))
     process = FrontProcess(
         model, "--disable-log-stats", "--served-model-name", "tiny", "org/tiny-alias"
     ).attach_all()
     yield process
     status, said = process.close()
-    assert (status, said) == (0, ""), "the front ends in silence"
+    assert (status, said) == (0, ""), "the front prints nothing when it exits"
 
 
 @pytest.fixture(scope="module")
 def front(shared_front: FrontProcess) -> Iterator[FrontProcess]:
-    """The shared front, whose ranks know nothing of other modules."""
+    """The shared front, with the requests of other modules forgotten."""
     shared_front.forget()
     yield shared_front
-    assert shared_front.said == "", "the front serves in silence"
+    assert shared_front.said == "", "the front prints nothing while it serves"
 
 
 @pytest.fixture(scope="module")
 def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
-    """The official client, which must not hide failures by trying again."""
+    """The official client, without retries: they would hide failures."""
     with openai.OpenAI(base_url=front.url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as made:
         yield made
 
 
 @pytest.fixture
 def namespaces(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Make network namespaces on one switch, 10.213.7.1 and so on: two, or what a test parametrises this with."""
+    """Create network namespaces on one switch, with addresses 10.213.7.1 and up: two, or the number that a test parametrises."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the `ip` program to make network namespaces")
     hub, *names = [f"wideep-{os.getpid()}-{node}" for node in range(getattr(request, "param", 2) + 1)]

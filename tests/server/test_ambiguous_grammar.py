@@ -1,4 +1,4 @@
-"""A grammar of 170 bytes that made each mask take tenths of a second, for 64 choices at once: other clients' streams go on."""
+"""An ambiguous grammar of 170 bytes, for 64 choices at once, once took tenths of a second per mask. Other streams must go on."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ ATTACK = {
     "model": "tiny", "prompt": "x", "max_tokens": 100, "min_tokens": 100, "ignore_eos": True, "n": 64, "seed": 1,
     "structured_outputs": {"grammar": GRAMMAR},
 }  # fmt: skip
-FLAGS = ("-dp=1", "--max-num-seqs=128", "--max-num-batched-tokens=512")  # seats for others as well
-# Longest pause of a stream; it was 15 s and more. A loaded machine may pause longer, as it does without the attack.
+FLAGS = ("-dp=1", "--max-num-seqs=128", "--max-num-batched-tokens=512")  # leaves seats for other requests
+# Longest pause of a stream; it used to be over 15 s. A loaded machine may pause longer, as it does without the attack.
 PAUSE_S = 2.0
 TIMES_QUIET = 5
 
 
 def stream_pauses(url: str, body: dict[str, Any]) -> list[float]:
-    """Stream an answer; return the seconds before each of its events."""
+    """Stream an answer and return the seconds before each of its events."""
     pauses, last_s = [], time.monotonic()
     with httpx.stream("POST", url, json=body, timeout=300) as stream:
         assert stream.status_code == 200

@@ -94,7 +94,7 @@ def test_a_command_that_there_is_not_is_answered_with_those_there_are(
         "wideep: 'srve' is not a command (did you mean serve?); the commands are serve, worker, chat, run-batch, experts, bench, "
     )
     assert not {"engine", "front", "claim"} & set(said.replace(",", " ").split()), (
-        "ours are nobody's business"
+        "internal commands are not listed"
     )
 
 
@@ -126,7 +126,7 @@ def test_a_flag_without_its_value_is_one_line_and_status_2(capsys: pytest.Captur
 
 def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_first() -> None:
     seconds = []
-    for _ in range(3):  # the quickest tells of the program, the others of the machine
+    for _ in range(3):  # The fastest run measures the program. The others measure the machine.
         begun_s = time.monotonic()
         answer = run("serve", "m", "--tensor_parallel_size=1", "--enable-lora")
         seconds.append(time.monotonic() - begun_s)
@@ -145,9 +145,9 @@ def test_a_bad_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.slow
 def test_ctrl_c_while_a_command_works_ends_it_without_a_traceback() -> None:
-    command = [*WIDEEP_COMMAND, "models"]  # which loads torch and transformers, and then looks at every type
+    command = [*WIDEEP_COMMAND, "models"]  # loads torch and transformers, then prints every type
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as models:
-        assert models.stdout is not None and models.stdout.readline(), "its first line tells that it works"
+        assert models.stdout is not None and models.stdout.readline(), "it prints a line before it loads"
         models.send_signal(signal.SIGINT)
         _, said = models.communicate(timeout=30)
     assert (models.returncode, said) == (130, "\n")

@@ -1,4 +1,4 @@
-"""The whole service with drafts beside the same without: streams, whole answers, usage, stop strings, kills; real engines."""
+"""A whole service with drafts against one without: streams, whole answers, usage, stop strings and kills on real engines."""
 
 import json
 import os
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
-SHARE = 0.02  # of what layers add: drafts are right about half of the time
+SHARE = 0.02  # kept share of the layers' outputs; about half of the drafts are right
 NUM_RANKS = 2
-PIECES = 10  # that every stream has brought when a rank is killed
-REPEATING = {"logit_bias": {str(token): 12.0 for token in range(100, 106)}}  # so that texts repeat themselves
+PIECES = 10  # received by every stream before a rank is killed
+REPEATING = {"logit_bias": {str(token): 12.0 for token in range(100, 106)}}  # makes texts repeat themselves
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
     {"temperature": 0, "logprobs": 2, **REPEATING},
@@ -59,7 +59,7 @@ BODIES: list[dict[str, Any]] = [
 
 
 class Pair(NamedTuple):
-    """A service without drafts, and one with."""
+    """A service without drafts and one with drafts."""
 
     plain: RealService
     drafting: RealService
@@ -67,7 +67,6 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=["ngram", "mtp"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two services of the same model, each on two ranks."""
     directory = tmp_path_factory.mktemp(request.param)
     model = write_tiny_model(directory / "tiny")
     config = NGRAM
@@ -88,12 +87,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def expected(pair: Pair) -> list[tuple[object, ...]]:
-    """What every request says without drafts."""
+    """The answers to all requests without drafts."""
     return [each.said for each in stream_all(pair.plain.url, BODIES)]
 
 
 def whole(service: RealService, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
-    """An answer that is not streamed, without what differs from answer to answer."""
+    """Return an answer that is not streamed, without the fields that differ between answers."""
     answer = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     said = answer.json()
@@ -102,7 +101,7 @@ def whole(service: RealService, body: dict[str, Any], path: str = "completions")
 
 
 def counted(service: RealService, name: str) -> float:
-    """A metric's sum over ranks."""
+    """Return a metric, summed over ranks."""
     lines = httpx.get(f"{service.url}/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
@@ -152,7 +151,7 @@ def test_a_client_that_leaves_amid_drafts_frees_its_blocks(pair: Pair) -> None:
             next(answer.iter_lines())
     wait_until(
         lambda: counted(pair.drafting, "vllm:num_requests_running") == 0,
-        lambda: f"a request goes on; {pair.drafting.output()}",
+        lambda: f"a request still runs; {pair.drafting.output()}",
     )
     assert whole(pair.drafting, BODIES[0]) == whole(pair.plain, BODIES[0])
 

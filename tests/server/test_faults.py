@@ -1,4 +1,4 @@
-"""What happens to open streams, and to the service, when engines are killed: real engines, real signals."""
+"""Open streams and the service when engines are killed: real engines, real signals."""
 
 import contextlib
 import json
@@ -22,28 +22,26 @@ pytestmark = pytest.mark.slow
 
 NUM_RANKS = 3
 NUM_TOKENS = 160  # of most streams
-PIECES = 20  # that every stream has brought when a rank is killed
-KILLED_S, HUNG_S = 0.3, 2.0  # until a rank is missed
+PIECES = 20  # received by every stream before a rank is killed
+KILLED_S, HUNG_S = 0.3, 2.0  # time limits for detecting the loss of a rank
 END_S = 40.0
 STATUS = "/v1/fault_tolerance/status"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE with a tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve` on three ranks."""
     log = tmp_path_factory.mktemp("service") / "output.txt"
     with RealService.serve(model, log, f"-dp={NUM_RANKS}", "--max-rank-restarts=20") as running:
         yield running.wait_ready()
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Requests whose answers depend on all that has been said: each rank gets some of each kind."""
+    """Return requests with answers that depend on all earlier tokens. Each rank gets some of each kind."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 1.0, "seed": 7},
@@ -61,7 +59,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def kill(service: RealService, *ranks: int) -> float:
-    """Kill the engines of ranks; returns when, on time.monotonic()."""
+    """Kill the engines of ranks and return the time.monotonic() afterwards."""
     engines = service.engines()
     for rank in ranks:
         os.kill(engines[rank], signal.SIGKILL)
@@ -69,12 +67,11 @@ def kill(service: RealService, *ranks: int) -> float:
 
 
 def status(service: RealService) -> dict[str, Any]:
-    """What the service says of its ranks."""
     return dict(httpx.get(service.url + STATUS, timeout=30).json())
 
 
 def has_members(service: RealService, ranks: list[int]) -> bool:
-    """Whether these ranks serve; no while the front is away."""
+    """Return whether these ranks serve. False while the front is down."""
     try:
         now = status(service)
     except httpx.TransportError:
@@ -83,13 +80,11 @@ def has_members(service: RealService, ranks: list[int]) -> bool:
 
 
 def is_whole(service: RealService) -> bool:
-    """Whether all ranks serve together."""
     now = status(service)
     return (now["phase"], len(now["members"])) == ("serving", NUM_RANKS)
 
 
 def wait_until_whole(service: RealService) -> None:
-    """Wait until all ranks serve together."""
     wait_until(
         lambda: is_whole(service),
         lambda: f"a rank is away: {status(service)}\n{service.output()}",
@@ -98,14 +93,14 @@ def wait_until_whole(service: RealService) -> None:
 
 
 def ranks_at_work(service: RealService) -> set[int]:
-    """Ranks that run requests now."""
+    """Return the ranks that run requests now."""
     name = "vllm:num_requests_running{"
     lines = [line for line in httpx.get(f"{service.url}/metrics").text.splitlines() if line.startswith(name)]
     return {int(line.partition('engine="')[2].partition('"')[0]) for line in lines if float(line.split()[-1])}
 
 
 def print_pauses(what: str, streams: list[TimedStream], killed_s: float) -> None:
-    """Say how long streams stood still: no test judges it."""
+    """Print how long streams paused. No test checks it."""
     times_s = sorted(stream.goes_on_after(killed_s) for stream in streams)
     print(f"{what}: streams go on after {times_s[0]:.2f} s (first) to {times_s[-1]:.2f} s (last)")
 
@@ -122,7 +117,7 @@ def test_streams_go_on_without_a_gap_and_the_rank_comes_back(service: RealServic
         service.url, bodies(), pieces=PIECES, then=lambda: at_work.append(ranks_at_work(service))
     )
     assert [each.said for each in streams] == expected
-    assert at_work == [set(range(NUM_RANKS))], "the rank that came back serves again"
+    assert at_work == [set(range(NUM_RANKS))], "the restarted rank serves again"
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
@@ -157,7 +152,7 @@ def test_streams_go_on_when_a_rank_is_stopped_and_it_is_started_again(service: R
 
 
 def test_a_killed_rank_is_missed_at_once_and_a_stopped_one_after_two_seconds(service: RealService) -> None:
-    """By the service's own account; of several, one was not kept waiting by whatever else the machine does."""
+    """Measured by the service's own record. The fastest of up to four tries counts: other load on the machine delays the rest."""
     missed_s: list[float] = []
     while not missed_s or (min(missed_s) > KILLED_S and len(missed_s) < 4):
         wait_until_whole(service)
@@ -174,7 +169,7 @@ def test_a_killed_rank_is_missed_at_once_and_a_stopped_one_after_two_seconds(ser
 
 
 def said_hung(service: RealService, victim: int) -> tuple[str, str]:
-    """What the service says of an engine that it has killed, and of its silence; a moment after the engine's end."""
+    """Return the reason and the silence that the service logs for a hung engine. It logs them just after killing the engine."""
     pattern = rf"\(pid {victim}\) hung and was killed: (.*) and sent no heartbeat for ([\d.]+) s"
     wait_until(lambda: re.search(pattern, service.output()) is not None, service.output)
     ((why, silent_s),) = re.findall(pattern, service.output())
@@ -182,8 +177,8 @@ def said_hung(service: RealService, victim: int) -> tuple[str, str]:
 
 
 def first_missed(service: RealService) -> float:
-    """Wait until a rank is away; returns since when."""
-    seen: list[dict[str, Any]] = []  # a rank may be back at the next look
+    """Wait until a rank is missing and return the time since when it is."""
+    seen: list[dict[str, Any]] = []  # the rank may be back at the next look
 
     def is_missed() -> bool:
         seen.extend(status(service)["missing"])
@@ -207,7 +202,7 @@ def test_streams_go_on_when_two_ranks_die_at_once(service: RealService) -> None:
 
 
 def test_streams_go_on_while_a_rank_returns(service: RealService) -> None:
-    """The join is an epoch's end like any other: streams that run across it lose and repeat nothing."""
+    """A join ends an epoch as a loss does. Streams that run across it lose and repeat nothing."""
     wait_until_whole(service)
     expected = [each.said for each in stream_all(service.url, bodies())]
     kill(service, 2)
@@ -287,7 +282,7 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(model: Path, tmp_pat
 
         with pytest.raises(ExceptionGroup) as cut:
             stream_all(service.url, bodies(), pieces=PIECES, then=kill_front)
-        assert cut.group_contains(httpx.TransportError), "what it was answering is cut off"
+        assert cut.group_contains(httpx.TransportError), "its open answers are cut off"
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
         assert service.engines() == engines, "the engines are the same"
@@ -308,13 +303,13 @@ def test_a_killed_supervisor_is_started_again_and_the_others_serve_on(model: Pat
             os.kill(supervisor_of(first[1]), signal.SIGKILL)
 
         streams = stream_all(service.url, bodies(), pieces=PIECES, then=kill_supervisor)
-        assert [each.said for each in streams] == expected, "the other rank went on with all of them"
-        # Where rank 1 had nothing left to say, the streams may end before its loss is seen: its new engine is waited for.
+        assert [each.said for each in streams] == expected, "the other rank continues all of them"
+        # If rank 1 has no tokens left to send, the streams may end before its loss is detected. Wait for its new engine.
         wait_until(lambda: service.engines().get(1, first[1]) != first[1], service.output, within_s=START_S)
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         second = service.engines()
         assert second[0] == first[0]
-        os.kill(supervisor_of(first[0]), signal.SIGKILL)  # with the front
+        os.kill(supervisor_of(first[0]), signal.SIGKILL)  # runs the front as well
         assert has_ended(first[0], END_S)
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
@@ -322,12 +317,11 @@ def test_a_killed_supervisor_is_started_again_and_the_others_serve_on(model: Pat
 
 
 def supervisor_of(pid: int) -> int:
-    """The parent of an engine."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def cut_off_and_asked_again_with_keys(service: RealService) -> None:
-    """Kill the front amid requests that bring no seed but a key; who asks again gets the rest of what had begun."""
+    """Kill the front during requests with an Idempotency-Key and no seed. A retry gets the rest of an answer that had begun."""
     asked = {
         f"key-{number}": {
             "model": "tiny",
@@ -354,7 +348,7 @@ def cut_off_and_asked_again_with_keys(service: RealService) -> None:
         for each in waiting:
             each.result(END_S)
     wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
-    cut = 0  # a busy machine may let single streams end before the front does
+    cut = 0  # on a busy machine, single streams may end before the front does
     for key, body in asked.items():
         with send(service, key, body) as response:
             first = response.read()
@@ -372,12 +366,11 @@ def cut_off_and_asked_again_with_keys(service: RealService) -> None:
 def send(
     service: RealService, key: str, body: dict[str, Any]
 ) -> contextlib.AbstractContextManager[httpx.Response]:
-    """Ask with a key."""
     url = f"{service.url}/v1/completions"
     return httpx.stream("POST", url, json=body, headers={"Idempotency-Key": key}, timeout=END_S)
 
 
 def text_of(line: str) -> str:
-    """What an event, or a whole answer, says."""
+    """Return the text of an event or of a whole answer."""
     content = line.removeprefix("data: ")
     return str(json.loads(content)["choices"][0]["text"]) if content.startswith("{") else ""

@@ -1,4 +1,4 @@
-"""Engines that die while experts move because `--enable-eplb` decided so, and exactly when a rank switches: streams stay the same."""
+"""Engines that are killed during expert moves of `--enable-eplb`, some exactly when a rank switches: streams stay the same."""
 
 import json
 import os
@@ -25,7 +25,7 @@ EAGER: dict[str, Any] = {
     "num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, "max_bytes_per_step": 1 << 12,
 }  # fmt: skip
 MOVE_S = 240.0  # until the controller has found something to move
-# Python imports this at its start: the engine of rank 1 kills itself at its next switch when the file tells so, once.
+# Python imports this module at its start. The engine of rank 1 kills itself at its next switch if the file orders it.
 AT_THE_SWITCH = """
 import importlib.abc, importlib.util, os, signal, sys
 from pathlib import Path
@@ -59,7 +59,6 @@ sys.meta_path.insert(0, Finder())
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Streams of each kind."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 2},
         {"temperature": 1.0, "seed": 7, "n": 2},
@@ -75,13 +74,13 @@ def bodies() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where rank 1 reads at which moment of a switch it is to die."""
+    """The file that names the moment of a switch at which rank 1 kills itself."""
     return tmp_path_factory.mktemp("order") / "moment"
 
 
 @pytest.fixture(scope="module")
 def service(order: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve --enable-eplb` on two ranks, which moves experts as often as it can."""
+    """`wideep serve --enable-eplb` on two ranks, with experts moved as often as possible."""
     directory = tmp_path_factory.mktemp("service")
     model = write_tiny_model(directory / "tiny")
     (directory / "sitecustomize.py").write_text(AT_THE_SWITCH.format(order=str(order)))
@@ -94,7 +93,7 @@ def service(order: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def unbalance(service: RealService, seed: int) -> None:
-    """Ask for a placement that the controller will want to mend; it may be busy, or a rank away."""
+    """Apply a placement that the controller will want to improve. The service may refuse it if it is busy or lacks a rank."""
     now = from_json(httpx.get(f"{service.url}/experts/history", timeout=60).json()["serving"])
     sizes = now.num_layers, now.num_experts, now.num_ranks, now.slots_per_rank
     target = align(random_placement(*sizes, seed=seed), now)
@@ -102,13 +101,12 @@ def unbalance(service: RealService, seed: int) -> None:
 
 
 def moves_by_itself(service: RealService) -> bool:
-    """Whether experts move now as the controller decided."""
+    """Return whether experts are being moved by a decision of the controller."""
     told = httpx.get(f"{service.url}/experts/history", timeout=60).json()["under_way"]
     return told is not None and told["kind"] != "apply"
 
 
 def wait_until_whole(service: RealService) -> None:
-    """Wait until both ranks serve together."""
     status = f"{service.url}/v1/fault_tolerance/status"
     wait_until(
         lambda: httpx.get(status, timeout=60).json()["members"] == [0, 1], service.output, within_s=START_S

@@ -1,4 +1,4 @@
-"""Requests that wait move to a rank with room, between real processes: no answer changes, none is lost, none comes twice."""
+"""Waiting requests move to a rank with room, between real processes: answers stay the same; none is lost or sent twice."""
 
 import re
 from collections.abc import Iterator
@@ -15,9 +15,8 @@ from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
 
-SESSION = {
-    "x-session-id": "all of them"
-}  # so that one rank gets nearly all requests, as it may when answers grow unforeseen
+# Sends nearly all requests to one rank, as may happen when answers grow unexpectedly.
+SESSION = {"x-session-id": "all of them"}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def bodies() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(service: RealService) -> list[tuple[object, ...]]:
-    """What the answers are, one after the other."""
+    """The answers to the requests when they are sent one after the other."""
     return [stream_all(service.url, [body])[0].said for body in bodies()]
 
 
@@ -69,7 +68,7 @@ def wait_until_nothing_is_open(service: RealService) -> None:
         lambda: metric(service, "wideep:front_open_choices") == 0, lambda: "a choice is open", within_s=60
     )
     tokens = metric(service, "wideep:router_outstanding_tokens")
-    assert tokens == 0, "the router counts on what has ended"
+    assert tokens == 0, "the router counts no tokens of ended requests"
 
 
 def test_requests_that_wait_move_to_the_idle_rank_and_answers_stay_the_same(

@@ -1,4 +1,4 @@
-"""A service over two nodes that share nothing but a network: real torchrun agents and engines in namespaces."""
+"""A service on two nodes that share only a network: real torchrun agents and engines in namespaces."""
 
 import concurrent.futures
 import contextlib
@@ -19,7 +19,7 @@ from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
-OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # inside its namespace every port is free
+OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # Inside its namespace every port is free.
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
 STREAM = """
@@ -28,14 +28,13 @@ with httpx.stream('POST', sys.argv[1], content=sys.argv[2], headers={'content-ty
     for line in answer.iter_lines():
         print(line, flush=True)
 """
-PIECES = 10  # of every stream, before something happens
+PIECES = 10  # received by every stream before a fault
 NUM_STREAMS = 4  # over two ranks
-STREAMS_S = 300.0  # for streams to begin, or to end
-END_S = 120.0  # of a node that is cut off: 50 s until the link is given up, 30 of asking for the front, 10 for torchrun
+STREAMS_S = 300.0  # for streams to begin or to end
+END_S = 120.0  # of an isolated node: 50 s to drop the link, 30 s of looking for the front, 10 s for torchrun
 
 
 def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
-    """Start a service of one rank on each node."""
     write_files(directory)
     return RealService(HTTP_PORT, torchruns(namespaces, directory, *flags), directory / "output.txt")
 
@@ -43,7 +42,7 @@ def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealServic
 def write_files(
     directory: Path, *, name: str = "wideep", interface: str = "veth0", packages: str = ""
 ) -> None:
-    """Write the model, and the command of a node whose ranks meet over an interface, with packages of another folder."""
+    """Write the model, and a node's command with an interface for its ranks and another folder of packages."""
     write_tiny_model(directory / "tiny")
     wideep = directory / name
     said = f"GLOO_SOCKET_IFNAME={interface} PYTHONPATH={packages}"
@@ -52,7 +51,7 @@ def write_files(
 
 
 def torchruns(namespaces: Sequence[str], directory: Path, *flags: str) -> list[list[str]]:
-    """The line of each node."""
+    """Return the torchrun command of each node."""
     return [
         [
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
@@ -66,7 +65,7 @@ def torchruns(namespaces: Sequence[str], directory: Path, *flags: str) -> list[l
 
 
 def worker(directory: Path, *flags: str) -> list[str]:
-    """What a torchrun is told to run."""
+    """Return the worker command that torchrun runs."""
     return [
         *("--no-python", str(directory / "wideep"), "worker", str(directory / "tiny")),
         *(
@@ -83,7 +82,7 @@ def worker(directory: Path, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a torchrun of a node's own, whose worker joins the service."""
+    """Run a separate torchrun on a node; its worker joins the service."""
     command = [
         *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
@@ -102,7 +101,7 @@ def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess
 
 
 def end_node(service: RealService, node: int) -> None:
-    """Let a node be gone, as when its power is cut: its torchrun, and with it all below."""
+    """Kill a node's torchrun and all its descendants, as a power cut would."""
     for pid in [service.processes[node].pid, *service.descendants(node)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -116,7 +115,7 @@ def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
 def stream_all(
     namespace: str, *, pieces: int = PIECES, then: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Stream completions from inside a namespace; `then` is called when all are under way. Returns their texts."""
+    """Stream completions from inside a namespace and return their texts. Call `then` when all streams have begun."""
     fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     bodies = [{**fields, "prompt": f"{number} the cat"} for number in range(NUM_STREAMS)]
     inside = ["ip", "netns", "exec", namespace, sys.executable, "-c", STREAM, f"{URL}/v1/completions"]
@@ -126,7 +125,7 @@ def stream_all(
     are_under_way = threading.Barrier(NUM_STREAMS + 1)
 
     def read(client: subprocess.Popen[str]) -> list[str]:
-        """Read to the end with one reader: `communicate` would pass over what `readline` has buffered."""
+        """Read to the end with one reader: `communicate` would skip the lines that `readline` has buffered."""
         lines: list[str] = []
         with client:
             assert client.stdout is not None
@@ -151,12 +150,11 @@ def stream_all(
 def _text(lines: Sequence[str]) -> str:
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert not any("error" in event for event in events), events[-1]
-    assert any(line.startswith("data: [DONE]") for line in lines), "the stream broke"
+    assert any(line.startswith("data: [DONE]") for line in lines), "the stream ended without [DONE]"
     return "".join(event["choices"][0]["text"] for event in events)
 
 
 def engine_of(service: RealService, namespace: str) -> int:
-    """The pid of a node's engine."""
     for pid in service.engines().values():
         answer = subprocess.run(["ip", "netns", "identify", str(pid)], capture_output=True, text=True)
         if answer.stdout.strip() == namespace:
@@ -224,7 +222,7 @@ def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str]
         service.processes[OTHER_NODE].wait(END_S)
         assert "rejoin it from this node with: torchrun --nnodes 1" in service.output()
         assert f"--join {ENDPOINT}" in service.output()
-        assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one's"
+        assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one"
         assert service.processes[ENDPOINT_NODE].poll() is None
 
 
@@ -256,14 +254,14 @@ def test_a_node_that_is_gone_comes_back_with_a_torchrun_of_its_own(
         assert len(members(here)) == 1
         with joining(other, tmp_path) as node:
             said = (tmp_path / "joined.txt").read_text
-            assert stream_all(here, pieces=1) == expected, "while it loads, or joins"
+            assert stream_all(here, pieces=1) == expected, "streams continue while the node loads and joins"
             wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said, within_s=START_S)
             assert members(here) == [0, 1], said()
             wait_until(lambda: "serving on 2 ranks" in said(), said)
             assert stream_all(other) == expected
             assert service.processes[ENDPOINT_NODE].poll() is None
         wait_until(lambda: len(members(here)) == 1, service.output)
-        assert stream_all(here) == expected, "it leaves as it came"
+        assert stream_all(here) == expected, "streams continue when the node leaves"
 
 
 @pytest.mark.slow
@@ -342,9 +340,8 @@ def with_other_versions(directory: Path, namespaces: Sequence[str]) -> dict[str,
 
 
 def with_closed_ports(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
-    close_ports(
-        namespaces[ENDPOINT_NODE], "32768-60999"
-    )  # where it is answered, too; the store's port is open
+    # Replies to these ports are blocked, too. The store's port stays open.
+    close_ports(namespaces[ENDPOINT_NODE], "32768-60999")
     return {}
 
 
@@ -369,6 +366,6 @@ def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_t
         for process in service.processes:
             assert process.wait(START_S) != 0
         said = service.output()
-        assert said.count("NodesDifferError: ") >= 2, "both nodes say it"
+        assert said.count("NodesDifferError: ") >= 2, "both nodes report it"
         assert says in said
         assert ("gloo interface" in said) is (change is with_a_wrong_interface)

@@ -1,4 +1,4 @@
-"""The very lines of docs/recipes, run on nodes that share nothing but a network: namespaces, with names of their own as hosts."""
+"""The exact commands of docs/recipes, run on nodes that share only a network: namespaces, each with its own host name."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 
 HEAD, URL = "10.213.7.1", "http://10.213.7.1:8000"
 FLAGS = "--kv-cache-memory 16M"
-SAID_S = 30.0  # seconds, plus a loaded machine's time to start Python
-LEFT_S = 60.0  # for the others to see that a node is gone
+SAID_S = 30.0  # includes the time that a loaded machine needs to start Python
+LEFT_S = 60.0  # for the other nodes to detect the loss of a node
 STOPPED_S = 60.0
 NUM_OPEN, LONG_ANSWER = 4, 200  # requests, and tokens of each
 
@@ -50,7 +50,7 @@ while ! wait; do :; done
 
 
 class Machines:
-    """Nodes on which recipes run: each has a namespace, a host name, a home, and on its path what an image has."""
+    """Nodes that run recipes. Each has a namespace, a host name, a home, and a PATH with the programs of an image."""
 
     def __init__(self, namespaces: Sequence[str], directory: Path) -> None:
         self.namespaces, self.directory = namespaces, directory
@@ -63,7 +63,7 @@ class Machines:
             "tini": 'shift\nexec "$@"',
             "python3": f'exec {sys.executable} "$@"',
             "scontrol": "".join(f"echo 10.213.7.{at + 1}\n" for at in range(len(namespaces)))
-            + "seq 20000",  # more than a pipe holds: who reads the first line only breaks it
+            + "seq 20000",  # more than a pipe holds: a reader of only the first line breaks the pipe
         }
         (directory / "bin").mkdir()
         for name, lines in programs.items():
@@ -81,12 +81,12 @@ class Machines:
         path.chmod(0o755)
 
     def inside(self, at: int) -> list[str]:
-        """What runs a command on a node."""
+        """Return the command prefix that runs a command on a node."""
         named = f'hostname node{at}; export HOME={self.directory}/home{at}; exec "$0" "$@"'
         return ["ip", "netns", "exec", self.namespaces[at], "unshare", "--uts", "sh", "-c", named]
 
     def command(self, at: int, node: NodeCommand) -> list[str]:
-        """The command line of a recipe on a node; secrets lie where the recipe's program would have mounted them."""
+        """Return a recipe's command line on a node, with secrets at the paths where the recipe's program would mount them."""
         environment = {name: value for name, value in node.environment.items() if name != "HOME"}
         if "CLUSTER_KEY_SECRET" in environment:
             environment["CLUSTER_KEY_SECRET"] = str(self.directory / "cluster.key")
@@ -101,18 +101,18 @@ class Machines:
 
     @contextlib.contextmanager
     def run(self, commands: Sequence[Sequence[str]], name: str = "output") -> Iterator[RealService]:
-        """Run commands, in any order; in the end stop them as Docker, Kubernetes and systemd do."""
+        """Run commands in random order, and finally stop them as Docker, Kubernetes and systemd do."""
         order = random.sample(range(len(commands)), len(commands))
         print(f"{name}: started in the order {order}")
         with RealService(8000, [commands[at] for at in order], self.directory / f"{name}.txt") as service:
             yield service
 
     def answers(self) -> list[str]:
-        """One answer of the service to each node."""
+        """Return one answer of the service to each node."""
         return [self.answer(name, 8) for name in self.namespaces]
 
     def answer(self, namespace: str, max_tokens: int) -> str:
-        """An answer of so many tokens, asked for from a node."""
+        """Request an answer of `max_tokens` tokens from a node and return it."""
         body = {
             "model": "tiny",
             "prompt": "the cat",
@@ -121,21 +121,20 @@ class Machines:
             "ignore_eos": True,
         }
         answer = ask(namespace, "POST", f"{URL}/v1/completions", body)
-        assert answer, "every node is answered"
+        assert answer, "every node gets an answer"
         text: str = json.loads(answer)["choices"][0]["text"]
         return text
 
     def answers_during(self, leave: Callable[[], object]) -> list[str]:
-        """Long answers of all ranks, during which a node leaves."""
+        """Return long answers of all ranks. A node leaves while they are generated."""
         here = self.namespaces[0]
         with ThreadPoolExecutor(NUM_OPEN) as threads:
             answers = [threads.submit(self.answer, here, LONG_ANSWER) for _ in range(NUM_OPEN)]
-            wait_until(lambda: _num_open(here) > 0, lambda: "nothing is being answered")
+            wait_until(lambda: _num_open(here) > 0, lambda: "no request is running")
             leave()
             return [answer.result() for answer in answers]
 
     def wait_for(self, ranks: list[int], service: RealService, within_s: float = START_S) -> None:
-        """Wait until these ranks serve."""
         here = self.namespaces[0]
 
         def do_serve() -> bool:
@@ -176,7 +175,7 @@ def by_systemd(machines: Machines) -> list[NodeCommand]:
 
 
 def job(machines: Machines, **variables: str) -> list[str]:
-    """The batch script, as Slurm starts it on a job's first node."""
+    """Return the batch script's command, as Slurm starts it on a job's first node."""
     places = [variables["NODE_RANK"]] if "NODE_RANK" in variables else range(len(machines.namespaces))
     wrapped = []
     for at in map(int, places):
@@ -187,7 +186,7 @@ def job(machines: Machines, **variables: str) -> list[str]:
     said = {
         "MODEL": str(machines.directory / "tiny"),
         "WIDEEP": str(REPOSITORY),
-        "VENV": str(machines.directory),  # its bin has the programs
+        "VENV": str(machines.directory),  # the programs are in its bin
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_JOB_NUM_NODES": str(len(machines.namespaces)),
         "NODES_OF_THE_TEST": " ".join(wrapped),
@@ -198,7 +197,7 @@ def job(machines: Machines, **variables: str) -> list[str]:
 
 
 def stop(service: RealService) -> None:
-    """Ask for the end, as Docker, Kubernetes and systemd do, and check that all of it ends."""
+    """Send SIGTERM, as Docker, Kubernetes and systemd do, and check that all processes end."""
     left = service.descendants()
     for process in service.processes:
         process.send_signal(signal.SIGTERM)
@@ -310,7 +309,7 @@ def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_b
 
 
 def _processes_on(machines: Machines, at: int, service: RealService) -> list[int]:
-    """The pids of a node, of those that are below the service's commands."""
+    """Return the pids of a node that descend from the service's commands."""
     listed = subprocess.run(
         ["ip", "netns", "pids", machines.namespaces[at]],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The whole service with real engines: one command, official client, bad input, and what happens when a part dies."""
+"""The whole service with real engines: one command, the official client, bad input, and processes that die."""
 
 import functools
 import io
@@ -30,14 +30,13 @@ from tests.support.service.service_processes import has_ended, wait_until
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE with a tokenizer."""
     template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", chat_template=template)
 
 
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve` on two ranks, with room for copies of experts."""
+    """`wideep serve` on two ranks, with slots for replicas of experts."""
     log = tmp_path_factory.mktemp("service") / "output.txt"
     with RealService.serve(model, log, "--eplb-config", '{"num_redundant_experts": 2}') as running:
         yield running.wait_ready()
@@ -45,13 +44,12 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.fixture(scope="module")
 def client(service: RealService) -> Iterator[OpenAI]:
-    """The official client."""
     with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
 
 
 def complete(client: OpenAI, prompt: str, **options: object) -> str:
-    """The text of a greedy completion."""
+    """Return the text of a greedy completion."""
     options = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}, **options}
     return client.completions.create(model="tiny", prompt=prompt, **options).choices[0].text  # type: ignore[call-overload, no-any-return]
 
@@ -104,7 +102,7 @@ def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
         ]
         return max(answer.usage.prompt_tokens_details.cached_tokens for answer in answers)  # type: ignore[union-attr, type-var, return-value]
 
-    for _ in range(2):  # so that both ranks have it
+    for _ in range(2):  # twice, so that both ranks cache the prefix
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: num_cached(1), range(8)))
     assert num_cached(4) >= 16
@@ -115,8 +113,8 @@ def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
             assert httpx.post(service.url + path).status_code == 200
         assert running.result() == expected
     assert httpx.post(service.url + path).status_code == 200
-    assert num_cached(1) == 0, "nothing of before is found"
-    assert num_cached(4) >= 16, "what came since is cached"
+    assert num_cached(1) == 0, "no earlier block is found"
+    assert num_cached(4) >= 16, "later blocks are cached"
 
 
 def test_seeded_samples_repeat_and_seeds_differ(client: OpenAI) -> None:
@@ -165,9 +163,8 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
         usage.prompt_tokens_details.cached_tokens or 0 for usage in used if usage.prompt_tokens_details
     )
     prefilled = sum(usage.prompt_tokens for usage in used) - cached
-    decoded = sum(
-        usage.completion_tokens - 1 for usage in used
-    )  # the first token comes with the prompt's last
+    # The prefill of a prompt's last token yields the first token.
+    decoded = sum(usage.completion_tokens - 1 for usage in used)
     record = io.BytesIO(httpx.get(f"{service.url}/experts/record").content)
     with np.load(record, allow_pickle=False) as arrays:
         found = {phase: arrays[phase].sum(axis=(0, 2)) for phase in ("prefill", "decode")}
@@ -182,9 +179,9 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
     assert all(rank["dispatch_bytes"][1 - rank["rank"]] > 0 for rank in ranks)
 
 
-# What the README promises first: answers stay the same through a rebalance, a kill and a return. The slow tests do the
-# same with more ranks, more kinds of requests and more faults (test_faults, test_live_rebalance).
-PIECES = 10  # that every stream has brought when something happens
+# The README's main promise: answers stay the same through a rebalance, a kill and a return. The slow tests check it
+# with more ranks, more kinds of requests and more faults (test_faults, test_live_rebalance).
+PIECES = 10  # received by every stream before an event
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "logprobs": 2},
     {"temperature": 1.0, "seed": 7, "n": 2, "presence_penalty": 0.7},
@@ -199,7 +196,7 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(service: RealService) -> list[tuple[object, ...]]:
-    """What every request says when nothing happens."""
+    """The answers to all requests without any fault."""
     return [stream.said for stream in stream_all(service.url, BODIES)]
 
 
@@ -238,7 +235,7 @@ def test_streams_go_on_with_the_same_tokens_when_an_engine_is_killed_and_it_come
 
 @pytest.mark.slow
 def test_as_json_every_line_of_every_process_is_an_object(model: Path, tmp_path: Path) -> None:
-    """From the start over a rank's loss and return to the end, and one of throughput while there is traffic."""
+    """Includes the loss and return of a rank, the end, and a line of throughput during traffic."""
     flags = ("--log-format", "json", "--data-parallel-size", "2", "--enable-eplb")
     with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
         service.wait_ready()
@@ -275,7 +272,7 @@ def test_as_json_every_line_of_every_process_is_an_object(model: Path, tmp_path:
         assert words in messages, words
 
 
-# Calls that must hold whatever a model with random weights would rather say.
+# Calls that must hold even though a model with random weights would write something else.
 PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -346,7 +343,7 @@ def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) ->
 
 
 def is_leaving(service: RealService) -> bool:
-    """Whether it takes no new requests; on a busy machine the stream may end, and the service with it, before one looks."""
+    """Return whether /health is 503. On a busy machine, the stream and the service may end before the first look."""
     try:
         return httpx.get(f"{service.url}/health", timeout=60).status_code == 503
     except httpx.ConnectError:
@@ -354,11 +351,11 @@ def is_leaving(service: RealService) -> bool:
 
 
 PATIENT = ("--shutdown-timeout-seconds", "600")  # a busy machine may need more than 25 s for 300 tokens
-END_S = 120.0  # after the last open request: engines of an idle machine take a second or two
+END_S = 120.0  # after the last open request; engines of an idle machine take a second or two
 
 
 def stream_across_sigterm(service: RealService, target: int) -> int:
-    """Send SIGTERM in the middle of a stream; returns how many of its tokens came."""
+    """Send SIGTERM in the middle of a stream and return the number of its tokens."""
     with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         stream = client.completions.create(
             model="tiny",
@@ -371,7 +368,7 @@ def stream_across_sigterm(service: RealService, target: int) -> int:
         chunks = iter(stream)
         next(chunks)
         os.kill(target, signal.SIGTERM)
-        wait_until(lambda: is_leaving(service), lambda: "SIGTERM was not heard")
+        wait_until(lambda: is_leaving(service), lambda: "SIGTERM had no effect")
         usage = [chunk.usage for chunk in chunks][-1]
     assert usage is not None
     return usage.completion_tokens
@@ -400,7 +397,7 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
         service.wait_ready()
         below = service.descendants()
         assert stream_across_sigterm(service, service.processes[0].pid) == 300
-        service.processes[0].wait(END_S)  # with torchrun's own status, which is 1 after any signal
+        service.processes[0].wait(END_S)  # exits with torchrun's own status, which is 1 after any signal
         assert all(has_ended(pid, 2) for pid in below)
         assert "the front" in service.output() and "exited with status 0" in service.output()
 
@@ -427,7 +424,7 @@ def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Pa
 
 @pytest.mark.slow
 def test_a_damaged_scale_ends_the_start_with_its_name(tmp_path: Path) -> None:
-    """Of an expert that the second rank holds, before that rank has read a weight."""
+    """The expert is on the second rank. The start fails before that rank has read a weight."""
     model, scale = (
         write_tiny_model(tmp_path / "tiny"),
         "model.layers.1.mlp.experts.6.down_proj.weight_scale_inv",

@@ -1,5 +1,5 @@
-"""One front with scripted ranks for the tests of all endpoints; its model writes Qwen3's markup, some of
-it in special tokens, and it wants a key."""
+"""One front with scripted ranks and API keys for the tests of all endpoints. Its model writes Qwen3's markup,
+partly in special tokens."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="package")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A running front that serves the names "tiny" and "claude-alias" and wants one of two keys."""
+    """A running front that serves the names "tiny" and "claude-alias" and requires one of two keys."""
     special = ("<tool_call>", "</tool_call>", "<|noise|>")
     model = write_tokenizer(tmp_path_factory.mktemp("model"), chat_template=TEMPLATE, special_tokens=special)
     keys = ("--api-key", "sesame", "--api-key", "second")
@@ -42,12 +42,12 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     process.headers = {"Authorization": "Bearer sesame"}
     yield process
     status, said = process.close()
-    assert (status, said) == (0, ""), "the front ends in silence"
+    assert (status, said) == (0, ""), "the front prints nothing when it exits"
 
 
 @pytest.fixture(scope="package")
 def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
-    """The official client, which must not hide failures by trying again."""
+    """The official client, without retries: they would hide failures."""
     with openai.OpenAI(
         base_url=front.url + "/v1", api_key="sesame", max_retries=0, timeout=TIMEOUT_S
     ) as made:

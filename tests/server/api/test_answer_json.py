@@ -1,4 +1,4 @@
-"""What answers share: events made from a template, log-probabilities in both forms, times in milliseconds."""
+"""Shared parts of answers: events made from a template, log-probabilities in both formats, times in milliseconds."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ WORDS = [b"a", b"bc", b"\xe2\x82", b"\xac", b" d", b"\xff", b"", b""]
 
 
 class Words:
-    """What is needed of a tokenizer; two tokens are halves of a character, one is no text at all."""
+    """The part of a tokenizer that is needed. Two tokens are halves of a character, and one has no text."""
 
     def token_bytes(self, token_id: int) -> bytes:
         return WORDS[token_id]
@@ -91,7 +91,7 @@ def test_tokens_that_are_no_text_stay_apart_as_keys() -> None:
     [content] = objects([entry(5, 2, 3)], num_top=2)
     assert set(content["top_logprobs"][0]) == {"bytes:\\xff", "bytes:\\xe2\\x82", "bytes:\\xac"}
     [content] = objects([entry(6, 7)])
-    assert content["top_logprobs"] == [{"token_id:7": -0.5, "token_id:6": -1.0}], "ids without any text"
+    assert content["top_logprobs"] == [{"token_id:7": -0.5, "token_id:6": -1.0}], "ids without text"
 
 
 def test_tokens_may_be_told_as_ids() -> None:
@@ -152,7 +152,7 @@ def test_half_a_surrogate_pair_is_refused_as_by_a_whole_event() -> None:
 
 
 def streamed(pieces: list[tuple[int, Piece]], **fields: Any) -> list[bytes]:
-    """Word pieces of a completion of one prompt, with as many choices as there are."""
+    """Format the pieces of a completion of one prompt, with `n` choices."""
 
     async def scenario() -> list[bytes]:
         answer = Answer("cmpl-1", lambda _answer: None)
@@ -169,7 +169,7 @@ def test_pieces_in_the_middle_are_chunks_as_those_at_the_ends() -> None:
     last = Piece("c", finish_reason=FinishReason.STOP, stop_reason="x")
     said = streamed([(1, Piece("a")), (1, Piece("a")), (0, Piece("a")), (0, Piece("b")), (1, last)], n=2)
     first = said[0]
-    assert said[1] == first, "the second piece, from the template, is the first one's bytes"
+    assert said[1] == first, "a second piece, made from the template, has the first one's bytes"
     assert said[3] == first.replace(b'"index":1', b'"index":0').replace(b'"text":"a"', b'"text":"b"')
     assert said[4] == first.replace(b'"text":"a"', b'"text":"c"').replace(
         b'"finish_reason":null,"stop_reason":null',
@@ -219,4 +219,4 @@ def test_a_request_s_times_are_told_in_milliseconds_as_vllm_divides_them() -> No
         "mean_itl_ms": 125.0,
         "tokens_per_second": 10.0,
     }
-    assert two is None, "choices share the time"
+    assert two is None, "several choices share the time"

@@ -1,4 +1,4 @@
-"""Deltas to blocks: opened, grown and closed in order, whatever the deltas' kinds and splits."""
+"""Deltas to blocks: opened, extended and closed in order, for deltas of any kind and split."""
 
 from hypothesis import given
 from hypothesis import strategies as st

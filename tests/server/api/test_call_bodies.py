@@ -1,4 +1,4 @@
-"""Endpoints that show a call's arguments as an object send JSON, whatever the model wrote."""
+"""Endpoints that show a call's arguments as an object send valid JSON, even if the model did not write it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A chat's prompt as templates of every kind get it, and how one choice is read."""
+"""A chat's prompt for templates of every kind, and the parsing of one choice."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def test_the_client_s_words_cannot_be_the_server_s(tmp_path: Path, name: str) ->
 
 
 class Script:
-    """A text parser that says what it is told."""
+    """A text parser that returns the given deltas."""
 
     def __init__(self, *deltas: Delta) -> None:
         self.deltas = list(deltas)

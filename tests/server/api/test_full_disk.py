@@ -1,4 +1,4 @@
-"""A front whose disk is full: a small tmpfs, filled by the test. What cannot be kept is said, and all works when there is room."""
+"""A front on a full disk (a small tmpfs): failures to store are reported, and all works again when there is room."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ DISK_BYTES = 4 << 20
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A disk of its own."""
+    """A small file system."""
     folder = tmp_path_factory.mktemp("disk")
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=700", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
@@ -33,7 +33,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def front(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A front that keeps answers and files there."""
+    """A front that keeps answers and files on the small file system."""
     model = write_tokenizer(tmp_path_factory.mktemp("model"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(disk))
@@ -44,7 +44,7 @@ def front(disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fron
 
 @contextlib.contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Leave no byte free."""
+    """Fill the disk to the last byte."""
     ballast = disk / "ballast"
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -81,7 +81,7 @@ def test_a_batch_that_meets_a_full_disk_has_failed_and_its_answers_can_be_read(
     goes_on = threading.Event()
     front.script("first", "one")
     front.script("second", "two", gates={1: goes_on})
-    lines = [  # what is written of the second one ends on a block that there is no room for
+    lines = [  # the stored part of the second line ends in a block for which there is no room
         {
             "custom_id": name,
             "method": "POST",

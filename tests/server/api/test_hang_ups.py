@@ -1,4 +1,4 @@
-"""Clients that leave before their answer has ended: their places at the ranks are free at once, whatever they asked."""
+"""Clients that disconnect before their answer has ended free their places at the ranks at once, at every endpoint."""
 
 import threading
 from typing import Any

@@ -1,6 +1,6 @@
-"""Scoring texts as lm_eval's local-completions does: the client's own arithmetic, against transformers.
+"""Scoring of texts as in lm_eval's local-completions: the client's arithmetic against transformers.
 
-The HTTP application and the engine are real and in this process; only the way between them is short.
+The HTTP application and the engine are real and in this process. Only the link between them is replaced.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ from tests.support.models.families import write_checkpoint
 from tests.support.requests.asgi import ask
 
 TOLERANCE = 1e-4
-CASES = ((5, 4), (1, 3), (17, 1), (30, 12))  # tokens of context, of continuation
+CASES = ((5, 4), (1, 3), (17, 1), (30, 12))  # tokens of context and of continuation
 
 
 class Scored(NamedTuple):
-    """What lm_eval makes of one choice."""
+    """lm_eval's result for one choice."""
 
     loglikelihood: float
     is_greedy: bool
 
 
 class EngineRanks:
-    """What `Requests` needs of `Ranks`: all requests of one HTTP request run in one engine, then are delivered."""
+    """The part of `Ranks` that `Requests` needs. All requests of one HTTP request run in one engine before they are delivered."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -46,7 +46,7 @@ class EngineRanks:
         self.requests: Requests | None = None
 
     def abort(self, rank: int, request_id: str) -> None:
-        raise AssertionError("nothing is aborted here")
+        raise AssertionError("no request is aborted here")
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         if not self._waiting:
@@ -61,14 +61,13 @@ class EngineRanks:
 
 @pytest.fixture(scope="module")
 def oracle(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A checkpoint with the tiny tokenizer's vocabulary, and transformers' model."""
+    """Return a checkpoint with the tiny tokenizer's vocabulary, and transformers' model of it."""
     directory = tmp_path_factory.mktemp("scored")
     vocabulary = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json")).get_vocab_size()
     return directory, write_checkpoint("qwen3_moe", directory, vocab_size=vocabulary)
 
 
 def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, Any]:
-    """POST /v1/completions."""
     tokenizer, ranks, metrics = Tokenizer(str(model_dir)), EngineRanks(directory), Metrics("tiny", 1)
     requests = Requests(
         decoder=tokenizer,
@@ -96,7 +95,7 @@ def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, 
 
 
 def as_lm_eval_scores(choices: list[dict[str, Any]], context_lengths: list[int]) -> list[Scored]:
-    """What lm_eval 0.4's local-completions does with the choices of an echo of token ids and one more token."""
+    """Score choices as lm_eval 0.4's local-completions does. They echo token ids, plus one more token."""
     scored = []
     for choice, length in zip(sorted(choices, key=lambda each: each["index"]), context_lengths, strict=True):
         own = choice["logprobs"]["token_logprobs"][length:-1]
@@ -129,7 +128,7 @@ def test_loglikelihoods_are_transformers_own(oracle: tuple[Path, Any], model_dir
     for case, (context, continuation) in enumerate(CASES):
         ids = torch.randint(3, vocabulary, (context,), generator=generator).tolist()
         with torch.inference_mode():
-            for _ in range(continuation):  # of even cases the greedy one, of odd ones another
+            for _ in range(continuation):  # in even cases the greedy token, in odd ones another
                 best = int(net(torch.tensor([ids])).logits[0, -1].argmax())
                 ids.append(best if case % 2 == 0 else (best + 7) % vocabulary)
             rows = net(torch.tensor([ids])).logits[0].double().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""/v1/messages through Anthropic's client: whole, streamed, with tools, and its errors."""
+"""/v1/messages through Anthropic's client: whole answers, streams, tools and errors."""
 
 import threading
 from collections.abc import Iterator

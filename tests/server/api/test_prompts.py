@@ -1,4 +1,4 @@
-"""How a prompt is made without holding up others: what cannot fit is refused unseen, long work leaves the event loop."""
+"""Prompts that do not delay other requests: too long ones are refused before encoding, and long work leaves the event loop."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ LONGEST = 4  # characters of the longest token
 
 
 class Worker:
-    """Stands in for a tokenizer: a token is LONGEST characters; remembers what it was given, and where it ran."""
+    """A fake tokenizer with tokens of LONGEST characters. It records its texts and the threads of its calls."""
 
     longest_token_chars = LONGEST
     vocab_size = 320
@@ -75,7 +75,7 @@ class Worker:
 
     @property
     def left_the_loop(self) -> bool:
-        """Whether all of it ran beside the event loop, or none."""
+        """Return whether all calls ran in threads. They must not be mixed."""
         outside = {thread is not threading.main_thread() for thread in self.threads}
         assert len(outside) == 1, self.threads
         return outside.pop()
@@ -96,7 +96,7 @@ def model_of(max_len: int, made: type[Worker] = Worker) -> tuple[ServedModel, Wo
 
 
 class NewerWorker(Worker):
-    """Knows a token more than the model."""
+    """A tokenizer with one token more than the model."""
 
     vocab_size = 5
 
@@ -184,7 +184,7 @@ async def test_a_few_long_texts_at_once_and_the_loop_goes_on() -> None:
     ]
     while len(worker.texts) < MAX_LONG_WORK:
         await asyncio.sleep(0.001)
-    for _ in range(100):  # the loop turns, and nobody else has begun
+    for _ in range(100):  # the loop turns, and no other work begins
         await asyncio.sleep(0)
     assert len(worker.texts) == MAX_LONG_WORK
     worker.gate.set()

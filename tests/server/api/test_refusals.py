@@ -1,7 +1,7 @@
-"""Requests that are wrong: a 400 that names the field, in words that say what to do, and nobody else is disturbed.
+"""Invalid requests: a 400 names the field and the remedy, and other requests are not disturbed.
 
-One table for all endpoints. Words are those that clients look for, vLLM's among them (its tests of refusals, 0.2x to
-0.33). What a hostile client may send beyond that is in tests/server/hard.
+One table for all endpoints. The texts are those that clients look for, including vLLM's (from its tests of refusals, 0.2x to
+0.33). Further hostile requests are in tests/server/hard.
 """
 
 import json
@@ -40,7 +40,7 @@ LENGTH = f"maximum context length is {MAX_LEN}"
 NO_PROMPTS: tuple[Any, ...] = (
     None, 5, [], {}, "", [[]], ["a", 1], [1, "a"], [True], [-1], [99_999], [[1], "a"], ["a"] * 1000,
 )  # fmt: skip
-SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and its wrong value, which the message names, too
+SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and an invalid value, which the message also names
     CHAT: [
         ("temperature", "hot"),
         ("temperature", -0.1),
@@ -119,7 +119,7 @@ SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and its wrong value, whi
         ("previous_response_id", 5),
     ],
 }
-# Fields that speak of tokens, on /v1/completions.
+# Fields about tokens, on /v1/completions.
 OF_TOKENS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": [1]}, "logit_bias", "object"),
     ({"logit_bias": {"bad1": 1, "2": 1, "-3": 1}}, "logit_bias", "'bad1', '-3'"),
@@ -451,7 +451,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
 
 
 def post(front: FrontProcess, path: str, body: Any) -> Any:
-    """Send a body, whose halves of surrogate pairs are escaped."""
+    """Send a body. Lone surrogates in it are escaped."""
     content = json.dumps({**NEEDED[path], "model": "tiny", **body} if isinstance(body, dict) else body)
     return front.post(path, content=content, headers=front.headers | {"content-type": "application/json"})
 

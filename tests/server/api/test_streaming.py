@@ -1,4 +1,4 @@
-"""Streams that have nothing to say for long stay open, and errors are statuses until something was said."""
+"""Streams stay open during long silences. Errors are HTTP statuses until the first piece is sent."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ NEVER_S = 1000.0
 
 
 class Scripted:
-    """An answer that says one word, or fails, when it is told to."""
+    """An answer that waits and then yields one word or fails."""
 
     def __init__(self, wait: Awaitable[None], failure: ApiError | None = None) -> None:
         self._wait, self._failure, self._num_pieces = wait, failure, 0
@@ -30,11 +30,11 @@ class Scripted:
         return [(0, Piece(text="word"))]
 
     def close(self) -> None:
-        """Nobody listens."""
+        """Nothing to free."""
 
 
 class Words:
-    """Words pieces as they are."""
+    """Format pieces as their text."""
 
     def piece(self, index: int, piece: Piece) -> bytes:
         return piece.text.encode()
@@ -46,7 +46,7 @@ class Words:
 def stream(
     num_comments: int, failure: ApiError | None = None, *, keep_alive_s: float = 0.001
 ) -> list[Message]:
-    """Stream an answer that comes once so many comments were sent."""
+    """Stream an answer that comes after `num_comments` comments were sent."""
 
     async def scenario() -> list[Message]:
         sent: list[Message] = []
@@ -59,7 +59,7 @@ def stream(
 
         async def receive() -> Message:
             await asyncio.Event().wait()
-            raise AssertionError("the client stays")
+            raise AssertionError("the client stays connected")
 
         if not num_comments:
             enough.set()
@@ -108,7 +108,7 @@ def test_no_comment_comes_while_an_error_is_being_sent() -> None:
 
         async def receive() -> Message:
             await asyncio.Event().wait()
-            raise AssertionError("the client stays")
+            raise AssertionError("the client stays connected")
 
         begun = asyncio.Event()
         begun.set()

@@ -1,4 +1,4 @@
-"""Forms over HTTP: OpenAI's field, vLLM's fields, and what is refused."""
+"""Structured outputs over HTTP: OpenAI's field, vLLM's fields, and refusals."""
 
 import json
 from typing import Any, Literal
@@ -22,7 +22,7 @@ LARK = 'start: "x" | "(" start ")"\n'
 
 
 class Event(BaseModel):
-    """What the official client's parse() is asked for."""
+    """The form that the official client's parse() requests."""
 
     name: str
     days: list[int]
@@ -31,7 +31,7 @@ class Event(BaseModel):
 
 
 def asked(front: FrontProcess, word: str) -> Structure | None:
-    """The form that a rank was given with a prompt that holds `word`."""
+    """Return the structure that a rank received with a prompt containing `word`."""
     rank = front.served(word)
     (request,) = [each for each in rank.requests if word in front.decode(each.prompt_ids)]
     return request.params.structure

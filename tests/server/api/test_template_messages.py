@@ -1,4 +1,4 @@
-"""Histories reach templates of every form: instructions, parts of content, calls that were cut off."""
+"""Chat histories for templates of every kind: instructions, parts of content, calls that were cut off."""
 
 from pathlib import Path
 from typing import Any
@@ -9,24 +9,24 @@ from server.front.errors import ApiError
 from tests.support.requests.chats import rendered
 
 ANY_ROLE = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
-# A template that drops unknown roles in silence, as Qwen3's; it shows a system message anywhere.
+# A template that silently drops unknown roles, as Qwen3's does. It shows a system message at any position.
 DROPS = (
     "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
     "[{{ m.role }}:{{ m.content }}]{% endif %}{% endfor %}"
 )
-# One that refuses unknown roles and late system messages, as Qwen3.5's.
+# A template that rejects unknown roles and late system messages, as Qwen3.5's does.
 REFUSES = (
     "{% for m in messages %}{% if m.role == 'system' %}{% if not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
     "{% elif m.role not in ('user', 'assistant') %}{{ raise_exception('Unexpected message role.') }}{% endif %}"
     "[{{ m.role }}:{{ m.content }}]{% endfor %}"
 )
-# One that takes its first message as the system message and drops later ones, as MiniMax-M2's.
+# A template that uses its first message as the system message and drops later ones, as MiniMax-M2's does.
 FIRST_ONLY = (
     "{% if messages[0].role == 'system' %}[system:{{ messages[0].content }}]{% endif %}"
     "{% for m in messages if m.role != 'system' %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
 )
-KNOWS = (  # as gpt-oss': one instruction, first, in either role
+KNOWS = (  # as gpt-oss: one instruction, first, in either role
     "{% if messages[0].role in ('system', 'developer') %}[{{ messages[0].role }}:{{ messages[0].content }}]"
     "{% set messages = messages[1:] %}{% endif %}"
     "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
@@ -79,20 +79,20 @@ TAKES_EITHER = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
 )
-THROUGH_A_MACRO = (  # as Qwen3.5's
+THROUGH_A_MACRO = (  # as in Qwen3.5
     "{% macro show(content) %}{% if content is string %}{{ content }}{% elif content is iterable %}"
     "{% for item in content %}{{ item.text }}{% endfor %}{% endif %}{% endmacro %}"
     "{% for m in messages %}{{ show(m.content) }}{% endfor %}"
 )
 ONLY_PARTS = "{% for m in messages %}{% for part in m.content %}({{ part.text }}){% endfor %}{% endfor %}"
-CALLS_IN_CONTENT = (  # one name for content and for calls, as vLLM's two templates for Mistral
+CALLS_IN_CONTENT = (  # one name for content and for calls, as in vLLM's two templates for Mistral
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls is defined %}"
     "{% set tool_calls = m.tool_calls %}{% else %}{% set tool_calls = m.content %}{% endif %}"
     "{% if tool_calls is string %}{{ ' ' + m.content }}{% else %}"
     "{% for tool_call in tool_calls %}{{ tool_call.function.name }}{% endfor %}{% endif %}"
     "{% else %}{{ '[INST]' + m.content + '[/INST]' }}{% endif %}{% endfor %}"
 )
-USER_PARTS_ONLY = (  # of users only, as Gemma 4's and MiniMax-M1's
+USER_PARTS_ONLY = (  # of users only, as in Gemma 4 and MiniMax-M1
     "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}({{ part.text }}){% endfor %}"
     "{% else %}<{{ m.content }}>{% endif %}{% endfor %}"
 )
@@ -132,7 +132,7 @@ def cut(arguments: str) -> list[dict[str, Any]]:
     ]
 
 
-PAIRS = (  # mappings only, as Qwen3.5's, Qwen3-Coder's and Gemma 4's
+PAIRS = (  # mappings only, as in Qwen3.5, Qwen3-Coder and Gemma 4
     "{% for m in messages %}{% for call in m.tool_calls or [] %}{% for name, value in call.function.arguments | items %}"
     "{{ name }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"
 )

@@ -1,4 +1,4 @@
-"""Two API keys and an operator's on one front: what A does, B neither sees nor loses places by. The attacks of a review, with bounds."""
+"""Two API keys and an operator key on one front: B cannot see A's data or lose capacity to A. The attacks come from a review."""
 
 import json
 import threading
@@ -14,15 +14,15 @@ from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
 
-SEATS = 16  # of the one rank
+SEATS = 16  # of the only rank
 A, B, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b", "key-o"))
-# What a client may ask without acting on the whole service; all below /v1 and /api is such, too.
+# Endpoints for clients that do not affect the whole service. All paths below /v1 and /api are such, too.
 CLIENT_POSTS = {"/invocations", "/tokenize", "/detokenize", "/generate", "/ping"}
 
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A running front with small bounds."""
+    """A running front with small limits."""
     folder = tmp_path_factory.mktemp("front")
     (folder / "keys").write_text("key-a\nkey-b\n")
     (folder / "operators").write_text("key-o\n")
@@ -36,7 +36,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
 
 @pytest.fixture
 def client(front: FrontProcess) -> Iterator[httpx.Client]:
-    """A client that says with each request whose key it sends."""
+    """A client whose requests each pass a key."""
     front.forget()
     with httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as made:
         yield made
@@ -44,7 +44,7 @@ def client(front: FrontProcess) -> Iterator[httpx.Client]:
 
 
 def hold(front: FrontProcess, word: str) -> threading.Event:
-    """Let prompts with `word` have a token, and the rest when the event is set."""
+    """Hold prompts with `word` after their first token until the returned event is set."""
     goes_on = threading.Event()
     front.script(word, "abcdefgh", gates={1: goes_on})
     return goes_on
@@ -79,7 +79,7 @@ def test_a_response_is_there_for_the_key_that_made_it_alone(
         assert [each.status_code for each in refused] == [404] * len(refused)
         assert all("not found" in each.json()["error"]["message"] for each in refused)
         assert "secret" not in "".join(each.text for each in refused)
-        assert client.get(path, headers=A).status_code == 200, "it is still there"
+        assert client.get(path, headers=A).status_code == 200, "A's response still exists"
     goes_on = respond(client, A, previous_response_id=made, enable_response_messages=True)
     assert "a secret of A" in goes_on.text
     assert client.post(f"/v1/responses/{background}/cancel", headers=A).json()["status"] == "cancelled"
@@ -91,7 +91,7 @@ def test_many_responses_of_b_push_none_of_a_out(client: httpx.Client) -> None:
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda _: respond(client, B).json()["id"], range(1040)))
     assert [client.get(f"/v1/responses/{each}", headers=A).status_code for each in kept] == [200] * 3
-    assert client.get(f"/v1/responses/{made[0]}", headers=B).status_code == 404, "B's own first has gone"
+    assert client.get(f"/v1/responses/{made[0]}", headers=B).status_code == 404, "B's own oldest is evicted"
     assert client.get(f"/v1/responses/{made[-1]}", headers=B).status_code == 200
 
 
@@ -129,7 +129,7 @@ def test_files_of_a_leave_room_for_b(client: httpx.Client) -> None:
 def test_lines_with_many_choices_leave_most_seats_to_others(
     front: FrontProcess, client: httpx.Client
 ) -> None:
-    """40 lines of n=128 took all seats for as long as they lasted; a chat waited for one of 600 tokens to end."""
+    """40 lines with n=128 once took all seats until they ended, and a chat waited for one of 600 tokens."""
     hold(front, "many")
     body = {"model": "m", "prompt": "many", "n": 128, "max_tokens": 8}
     lines = [
@@ -172,7 +172,7 @@ def test_a_line_of_a_batch_keeps_its_responses_for_who_made_the_batch(client: ht
 def test_clients_that_leave_answers_with_new_keys_are_bounded(
     front: FrontProcess, client: httpx.Client
 ) -> None:
-    """Each request is left at once; 32 of them may go on for the minute in which its client could come back."""
+    """Each client disconnects at once. 32 requests may continue for the minute in which a client could reconnect."""
     rank, goes_on = front.ranks[0], hold(front, "left")
     body = {"model": "m", "prompt": "left", "max_tokens": 8, "stream": True}
     for number in range(48):
@@ -186,7 +186,7 @@ def test_clients_that_leave_answers_with_new_keys_are_bounded(
 
 
 def test_every_endpoint_that_acts_on_the_whole_service_is_an_operator_s(client: httpx.Client) -> None:
-    """An endpoint that comes later is in one of the two lists, or this fails."""
+    """Every new endpoint must be added to one of the two lists."""
     described = client.get("/openapi.json", headers=OPERATOR).json()["paths"]
     posts = {path for path, methods in described.items() if "post" in methods}
     acts = {path for path in posts if not path.startswith(("/v1/", "/api/"))} - CLIENT_POSTS

@@ -1,4 +1,4 @@
-"""What a request's fields become at a rank, and every wrong one as a 400 that names it."""
+"""A request's fields as ranks receive them. Every invalid one is a 400 that names it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def model(model_dir: Path) -> ServedModel:
-    """The tiny tokenizer's model: 320 tokens."""
+    """A model with the tiny tokenizer and 320 tokens."""
     tokenizer = Tokenizer(str(model_dir))
     return ServedModel(
         names=("tiny",),
@@ -36,7 +36,7 @@ def model(model_dir: Path) -> ServedModel:
 def asked(
     model: ServedModel, *prompts: list[int], max_tokens: int | None = 8, **fields: Any
 ) -> list[Request]:
-    """The requests that ranks get."""
+    """Return the requests that ranks receive."""
     body = CompletionRequest(**fields)
     refuse_unserved(body)
     asks = asks_for(
@@ -156,7 +156,7 @@ def test_a_prompt_is_cut_on_the_side_asked_for(
 
 def test_minus_one_cuts_a_prompt_to_what_fits(model: ServedModel) -> None:
     [request] = asked(model, list(range(100)), truncate_prompt_tokens=-1)
-    assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), "8 are to be generated"
+    assert list(request.prompt_ids) == list(range(100 - (MAX_LEN - 8), 100)), "8 tokens are generated"
 
 
 def test_every_field_is_in_the_documentation() -> None:

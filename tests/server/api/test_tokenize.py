@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, prompts that are counted, and the commands of docs/endpoints.md."""
+"""/tokenize and /detokenize, token counts of prompts, and the commands of docs/endpoints.md."""
 
 import re
 import shlex
@@ -47,7 +47,7 @@ HEADERS = {"Authorization": "Bearer sesame"}
 
 
 def commands() -> list[list[str]]:
-    """The words of every curl command in the document; scripted ranks have no experts to tell of."""
+    """Return the words of every curl command in the document, except those about experts: scripted ranks have none."""
     found = re.findall(r"^curl (?:.*\\\n)*.*$", TEXT, flags=re.MULTILINE)
     split = [shlex.split(command.replace("\\\n", " "))[1:] for command in found]
     assert len(split) > 10, "the document has commands"
@@ -55,7 +55,6 @@ def commands() -> list[list[str]]:
 
 
 def upload(front: FrontProcess) -> httpx.Response:
-    """Send the document's file of requests."""
     requests = re.search(r"`requests.jsonl`:\n\n```json\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
     assert requests is not None
     form = {"data": {"purpose": "batch"}, "files": {"file": requests[1].replace("demo", "tiny").encode()}}
@@ -63,7 +62,7 @@ def upload(front: FrontProcess) -> httpx.Response:
 
 
 def with_ids(front: FrontProcess, text: str) -> str:
-    """Put the ids of a new file, or of a new batch, where the document leaves them out."""
+    """Insert the ids of a new file or batch where the document omits them."""
     if "file-..." in text:
         text = text.replace("file-...", upload(front).json()["id"])
     if "batch_..." in text:

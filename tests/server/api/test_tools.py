@@ -1,4 +1,4 @@
-"""tools and tool_choice: what is checked, and what they bind the answer to."""
+"""tools and tool_choice: validation, and the constraints that they put on the answer."""
 
 import json
 from typing import Any

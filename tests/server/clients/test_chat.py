@@ -18,11 +18,11 @@ from server.clients.chat import ChatClient, ChatPiece, Speed, run_chat
 from server.clients.connection import Connection, ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
-CLIENT = httpx.Client  # also where a test has put something in its place
+CLIENT = httpx.Client  # stays available while a test replaces httpx.Client
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseException]]) -> None:
-    """Let input() return these, or raise them, then Ctrl-D."""
+    """Let input() return these lines or raise these exceptions, and finally signal Ctrl-D."""
     left: Iterator[str | type[BaseException]] = iter([*lines, EOFError])
 
     def fake_input(_prompt: str = "") -> str:
@@ -35,7 +35,7 @@ def type_in(monkeypatch: pytest.MonkeyPatch, lines: Iterable[str | type[BaseExce
 
 
 def chat(*words: str, environment: Mapping[str, str] | None = None) -> int:
-    """Run `wideep chat` in this process; returns its status."""
+    """Run `wideep chat` in this process and return its exit status."""
     return run_chat(build_parser().parse_args(["chat", *words]), environment=environment or {})
 
 
@@ -92,7 +92,7 @@ def test_flags_reach_the_service_and_questions_may_have_several_lines(
     assert chat(front.url, *flags) == 0
     said = capsys.readouterr().out
     assert "Chatting with org/tiny-alias" in said
-    assert re.search(r"fine\n\(\d+ tokens?, .*first token after \d+\.\d\d s\)", said), "how fast it was"
+    assert re.search(r"fine\n\(\d+ tokens?, .*first token after \d+\.\d\d s\)", said), "the speed is shown"
     first, second = front.asked("t-lines"), front.asked("t-quoted")
     assert first.params.temperature == second.params.temperature == 0.25
     for asked, question in ((first, "t-lines \nand more<|end|>"), (second, "t-quoted\n\n/inside<|end|>")):
@@ -115,7 +115,7 @@ def test_a_temperature_that_makes_no_sense_is_refused(value: str, capsys: pytest
 
 
 def spoken(chunks: Iterable[dict[str, Any]]) -> httpx.Client:
-    """A service that answers every chat with these chunks."""
+    """Return a client of a service that answers every chat with these chunks."""
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -157,7 +157,7 @@ def test_reasoning_is_dimmed_on_a_terminal(
 def test_what_a_server_says_does_not_act_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A clipboard escape, a title, a cursor that goes back, C1's own introducer: shown, in answers, reasoning and errors."""
+    """Covers a clipboard escape, a title, a cursor move and C1's CSI. All are shown escaped in answers, reasoning and errors."""
     hostile = "a\tb\n\x1b]52;c;ZXZpbA==\x07\x1b[2J\r\x9b31m\x7f\x00\u00e9"
     shown = "a\tb\n\\x1b]52;c;ZXZpbA==\\x07\\x1b[2J\\x0d\\x9b31m\\x7f\\x00\u00e9"
     for chunk, stream in (

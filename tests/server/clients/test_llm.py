@@ -1,4 +1,4 @@
-"""The offline LLM's requests and results, against a front with scripted ranks; `test_service` has a real one."""
+"""The offline LLM's requests and results, against a front with scripted ranks. `test_llm_service` uses real engines."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tests.support.service.front_process import FrontProcess
 
 
 def ask(front: FrontProcess, prompts: Sequence[Any], params: SamplingParams) -> list[RequestOutput]:
-    """Have prompts continued by the front."""
+    """Have the front complete prompts."""
     questions = [Question(index, prompt, params) for index, prompt in enumerate(prompts)]
     return asyncio.run(complete_all(questions, BulkClient(front.url, None, concurrency=4), shows_bar=False))
 

@@ -1,4 +1,4 @@
-"""`LLM` and `wideep run-batch` with real engines of their own: the service's tokens, and nothing left behind."""
+"""`LLM` and `wideep run-batch` with private engines: the same tokens as from a service, and no process left behind."""
 
 import json
 import signal
@@ -29,13 +29,12 @@ input()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE with a tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gloo over the loopback device, whatever the machine's name resolves to."""
+    """Run gloo over the loopback device, regardless of the address of the machine's name."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 

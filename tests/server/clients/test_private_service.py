@@ -1,4 +1,4 @@
-"""A service of one's own, with fake engines and fronts: it starts, it says why it ended, it never stays behind."""
+"""A private service with fake engines and fronts: it starts, reports why it ended, and leaves no process behind."""
 
 import json
 import os
@@ -33,7 +33,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Where the fakes leave their pids, and a launcher without torch."""
+    """An environment with a folder for the fakes' pids and a launcher without torch."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
     return {**clean, "FAKE_DIRECTORY": str(tmp_path), "FAKE_LAUNCHER": "1", "TMPDIR": str(tmp_path)}
 
@@ -54,13 +54,13 @@ def start(model: Path | str, environment: dict[str, str], **options: object) -> 
 
 @pytest.fixture
 def service(model: Path, environment: dict[str, str]) -> Iterator[PrivateService]:
-    """A service that answers."""
+    """A service that is ready."""
     with start(model, environment) as running:
         yield running.wait_ready()
 
 
 def pids(directory: Path) -> dict[str, int]:
-    """The pids of all processes, once all have said theirs."""
+    """Return the pids of all processes, once all have written theirs."""
     wait_until(lambda: {path.stem for path in directory.glob("*-*.json")} >= ALL, lambda: "not all started")
     return {path.stem: json.loads(path.read_text())["pid"] for path in directory.glob("*-*.json")}
 
@@ -78,7 +78,7 @@ def test_it_answers_on_a_free_port_with_a_key_of_its_own_and_ends_with_all_proce
     service.close()
     service.close()
     assert all(has_ended(pid, 0) for pid in below.values())
-    assert "Ctrl-C stops everything" not in capfd.readouterr().out, "a script's output is its own"
+    assert "Ctrl-C stops everything" not in capfd.readouterr().out, "the output belongs to the script"
 
 
 @pytest.mark.slow

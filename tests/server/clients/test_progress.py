@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, lines elsewhere, nothing where nobody asked."""
+"""Progress: a bar on a terminal, lines elsewhere, and nothing when it is disabled."""
 
 import io
 
@@ -7,7 +7,6 @@ from server.clients.progress import LINE_EVERY_S, RequestProgress
 
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
-        """Yes."""
         return True
 
 

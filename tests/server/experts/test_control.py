@@ -1,4 +1,4 @@
-"""The front's hand on the placement, with ranks that are played: stages, drops, rollback, decisions, HTTP."""
+"""The front's control of the placement, with scripted ranks: stages, drops, rollback, decisions, HTTP."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,12 +32,12 @@ from tests.support.requests.asgi import client_of
 
 START = random_placement(3, 8, 2, 6, seed=1)
 OTHER = random_placement(3, 8, 2, 6, seed=2)
-COMPILE_S = 600.0  # in a fresh checkout a planner is compiled first, which takes minutes where busy
+COMPILE_S = 600.0  # in a fresh checkout a planner is compiled first, which takes minutes on a busy machine
 CONFIG = EplbConfig(window_size=10, step_interval=20, min_gain=0.0)
 
 
 class PlayedRanks:
-    """Two ranks that do what they are asked, or fail at some versions on rank 1."""
+    """Two ranks that follow orders. Rank 1 fails at some versions."""
 
     num_ranks = 2
 
@@ -87,7 +87,7 @@ def control_of(
 
 
 def seen(load: ExpertsLoad, steps: int) -> None:
-    """Let both ranks report a skewed load after so many steps."""
+    """Let both ranks report a skewed load after some steps."""
     counts = np.zeros((3, 2, 10), dtype=np.uint32)
     counts[:, 1, :8] = np.array([900, 5, 5, 5, 5, 5, 5, 70]) * steps
     counts[:, 1, 8:] = np.array([900, 100]) * steps
@@ -209,7 +209,7 @@ def test_decisions_are_made_every_interval_noted_with_their_reasons_and_measured
 
 
 class SilentRanks(PlayedRanks):
-    """Begin to move, and say no more."""
+    """Begin to move and never finish."""
 
     def prepare(self, placement: Placement) -> None:
         self.told.append(("prepare", placement.version))
@@ -231,7 +231,7 @@ def test_a_change_is_given_up_when_the_epoch_ends_and_home_stays() -> None:
         assert entry["failed"] == "the epoch ended (rank 1 is lost: killed)" and entry["cause"] == "epoch"
         assert entry["digest"] == START.digest() and entry["stages"][0] == 0
         assert control.serving() is order.placement and control.home is START
-        assert version > ranks.told[0][1], "versions are never used twice"
+        assert version > ranks.told[0][1], "versions are never reused"
         assert not any(verb == "drop" for verb, _ in ranks.told), "ranks follow the order"
         whole = START.with_version(control.next_version())
         control.regroup(Order(2, (0, 1), whole), "")

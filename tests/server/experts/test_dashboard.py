@@ -1,4 +1,4 @@
-"""The page at /dashboard in a real browser: what it draws, what it says on hover, and what it says when there is nothing."""
+"""The page at /dashboard in a real browser: its charts, its tooltips, and its messages when data is missing."""
 
 import tomllib
 from collections.abc import Iterator
@@ -29,27 +29,27 @@ def chromium_program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrom
 
 @pytest.fixture
 def service() -> Iterator[DashboardService]:
-    """A service whose answers the test chooses."""
+    """A service with answers that the test chooses."""
     with DashboardService() as running:
         yield running
 
 
 @pytest.fixture
 def browser(chromium_program: Chromium, service: DashboardService) -> Iterator[Chromium]:
-    """The browser, which leaves the page before its service goes: the next test's page has nothing to complain of."""
+    """The browser. It leaves the page before its service ends, so that the next test sees no errors of this page."""
     yield chromium_program
     chromium_program.call("Page.navigate", url="about:blank")
 
 
 def text(browser: Chromium, name: str) -> str:
-    """What an element of the page says."""
+    """Return the text of an element of the page."""
     said = browser.evaluate(f"document.getElementById('{name}').innerText")
     assert isinstance(said, str)
     return said
 
 
 def hover_cell(browser: Chromium, name: str, row: float, column: float) -> str:
-    """Point into a map, at parts 0 to 1 of its cells; returns the tip's text."""
+    """Hover over a map at fractions 0 to 1 of its cells and return the tooltip's text."""
     box = browser.evaluate(
         f"""(() => {{ const canvas = document.querySelector('#{name} canvas'); canvas.scrollIntoView();
         const box = canvas.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; }})()"""
@@ -104,7 +104,7 @@ def test_hovering_names_the_expert_and_the_rank(browser: Chromium, service: Dash
 def test_its_balancedness_is_the_services_own(
     browser: Chromium, service: DashboardService, phase: str
 ) -> None:
-    """Mean over fullest rank of each layer, then over the layers: the axis is pinned on both sides."""
+    """Balancedness is mean load over the fullest rank's load per layer, averaged over layers. Page and service must agree."""
     answer = service.answer = load_answer(5, 16, 4, seed=7)
     browser.open(service.url)
     browser.wait_for(LIVE)
@@ -132,7 +132,7 @@ def test_large_models_fit_and_crowded_ranks_share_cells(
     is_shared = ranks == 320
     assert ("the hottest of" in said) == is_shared
     assert ("A cell is the hottest of" in text(browser, "ranks-note")) == is_shared
-    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no element overflows"
     assert not browser.complaints
 
 
@@ -202,7 +202,7 @@ def test_a_lost_rank_is_said_until_it_is_back(browser: Chromium, service: Dashbo
     assert text(browser, "status").startswith("1 of 2 ranks, live")
     assert "1 of 2\naway: rank 1" in text(browser, "service")
     assert browser.evaluate("document.title").startswith("(1 of 2 ranks)")
-    assert "1.000" not in text(browser, "tiles"), "one rank is no proof of balance"
+    assert "1.000" not in text(browser, "tiles"), "a single rank is not shown as balanced"
     colours = "['--good', '--bad'].map((name) => getComputedStyle(document.body).getPropertyValue(name))"
     dot = "getComputedStyle(document.getElementById('status'), '::before').backgroundColor"
     assert browser.evaluate(f"{colours}[1]") == "#b3261e" and browser.evaluate(dot) == "rgb(179, 38, 30)"
@@ -262,7 +262,7 @@ def test_ranks_events_and_the_service_are_shown(browser: Chromium, service: Dash
     browser.wait_for(LIVE)
     browser.wait_for("document.getElementById('card').innerText.includes('Started')")
     assert "WideEP 0.1.0" not in text(browser, "card"), (
-        "with API keys the page has no facts, and the rest is shown"
+        "with API keys the page shows everything except the facts"
     )
 
 
@@ -285,10 +285,10 @@ def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: Da
     assert whole == len(service.throughput["series"]["time"])
     browser.evaluate("document.querySelector('[value=\"300\"]').click()")
     browser.wait_for(f"{path} < {whole}")
-    assert browser.evaluate(path) == pytest.approx(150, abs=5), "five minutes of a point every two seconds"
+    assert browser.evaluate(path) == pytest.approx(150, abs=5), "five minutes with a point every two seconds"
     service.throughput = {}
     browser.wait_for("document.getElementById('service').innerText.includes('\u2013')")
-    assert browser.evaluate("document.body.dataset.state") == "live", "the rest of the page goes on"
+    assert browser.evaluate("document.body.dataset.state") == "live", "the rest of the page stays live"
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ def test_rebalances_are_listed_and_marked_and_markup_in_them_is_text(
     service.answer = {**load_answer(2, 8, 2, history=entries), "series": past}
     browser.wait_for("document.querySelectorAll('#timeline .mark').length === 3")
     line = browser.evaluate("document.querySelector('#timeline .line').getAttribute('d')")
-    assert line.count("L") == 4, "from the series' first point to the present window"
+    assert line.count("L") == 4, "from the series' first point to the current window"
     assert browser.evaluate("document.querySelectorAll('#timeline .mark.kept').length") == 2
     rows = text(browser, "history").splitlines()
     assert any("Too little to gain" in row for row in rows)
@@ -360,5 +360,5 @@ def test_both_themes_draw_and_differ(browser: Chromium, service: DashboardServic
     dark = browser.screenshot()
     for picture in (light, dark):
         assert picture.startswith(b"\x89PNG")
-        assert len(picture) > 20_000, "there is something to see"
+        assert len(picture) > 20_000, "the picture is not empty"
     assert light != dark

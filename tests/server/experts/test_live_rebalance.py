@@ -1,4 +1,4 @@
-"""A whole service rebalances again and again while it answers: equal bits, no request lost, back, and a warm restart."""
+"""A whole service rebalances repeatedly while it answers: equal bits, no lost requests, a rollback, and a warm restart."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def answer(service: RealService, prompt: str) -> tuple[str, list[float]]:
-    """A greedy completion: its text, and the bits of its tokens' probabilities."""
+    """Return the text and the log-probabilities of a greedy completion."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 32, "temperature": 0, "logprobs": 1}
     told = httpx.post(f"{service.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120)
     assert told.status_code == 200, told.text
@@ -35,7 +35,7 @@ def answer(service: RealService, prompt: str) -> tuple[str, list[float]]:
 
 
 class Load:
-    """Clients that ask without a pause. A context manager: leaving waits for what is still open."""
+    """Clients that send requests without a pause. A context manager: leaving it waits for open requests."""
 
     def __init__(self, service: RealService) -> None:
         self.answers: list[tuple[int, tuple[str, list[float]]]] = []
@@ -72,7 +72,7 @@ def post(service: RealService, path: str, body: Any = None) -> Any:
 
 
 def knows_experts(service: RealService) -> bool:
-    """Whether rank 0 has said where experts are: just after it has attached."""
+    """Return whether rank 0 has reported the placement. It does so just after it has attached."""
     return httpx.get(f"{service.url}/experts/history", timeout=60).status_code == 200
 
 
@@ -123,25 +123,25 @@ def test_a_service_that_rebalances_all_the_time_answers_as_one_that_does_not_and
         service.wait_ready()
         wait_until(lambda: knows_experts(service), service.output)
         told = get(service, "/experts/history")
-        assert from_json(told["serving"]).digest() == last.digest(), "the start is warm"
+        assert from_json(told["serving"]).digest() == last.digest(), "the restart is warm"
         assert [entry["version"] for entry in told["history"]] == [*versions, back["version"]]
         with Load(service) as load:
             wait_until(decided(service, len(told["history"])), service.output, within_s=DECIDING_S)
         assert all(told == expected[at] for at, told in load.answers), "answers changed after the restart"
         back = post(service, "/experts/rollback")
-        assert back["kind"] == "rollback" and back["failed"] is None, "the way back survives a restart"
+        assert back["kind"] == "rollback" and back["failed"] is None, "the rollback works across a restart"
         assert answer(service, PROMPTS[1]) == expected[1]
         assert_nothing_is_open(service)
         assert "wideep experts: " in service.output()
 
 
 def decided(service: RealService, num_entries: int) -> Callable[[], bool]:
-    """Whether the controller has decided twice by itself."""
+    """Return a condition: the controller has decided twice more."""
     return lambda: len(get(service, "/experts/history")["history"]) >= num_entries + 2
 
 
 def assert_nothing_is_open(service: RealService) -> None:
-    answer(service, PROMPTS[0])  # ranks tell their numbers before they sleep
+    answer(service, PROMPTS[0])  # ranks send their statistics before they sleep
     lines = httpx.get(f"{service.url}/metrics").text.splitlines()
     running = [line for line in lines if line.startswith("vllm:num_requests_running")]
     assert running and all(float(line.split()[-1]) == 0 for line in running)

@@ -1,4 +1,4 @@
-"""What the front makes of ranks' reports: differences of counters, the JSON of GET /experts/load, metrics."""
+"""The front's processing of ranks' reports: differences of counters, the JSON of GET /experts/load, metrics."""
 
 import asyncio
 from typing import Any
@@ -88,7 +88,7 @@ def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None
     rank_tokens = metrics_of(load)
     load.regroup(Order(1, (1,), linear_placement(LAYERS, EXPERTS, 1).with_version(4)))
     assert told(load)["window"] == {"steps": 0, "seconds": 0.0}
-    load.take_load(report(0, 21, counts(9)))  # of the epoch that is over, as the next
+    load.take_load(report(0, 21, counts(9)))  # of the previous epoch, as the next
     load.take_load(report(1, 21, counts(9)))
     alone = np.concatenate(
         (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
@@ -103,7 +103,7 @@ def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None
     now = metrics_of(load)
     grown = {name: now[name] - rank_tokens[name] for name in rank_tokens if now[name] != rank_tokens[name]}
     prefill = [value for name, value in grown.items() if "tokens_per_rank" in name and "prefill" in name]
-    assert prefill == [alone[:, 0, EXPERTS:].sum()], "counters go on, and only those of the rank that served"
+    assert prefill == [alone[:, 0, EXPERTS:].sum()], "counters continue, but only for the rank that served"
     assert all('engine="0"' not in name for name in grown)
 
 
@@ -157,13 +157,13 @@ def test_balancedness_is_aggregated_over_the_layers_that_have_tokens() -> None:
 def test_settle_waits_for_every_ranks_step_and_not_longer_than_it_may() -> None:
     async def scene() -> list[bool]:
         load = loaded()
-        await load.settle({0: 20, 1: 20}, 30.0)  # they have
+        await load.settle({0: 20, 1: 20}, 30.0)  # both steps are already reported
         waiting = asyncio.create_task(load.settle({0: 25, 1: 20}, 30.0))
         await asyncio.sleep(0)
         seen = [waiting.done()]
         load.take_load(report(0, 25, counts(0) * 25))
         await asyncio.wait_for(waiting, 10.0)
-        await asyncio.wait_for(load.settle({1: 99}, 0.01), 10.0)  # gives up
+        await asyncio.wait_for(load.settle({1: 99}, 0.01), 10.0)  # times out
         return seen
 
     assert asyncio.run(scene()) == [False]
@@ -197,7 +197,7 @@ def test_rebalances_and_failures_are_counted_by_names_that_are_few_and_fixed() -
     load.changes.decisions["nothing"] += 3
     load.changes.is_under_way = True
     found = metrics_of(load)
-    assert set(found) == names, "all labels are there from the start"
+    assert set(found) == names, "all labels exist from the start"
     assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 2
     assert found['wideep:eplb_moves_total{model_name="m"}'] == 10
     assert found['wideep:eplb_moved_bytes_total{model_name="m"}'] == 2000
@@ -243,7 +243,7 @@ def test_reports_cross_the_wire_unchanged() -> None:
 
 
 def window_of(prefill: list[int], decode: list[int]) -> LoadWindow:
-    """One layer of two experts on two ranks."""
+    """Return a window with one layer of two experts on two ranks."""
     window = LoadWindow(1, 2, 2)
     window.add(1, np.array([[prefill * 2, decode * 2]]), no_figures(2))
     return window

@@ -1,4 +1,4 @@
-"""Dumps of records: for their owner alone, the newest few, and not where somebody else made the folder first."""
+"""Dumps of records: readable only by their owner, limited to the newest, and refused in folders that others created."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_the_newest_dumps_are_kept_and_other_files_are_left_alone(tmp_path: Path
     others = {"notes.txt", "expert_distribution_recorder_mine.pt"}
     for other in others:
         (tmp_path / other).write_text("")
-    for number in range(8, 12 + MAX_DUMPS):  # names whose order as text is another one
+    for number in range(8, 12 + MAX_DUMPS):  # names with another order as text
         for ending in ("pt", "json", "npz"):
             (tmp_path / f"expert_distribution_recorder_{number}.5.{ending}").write_text("")
     remove_old(tmp_path)

@@ -1,4 +1,4 @@
-"""The recorder: what it keeps against what it was given, both file formats, and memory that stays bounded."""
+"""The recorder: recorded against reported counts, both file formats, and bounded memory."""
 
 import io
 import json
@@ -91,7 +91,7 @@ def test_what_is_recorded_while_a_record_is_written_is_not_forgotten_with_it(num
 
 
 def npz(recorder: LoadRecorder) -> bytes:
-    """A record as our file has it."""
+    """Return a record in our file format."""
     file = io.BytesIO()
     recorder.take("m", expert_map()).write_npz(file)
     return file.getvalue()

@@ -1,4 +1,4 @@
-"""The endpoints about experts on a real front whose ranks report from a script, and the command line on top of them."""
+"""The endpoints about experts on a real front with scripted reports of its ranks, and the command line on top of them."""
 
 import io
 import json
@@ -19,13 +19,13 @@ START, STOP, DUMP = (f"/{verb}_expert_distribution_record" for verb in ("start",
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where dumps go."""
+    """The folder for dumps."""
     return tmp_path_factory.mktemp("records")
 
 
 @pytest.fixture(scope="module")
 def front(model_dir: Path, directory: Path) -> Iterator[FrontProcess]:
-    """A front with a key, whose rank 0 has not said yet which experts there are."""
+    """A front with a key. Its rank 0 has not reported its experts yet."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(directory))
         process = FrontProcess(model_dir, "--served-model-name", "tiny", "--api-key", "sesame").attach_all()
@@ -35,13 +35,13 @@ def front(model_dir: Path, directory: Path) -> Iterator[FrontProcess]:
 
 @pytest.fixture(scope="module")
 def http(front: FrontProcess) -> Iterator[httpx.Client]:
-    """With the key."""
+    """A client with the key."""
     with httpx.Client(base_url=front.url, headers={"Authorization": "Bearer sesame"}, timeout=60) as client:
         yield client
 
 
 def tell(front: FrontProcess, http: httpx.Client, *reports: LoadReport) -> None:
-    """Have ranks report, and wait until the front knows what each of them said."""
+    """Have ranks report, and wait until the front has all reports."""
     for each in reports:
         front.ranks[each.rank].link.send_load(each)
     wanted = {each.rank: each.num_steps for each in reports}
@@ -59,7 +59,7 @@ def test_the_whole_story_of_a_record(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One test, because the front's state goes on: unknown, known, recording, stopped, dumped."""
+    """One test, because the front's state changes: unknown, known, recording, stopped, dumped."""
     early = http.get("/experts/load")
     assert early.status_code == 503
     assert "the experts are not known yet" in early.json()["error"]["message"]
@@ -69,10 +69,10 @@ def test_the_whole_story_of_a_record(
             break
     assert http.get("/experts/load").json()["window"]["steps"] == 0
 
-    assert httpx.post(front.url + START).status_code == 401, "what changes something needs the key"
-    assert httpx.get(front.url + "/experts/load").status_code == 200, "looking does not"
+    assert httpx.post(front.url + START).status_code == 401, "changes need the key"
+    assert httpx.get(front.url + "/experts/load").status_code == 200, "reading does not"
     assert httpx.get(front.url + "/experts/record").status_code == 401, (
-        "but for what costs as much as a record"
+        "except for records, which are expensive"
     )
     for path in (STOP, DUMP):
         refused = http.post(path)
@@ -101,7 +101,7 @@ def test_the_whole_story_of_a_record(
     assert [path.stat().st_mode & 0o777 for path in paths] == [0o600] * 3
     logical = np.array(json.loads(paths[1].read_text())["logical_count"]).sum(axis=0)
     np.testing.assert_array_equal(logical[[2, 3, 5]], expected.sum(axis=1))
-    assert http.post(DUMP).status_code == 400, "a dump forgets"
+    assert http.post(DUMP).status_code == 400, "a dump clears the record"
 
     assert "vllm:eplb_balancedness_avg" in http.get("/metrics").text
     assert main(["experts", "load", front.url]) == 0

@@ -1,4 +1,4 @@
-"""How many may be open, and when one that is refused should come back."""
+"""Limits on open requests, and when a refused request should be retried."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_a_key_with_less_than_its_part_is_taken_when_another_one_has_filled_the_
     check(admission, num_open=6, num_own=0, num_keys=2)
     check(admission, num_open=8, num_own=2, num_keys=2)
     assert refusal_of(admission, num_open=9, num_own=3, num_keys=2).status == 429
-    assert refusal_of(admission, num_open=9, num_own=6, num_keys=2).status == 429, "the flood's own"
+    assert refusal_of(admission, num_open=9, num_own=6, num_keys=2).status == 429, "the flooding key's own"
     check(admission, num_open=9, num_own=1, num_keys=3)
 
 
@@ -55,7 +55,7 @@ def test_a_request_that_would_be_refused_every_time_is_not_told_to_come_back() -
     assert refused.status == 400 and "Retry-After" not in refused.headers
     admission = Admission(3)
     refusal_of(admission, 4, num_open=0)
-    assert admission.num_refused == 0, "it was told that it is wrong, not that it is too much"
+    assert admission.num_refused == 0, "it was invalid, not refused for lack of places"
 
 
 def test_keys_that_come_one_after_the_other_fill_twice_the_places_at_most() -> None:

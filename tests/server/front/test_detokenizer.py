@@ -1,4 +1,4 @@
-"""Incremental text against decoding everything at once."""
+"""Incremental text against decoding all tokens at once."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from server.front.detokenizer import REPLACEMENT, Detokenizer, StopScreen
 
 
 class ByteDecoder:
-    """Token i is byte i; 256 and on are special and have no text."""
+    """Token i is byte i. Tokens from 256 on are special and have no text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
@@ -154,7 +154,7 @@ def test_the_text_ends_at_the_first_stop_string_however_it_is_cut(
     pieces: list[str], stops: list[str]
 ) -> None:
     whole = "".join(pieces)
-    # Character by character is the oracle: the first stop string to be complete, the longest of those.
+    # The oracle checks character by character: the first stop string to be complete, and the longest of these.
     ends = [(end, stop) for end in range(1, len(whole) + 1) for stop in stops if whole[:end].endswith(stop)]
     if not ends:
         assert screened(pieces, tuple(stops)) == (whole, None)

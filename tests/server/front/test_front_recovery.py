@@ -1,4 +1,4 @@
-"""A front whose ranks die and come back: clients get what they would have got, and are told nothing of it."""
+"""A front with ranks that die and return: clients get the same answers and notice nothing."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from tests.support.service.service_processes import wait_until
 
 HOME = linear_placement(2, 4, 2)
 ANSWER = "one two three four"
-GATE = 3  # tokens before it
+GATE = 3  # tokens before the gate
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "choices with scores of the prompt": (
         "/v1/completions",
@@ -37,11 +37,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def front(model_dir: Path) -> Iterator[FrontProcess]:
-    """A running front with two ranks, of which rank 0 has said where experts are."""
+    """A running front with two ranks. Rank 0 has reported the placement."""
     process = FrontProcess(model_dir, "--served-model-name=m").attach_all()
     process.ranks[0].begin(HOME)
     wait_until(
-        lambda: process.get("/experts/history").status_code == 200, lambda: "nobody knows the placement"
+        lambda: process.get("/experts/history").status_code == 200, lambda: "the placement is not known"
     )
     yield process
     status, _ = process.close()
@@ -50,13 +50,13 @@ def front(model_dir: Path) -> Iterator[FrontProcess]:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """For clients that wait."""
+    """Threads for waiting clients."""
     with ThreadPoolExecutor(4) as executor:
         yield executor
 
 
 def ask(front: FrontProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The whole answer, as a stream's reader puts it together, without what differs each time."""
+    """Return the whole answer, with a stream's pieces merged, without the fields that always differ."""
     response = front.post(path, json={"model": "m", "max_tokens": 40, "seed": 3, **body})
     assert response.status_code == 200, response.text
     if not body.get("stream"):
@@ -73,33 +73,33 @@ def ask(front: FrontProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def status(front: FrontProcess) -> dict[str, Any]:
-    """What GET /v1/fault_tolerance/status answers."""
+    """Return the answer of GET /v1/fault_tolerance/status."""
     content: dict[str, Any] = front.get("/v1/fault_tolerance/status").json()
     return content
 
 
 def metric(front: FrontProcess, name: str) -> float:
-    """A metric, summed over its labels."""
+    """Return a metric, summed over its labels."""
     lines = front.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
 def present(front: FrontProcess, rank: int) -> FakeRank:
-    """The engine that has this rank now."""
+    """Return the rank's current engine."""
     return next(each for each in reversed(front.ranks) if each.rank == rank)
 
 
 def bring_back(front: FrontProcess, rank: int, *, num_restarts: int) -> None:
     """Attach a rank's next engine, and wait until it serves."""
     front.attach(rank, num_restarts=num_restarts)
-    wait_until(lambda: rank in status(front)["members"], lambda: f"rank {rank} is no member")
+    wait_until(lambda: rank in status(front)["members"], lambda: f"rank {rank} is not a member")
     wait_until(lambda: status(front)["phase"] == "serving", lambda: f"it does not serve: {status(front)}")
 
 
 def begin(
     front: FrontProcess, threads: ThreadPoolExecutor, path: str, body: dict[str, Any]
 ) -> tuple[Future[dict[str, Any]], threading.Event]:
-    """Ask, and wait until every choice has come to the gate."""
+    """Send a request, and wait until every choice has reached the gate."""
     gate = threading.Event()
     front.script("f-say", ANSWER, num_cached_tokens=1, gates={GATE: gate})
     wanted = metric(front, "vllm:generation_tokens_total") + GATE * body.get("n", 1)
@@ -142,7 +142,7 @@ def test_a_rank_is_killed_in_the_middle_and_the_answer_is_what_it_would_have_bee
 
 
 def metric_of_rank(front: FrontProcess, rank: int) -> float:
-    """Tokens that the router still counts on at a rank."""
+    """Return the tokens that the router counts as outstanding on a rank."""
     wanted = f'engine="{rank}"'
     lines = front.get("/metrics").text.splitlines()
     found = [
@@ -210,9 +210,9 @@ def test_a_rank_whose_step_is_stuck_is_given_up_on_the_word_of_another(front: Fr
     epoch, stuck, other = status(front)["epoch"], present(front, 0), present(front, 1)
     beat = Heartbeat(0, epoch, 7, 10, is_idle=False, is_waiting=False, stalled_s=9.5, patience_s=2.0)
     stuck.link.send_heartbeat(beat)
-    assert status(front)["members"] == [0, 1], "nobody confirms it yet"
+    assert status(front)["members"] == [0, 1], "no other rank has confirmed it yet"
     other.link.send_heartbeat(beat._replace(rank=1, position=11, is_waiting=True))
-    wait_until(lambda: status(front)["members"] == [1], lambda: "it is not given up")
+    wait_until(lambda: status(front)["members"] == [1], lambda: "rank 0 is not given up")
     stuck.wait_for(lambda rank: bool(rank.losses))
     [missing] = status(front)["missing"]
     assert missing["reason"].startswith("its step 7 has not moved for 9.5 s, and rank 1 waits for it")

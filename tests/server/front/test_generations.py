@@ -1,4 +1,4 @@
-"""The text of many choices at once: whole characters only, and never the head of a stop string."""
+"""The text of many choices at once: whole characters only, and never the beginning of a stop string."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ WORDS = st.text(ALPHABET, min_size=1, max_size=3)
 
 
 def choices(count: int, stops: tuple[str, ...]) -> list[Generation]:
-    """The choices of one answer."""
+    """Return the choices of one answer."""
     answer = Answer("a", lambda _: None)
     return [answer.add(ask_of(stops=stops, max_tokens=999), 0, ByteDecoder()) for _ in range(count)]
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """The oracle: what is shown of a whole text, and what ended it; the longest of several ending together."""
+    """The oracle: the shown part of a whole text and its stop string. If several end together, the longest counts."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -57,7 +57,7 @@ def test_choices_that_grow_side_by_side_show_whole_characters_and_no_head_of_a_s
             assert REPLACEMENT not in piece.text
             shown[index] += piece.text
             expected, _ = first_stop(texts[index], stops)
-            assert expected.startswith(shown[index]), "nothing is shown that must be taken back"
+            assert expected.startswith(shown[index]), "no text is shown that must be taken back"
             if reason is not None:
                 ended[index] = piece.stop_reason
                 del growing[index]
@@ -88,18 +88,18 @@ def test_logprobs_that_are_left_unread_for_long_are_too_many() -> None:
 
     [choice] = choices(1, ())
     feed(choice, MAX_UNREAD_TOKENS + 1)
-    assert not choice.is_left_unread(10.0), "a front that stood still is fed all at once"
+    assert not choice.is_left_unread(10.0), "a paused front gets many tokens at once"
     assert not choice.is_left_unread(10.0 + UNREAD_S) and choice.is_left_unread(10.1 + UNREAD_S)
     assert len(choice.take().logprobs) == MAX_UNREAD_TOKENS + 1
     feed(choice, MAX_UNREAD_TOKENS)
-    assert not choice.is_left_unread(20.0) and not choice.is_left_unread(99.0), "not so many"
+    assert not choice.is_left_unread(20.0) and not choice.is_left_unread(99.0), "the limit is not exceeded"
     [plain] = choices(1, ())
     push(plain, b"x" * 2 * MAX_UNREAD_TOKENS, last=False)
     assert not plain.is_left_unread(0.0) and not plain.is_left_unread(99.0), "text is small"
 
 
 def test_several_tokens_at_once_end_at_the_one_that_completes_a_stop_string() -> None:
-    """As if they had come one by one: nothing behind it is counted or shown."""
+    """The same as one by one: tokens after the stop string are neither counted nor shown."""
     together, apart = choices(1, ("<>",))[0], choices(1, ("<>",))[0]
     token_ids = list(b"a<>b>")
     logprobs = [Logprobs(token_id, -1.0, [], []) for token_id in token_ids]

@@ -1,4 +1,4 @@
-"""The journal: what a replay needs while a request is open, one outcome when it ends."""
+"""The journal: the data for a replay while a request is open, and one outcome when it ends."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The leader: what it does about decisions, in which order, and by its own timer."""
+"""The leader: its actions on decisions, their order, and its own timer."""
 
 import asyncio
 from collections.abc import Collection
@@ -17,7 +17,7 @@ HOME = linear_placement(2, 6, 3)
 
 
 class Service:
-    """Everything around a leader, noting what it is told in order."""
+    """Everything around a leader. It records the calls in order."""
 
     def __init__(self, *, has_home: bool = True, recovery_timeout_s: float = 600.0) -> None:
         self.told: list[tuple[object, ...]] = []

@@ -1,4 +1,4 @@
-"""The front's decisions about membership: the rules one by one, and any order of events ends in one whole epoch."""
+"""The front's decisions about membership: each rule, and that any order of events ends in one whole epoch."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +20,7 @@ NOTHING = Effects()
 
 
 def serving(num_ranks: int = 3) -> Epochs:
-    """A service that has started."""
+    """Return a service that has started."""
     epochs = Epochs(num_ranks, recovery_timeout_s=RECOVERY_S)
     for rank in reversed(range(num_ranks)):
         assert epochs.attach(rank, 0.0) == NOTHING
@@ -29,12 +29,12 @@ def serving(num_ranks: int = 3) -> Epochs:
 
 
 def phase_of(epochs: Epochs) -> Phase:
-    """Its phase now: an attribute's type stays as narrow as an assertion made it, though a call has changed it."""
+    """Return the current phase. Type checkers keep an attribute narrowed by an assertion, even after calls change it."""
     return epochs.phase
 
 
 def meet(epochs: Epochs) -> None:
-    """Let all members of the present epoch answer."""
+    """Let all members of the current epoch answer."""
     for rank in epochs.members:
         epochs.take_regrouped(rank, epochs.number, 0.0)
 
@@ -63,7 +63,7 @@ def test_a_lost_rank_begins_the_next_epoch_without_it() -> None:
     assert phase_of(epochs) is Phase.REGROUPING
     epochs.take_regrouped(2, 1, 0.0)
     assert phase_of(epochs) is Phase.SERVING and not epochs.is_whole
-    assert epochs.next_due_s() is None, "with members left it goes on for ever"
+    assert epochs.next_due_s() is None, "with members left it continues forever"
     assert epochs.describe() == "rank 1 is lost: killed"
 
 
@@ -144,7 +144,7 @@ def test_a_rank_that_hangs_is_given_up_for_it_though_others_break_off_meanwhile(
             epochs.take_fault(rank, epochs.number, "rank 1 did not come", is_final=False, now_s=now_s)
         now_s = epochs.next_due_s() or 0.0
         number += 1
-        assert number < 60, "it is noticed"
+        assert number < 60, "the hang is noticed"
     assert [each.rank for each in given_up] == [1] and now_s == 41.0 + REGROUP_TIMEOUT_S
 
 
@@ -171,7 +171,7 @@ def test_members_that_cannot_hold_the_experts_wait_for_a_rank_to_come_back() -> 
     assert (epochs.phase, epochs.next_due_s()) == (Phase.WAITING, 5.5 + RECOVERY_S)
     assert epochs.describe() == "rank 1 is lost: killed; rank 0 cannot continue without it: no memory: 5 of 9 GB"
     assert epochs.tick(50.0) == NOTHING, "no order would help"
-    assert epochs.lose(2, "killed", 50.0) == NOTHING, "nor with fewer"
+    assert epochs.lose(2, "killed", 50.0) == NOTHING, "not even with fewer members"
     assert epochs.attach(1, 60.0).order == Epoch(2, (0, 1))
     meet(epochs)
     assert epochs.phase is Phase.SERVING
@@ -233,7 +233,7 @@ def test_the_property_s_service_notices_a_fault_that_is_never_followed(kind: str
 
 
 class _Service:
-    """Ranks that come, go and answer as a test says; what is ordered and given up happens."""
+    """Ranks that come, go and answer as a test directs. Orders and removals take effect."""
 
     def __init__(self, num_ranks: int) -> None:
         self.epochs, self.attached, self.now_s = serving(num_ranks), set(range(num_ranks)), 0.0
@@ -266,7 +266,7 @@ class _Service:
 
     def follow(self, effects: Effects) -> None:
         if effects.order is not None:
-            assert effects.order.number > self.ordered, "numbers are never used twice"
+            assert effects.order.number > self.ordered, "numbers are never reused"
             assert effects.order.members == tuple(sorted(self.attached))
             self.ordered = effects.order.number
         for rank, reason in effects.given_up:
@@ -280,10 +280,10 @@ class _Service:
         assert epochs.settled <= self.attached
         assert set(epochs.absent) == set(range(epochs.num_ranks)) - self.attached == set(epochs.missing)
         if epochs.phase is not Phase.SERVING:
-            assert epochs.next_due_s() is not None, "something always ends a wait"
+            assert epochs.next_due_s() is not None, "every wait has a deadline"
 
     def calm_down(self) -> None:
-        """From here on nothing breaks: absent ranks come back, members answer, time goes by."""
+        """Let absent ranks return, members answer and time pass, without further faults."""
         for rank in self.epochs.absent:
             self.play("attach", rank, 0.0)
         for _ in range(10):
@@ -316,7 +316,7 @@ def test_ranks_that_do_not_come_back_to_another_front_are_missing_and_may_come_l
     epochs = Epochs(3, recovery_timeout_s=600.0)
     epochs.resume(100.0)
     epochs.attach(1, 101.0, epoch=0)
-    assert epochs.next_due_s() == 103.0, "the others ask as often as the first one did"
+    assert epochs.next_due_s() == 103.0, "the others retry as often as the first one did"
     epochs.attach(2, 102.0, epoch=0)
     epochs.lose(2, "killed", 102.5)
     assert epochs.next_due_s() == 103.0

@@ -1,4 +1,4 @@
-"""Requests that wait go where there is room: each is answered once, whole, whatever happens on the way (I3)."""
+"""Waiting requests move to a rank with room. Each is answered once and completely under any fault (I3)."""
 
 import random
 from collections import deque
@@ -36,7 +36,7 @@ def stats_of(rank: int, *, running: int = 0, waiting: int = 0, free_blocks: int 
 def crowded(
     num_waiting: int, *, prompt_tokens: int = 300, priority: int = 0
 ) -> tuple[Router, dict[str, list[int]]]:
-    """Two ranks: one with full seats and a queue, an empty one; and the prompts."""
+    """Return a router with two ranks, one with full seats and a queue and one empty, and the prompts."""
     router, prompts = Router(2), dict[str, list[int]]()
     for rank in (0, 1):
         router.note_size(rank, seats=SEATS, block_tokens=BLOCK_TOKENS)
@@ -54,11 +54,9 @@ def crowded(
 def test_as_many_as_find_a_seat_are_asked_for_the_first_ones_and_only_once() -> None:
     router, prompts = crowded(4)
     assert router.plan_moves(prompts.__getitem__) == {"r2": 0, "r3": 0}
-    assert router.plan_moves(prompts.__getitem__) == {}, "their places are kept for them"
+    assert router.plan_moves(prompts.__getitem__) == {}, "their seats are reserved"
     router.begin("r2")
-    assert router.plan_moves(prompts.__getitem__) == {"r4": 0}, (
-        "that one stays, and leaves its place to another"
-    )
+    assert router.plan_moves(prompts.__getitem__) == {"r4": 0}, "r2 stays and leaves its seat to another"
 
 
 def test_the_most_urgent_goes_first() -> None:
@@ -70,17 +68,17 @@ def test_the_most_urgent_goes_first() -> None:
 
 def test_nothing_moves_between_ranks_that_are_alike() -> None:
     router, prompts = crowded(0)
-    assert router.plan_moves(prompts.__getitem__) == {}, "nobody waits"
+    assert router.plan_moves(prompts.__getitem__) == {}, "no request waits"
     router, prompts = crowded(2)
     router.note_stats(stats_of(1, running=SEATS, waiting=1))
-    assert router.plan_moves(prompts.__getitem__) == {}, "it waits there as well"
+    assert router.plan_moves(prompts.__getitem__) == {}, "requests wait there as well"
     router.note_stats(stats_of(1, running=SEATS))
-    assert router.plan_moves(prompts.__getitem__) == {}, "there is no seat"
+    assert router.plan_moves(prompts.__getitem__) == {}, "no seat is free"
     router.note_stats(stats_of(1, free_blocks=300 // BLOCK_TOKENS))
-    assert router.plan_moves(prompts.__getitem__) == {}, "its prompt has no room there"
+    assert router.plan_moves(prompts.__getitem__) == {}, "there is no room for the prompt"
     router.leave(1)
     router.note_stats(stats_of(1))
-    assert router.plan_moves(prompts.__getitem__) == {}, "nobody is there"
+    assert router.plan_moves(prompts.__getitem__) == {}, "the rank is absent"
 
 
 def test_a_small_gain_moves_nothing() -> None:
@@ -151,7 +149,7 @@ def test_what_was_given_back_leaves_no_prefix_behind() -> None:
     router.admit("r2", 1, prompts["r2"], 256, num_moves=MAX_MOVES)
     for name in ("r0", "r1", "r2"):
         router.retire(name)
-    assert router.pick([*prompts["r2"], 1]) == 1, "it was computed there, and nowhere else"
+    assert router.pick([*prompts["r2"], 1]) == 1, "the prompt was computed on rank 1 only"
 
 
 def test_a_prefix_that_another_request_brought_meanwhile_stays() -> None:
@@ -184,7 +182,7 @@ def test_a_request_moves_a_bounded_number_of_times() -> None:
 
 
 class CrowdedDesk(Desk):
-    """A session's requests are at one rank; two run there and others wait, and the other rank is idle."""
+    """One rank runs two requests of a session and queues the others. The other rank is idle."""
 
     def __init__(self, names: str = "abcd", *, num_ranks: int = 2) -> None:
         super().__init__(num_ranks=num_ranks)
@@ -250,7 +248,7 @@ async def test_a_request_that_waits_goes_where_there_is_room_and_takes_its_sessi
 async def test_a_client_that_leaves_amid_a_move_ends_its_request_once() -> None:
     desk = CrowdedDesk()
     desk.answers["c"].close()
-    desk.give_back("c")  # the rank had not heard of it
+    desk.give_back("c")  # the rank did not know of the abort yet
     assert desk.ranks.aborted == [(desk.home, "c")] and len(desk.ranks.submitted) == 4
     desk.give_back("d")
     desk.answers["d"].close()
@@ -264,7 +262,7 @@ async def test_a_rank_that_is_lost_amid_a_move_leaves_its_requests_to_the_other(
     desk = CrowdedDesk()
     desk.requests.leave([desk.home])
     assert all(desk.rank_of(name) == desk.other for name in "abcd")
-    desk.give_back("c")  # what was still on its way
+    desk.give_back("c")  # was already in transit
     assert len(desk.ranks.submitted) == 8
     desk.end("abcd")
     assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
@@ -306,9 +304,11 @@ async def test_a_request_goes_to_the_rank_that_has_a_seat_and_not_to_one_with_fe
 @in_loop
 async def test_a_deadline_amid_a_move_ends_the_request_once() -> None:
     desk = CrowdedDesk()
-    desk.deliver("c", finish=FinishReason.DEADLINE)  # the rank had not read that it is wanted back
+    desk.deliver("c", finish=FinishReason.DEADLINE)  # the rank had not read the withdrawal
     desk.give_back("d")
-    desk.deliver("d", finish=FinishReason.DEADLINE, rank=desk.home)  # cannot be: it has forgotten it
+    desk.deliver(
+        "d", finish=FinishReason.DEADLINE, rank=desk.home
+    )  # ignored: this rank no longer has the request
     desk.deliver("d", finish=FinishReason.DEADLINE)
     desk.end("ab")
     assert len(desk.ranks.submitted) == 5
@@ -319,7 +319,7 @@ async def test_a_deadline_amid_a_move_ends_the_request_once() -> None:
 async def test_a_request_that_is_given_back_while_nobody_serves_and_left_is_ended_once() -> None:
     desk = CrowdedDesk()
     desk.requests.leave([desk.home, desk.other])
-    desk.give_back("c")  # was still on its way
+    desk.give_back("c")  # was already in transit
     desk.answers["c"].close()
     assert desk.requests.num_parked == 3 and desk.ranks.aborted == []
     desk.requests.enter(desk.home)
@@ -347,7 +347,7 @@ async def test_a_rank_that_is_lost_while_it_is_given_what_waited_leaves_it_to_th
 
 
 class Hall:
-    """Real schedulers over a fake model behind a front, with messages that take their time; nothing else is made up."""
+    """Real schedulers over a fake model behind a front, with delayed messages. Nothing else is fake."""
 
     def __init__(self, rng: random.Random, num_ranks: int) -> None:
         self.rng, self.desk = rng, Desk(num_ranks=num_ranks)
@@ -369,7 +369,7 @@ class Hall:
         self.desk.router.note_size(rank, seats=3, block_tokens=4)
 
     def step(self, rank: int) -> None:
-        """Take some messages, run a step, say what it yielded."""
+        """Receive some messages, run a step, and send its outputs."""
         fake, outputs = self.ranks[rank], list[RequestOutput | None]()
         for _ in range(self.rng.randint(0, 3)):
             if self.to_rank[rank]:
@@ -391,7 +391,7 @@ class Hall:
         self.to_front[rank].append(([*filter(None, outputs), *made], stats))
 
     def hear(self, rank: int) -> None:
-        """Let the front take a message of a rank's."""
+        """Let the front receive one message of a rank."""
         if self.to_front[rank]:
             outputs, stats = self.to_front[rank].popleft()
             self.desk.requests._looked_s = float("-inf")
@@ -399,7 +399,7 @@ class Hall:
             self.desk.requests.deliver(rank, outputs)
 
     def lose(self, rank: int) -> None:
-        """Let a rank end, with what was on its way, and an empty one take its place."""
+        """Replace a rank by an empty one. Messages in transit are lost."""
         self._new_rank(rank)
         self.desk.requests.leave([rank])
         self.desk.requests.enter(rank)
@@ -415,7 +415,7 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
 
 
 def run_a_day(seed: int) -> Journal:
-    """Let requests come, move, lose their ranks and be left, until none is open; each must have got what it would alone."""
+    """Let requests arrive, move, lose their ranks and be left until none is open. Each must get the answer it would get alone."""
     journals: list[Journal] = []
 
     @in_loop

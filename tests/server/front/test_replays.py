@@ -1,4 +1,4 @@
-"""Requests of a lost rank go on elsewhere: no token twice, none left out, nothing counted twice, one outcome (I3)."""
+"""Requests of a lost rank continue elsewhere: no token is repeated, lost or counted twice, and each has one outcome (I3)."""
 
 import asyncio
 
@@ -22,7 +22,6 @@ async def text_of(answer: Answer) -> dict[int, str]:
 
 
 def lose(desk: Desk, rank: int) -> None:
-    """Let a rank be lost."""
     desk.requests.leave([rank])
 
 
@@ -37,7 +36,7 @@ async def test_a_stream_goes_on_where_it_broke_off() -> None:
     assert rank == 1 - first
     assert request.replayed_ids == tuple(b"hel") and request.prompt_ids == (65,)
     assert request.params == SamplingParams(max_tokens=9), "with the same seed"
-    desk.deliver("a", "XX", rank=first)  # what was still on its way
+    desk.deliver("a", "XX", rank=first)  # was already in transit
     desk.deliver("a", "lo")
     desk.deliver("a", "", FinishReason.STOP)
     assert await text_of(answer) == {0: "hello"}
@@ -76,7 +75,7 @@ async def test_only_the_open_choices_of_the_lost_rank_are_replayed() -> None:
     by_rank = {rank: [n for n in "abcd" if desk.rank_of(n) == rank] for rank in (0, 1)}
     assert [len(names) for names in by_rank.values()] == [2, 2]
     stopped, going = by_rank[0]
-    desk.deliver(stopped, "x!y")  # ended here by its stop string; its rank does not know
+    desk.deliver(stopped, "x!y")  # ended here by its stop string, unknown to its rank
     lose(desk, 0)
     assert [request.request_id for _, request in desk.ranks.submitted[4:]] == [going]
     for name in (going, *by_rank[1]):
@@ -185,7 +184,7 @@ async def test_a_deadline_holds_while_a_request_waits() -> None:
     desk.requests.leave([0, 1])
     timer = desk.requests._timers["a"]
     assert timer._args is not None
-    timer._callback(*timer._args)  # type: ignore[attr-defined]  # the clock, without waiting
+    timer._callback(*timer._args)  # type: ignore[attr-defined]  # runs the timer without waiting
     with pytest.raises(ApiError, match="1000 s"):
         await answer.next()
     answer.close()
@@ -233,5 +232,5 @@ def _tokens(name: str, token_ids: bytes, finish: FinishReason | None = None) -> 
 
 
 def _values(text: str, name: str) -> list[float]:
-    """The values of a family's series."""
+    """Return the values of a metric's series."""
     return [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(f"{name}{{")]

@@ -1,4 +1,4 @@
-"""Accepted requests against stub ranks: each gets exactly one outcome, whatever happens (I3)."""
+"""Accepted requests against stub ranks: each gets exactly one outcome under any fault (I3)."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def test_one_more_than_may_be_open_is_refused_until_one_has_ended_but_a_pr
 
 
 def given(desk: Desk) -> str:
-    """The choices that ranks were given, in order."""
+    """Return the names of the choices that ranks received, in order."""
     return "".join(request.request_id for _, request in desk.ranks.submitted)
 
 
@@ -61,7 +61,7 @@ async def test_choices_beyond_the_bound_of_who_asks_follow_as_others_end() -> No
     assert desk.requests.num_parked == 0
     desk.asker = NOBODY
     desk.open(*"xyz").close()
-    assert given(desk) == "abxyz", "who has no bound does not wait"
+    assert given(desk) == "abxyz", "clients without a limit do not wait"
     desk.deliver("b", "x", FinishReason.STOP)
     assert given(desk) == "abxyzc"
     desk.deliver("c", "x", FinishReason.STOP)
@@ -104,7 +104,7 @@ async def test_choices_that_are_held_outlive_a_lost_rank() -> None:
     desk.requests.leave([lost])
     assert given(desk) == "aa" and desk.rank_of("a") != lost
     desk.requests.enter(lost)
-    assert given(desk) == "aa", "what is held is not what waits for a rank"
+    assert given(desk) == "aa", "held choices do not wait for a rank"
     desk.deliver("a", "x", FinishReason.STOP)
     assert given(desk) == "aab"
     desk.deliver("b", "x", FinishReason.STOP)
@@ -132,7 +132,7 @@ async def test_many_tokens_of_prompts_get_to_ranks_in_several_turns() -> None:
         patch.setattr(requests, "TOKENS_AT_ONCE", 1)
         answer = desk.open(*"abcdefg")
         assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b"]
-        assert desk.requests.num_parked == 0, "they do not wait for a rank to come back"
+        assert desk.requests.num_parked == 0, "they do not wait for a rank to return"
         await asyncio.sleep(0)
         assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b", "c", "d"]
         left = desk.open(*"xyz")
@@ -239,7 +239,7 @@ async def test_a_deadline_is_a_504_from_the_rank_or_else_from_the_front() -> Non
     assert caught.value.status == 504
     timer = desk.requests._timers["b"]
     assert timer._args is not None
-    timer._callback(*timer._args)  # type: ignore[attr-defined]  # the clock, without waiting
+    timer._callback(*timer._args)  # type: ignore[attr-defined]  # runs the timer without waiting
     assert desk.reasons() == [FinishReason.DEADLINE, FinishReason.DEADLINE]
     answer.close()
 

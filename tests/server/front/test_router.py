@@ -1,4 +1,4 @@
-"""The router alone: load, prefixes, ties, and that nothing is ever left on a rank."""
+"""The router alone: load, prefixes, ties, and that no load is ever left on a rank."""
 
 import pytest
 from hypothesis import given
@@ -36,7 +36,7 @@ def test_a_rank_that_left_is_not_picked_and_what_it_held_is_forgotten() -> None:
     assert not router.has_ranks
     router.enter(1)
     router.enter(0)
-    assert router.pick(LONG) == 0, "nobody holds the prefix any more"
+    assert router.pick(LONG) == 0, "no rank has the prefix any more"
 
 
 def test_a_session_stays_at_its_rank_until_that_has_much_more_to_do_or_is_lost() -> None:
@@ -46,13 +46,13 @@ def test_a_session_stays_at_its_rank_until_that_has_much_more_to_do_or_is_lost()
     router.admit("b", 1, [3] * SESSION_ROOM_TOKENS, 10)
     assert router.pick([2], "s") == 0
     router.admit("c", 0, [4] * 200, 10)
-    assert router.pick([2], "s") == 1, "the other has as much to do as makes up for it"
+    assert router.pick([2], "s") == 1, "rank 1 no longer has much more to do"
     router.retire("b")
     router.leave(1)
     assert router.pick([2], "s") == 0
     router.admit("d", 0, [2], 10, "s")
     router.enter(1)
-    assert router.pick([2], "s") == 0, "its last request went there"
+    assert router.pick([2], "s") == 0, "the session's last request went there"
 
 
 def test_a_bounded_number_of_sessions_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_with_equal_load_the_longest_known_prefix_decides() -> None:
     router.admit("b", 0, LONG[: 2 * PREFIX_CHUNK_TOKENS], 1)
     router.retire("b")
     assert router.pick([*LONG, 5, 6]) == 1
-    assert router.pick([9, *LONG]) in (0, 1), "the same tokens at another place are no prefix"
+    assert router.pick([9, *LONG]) in (0, 1), "the same tokens at another position are no prefix"
 
 
 def test_a_prefix_is_worth_a_queue_as_long_as_itself_and_no_longer() -> None:
@@ -112,12 +112,12 @@ def test_a_wait_for_a_seat_costs_as_many_tokens_as_run_until_enough_requests_hav
     for name in "ab":
         router.admit(name, 0, [ord(name)] * 10, 1)
     router.admit("long", 1, [1] * (22 + until_one_ends - 1), 0)
-    assert router.pick([2]) == 1, "it has more tokens to run, and a seat"
+    assert router.pick([2]) == 1, "rank 1 has more tokens to run, but a free seat"
     router.admit("longer", 0, [2] * 300, 0)
     router.admit("another", 1, [3] * 300, 0)
-    assert router.pick([2]) == 1, "one must end there, and two at the other"
+    assert router.pick([2]) == 1, "one must end on rank 1, and two on rank 0"
     router.retire("a")
-    assert router.pick([2]) == 0, "one must end at each"
+    assert router.pick([2]) == 0, "one must end on each"
 
 
 def test_a_session_leaves_a_rank_where_it_would_wait_long_for_a_seat() -> None:

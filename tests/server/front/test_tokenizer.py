@@ -1,4 +1,4 @@
-"""The tokenizer agrees with transformers, and the front's process has no torch in it."""
+"""The tokenizer agrees with transformers, and the front's process does not load torch."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_tokens_that_only_the_tokenizer_has_are_none_of_the_model(tmp_path: Path
     assert tokenizer.vocab_size == 270 and tokenizer.eos_ids == {1}
     vocabulary = tokenizer.vocabulary()
     assert len(vocabulary.tokens) == 270 and vocabulary.end_ids == {1}
-    assert max(tokenizer.encode("hello world", add_special_tokens=False)) >= 270, "it knows more, as before"
+    assert max(tokenizer.encode("hello world", add_special_tokens=False)) >= 270, "encoding still uses them"
 
 
 def test_a_token_s_bytes_make_up_the_text_s(directory: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_token_s_bytes_make_up_the_text_s(directory: Path) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
     assert tokenizer.token_bytes(0) == b"<|start|>"
-    assert tokenizer.token_bytes(319) == b"", "an id that the embedding has and the tokenizer has not"
+    assert tokenizer.token_bytes(319) == b"", "the embedding has this id, the tokenizer does not"
 
 
 def test_a_template_s_refusal_is_an_error_for_the_client(directory: Path) -> None:

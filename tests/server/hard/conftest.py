@@ -13,13 +13,12 @@ _RECORDS = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 
 @pytest.fixture(scope="package")
 def hard_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny tokenizer's directory."""
     return write_tokenizer(tmp_path_factory.mktemp("hard_model"))
 
 
 @pytest.fixture(scope="package")
 def hard_front(hard_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PacedFront]:
-    """A front whose ranks answer whatever gets through, with a few tokens."""
+    """A front with ranks that answer any accepted request with a few tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(_RECORDS, str(tmp_path_factory.mktemp("records")))
         front = PacedFront(hard_model, most_tokens=6).attach_all()

@@ -1,4 +1,4 @@
-"""Thousands of hostile requests: none is a 5xx, none hangs, nothing is left behind, and a good one is still answered."""
+"""Thousands of hostile requests: no 5xx, no hang, no leak, and valid requests are still answered."""
 
 import json
 import random
@@ -18,17 +18,17 @@ from tests.support.service.process_figures import num_descriptors, num_threads, 
 from tests.support.service.service_processes import wait_until
 
 NUM_CLIENTS = 8
-TIMEOUT_S = 60.0  # of one request, on a loaded machine
+TIMEOUT_S = 60.0  # per request, on a loaded machine
 FAST, SLOW = 500, 12_000
-LOT = 100  # requests between two good ones
-GROWTH_BYTES = 48 << 20  # what a process may keep of 12,000 requests: allocators do not give everything back
+LOT = 100  # requests between two valid ones
+GROWTH_BYTES = 48 << 20  # growth allowed after 12,000 requests: allocators do not return all memory
 GOOD = RawRequest(
     path="/v1/completions", body=json.dumps({"prompt": "hello world", "max_tokens": 2}).encode()
 )
 
 
 def hostile_requests(seed: int, count: int) -> Iterator[RawRequest]:
-    """Mutations of every endpoint's valid bodies, the same for the same seed."""
+    """Yield mutations of every endpoint's valid bodies, reproducible by seed."""
     mutator, choice = Mutator(seed), random.Random(seed)
     paths = sorted(set(BODIES) - set(NEVER))
     weights = [1 if path in RARE else 40 for path in paths]
@@ -38,7 +38,7 @@ def hostile_requests(seed: int, count: int) -> Iterator[RawRequest]:
 
 
 def wrong_with(request: RawRequest, answer: RawAnswer) -> str | None:
-    """Say what an answer should not have been; None where all is well."""
+    """Return what is wrong with an answer, or None."""
     if answer.status == 0:
         return "hung up without an answer" if request.is_http else None
     if answer.status >= 500:
@@ -51,7 +51,7 @@ def wrong_with(request: RawRequest, answer: RawAnswer) -> str | None:
 
 
 def _wrong_with_error(answer: RawAnswer, *, is_text: bool) -> str | None:
-    """What is wrong with an error; `is_text`: it may be a text alone, as Ollama's are."""
+    """Return what is wrong with an error. If `is_text`, it may be a plain text, as Ollama's are."""
     try:
         error = json.loads(answer.body)["error"]
     except (ValueError, KeyError, TypeError):
@@ -64,7 +64,7 @@ def _wrong_with_error(answer: RawAnswer, *, is_text: bool) -> str | None:
 
 
 def attack(front: PacedFront, requests: Sequence[RawRequest]) -> tuple[list[str], Counter[int]]:
-    """Send requests over a few connections; return what went wrong, and the statuses."""
+    """Send requests over several connections. Return the failures and the counts of statuses."""
 
     def send_share(client: int) -> tuple[list[str], Counter[int]]:
         connection, wrong, statuses = RawClient(front.url, timeout_s=TIMEOUT_S), [], Counter[int]()
@@ -87,7 +87,7 @@ def attack(front: PacedFront, requests: Sequence[RawRequest]) -> tuple[list[str]
 
 
 def check_good(front: PacedFront) -> None:
-    """A plain request is answered as ever."""
+    """Check that a valid request is still answered."""
     connection = RawClient(front.url, timeout_s=TIMEOUT_S)
     answer = connection.send(GOOD)
     connection.close()
@@ -132,7 +132,7 @@ def test_a_few_hostile_dumps(hard_front: PacedFront) -> None:
 @pytest.mark.slow
 def test_thousands_of_hostile_requests_leave_nothing_behind(hard_front: PacedFront) -> None:
     pid = hard_front.process.pid
-    warm, _ = attack(hard_front, list(hostile_requests(2, 2000)))  # caches and allocators fill
+    warm, _ = attack(hard_front, list(hostile_requests(2, 2000)))  # fill caches and allocators
     assert not warm, "\n".join(warm[:10])
     hard_front.wait_settled(num_tasks=1000)
     before = {

@@ -1,4 +1,4 @@
-"""By name: the worst that a body can be. Each is a 4xx, or a right answer, in bounded time and memory, at nobody's cost."""
+"""The worst possible bodies, by name. Each is a 4xx or a right answer, in bounded time and memory, without harm to others."""
 
 import json
 import threading
@@ -18,9 +18,8 @@ from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rs
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TIMEOUT_S = 60.0
-MOST_CPU_S = (
-    8.0  # for ten megabytes; measured: 2.8 for 3.5 million lists. CPU, because others use the cores, too
-)
+# For ten megabytes of JSON; measured: 2.8 for 3.5 million lists. CPU time, because other processes use the cores, too.
+MOST_CPU_S = 8.0
 GROWTH_BYTES = 320 << 20  # for ten megabytes of JSON: 5 million Python objects are 160 MB
 MEGABYTES = 10 << 20
 MOST_PAUSE_S = 0.25
@@ -122,14 +121,13 @@ LARGE: dict[str, tuple[str, Body]] = {
 
 @pytest.fixture
 def client(hard_front: PacedFront) -> Iterator[RawClient]:
-    """A connection."""
     connection = RawClient(hard_front.url, timeout_s=TIMEOUT_S)
     yield connection
     connection.close()
 
 
 def check(answer: RawAnswer) -> None:
-    """An answer that may be: a short error in OpenAI's, Anthropic's or Ollama's shape, or 200."""
+    """Check for an acceptable answer: 200, or a short error in OpenAI's, Anthropic's or Ollama's format."""
     if answer.status == 200:
         return
     assert 400 <= answer.status < 500, answer
@@ -138,7 +136,7 @@ def check(answer: RawAnswer) -> None:
     is_text = isinstance(error, str)  # Ollama's
     assert error if is_text else error["message"]
     assert is_text or body.get("type") == "error" or error["code"] == answer.status
-    assert len(answer.body) < 6000, "errors quote little"
+    assert len(answer.body) < 6000, "errors quote little of the body"
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -153,7 +151,7 @@ def keys(count: int) -> str:
     return "{" + ",".join(f'"{number:07}":1' for number in range(count)) + "}"
 
 
-NUM_KEYS = 600_000  # they held up the event loop for 0.7 s
+NUM_KEYS = 600_000  # this many used to block the event loop for 0.7 s
 QUICK: dict[str, tuple[str, Body]] = {
     "too many keys": (CHAT, with_raw("x", keys(NUM_KEYS))),
     "as many keys as are taken": (CHAT, with_raw("chat_template_kwargs", keys(MAX_JSON_KEYS - 9))),
@@ -169,7 +167,7 @@ QUICK: dict[str, tuple[str, Body]] = {
 def test_a_hostile_body_delays_others_by_less_than_a_quarter_of_a_second(
     hard_front: PacedFront, client: RawClient, name: str
 ) -> None:
-    """Of three tries, on a machine that may be busy; test_pauses.py has all attacks, and streams."""
+    """The best of up to three tries counts, because the machine may be busy. test_pauses.py has all attacks, with streams."""
     path, make = QUICK[name]
     request = RawRequest(path=path, body=make())
     longest_s: list[float] = []
@@ -209,7 +207,7 @@ def test_ten_megabytes_cost_bounded_time_and_memory(
     assert cpu_s(pid) - before_s < MOST_CPU_S
     growth = peak_rss_bytes(pid) - before
     assert growth < GROWTH_BYTES, f"{growth >> 20} MiB for {len(body) >> 20} MiB"
-    assert pings.longest_s < TIMEOUT_S / 2, "others wait too long"
+    assert pings.longest_s < TIMEOUT_S / 2, "other requests wait too long"
 
 
 @pytest.mark.slow
@@ -225,7 +223,7 @@ def test_many_large_bodies_one_after_the_other_do_not_add_up(
 
 
 class Pings:
-    """A context in which somebody else asks for /ping all the time; afterwards, how long the longest took."""
+    """Request /ping continuously from another client. On exit, `longest_s` is the longest response time."""
 
     def __init__(self, front: PacedFront) -> None:
         self.longest_s = 0.0

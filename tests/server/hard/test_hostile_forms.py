@@ -1,6 +1,6 @@
-"""By name, over HTTP: the worst that a form of an answer, or a tool, can be; a 400 names the field, within a time.
+"""The worst possible structures and tools over HTTP, by name. Each is answered in time, or refused with a 400 that names the field.
 
-What each costs in the process that compiles forms, and that it may die of it, is tested in tests/server/front/structure.
+tests/server/front/structure tests their cost in the checker process, which may die of them.
 """
 
 import json
@@ -17,17 +17,17 @@ from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rs
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
-MOST_S = 20.0  # of one request, on a loaded machine; a form's processor time ends after 2 s
+MOST_S = 20.0  # per request, on a loaded machine; a structure's CPU time is limited to 2 s
 MOST_CPU_S = 2.0  # of the front
 GROWTH_BYTES = 128 << 20
 
 
 class Form(NamedTuple):
-    """A hostile form, and what becomes of it."""
+    """A hostile structure and the expected result."""
 
     fields: dict[str, Any]
-    param: str = ""  # that the error names; empty: it is a form, and is answered
-    words: str = ""  # in the error
+    param: str = ""  # named by the error; empty if the structure is valid and answered
+    words: str = ""  # part of the error's message
 
 
 def of_schema(schema: Any, **how: str) -> Form:
@@ -55,7 +55,7 @@ def properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(count)}}
 
 
-FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"  # compiled, and as it is read
+FORMAT, SCHEMA = "response_format", "response_format.json_schema.schema"  # fields of compile and parse errors
 TREE = {
     "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
     "$ref": "#/$defs/node",
@@ -111,7 +111,7 @@ FORMS: dict[str, Form] = {
 
 
 def check(front: PacedFront, form: Form) -> None:
-    """Ask for the form, and see that the answer is the right one, in time, and that the front had little to do."""
+    """Request the structure. Check the answer, its time, and the front's CPU time."""
     pid = front.process.pid
     body = json.dumps({"messages": HELLO, "max_tokens": 2, **form.fields})
     reset_peak(pid)

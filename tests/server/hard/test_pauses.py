@@ -1,9 +1,9 @@
 """No request may delay another client's stream by more than 250 ms.
 
-Each row of ATTACKS is an input that did, or might: while eight streams run, it is sent, and their longest pause is compared with
-that of a phase without it, on the same machine a moment before. The front is real, the ranks have no model and are processes of
-their own, so what is measured is the front. A new finding is a new row: a name, and what its clients send, each on a connection of
-its own and at the same time.
+Each row of ATTACKS is an input that caused a pause, or might. It is sent while eight streams run, and their longest pause is
+compared with that of a phase without it, on the same machine just before. The front is real. The ranks have no model and run
+in separate processes, so that only the front is measured. To add a finding, add a row: a name and the requests of its clients,
+which are sent concurrently, each on its own connection.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from tests.support.service.pauses import Pauses
 from tests.support.service.process_figures import rss_bytes
 
 MOST_S = 0.25
-MOST_TIMES_CONTROL = 3  # on a machine where streams pause by themselves
+MOST_TIMES_CONTROL = 3  # for machines on which streams pause without an attack
 MAX_TRIES = 3
 CONTROL_S = 1.5
-ATTACK_S = 2.0  # at least: what comes late counts
+ATTACK_S = 2.0  # minimum: late effects count
 TIMEOUT_S = 60.0
 MOST_GROWTH_BYTES = 700 << 20
 STEP_S = 0.02
@@ -35,14 +35,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class Client(NamedTuple):
-    """What one client does."""
+    """The request of one client."""
 
     path: str
     body: bytes
-    announced: int | None = None  # a body's length, if not all of it is sent
+    announced: int | None = None  # a body's announced length, if only a part of it is sent
     headers: bytes = b"content-type: application/json\r\n"
     reads: bool = True
-    statuses: tuple[int, ...] = (200, 400)  # that it may be answered
+    statuses: tuple[int, ...] = (200, 400)  # acceptable statuses
 
 
 Attack = Callable[[], list[Client]]
@@ -74,7 +74,7 @@ def arguments(text: str) -> bytes:
     return json.dumps({"messages": messages, "max_tokens": 1}).encode()
 
 
-MANY, MOST = 1_900_000, MAX_JSON_KEYS - 100  # refused, and the most that are taken
+MANY, MOST = 1_900_000, MAX_JSON_KEYS - 100  # a refused number, and nearly the largest accepted one
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 20, "return_text_in_logprobs": True}
 ATTACKS: dict[str, Attack] = {
     "1: bodies to /ping that do not end": lambda: [
@@ -90,7 +90,7 @@ ATTACKS: dict[str, Attack] = {
     "4: prompt_logprobs times n, too many": lambda: [
         fields(COMPLETIONS, prompt=[7] * 3900, max_tokens=1, n=32, prompt_logprobs=20)
     ],
-    # One: the model-less rank takes 80 ms to make its log-probabilities, and its streams wait for it.
+    # Only one client: the model-less rank takes 80 ms to make its log-probabilities, which delays its streams.
     "4: prompt_logprobs times n, as many as may be": lambda: [
         fields(COMPLETIONS, prompt=[7] * 3900, max_tokens=1, n=12, prompt_logprobs=20)
     ],
@@ -171,7 +171,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontAlone]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_streams_do_not_pause_while(front: FrontAlone, name: str) -> None:
-    """Of three tries: a machine that is busy with other things makes pauses of its own."""
+    """The best of up to three tries counts: other load on the machine also causes pauses."""
     clients, before = ATTACKS[name](), rss_bytes(front.front_pid)
     tried: list[str] = []
     for _ in range(MAX_TRIES):
@@ -204,7 +204,7 @@ def pauses_without_and_with(clients: list[Client], address: tuple[str, int]) -> 
 
 
 def send(address: tuple[str, int], client: Client, connections: contextlib.ExitStack) -> None:
-    """Send one client's request, and read its answer, if it reads one; connections stay open until the attack ends."""
+    """Send one client's request, and read its answer if it reads one. Connections stay open until the attack ends."""
     connection = socket.create_connection(address, TIMEOUT_S)
     connections.enter_context(connection)
     if not client.path:
@@ -215,7 +215,7 @@ def send(address: tuple[str, int], client: Client, connections: contextlib.ExitS
         client.headers,
         length,
     )
-    with contextlib.suppress(ConnectionError):  # a refusal says why
+    with contextlib.suppress(ConnectionError):  # the server refuses and closes early
         connection.sendall(head + client.body)
     if not client.reads:
         return

@@ -1,4 +1,4 @@
-"""schemathesis over our own /openapi.json: what the description promises is what the service does."""
+"""schemathesis over our own /openapi.json: the service must do what its description promises."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from tests.support.service.paced_front import PacedFront
 
 EXAMPLES = 60  # per operation
 TIMEOUT_S = 60.0
-# They write files or wait for ranks, and take no body: `test_fuzz` has them.
+# These write files or wait for ranks, and have no body: `test_fuzz` covers them.
 LEFT_OUT = r"expert_distribution_record|/experts/record"
 
 
 def complaints(operation: Any, checks: Sequence[Any]) -> str | None:
-    """Say where an operation does otherwise than described; None where it does not."""
+    """Return how an operation differs from its description, or None."""
 
-    # Not schemathesis' own pytest plugin, which does not work with the pytest we use.
+    # schemathesis' pytest plugin does not work with our version of pytest.
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -33,14 +33,14 @@ def complaints(operation: Any, checks: Sequence[Any]) -> str | None:
 
     try:
         check()
-    except (Exception, BaseExceptionGroup) as failure:  # noqa: BLE001 - any failure is a complaint, and all are told
+    except (Exception, BaseExceptionGroup) as failure:  # noqa: BLE001 - any failure is a complaint, and all are reported
         return f"{operation.label}: {failure}"
     return None
 
 
 @pytest.mark.slow
 def test_the_service_does_what_its_description_says(hard_front: PacedFront) -> None:
-    # Imported here: it takes seconds that the other test does not need.
+    # Imported here because the import takes seconds that the other test does not need.
     schemathesis = pytest.importorskip("schemathesis")
     conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
     checks = [
@@ -62,7 +62,7 @@ def test_the_description_is_honest(hard_front: PacedFront) -> None:
     names = [
         each["operationId"] for operations in described["paths"].values() for each in operations.values()
     ]
-    assert len(set(names)) == len(names), "an operation's id is its own"
+    assert len(set(names)) == len(names), "operation ids are unique"
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]

@@ -1,5 +1,5 @@
-"""Hundreds of streams at once, a third of them left, a tenth read slowly: every other answer is right, and in the end
-nothing is held by front or ranks."""
+"""Hundreds of concurrent streams, a third of them left and a tenth read slowly: all other answers are right, and finally
+neither front nor ranks hold anything."""
 
 import asyncio
 import random
@@ -17,21 +17,21 @@ from tests.support.service.service_processes import wait_until
 
 STEP_S = 0.005
 SHORT_REPEATS, LONG_REPEATS = 3, 30  # of the prompt in the answer
-SLOW_CHOICES = 4  # so that a slow reader's answer is larger than all buffers
-KEEPS_BYTES = 24 << 20  # between the second round and the last
+SLOW_CHOICES = 4  # enough that a slow reader's answer exceeds all buffers
+KEEPS_BYTES = 24 << 20  # growth allowed between the second round and the last
 SPARE_TASKS = 3  # connections that are just ending
 
 
 @pytest.fixture(scope="module")
 def paced_front(hard_model: Path) -> Iterator[PacedFront]:
-    """A front whose ranks take time over each step."""
+    """A front with ranks that take time for each step."""
     front = PacedFront(hard_model, step_s=STEP_S).attach_all()
     yield front
     assert front.close() == (0, "")
 
 
 def clients(front: PacedFront, count: int, seed: int) -> list[Streamed]:
-    """Ask for answers that are known: the prompt, some times over."""
+    """Create clients with known answers: the repeated prompt."""
     choice = random.Random(seed)
     asked = []
     for number in range(count):
@@ -46,7 +46,7 @@ def clients(front: PacedFront, count: int, seed: int) -> list[Streamed]:
 
 
 def check(front: PacedFront, asked: list[Streamed]) -> None:
-    """Whoever stayed got the whole answer, whoever left was being answered."""
+    """Check that clients that stayed got the whole answer, and that the others were being answered."""
     for each in asked:
         assert each.status == 200
         if each.manner is Manner.LEAVES:
@@ -62,7 +62,7 @@ def check(front: PacedFront, asked: list[Streamed]) -> None:
 
 
 def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
-    """Run rounds; returns the front's memory after each."""
+    """Run rounds and return the front's memory after each."""
     front.wait_settled(num_tasks=1000)
     num_tasks = front.held["wideep:front_tasks"] + SPARE_TASKS
     descriptors, sizes = num_descriptors(front.process.pid), []
@@ -84,5 +84,5 @@ def soak(front: PacedFront, count: int, rounds: int) -> list[int]:
 def test_five_hundred_streams_round_after_round(paced_front: PacedFront) -> None:
     sizes = soak(paced_front, count=500, rounds=5)
     assert sizes[-1] - sizes[1] < KEEPS_BYTES, [size >> 20 for size in sizes]
-    assert sum(rank.num_aborted for rank in paced_front.ranks) > 0, "who leaves frees its blocks at once"
+    assert sum(rank.num_aborted for rank in paced_front.ranks) > 0, "clients that leave free their blocks"
     assert paced_front.figures()["vllm:request_success_total"] >= 500

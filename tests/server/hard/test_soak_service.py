@@ -1,4 +1,4 @@
-"""The soak at small scale on a real model and two ranks: answers equal those given alone, and blocks come back."""
+"""A small soak test on a real model and two ranks: concurrent answers equal single ones, and all blocks are freed."""
 
 import asyncio
 import random
@@ -22,7 +22,6 @@ HOSTILE = 400
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve` on two ranks."""
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
     log = tmp_path_factory.mktemp("service") / "output.txt"
     with RealService.serve(model, log, "--data-parallel-size", "2") as running:
@@ -30,13 +29,13 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
 
 
 def body_of(number: int) -> dict[str, Any]:
-    """A greedy completion."""
+    """Return the body of a greedy completion."""
     fields = {"prompt": f"{number} the cat sat on the mat", "max_tokens": NUM_TOKENS, "temperature": 0}
     return {**fields, "ignore_eos": True, "stream_options": {"include_usage": True}}
 
 
 def alone(service: RealService, number: int) -> str:
-    """The answer when nobody else asks."""
+    """Return the answer to a single request."""
     response = httpx.post(
         f"{service.url}/v1/completions", json=body_of(number) | {"stream_options": None}, timeout=60
     )
@@ -44,7 +43,7 @@ def alone(service: RealService, number: int) -> str:
 
 
 def figures(service: RealService) -> dict[str, float]:
-    """What /metrics says, summed over ranks."""
+    """Return the metrics, summed over ranks."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(httpx.get(f"{service.url}/metrics", timeout=60).text):
         for sample in family.samples:
@@ -53,7 +52,7 @@ def figures(service: RealService) -> dict[str, float]:
 
 
 def is_idle(service: RealService) -> bool:
-    """Whether nothing runs, waits or is held."""
+    """Return whether nothing runs, waits or is held."""
     held = figures(service)
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return not any(
@@ -62,7 +61,7 @@ def is_idle(service: RealService) -> bool:
 
 
 def wait_idle(service: RealService) -> None:
-    """Wait until the pools are full again."""
+    """Wait until all blocks are free."""
     wait_until(lambda: is_idle(service), lambda: f"still held: {figures(service)}", within_s=30)
 
 

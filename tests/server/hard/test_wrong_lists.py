@@ -1,4 +1,4 @@
-"""Every list that a body may have, found in our own description, filled with 100,000 wrong items: one error, quickly."""
+"""Every list in our API description, filled with 100,000 invalid items: one error, quickly."""
 
 import json
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from tests.support.service.process_figures import peak_rss_bytes, reset_peak, rs
 ITEMS = 100_000
 WRONG: tuple[Any, ...] = (None, {"made": "up"}, [], "x", 0.5)
 MOST_CPU_S = 2.0
-GROWTH_BYTES = 128 << 20  # 100,000 parsed items are some 30 MB; an error each would be hundreds
+GROWTH_BYTES = 128 << 20  # 100,000 parsed items take some 30 MB; an error for each would take hundreds
 
 
 def lists_of(described: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield endpoint and field of every list at the top of a described body."""
+    """Yield the endpoint and field of every top-level list in a described body."""
     for path, operations in described["paths"].items():
         body = (
             operations.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json", {})

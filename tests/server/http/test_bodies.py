@@ -1,4 +1,4 @@
-"""Bodies: what is too long or too deep is refused in bounded time and memory, all else arrives as it was sent."""
+"""Bodies: too long or too deep ones are refused in bounded time and memory, and all others arrive unchanged."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ def test_what_is_too_deep_is_a_400() -> None:
     assert (response.status_code, response.json()["error"]["type"]) == (400, "BadRequestError")
     assert "nests deeper than 100" in response.json()["error"]["message"]
     assert length_of(deep, **{"content-type": "text/plain"}).status_code == 200, (
-        "brackets in a text nest nothing"
+        "brackets in a text do not nest"
     )
 
 
@@ -101,7 +101,7 @@ def test_a_long_body_is_parsed_once_and_not_in_the_event_loop(
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_second_content_type_hides_no_json(order: int) -> None:
-    """Who parses the body looks at the first."""
+    """The parser of the body uses the first header."""
     kinds = [(b"content-type", b"application/json"), (b"content-type", b"text/plain")][::order]
     deep = b"[" * (MAX_JSON_DEPTH + 1) + b"]" * (MAX_JSON_DEPTH + 1)
 
@@ -149,7 +149,7 @@ def test_what_has_too_many_keys_is_a_400_and_colons_in_a_text_are_none() -> None
 
 
 def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable[[], Any]) -> list[Message]:
-    """Run the guard on a request by hand."""
+    """Run the guard on a hand-made request."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -162,7 +162,7 @@ def call(guard: BodyGuard, headers: list[tuple[bytes, bytes]], receive: Callable
 
 def test_a_client_that_waits_for_leave_is_refused_before_it_sends() -> None:
     async def receive() -> Message:
-        raise AssertionError("reading asks the client to send")
+        raise AssertionError("reading triggers a 100 Continue")
 
     async def app(*_: object) -> None:
         raise AssertionError("not reached")
@@ -222,13 +222,13 @@ def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPa
     limits: list[float] = []
 
     class Limit:
-        """Notes where the end of waiting is moved to."""
+        """Record each new deadline."""
 
         async def __aenter__(self) -> "Limit":
             return self
 
         async def __aexit__(self, *_: object) -> None:
-            """End it."""
+            """Do nothing."""
 
         def reschedule(self, when_s: float) -> None:
             limits.append(when_s)
@@ -246,7 +246,7 @@ def test_what_has_come_of_a_body_gives_it_more_time(monkeypatch: pytest.MonkeyPa
         return messages.pop(0)
 
     async def app(*_: object) -> None:
-        """Take it."""
+        """Answer nothing."""
 
     call(BodyGuard(app, 100 * LEAST_BYTES_PER_S), [], receive)
     assert [round(limit - limits[0], 6) for limit in limits] == [0, 1, 2, 3]
@@ -256,7 +256,7 @@ MB = 1 << 20
 
 
 class Uploads:
-    """Bodies that come chunk by chunk, when the test says so, to one guard."""
+    """Bodies that arrive in chunks, on the test's command, at one guard."""
 
     def __init__(self, max_bytes: int) -> None:
         self.budget = BodyBudget(max_bytes)
@@ -275,7 +275,7 @@ class Uploads:
 
 
 class Upload:
-    """One body on its way."""
+    """One body in transit."""
 
     def __init__(self, guard: BodyGuard, announced: int | None, path: str) -> None:
         self._chunks: asyncio.Queue[Message] = asyncio.Queue()
@@ -289,14 +289,14 @@ class Upload:
         self.sent.append(message)
 
     async def send(self, num_bytes: int, *, is_last: bool = False) -> "Upload":
-        """Send a chunk; returns when the guard waits for the next one."""
+        """Send a chunk, and return when the guard waits for the next one."""
         self._chunks.put_nowait({"type": "http.request", "body": b"x" * num_bytes, "more_body": not is_last})
         for _ in range(5):
             await asyncio.sleep(0)
         return self
 
     async def status(self) -> int:
-        """Let the client leave, and return what it was answered, 0 for nothing."""
+        """Disconnect, and return the status of the answer, or 0."""
         self._chunks.put_nowait({"type": "http.disconnect"})
         await asyncio.wait_for(self._task, 30)
         return int(self.sent[0]["status"]) if self.sent else 0
@@ -310,15 +310,15 @@ def test_bodies_that_do_not_fit_together_are_a_503_and_small_ones_always_fit() -
     async def scenario() -> None:
         uploads = Uploads(4 * MB)
         first = await uploads.begin().send(4 * MB)
-        second = await uploads.begin().send(MB)  # of unknown length: refused while it comes
+        second = await uploads.begin().send(MB)  # of unknown length: refused while it arrives
         assert await second.status() == 503
         error = json.loads(second.sent[1]["body"])["error"]
         assert "--max-inflight-request-bytes" in error["message"]
         assert (b"retry-after", b"1") in second.sent[0]["headers"]
-        announced = uploads.begin(announced=2 * MB)  # refused before it comes
+        announced = uploads.begin(announced=2 * MB)  # refused before it arrives
         assert await announced.status() == 503
         small = [await uploads.begin().send(SMALL_BODY, is_last=True) for _ in range(100)]
-        assert uploads.num_passed == 100, "they have room of their own"
+        assert uploads.num_passed == 100, "small bodies have separate room"
         uploads.may_answer.set()
         assert {await each.status() for each in small} == {200}
         await first.status()

@@ -1,4 +1,4 @@
-"""Connections: their bounds, who makes room for whom, and what is accepted when descriptors run out or the service ends."""
+"""Connections: their bounds, which ones are closed for others, and acceptance without free descriptors or at the service's end."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0
 
 
 class Fake:
-    """A connection that notes whether it had to go."""
+    """A connection that records whether it was closed."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -35,7 +35,7 @@ class Fake:
 
 
 def entered(bound: ConnectionBound, host: str | None, count: int) -> list[Fake]:
-    """Let connections enter; those that may not are marked closed."""
+    """Let connections enter. Refused ones are marked closed."""
     found = [Fake() for _ in range(count)]
     for each in found:
         each.is_closed |= not bound.enter(each, host)
@@ -72,7 +72,7 @@ def test_where_none_is_idle_the_new_one_may_not_stay() -> None:
         (["2001:db8::1", "2001:db8:0:1::1"], 4),
         (["127.0.0.1", "::1", None], 9),
         (["10.9.0.1", "10.9.0.2"], 4),
-        (["10.9.1.1"], 3),  # a trusted network's
+        (["10.9.1.1"], 3),  # of a trusted network
     ],
 )
 def test_an_address_has_a_bound_of_its_own(hosts: list[str | None], num_stay: int) -> None:
@@ -99,7 +99,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 async def serving(
     http: HttpOptions | None = None, bound: ConnectionBound | None = None
 ) -> AsyncIterator[tuple[_Server, tuple[str, int], asyncio.Task[None]]]:
-    """A server on a free port."""
+    """Run a server on a free port."""
     http = http or HttpOptions()
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(_server_config(answer, http), bound or ConnectionBound(100))
@@ -116,7 +116,7 @@ async def serving(
 
 
 async def asked(address: tuple[str, int], head: bytes = HEAD) -> bytes:
-    """Ask once on a connection of its own."""
+    """Send a request on a new connection and return the answer."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(head + b"connection: close\r\n\r\n")
     try:
@@ -155,7 +155,7 @@ def test_who_finds_all_connections_busy_is_told_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_connection_that_waits_when_the_service_ends_is_answered() -> None:
-    """Not reset: it was taken by the kernel."""
+    """It is answered and not reset, because the kernel has accepted it."""
 
     async def scenario() -> None:
         async with serving() as (server, address, task):
@@ -163,7 +163,7 @@ def test_a_connection_that_waits_when_the_service_ends_is_answered() -> None:
             for client in waiting:
                 client.sendall(HEAD + b"\r\n")
             server.should_exit = True
-            time.sleep(0.15)  # the loop's: now it looks at the wish to end, and has accepted some only
+            time.sleep(0.15)  # blocks the loop: when it handles the exit, it has accepted only some
             await task
             for client in waiting:
                 client.settimeout(TIMEOUT_S)
@@ -182,20 +182,20 @@ class Exhausted:
     def __init__(self) -> None:
         self.num_asked = 0
         self._pair = socket.socketpair()
-        self._pair[1].send(b"x")  # somebody waits
+        self._pair[1].send(b"x")  # makes the socket readable
 
     def fileno(self) -> int:
         return self._pair[0].fileno()
 
     def setblocking(self, _flag: bool) -> None:
-        """As it is."""
+        """Do nothing."""
 
     def accept(self) -> tuple[socket.socket, object]:
         self.num_asked += 1
         raise OSError(errno.EMFILE, "Too many open files")
 
     def listen(self, _backlog: int) -> None:
-        """As it is."""
+        """Do nothing."""
 
     def close(self) -> None:
         for each in self._pair:
@@ -255,7 +255,7 @@ def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
 
 
 class Hurried(PunctualProtocol):
-    """Waits for readers for a moment only."""
+    """Wait only briefly for readers."""
 
     write_s = 0.1
 

@@ -1,4 +1,4 @@
-"""The page at /docs: nothing of it comes from elsewhere, and a real browser draws every endpoint of the description."""
+"""The page at /docs: nothing of it comes from other hosts, and a real browser shows every endpoint of the description."""
 
 from pathlib import Path
 

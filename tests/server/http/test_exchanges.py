@@ -1,4 +1,4 @@
-"""Exchanges: every answer has an id, every end is told once, whatever the end was."""
+"""Exchanges: every answer has an id, and every end is reported once, for any cause."""
 
 import asyncio
 from typing import Any
@@ -45,7 +45,7 @@ def routed() -> APIRouter:
 def exchanges_of(
     *requests: dict[str, Any], http: HttpOptions | None = None
 ) -> list[tuple[HttpExchange, httpx.Response]]:
-    """Make requests, in order; returns what the observer was told with the responses."""
+    """Send requests in order, and return the observed exchanges with the responses."""
     told: list[HttpExchange] = []
     app = build_app([routed()], version="0", keys=ApiKeys(), http=http, observers=[told.append])
     answers = [ask(app, **{"method": "GET", **request}) for request in requests]
@@ -79,10 +79,8 @@ def test_a_session_that_cannot_be_one_is_refused_by_its_name(given: bytes) -> No
     )
     assert (response.status_code, response.json()["error"]["param"]) == (400, "x-session-id")
     assert f"({len(given)} bytes)" in response.json()["error"]["message"]
-    assert (fine.json(), none.json()) == (
-        "/user 17",
-        "",
-    )  # before the stroke is whose it is: nobody needs a key here
+    # The key's id, before the slash, is empty because no key is needed.
+    assert (fine.json(), none.json()) == ("/user 17", "")
 
 
 def test_the_end_is_told_with_route_status_and_time() -> None:
@@ -126,7 +124,7 @@ def test_browsers_of_allowed_origins_may_ask_and_read_the_id() -> None:
     assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
     assert "access-control-allow-origin" not in foreign.headers
     (_, closed), (_, refused) = exchanges_of(simple, preflight)
-    assert "access-control-allow-origin" not in closed.headers, "no origin is allowed unless it is named"
+    assert "access-control-allow-origin" not in closed.headers, "an origin must be named to be allowed"
     assert refused.status_code == 405
 
 

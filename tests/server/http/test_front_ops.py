@@ -1,4 +1,4 @@
-"""A front with its operator's flags: a root path, keys from a file, logs as JSON with prompts, limits; and HTTPS."""
+"""A front with operator flags: a root path, a key file, JSON logs with prompts, limits; and HTTPS."""
 
 import json
 import shutil
@@ -21,13 +21,12 @@ KEY = {"Authorization": "Bearer sesame"}
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the front's standard output goes."""
+    """The file with the front's standard output."""
     return tmp_path_factory.mktemp("log") / "out.jsonl"
 
 
 @pytest.fixture(scope="module")
 def front(model_dir: Path, log: Path) -> Iterator[FrontProcess]:
-    """A running front."""
     keys = log.with_name("keys")
     keys.write_text("sesame\n")
     flags = ["--served-model-name=m", f"--api-key-file={keys}", "--log-format=json", "--log-requests"]
@@ -38,12 +37,12 @@ def front(model_dir: Path, log: Path) -> Iterator[FrontProcess]:
     begun_s = time.monotonic()
     process.process.send_signal(signal.SIGTERM)
     assert process.wait() == (0, "")
-    assert time.monotonic() - begun_s < 20, "an idle front waits for nothing, not for 25 s"
+    assert time.monotonic() - begun_s < 20, "an idle front does not wait the full 25 s"
     process.close()
 
 
 def logged(log: Path, request_id: str, logger: str) -> dict[str, Any]:
-    """Wait for a record of a request."""
+    """Wait for a log record of a request and return it."""
     found: list[dict[str, Any]] = []
 
     def is_there() -> bool:
@@ -83,7 +82,7 @@ def test_the_root_path_may_be_there_or_taken_off(front: FrontProcess) -> None:
         assert complete(front, "root", path).status_code == 200
         assert front.post(path, json={}).status_code == 401
     assert front.get("/llm/v1/models").status_code == 401
-    assert front.get("/server_info").json()["model_path"] == "m", "not where it is on this machine"
+    assert front.get("/server_info").json()["model_path"] == "m", "the path on this machine is not shown"
     assert front.get("/llm/health").status_code == 200
 
 
@@ -99,14 +98,14 @@ def test_limits_and_origins_hold_over_a_real_connection(front: FrontProcess) -> 
     assert leave.headers["access-control-allow-origin"] == "https://chat.example"
     denied = front.post("/v1/completions", json={}, headers={"Origin": "https://chat.example"})
     assert denied.status_code == 401
-    assert denied.headers["access-control-allow-origin"] == "https://chat.example", "or pages cannot read why"
+    assert denied.headers["access-control-allow-origin"] == "https://chat.example", "so pages can read why"
     assert complete(front, "after").status_code == 200
 
 
 def test_what_was_generated_is_in_the_throughput(front: FrontProcess) -> None:
     complete(front, "throughput")
     answer = front.get("/throughput")
-    assert answer.status_code == 200, "without a key, as /metrics"
+    assert answer.status_code == 200, "it needs no key, as /metrics"
     now = answer.json()["now"]
     assert now["prompt_tokens_per_s"] > 0 and now["generation_tokens_per_s"] > 0 and now["ttft_s"] > 0
     assert "time" in answer.json()["series"]
@@ -147,4 +146,4 @@ def test_a_page_elsewhere_can_change_nothing_on_a_front_without_keys(shared_fron
             refused = front.post(path, headers=headers)
             assert refused.status_code == 403 and "--allowed-origins" in refused.json()["error"]["message"]
     own = front.post("/stop_expert_distribution_record", headers={"Origin": front.url})
-    assert "No recording is active" in own.json()["error"]["message"], "our own pages may ask"
+    assert "No recording is active" in own.json()["error"]["message"], "the service's own pages are allowed"

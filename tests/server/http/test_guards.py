@@ -1,4 +1,4 @@
-"""Who may ask: which keys open the service, when a file's are read again, and which pages may change something."""
+"""Access checks: keys that open the service, re-reading of key files, and pages that may change something."""
 
 import os
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tests.support.requests.asgi import ask
 
 
 class Clock:
-    """Stands still until told."""
+    """Time moves only when the test sets it."""
 
     now_s = 0.0
 
@@ -42,7 +42,7 @@ def test_a_file_has_a_key_per_line_and_comments(tmp_path: Path) -> None:
     file.write_text("one\nt w o\n")
     with pytest.raises(OptionsError, match="key 2 contains white space") as caught:
         read_keys(file)
-    assert "t w o" not in str(caught.value), "a key is not for the terminal"
+    assert "t w o" not in str(caught.value), "keys are not printed"
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) ->
     keys = ApiKeys(["fixed"], file, clock=clock)
     assert keys.opens(b"old") and keys.opens(b"fixed") and not keys.opens(b"new")
     write(file, "new\n", at_s=2)
-    assert not keys.opens(b"new"), "the file is looked at once a second"
+    assert not keys.opens(b"new"), "the file is checked once a second"
     clock.now_s = 1.0
     assert keys.opens(b"new") and keys.opens(b"fixed") and not keys.opens(b"old"), "withdrawn"
     file.unlink()
     clock.now_s = 2.0
-    assert keys.opens(b"new"), "a file that is gone for a moment locks nobody out"
+    assert keys.opens(b"new"), "old keys stay valid while the file is missing"
 
 
 def test_a_request_carries_a_digest_of_its_key_and_no_key() -> None:
@@ -77,9 +77,9 @@ def test_a_request_carries_a_digest_of_its_key_and_no_key() -> None:
         assert ask(app, "POST", "/v1/ask", headers=headers).status_code == 200
     first, same, other = askers
     assert first.key_id == same.key_id != other.key_id and "one" not in first.key_id
-    assert same.session != other.session, "a session of another key's"
+    assert same.session != other.session, "sessions of different keys differ"
     ask(build_app([router], version="0", keys=ApiKeys()), "POST", "/v1/ask", headers={"x-api-key": "one"})
-    assert askers[-1].key_id == "", "where no key is needed all are alike"
+    assert askers[-1].key_id == "", "without keys, all clients are alike"
 
 
 def test_a_file_without_keys_opens_to_nobody(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_our_own_pages_may_change_something_and_others_may_not(host: str) -> Non
 
     assert status() == 200, "curl and SDKs send no origin"
     assert status(origin=f"http://{host}") == status(origin=f"https://{host}") == 200
-    assert status(origin="https://chat.example") == 200, "it is allowed"
+    assert status(origin="https://chat.example") == 200, "the origin is allowed"
     for origin in (
         "http://evil.example",
         "null",
@@ -165,7 +165,7 @@ def test_our_own_pages_may_change_something_and_others_may_not(host: str) -> Non
 )
 def test_a_foreign_name_that_was_pointed_at_us_is_none_of_our_pages(host: str) -> None:
     assert change({"host": host, "origin": f"http://{host}"}) == 403
-    assert change({"host": host}) == 200, "a client that is no browser may call us what it likes"
+    assert change({"host": host}) == 200, "clients that are no browsers may send any host"
 
 
 @pytest.mark.parametrize(
@@ -198,10 +198,10 @@ def test_a_foreign_name_that_was_pointed_at_us_is_none_of_our_pages(host: str) -
 def test_without_keys_contents_are_shown_under_own_names_only(
     host: str, allowed_hosts: tuple[str, ...], status: int, method: str
 ) -> None:
-    """A page of evil.example whose name was pointed here asks as its own site: with its Host, and without an Origin."""
+    """After DNS rebinding, a page of evil.example sends requests as its own site: with its Host and without an Origin."""
     seen = {"host": host}
     assert change(seen, method=method, path="/v1/files", hosts=allowed_hosts) == status
-    assert change(seen, method=method, path="/health", hosts=allowed_hosts) == 200, "numbers for machines"
+    assert change(seen, method=method, path="/health", hosts=allowed_hosts) == 200, "monitoring is open"
     assert change(seen, method=method, path="/v1/files", hosts=allowed_hosts, keys=["sesame"]) == 401
 
 
@@ -241,8 +241,8 @@ def test_what_acts_on_the_whole_service_is_for_operators_if_they_have_keys(
         return ask(app, method, path, headers=headers).status_code
 
     assert (status(None), status("root")) == (401, 200)
-    assert status("user") == 403, "known, or of no meaning here: it is not an operator's"
-    assert status("user", operators=None) == 200, "without a file of operators every key may"
+    assert status("user") == 403, "a user key, known or not, is not an operator's"
+    assert status("user", operators=None) == 200, "without an operator file, every key may do so"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_operators_keys_open_the_rest_too_and_other_keys_still_do(
     for key, status in (("root", 200), ("user", 200), ("wrong", 200 if path == "/experts/load" else 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert ask(app, method, path, headers=headers).status_code == status
-    assert not keys.are_several, "one key, and operators, who need no share"
+    assert not keys.are_several, "operators do not count: they need no share"
     assert ApiKeys(["user", "other"]).are_several and not ApiKeys().are_several
 
 
@@ -268,7 +268,7 @@ def test_pages_may_look_and_an_open_service_is_open() -> None:
     evil = {"host": "127.0.0.1:8000", "origin": "http://evil.example"}
     assert change(evil, method="GET") == change(evil, path="/ping") == 200
     assert change(evil, allowed=("*",)) == 200
-    assert change({**evil, "authorization": "Bearer sesame"}, keys=["sesame"]) == 200, "a key is permission"
+    assert change({**evil, "authorization": "Bearer sesame"}, keys=["sesame"]) == 200, "a key is sufficient"
     assert change(evil, keys=["sesame"]) == 401
 
 
@@ -281,7 +281,7 @@ def change(
     hosts: tuple[str, ...] = (),
     keys: Sequence[str] = (),
 ) -> int:
-    """Ask for a change, or for contents; returns the status."""
+    """Send a request that changes or reads something, and return the status."""
     router = new_router()
     for each in ("/work", "/ping"):
         router.add_api_route(each, answer, methods=["POST"])

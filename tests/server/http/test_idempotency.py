@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key: answered once, whoever asks again, whatever becomes of connections and fronts."""
+"""Requests with an Idempotency-Key are answered once, across retries, lost connections and restarted fronts."""
 
 import asyncio
 import errno
@@ -30,7 +30,7 @@ KEY = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
 
 
 class Model:
-    """An endpoint that counts how often it answers, and may be held."""
+    """An endpoint that counts its answers and may be paused."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -70,7 +70,7 @@ async def _gone(http: HttpRequest) -> None:
 
 
 def app_of(model: Model, folder: Path, *, keys: ApiKeys | None = None, **how: Any) -> ASGIApp:
-    """A front that keeps answers in `folder`."""
+    """Return a front that keeps answers in `folder`."""
     routes = Starlette(routes=[Route(path, model.answer, methods=["POST"]) for path in (PATH, "/tokenize")])
     return build_app(
         [],
@@ -200,19 +200,19 @@ def test_an_answer_that_was_cut_off_while_it_was_written_is_made_again(tmp_path:
 
 
 async def ended() -> None:
-    """Let applications return: a stream is kept when its application has, not when its client has read it."""
+    """Let applications return: a stream is stored when its application returns, not when its client has read it."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 def fail_next(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> None:
-    """Let writes of kept answers fail as on a full disk: of the next ones, the last."""
+    """Fail the `num_calls`-th next write of kept answers, as on a full disk."""
     append, left = kept_answers._append, [num_calls]
 
     def write(path: Path, content: bytes, flags: int = 0) -> None:
         left[0] -= 1
         if left[0] == 0:
-            append(path, content[: len(content) // 2], flags)  # a full disk takes a part
+            append(path, content[: len(content) // 2], flags)  # a full disk stores a part
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(path, content, flags)
 
@@ -224,7 +224,7 @@ def fail_next(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> None:
 def test_a_key_that_met_a_full_disk_works_again_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: Any, num_calls: int, status: int, num_made: int
 ) -> None:
-    """The first write is refused in words; the second is an answer that is not kept, and made again."""
+    """If the first write fails, the request is refused. If the second fails, the answer is not kept, and is made again."""
 
     async def run() -> None:
         model = Model()
@@ -235,7 +235,7 @@ def test_a_key_that_met_a_full_disk_works_again_when_there_is_room(
         if status == 503:
             assert "cannot be kept: No space left" in first.json()["error"]["message"]
         await ended()
-        assert not list(tmp_path.iterdir()), "nothing is left behind"
+        assert not list(tmp_path.iterdir()), "no file is left behind"
         again = [await ask(app, body) for _ in range(2)]
         await ended()
         again.append(await ask(app_of(model, tmp_path), body))
@@ -266,7 +266,7 @@ def test_a_kept_answer_that_cannot_be_read_counts_as_not_answered(tmp_path: Path
             path.write_bytes(content)
             answers = [await ask(front or app_of(model, tmp_path)) for _ in range(2)]
             assert [each.status_code for each in answers] == [200, 200]
-        assert len(set(model.seeds)) == 1, "what is made again has the same tokens"
+        assert len(set(model.seeds)) == 1, "an answer that is made again has the same tokens"
 
     asyncio.run(run())
 
@@ -299,9 +299,9 @@ def test_the_owner_that_holds_most_loses_the_oldest(tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path, max_keys=6, clock=lambda: 0.0)
     fill(kept, "a", 0, 1)
     fill(kept, "b", *range(12))
-    assert left(kept) == "a0 a1 b8 b9 b10 b11", "a flood of one key pushes out its own"
+    assert left(kept) == "a0 a1 b8 b9 b10 b11", "a flood of one key evicts only its own answers"
     kept = KeptAnswers(tmp_path, max_bytes=10, max_keys=6, clock=lambda: 0.0)
-    assert left(kept) == "a0 a1 b8 b9 b10 b11", "another front knows whose they are"
+    assert left(kept) == "a0 a1 b8 b9 b10 b11", "another front knows the answers' owners"
     fill(kept, "b", 0, body=b"88888888")
     assert left(kept) == "a0 a1 b0"
 
@@ -329,7 +329,7 @@ def test_a_failure_is_not_kept(tmp_path: Path) -> None:
 
 
 class Connection:
-    """One request, made by hand, whose client may leave."""
+    """One hand-made request, with a client that may disconnect."""
 
     def __init__(self, app: ASGIApp, body: bytes = b'{"stream": true}', *, key: str = "k-1") -> None:
         self.sent: list[Message] = []
@@ -407,7 +407,7 @@ def test_an_answer_that_nobody_comes_back_for_is_given_up(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("num_left", [3, 9])
 def test_clients_that_ask_with_new_keys_and_leave_are_bounded(tmp_path: Path, num_left: int) -> None:
-    """Each leaves an answer that goes on without a connection; beyond the bound the oldest ends."""
+    """Each leaves an answer that continues without a connection. Beyond the bound, the oldest ends."""
 
     async def run() -> None:
         model = Model()
@@ -429,7 +429,7 @@ def test_clients_that_ask_with_new_keys_and_leave_are_bounded(tmp_path: Path, nu
         assert model.num_gone == num_left - 3
         model.gate.set()
         await asyncio.gather(stays.task, back.task)
-        assert b'"number":%d' % num_left in back.body, "the newest was still being made"
+        assert b'"number":%d' % num_left in back.body, "the newest is still being made"
         assert stays.body and len(model.seeds) == num_left + 1
 
     asyncio.run(asyncio.wait_for(run(), 20))
@@ -485,7 +485,7 @@ def test_a_stream_too_long_to_be_kept_waits_for_its_reader_and_is_forgotten(
         connection.may_send.clear()
         for _ in range(200):
             await asyncio.sleep(0)
-        assert num_made < 5, "it is not made faster than it is read"
+        assert num_made < 5, "the answer is made only as fast as it is read"
         connection.may_send.set()
         await connection.task
         assert connection.body == b"".join(b"%09d\n" % number for number in range(50))

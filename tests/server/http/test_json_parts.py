@@ -1,4 +1,4 @@
-"""JSON in parts is the library's JSON, and no part is large."""
+"""JSON in parts equals the library's JSON, and no part is large."""
 
 import json
 from typing import Any

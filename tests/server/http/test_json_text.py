@@ -1,4 +1,4 @@
-"""JSON of bodies: its shape is that of the parsed value, and parsing in pieces is parsing."""
+"""JSON of bodies: its shape is that of the parsed value, and parsing in pieces equals parsing at once."""
 
 import gc
 import json
@@ -13,11 +13,11 @@ from server.front.errors import ApiError
 from server.http import json_text
 from server.http.json_text import MAX_JSON_DEPTH, json_shape, parse_json
 
-NOTHING = object()  # what text that is not JSON parses to
+NOTHING = object()  # result for text that is not JSON
 
 
 def depth_of(value: Any) -> int:
-    """The slow way."""
+    """Slow reference."""
     if isinstance(value, dict):
         return 1 + max(map(depth_of, value.values()), default=0)
     return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
@@ -32,19 +32,19 @@ JSON = st.recursive(
 
 
 def nodes_in(value: Any) -> int:
-    """The slow way."""
+    """Slow reference."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, dict | list) + sum(map(nodes_in, inner))
 
 
 def commas_in(value: Any) -> int:
-    """The slow way."""
+    """Slow reference."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return max(0, len(inner) - 1) + sum(map(commas_in, inner))
 
 
 def keys_in(value: Any) -> int:
-    """The slow way."""
+    """Slow reference."""
     inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return len(inner) * isinstance(value, dict) + sum(map(keys_in, inner))
 
@@ -78,7 +78,7 @@ def test_strings_are_followed_from_chunk_to_chunk() -> None:
 
 
 def parsed_whole(body: bytes) -> Any:
-    """The slow-reacting way."""
+    """Slow reference: it blocks the event loop."""
     try:
         return json.loads(body)
     except ValueError:
@@ -104,7 +104,7 @@ def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_make_the_value_that_the_whole_makes(value: Any, encoding: str, indent: int | None) -> None:
     body = json.dumps(value, ensure_ascii=False, indent=indent).encode(encoding, "surrogatepass")
     found = parsed_in_pieces(body)
-    assert found == value and json.dumps(found) == json.dumps(json.loads(body)), "in the same order"
+    assert found == value and json.dumps(found) == json.dumps(json.loads(body)), "keys keep their order"
 
 
 @pytest.mark.usefixtures("tiny_pieces")
@@ -132,7 +132,7 @@ def test_a_trouble_s_place_is_that_in_the_whole_text() -> None:
 
 
 def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holds up the event loop."""
+    """Each piece blocks the event loop."""
     longest, loads = 0, json.loads
 
     def noting(text: str | bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Logs: lines that people and programs can read, without prompts, that hold nobody up."""
+"""Logs: lines that people and programs can read, without prompts, and without delaying the service."""
 
 import io
 import json
@@ -106,7 +106,7 @@ def test_prompts_are_logged_only_by_the_log_for_those_who_ask() -> None:
 
 
 class StuckStream(io.StringIO):
-    """A terminal that nobody reads until told."""
+    """A terminal that blocks writers until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_terminal_that_is_not_read_holds_nobody_up(monkeypatch: pytest.MonkeyP
 
 
 class BrokenStream(io.StringIO):
-    """A terminal that was closed."""
+    """A closed terminal."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError

@@ -1,4 +1,4 @@
-"""/metrics: what vLLM's dashboards read is there, under the same name, type and labels, and our dashboard's too."""
+"""/metrics: the metrics of vLLM's and our dashboards exist, with the same names, types and labels."""
 
 import asyncio
 import json
@@ -23,9 +23,9 @@ from tests.support.requests.answers import ended_answer, ended_exchange
 
 DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "wideep.json"
 ENGINE = frozenset({"model_name", "engine"})
-# What vLLM's published dashboards query (examples/observability: prometheus_grafana/grafana.json, and overview,
-# instances, kv_cache, service_status, performance_ and query_statistics), but for the rows of features that a service
-# may lack there too: LoRA, sleep operations, FLOPs, KV transfer and offloading, speculation, multimodal caches.
+# The metrics in vLLM's published dashboards (examples/observability: prometheus_grafana/grafana.json, and overview,
+# instances, kv_cache, service_status, performance_ and query_statistics), without the rows of optional features that a vLLM
+# service may lack, too: LoRA, sleep operations, FLOPs, KV transfer and offloading, speculation, multimodal caches.
 READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
     "vllm:e2e_request_latency_seconds": ("histogram", ENGINE),
     "vllm:time_to_first_token_seconds": ("histogram", ENGINE),
@@ -77,7 +77,7 @@ def families_of(metrics: Metrics) -> dict[str, Any]:
 
 
 def value_of(metrics: Metrics, name: str, **labels: str) -> float:
-    """The sum of the samples of a name with these labels."""
+    """Return the sum of a metric's samples with these labels."""
     return float(
         sum(
             sample.value
@@ -90,7 +90,7 @@ def value_of(metrics: Metrics, name: str, **labels: str) -> float:
 
 @pytest.fixture
 def metrics() -> Metrics:
-    """Metrics of two ranks; rank 0 has attached, and one exchange ended."""
+    """Metrics of two ranks. Rank 0 has attached, and one exchange has ended."""
     made = Metrics("m", 2)
     facts = RankFacts(
         rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4,
@@ -126,7 +126,7 @@ def test_the_label_values_that_those_dashboards_select_by_are_there(metrics: Met
     bounds = {
         sample.labels.get("le") for sample in families_of(metrics)["vllm:time_to_first_token_seconds"].samples
     }
-    assert {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"} <= bounds, "targets to choose from"
+    assert {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"} <= bounds, "common targets"
 
 
 def test_a_request_s_time_is_divided_into_queue_prefill_and_decode(metrics: Metrics) -> None:
@@ -195,7 +195,7 @@ def test_probes_and_odd_methods_make_no_series_of_their_own(metrics: Metrics) ->
 
 
 def queries() -> list[tuple[str, str]]:
-    """Every query of our dashboard, with the panel's title."""
+    """Return every query of our dashboard, with the panel's title."""
     board = json.loads(DASHBOARD.read_text())
     found = [
         (panel["title"], target["expr"]) for panel in board["panels"] for target in panel.get("targets", ())
@@ -263,7 +263,7 @@ def test_writing_many_ranks_down_lets_the_event_loop_go_on() -> None:
         assert writing.result().count(b'engine="63"') > 100
         return num_turns
 
-    assert asyncio.run(scenario()) > 10, "written in the loop, it would be three"
+    assert asyncio.run(scenario()) > 10, "written inside the loop, it would be three"
 
 
 def test_drafts_have_vllm_s_families() -> None:

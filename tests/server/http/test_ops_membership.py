@@ -1,4 +1,4 @@
-"""What is shown of membership: the status, whether requests are taken, whether placements may change, metrics."""
+"""Views of membership: the status, readiness for requests, permission for placement changes, metrics."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -10,7 +10,7 @@ from server.http.observability.ops import status_of
 
 
 def service(num_ranks: int = 2) -> Epochs:
-    """A service that serves."""
+    """Return a service that serves."""
     epochs = Epochs(num_ranks, recovery_timeout_s=600.0)
     for rank in range(num_ranks):
         epochs.attach(rank, 0.0)
@@ -50,7 +50,7 @@ def test_requests_are_taken_while_somebody_serves_or_will_at_once() -> None:
     epochs = service()
     assert why_not_ready(epochs) is None and why_no_change(epochs) is None
     epochs.lose(1, "killed", 1.0)
-    assert why_not_ready(epochs) is None, "they are meeting"
+    assert why_not_ready(epochs) is None, "the members are regrouping"
     assert why_no_change(epochs) == "rank 1 is lost: killed"
     epochs.take_fault(0, 1, "no memory", is_final=True, now_s=2.0)
     said = "rank 1 is lost: killed; rank 0 cannot continue without it: no memory"

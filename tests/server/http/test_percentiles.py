@@ -1,4 +1,4 @@
-"""Percentiles over a window: near the exact ones, and of the window alone."""
+"""Percentiles over a window: close to the exact ones, and of the window alone."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Clients that never finish what they say are not waited for; slow but whole requests are answered."""
+"""Clients that never finish a request are cut off, and slow but complete requests are answered."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
 
 
 class Impatient(PunctualProtocol):
-    """Waits a little only."""
+    """Wait only briefly for a head."""
 
     head_s = 0.2
 
@@ -33,14 +33,14 @@ async def answer_at_once(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def answer_to_body(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that reads all of it."""
+    """An application that reads the whole body."""
     while (await receive()).get("more_body"):
         pass
     await answer_at_once(scope, receive, send)
 
 
 def talk(with_server: Talk, app: Any = answer_at_once) -> bytes:
-    """Let a client talk to a server, within a time."""
+    """Connect a client to a server, with a timeout."""
 
     async def scenario() -> bytes:
         config = uvicorn.Config(app, http=Impatient, lifespan="off", log_config=None, port=0)
@@ -59,7 +59,7 @@ def talk(with_server: Talk, app: Any = answer_at_once) -> bytes:
 
 
 def sends(request: bytes, *, until_ok: bool = False) -> Talk:
-    """A client that sends a request in one go, and hears the answer, up to "ok" or to the end."""
+    """Return a client that sends a request at once and reads the answer, up to "ok" or to the end."""
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(request)
@@ -69,7 +69,7 @@ def sends(request: bytes, *, until_ok: bool = False) -> Talk:
 
 
 def drips(begun: bytes) -> Talk:
-    """A client that begins a request, and never gets done with it."""
+    """Return a client that begins a request and never finishes it."""
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(begun)
@@ -79,7 +79,7 @@ def drips(begun: bytes) -> Talk:
 
 
 async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Send a byte now and then until the server has had enough; return what it said."""
+    """Send single bytes until the server hangs up, and return its answer."""
     hearing = asyncio.create_task(hear(reader))
     while not hearing.done():
         writer.write(b"x")
@@ -88,7 +88,7 @@ async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> by
 
 
 async def hear(reader: asyncio.StreamReader) -> bytes:
-    """Return all that comes until the server hangs up, however it does."""
+    """Return all received bytes until the server hangs up in any way."""
     said = b""
     with contextlib.suppress(ConnectionError):
         while part := await reader.read(1 << 16):
@@ -167,7 +167,7 @@ def test_a_head_that_is_too_long_is_a_431(name: bytes) -> None:
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         writer.write(HEAD + name)
         hearing = asyncio.create_task(hear(reader))
-        for _ in range(64):  # of 16 KiB, as long as it is listened to
+        for _ in range(64):  # 1 MiB in parts of 16 KiB, unless the server hangs up
             writer.write((name * (1 << 14))[: 1 << 14])
             await asyncio.wait((hearing,), timeout=0.001)
         return await hearing
@@ -218,14 +218,13 @@ def test_requests_in_one_go_are_answered_in_turn() -> None:
     assert talk(client, answer_to_body).count(b"HTTP/1.1 200") == 4
 
 
-OFFER = (
-    b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n"  # what Java's client sends with every request
-)
+# Java's client sends these headers with every request.
+OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """An application that says what it was sent."""
+    """An application that answers with its path and body."""
     body, goes_on = b"", True
     while goes_on:
         message = await receive()
@@ -242,7 +241,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     "head",
     [
         b"POST /x HTTP/1.1\r\nhost: x\r\nconnection: close, upgrade\r\nupgrade: h2c\r\n",
-        b"POST /x HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n",  # as a proxy passes it on
+        b"POST /x HTTP/1.0\r\nconnection: upgrade\r\nupgrade: h2c\r\n",  # as a proxy forwards it
     ],
 )
 @pytest.mark.parametrize("body", [b"content-length: 2\r\n\r\nhi", CHUNKED])
@@ -258,7 +257,7 @@ def test_an_offer_in_a_connection_s_last_request_is_passed_over(head: bytes, bod
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_offer_of_another_protocol_is_passed_over(size: int) -> None:
-    """Whatever the pieces that the requests come in."""
+    """Independent of how the requests are split into packets."""
     requests = HEAD + OFFER + b"content-length: 2\r\n\r\nhi" + HEAD + OFFER + CHUNKED + HEAD + OFFER + b"\r\n"
     requests += b"POST /last HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nconnection: close\r\n\r\nbye"
 
@@ -310,7 +309,7 @@ def test_a_request_behind_an_answer_that_is_not_read_gives_no_more_time(
         await send({"type": "http.response.body", "body": bytes(32 << 20)})
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        reader._limit = 1  # type: ignore[attr-defined]  # it stops reading at once
+        reader._limit = 1  # type: ignore[attr-defined]  # stop reading at once
         for _ in range(2):
             writer.write(HEAD + b"\r\n")
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A page whose name was pointed at a service without keys (DNS rebinding) reads no contents from any endpoint."""
+"""After DNS rebinding to a service without keys, a page cannot read contents from any endpoint."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 
-EVIL = {"Host": "evil.example:8000"}  # a page asks its own site so: without an Origin
+EVIL = {"Host": "evil.example:8000"}  # as a page's request to its own site: without an Origin
 MONITORED = {"/", "/health", "/ping", "/version", "/metrics", "/load", "/throughput"}
 MONITORED |= {"/v1/fault_tolerance/status"}
 

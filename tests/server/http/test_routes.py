@@ -1,4 +1,4 @@
-"""Routes: what an endpoint is called with, what is refused before, and how its failures are answered."""
+"""Routes: an endpoint's arguments, refusals before it is called, and answers to its failures."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ JSON = {"content-type": "application/json"}
 
 
 class Body(BaseModel):
-    """What is taken."""
+    """The accepted body."""
 
     number: int
 
@@ -37,7 +37,7 @@ def asked(
     failure: Exception | None = None,
     **options: Any,
 ) -> tuple[httpx.Response, HttpExchange]:
-    """Ask an application; returns the answer and the exchange."""
+    """Send a request to an application, and return the answer and the exchange."""
     exchanges: list[HttpExchange] = []
     router = new_router()
 

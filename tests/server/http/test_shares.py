@@ -1,4 +1,4 @@
-"""Shares of what is bounded: nobody's loss or refusal depends on another's flood."""
+"""Shares of bounded resources: a flood of one owner causes no loss or refusal for others."""
 
 from server.http.shares import Shares
 
@@ -37,7 +37,7 @@ def test_an_equal_part_is_an_owner_s_whatever_others_hold() -> None:
     shares.take("a", 6)
     assert shares.has_part("a") and shares.has_part("b")
     shares.take("a", 1)
-    assert not shares.has_part("a"), "half, as long as there is one more to come"
+    assert not shares.has_part("a"), "half, because another owner may come"
     for owner in "bc":
         shares.take(owner, 4)
     assert not shares.has_room("b", 0) and shares.has_part("b") and not shares.has_part("a")

@@ -1,4 +1,4 @@
-"""The line of throughput and GET /throughput's content, with injected clocks; and the series of points beneath."""
+"""The log line of throughput and the content of GET /throughput, with injected clocks, and their series of points."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Watched(Throughput):
-    """A throughput with a clock that `after` moves on, ticking as the front does."""
+    """A throughput with a clock that `after` advances, with the front's ticks."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -69,7 +69,7 @@ def test_an_idle_service_is_silent_and_a_busy_one_has_a_line_every_ten_seconds(
     ]
     assert vars(lines.records[0])["fields"]["generation_tokens_per_s"] == 20.0
     watched.after(2 * WINDOW_S)
-    assert len(lines.messages) == 3, "requests run, though nothing comes of it"
+    assert len(lines.messages) == 3, "requests run, although they yield no tokens"
     watched.note_stats(replace(STATS, num_running=0, num_waiting=0))
     watched.after(60)
     assert len(lines.messages) == 3

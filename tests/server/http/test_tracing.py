@@ -1,4 +1,4 @@
-"""Spans: one per request that ranks were asked, under vLLM's names, below the caller's."""
+"""Spans: one per request to ranks, under vLLM's names, as children of the caller's span."""
 
 import importlib.util
 import threading
@@ -88,7 +88,7 @@ def test_without_an_endpoint_nothing_is_imported_or_made() -> None:
 
 
 class Collector:
-    """Takes what is posted to it, as an OpenTelemetry collector does."""
+    """Accept and store posts, as an OpenTelemetry collector does."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[str, bytes]] = []
@@ -101,7 +101,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Keep quiet."""
+                """Print nothing."""
 
         self.server = HTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()

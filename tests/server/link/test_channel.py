@@ -1,4 +1,4 @@
-"""The stream's settings: an idle service stays connected, however long nothing is said."""
+"""The stream's settings: an idle service stays connected during any silence."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What crosses comes back as it was said, whatever is in it."""
+"""Messages survive encoding and decoding, with any content."""
 
 import dataclasses
 import itertools
@@ -67,7 +67,7 @@ def test_every_combination_of_empty_parts_comes_back() -> None:
 
 
 def numbered(kind: type) -> dict[str, Any]:
-    """A number for every field, all different."""
+    """Return a different number for each field."""
     return {name: at for at, name in enumerate(kind.__annotations__, start=1)}
 
 

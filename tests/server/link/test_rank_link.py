@@ -1,4 +1,4 @@
-"""The stream between a rank and the front, both ends real, without HTTP."""
+"""The stream between a rank and the front, with both ends real, without HTTP."""
 
 import asyncio
 import concurrent.futures
@@ -73,7 +73,7 @@ REQUEST = Request(
 
 
 class Told:
-    """Puts into a queue what a listener is told: its method's name, and with what."""
+    """A listener that puts the name and arguments of each call into a queue."""
 
     def __init__(self) -> None:
         self.events: Queue[tuple[object, ...]] = Queue()
@@ -83,7 +83,7 @@ class Told:
 
 
 class FrontEnd:
-    """`Ranks` in an event loop of its own thread; everything it says lands in `events`."""
+    """`Ranks` in an event loop in a separate thread. All its calls land in `events`."""
 
     def __init__(self, cluster_key: bytes | None = None) -> None:
         told, self._cluster_key = Told(), cluster_key
@@ -95,7 +95,7 @@ class FrontEnd:
         self._links: list[RankLink] = []
 
     def attach(self, facts: RankFacts = FACTS) -> tuple[RankLink, "Queue[tuple[object, ...]]"]:
-        """Return a rank's end that is attached until `close`, and what it hears."""
+        """Return a rank's end that is attached until `close`, and the queue of its messages."""
         heard: Queue[tuple[object, ...]] = Queue()
         link = link_to(self, heard, facts=facts)
         link.open(30)
@@ -110,15 +110,14 @@ class FrontEnd:
         return ranks, address
 
     def run(self, waiting: Coroutine[object, object, Any]) -> Any:
-        """Wait for something in the loop."""
+        """Run a coroutine in the loop and return its result."""
         return asyncio.run_coroutine_threadsafe(waiting, self.loop).result(30)
 
     def say(self, function: object, *args: object, **kwargs: object) -> None:
-        """Call a method of `Ranks` in the loop."""
         self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))  # type: ignore[operator]
 
     def close(self) -> None:
-        """Let the ranks leave, stop the server and its loop."""
+        """Let the ranks leave, then stop the server and its loop."""
         for link in self._links:
             link.close()
         self.run(self.ranks.close())
@@ -199,7 +198,7 @@ def test_a_deadline_travels_as_time_that_is_left(front: FrontEnd) -> None:
     front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=50.0), now_s=100.0)
     request = heard.get(timeout=30)[1]
     assert isinstance(request, Request) and request.deadline_s is not None, (
-        "a deadline passed is not no deadline"
+        "a passed deadline is still a deadline"
     )
 
 
@@ -214,7 +213,7 @@ def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) ->
     assert front.events.get(timeout=30)[0] == "outputs"
     front.run(front.ranks.wait_until_empty())
     assert front.events.empty()
-    assert heard.empty(), "closing is not losing"
+    assert heard.empty(), "closing is not a loss"
 
 
 @pytest.mark.parametrize(
@@ -327,9 +326,9 @@ def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.run(front.ranks.close())
     assert heard.get(timeout=30)[0] == "lost"
-    link.send([RequestOutput(request_id="r", token_ids=[1])])  # harmless
+    link.send([RequestOutput(request_id="r", token_ids=[1])])  # has no effect
     link.close()
-    assert heard.empty(), "lost is said once"
+    assert heard.empty(), "a loss is reported once"
 
 
 def test_no_front_is_an_error_that_names_the_address() -> None:
@@ -359,7 +358,7 @@ def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: Fron
     front.say(say_much)
     for number in range(1000):  # all of them take many seconds
         assert heard.get(timeout=30) == ("abort", str(number))
-    assert front.events.empty(), "a rank that is given up is given up when the queue is full"
+    assert front.events.empty(), "a full queue does not make the front give up a rank"
 
 
 def test_a_rank_that_does_not_read_is_lost_after_a_while(
@@ -376,7 +375,7 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
 def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
     monkeypatch: pytest.MonkeyPatch, front: FrontEnd
 ) -> None:
-    """The loss of one that does not read may bring the front to give up the next."""
+    """The loss of a rank that does not read may make the front give up the next one."""
     for rank in (0, 1):
         front.attach(replace(FACTS, rank=rank))
     ranks, now_s = front.ranks, time.monotonic()
@@ -419,7 +418,7 @@ def test_all_addresses_are_bound_and_the_name_is_announced() -> None:
         await ranks.serve(Told())
         port = int(address.rpartition(":")[2])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        others = "::1" if ":" in host else "127.0.0.2"  # an address of this machine, and not that name's
+        others = "::1" if ":" in host else "127.0.0.2"  # another address of this machine than the name's
         with socket.socket(family) as probe:
             is_open = probe.connect_ex((others, port)) == 0
         await ranks.close()
@@ -505,12 +504,12 @@ def test_an_imposter_with_more_restarts_does_not_take_a_ranks_place(key: bytes |
             imposter.open(30)
         assert front.events.get(timeout=30)[0] == "refused"
         link.send_regrouped(7)
-        assert front.events.get(timeout=30) == ("regrouped", 0, 7), "the real one goes on"
+        assert front.events.get(timeout=30) == ("regrouped", 0, 7), "the real one continues"
         link.close()
 
 
 def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
-    """It copies what a real one would say, but cannot seal it."""
+    """It copies the messages of a real one, but cannot seal them."""
 
     def attach(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         context.send_initial_metadata(((NONCE_KEY, "c" * 64),))

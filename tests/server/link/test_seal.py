@@ -1,4 +1,4 @@
-"""What a cluster key keeps out, without a link; with one in test_rank_link."""
+"""The attacks that a cluster key stops, without a link. test_rank_link tests them with one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which interface gloo and NCCL take, by their own rules."""
+"""The interfaces that gloo and NCCL choose by their rules."""
 
 import socket
 import subprocess
@@ -139,7 +139,7 @@ print(*(socket.inet_ntoa(bytes.fromhex(each)[::-1]) for each in addresses()))
 @pytest.mark.slow
 @pytest.mark.parametrize("namespaces", [1], indirect=True)
 def test_gloo_itself_listens_where_we_say_that_it_does(namespaces: list[str]) -> None:
-    """Ask gloo: in a namespace whose host name resolves to loopback, and here."""
+    """Compare with gloo itself, in a namespace with a host name that resolves to loopback, and here."""
     for inside in ([], ["ip", "netns", "exec", namespaces[0]]):
         answer = subprocess.run(
             [*inside, sys.executable, "-c", LISTENS], capture_output=True, text=True, timeout=300

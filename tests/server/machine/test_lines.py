@@ -1,4 +1,4 @@
-"""What processes write for people: text, or one JSON object per line."""
+"""Output for people: text, or one JSON object per line."""
 
 import json
 import os

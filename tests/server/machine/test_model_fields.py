@@ -1,4 +1,4 @@
-"""What config.json says of experts, under every family's names, and what Ollama's clients see of it."""
+"""The fields about experts in config.json, under every family's names, and their form for Ollama's clients."""
 
 from types import SimpleNamespace
 from typing import Any

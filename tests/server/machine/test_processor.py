@@ -1,4 +1,4 @@
-"""What is said of a processor that lacks what kernels are fast with."""
+"""The warning about a processor without the instructions that fast kernels need."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whose packages are imported where others have the same names, and what is said where ours cannot be."""
+"""Which packages are imported if others have the same names, and the error if ours cannot be imported."""
 
 import importlib
 import os
@@ -28,7 +28,7 @@ def write_package(root: Path, name: str, *, is_namespace: bool = False) -> Path:
 
 
 def install(root: Path, distribution: str, package: str) -> None:
-    """Write the metadata that pip would."""
+    """Write the metadata that pip would write."""
     metadata = root / f"{distribution}-1.2.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
@@ -76,7 +76,7 @@ def test_packages_are_looked_up_without_being_imported(two_roots: tuple[Path, Pa
 
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = Path(sys.executable).with_name("wideep")  # that pip installed
+SCRIPT = Path(sys.executable).with_name("wideep")  # installed by pip
 
 
 def run(*command: str | Path, cwd: Path, python_path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -88,7 +88,7 @@ def run(*command: str | Path, cwd: Path, python_path: Path | None = None) -> sub
 
 
 def write_clash(folder: Path) -> Path:
-    """Write packages of all our names, which say so when they are imported; theirs has a server/cli.py as well."""
+    """Write packages with all our names that report their import, and their own server/cli.py."""
     for name in PACKAGES:
         write_package(folder, name)
     (folder / "server" / "cli.py").write_text("def main(): return 7")

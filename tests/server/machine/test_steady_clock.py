@@ -1,4 +1,4 @@
-"""The clock that things expire by: a calendar that jumps moves it by nothing."""
+"""The clock for expiry: jumps of the calendar do not move it."""
 
 import pytest
 
@@ -25,9 +25,9 @@ def test_without_jumps_it_is_the_calendar() -> None:
 @pytest.mark.parametrize(
     ("expires_at", "expected"),
     [
-        (100 * DAY_S + 7200, 100 * DAY_S + 7200),  # as it was
-        (70 * DAY_S, 100 * DAY_S + GRACE_S),  # it seems long over
-        (500 * DAY_S, 130 * DAY_S),  # it seems to come from the future
+        (100 * DAY_S + 7200, 100 * DAY_S + 7200),  # unchanged
+        (70 * DAY_S, 100 * DAY_S + GRACE_S),  # seems long over
+        (500 * DAY_S, 130 * DAY_S),  # seems to come from the future
     ],
 )
 def test_what_is_taken_over_expires_neither_at_once_nor_never(expires_at: float, expected: float) -> None:

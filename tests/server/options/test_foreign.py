@@ -1,4 +1,4 @@
-"""Flags of vLLM and SGLang: each is taken, harmless, or refused by a sentence that names ours."""
+"""Flags of vLLM and SGLang: each is accepted, ignored, or refused with a sentence that names ours."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ from server.tools.guides import FOLDER, sglang_guide, vllm_guide
 
 HERE = Path(__file__).parent
 FOREIGN = (*VLLM_FLAGS, *SGLANG_FLAGS)
-# Flags that sentences name and that are not a service's: torchrun's, and those of `wideep experts plan`.
+# Flags in these sentences that are not the service's: torchrun's, and those of `wideep experts plan`.
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--no-python", "--out"}
 OURS = {name for option in OPTIONS for name in (*option.flag.names, *option.flag.off_names)}
 
@@ -68,7 +68,7 @@ def test_a_name_has_one_meaning() -> None:
 def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
     said = f"{flag.because} {flag.otherwise} {flag.becomes}"
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said))
-    assert named <= OURS | OF_OTHERS, "it sends people to a flag that is not there"
+    assert named <= OURS | OF_OTHERS, "it names a flag that does not exist"
     assert bool(flag.becomes) != bool(flag.because or flag.otherwise), "either an alias or a reason"
     assert "\n" not in said and not re.search(r"[^.]\. ", said) and not said.strip().endswith("."), (
         "one sentence"

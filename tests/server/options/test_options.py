@@ -1,4 +1,4 @@
-"""Options, however they are given: flags, keywords, and the value that a parent process hands on."""
+"""Options from every source: flags, keywords, and the value that a parent process passes on."""
 
 import argparse
 import shutil
@@ -45,7 +45,7 @@ def test_a_flag_and_a_keyword_belong_to_one_option() -> None:
 def test_defaults_are_those_of_the_design() -> None:
     options = parse()
     assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
-    assert (options.max_num_seqs, options.max_num_batched_tokens) == (None, None), "by the device"
+    assert (options.max_num_seqs, options.max_num_batched_tokens) == (None, None), "the device decides"
     assert (options.device, options.enforce_eager) == ("auto", False)
     assert options.served_model_names == ("demo",)
     assert options.enable_prefix_caching
@@ -135,7 +135,7 @@ def test_a_cluster_key_of_one_start_travels_in_the_environment_alone() -> None:
     assert options.cluster_key == b"5e5a3e" * 10
     assert "5e5a3e" not in " ".join(handed_on(options)) + repr(options)
     assert parse(*handed_on(options), environment=environment_from(options)) == options
-    assert parse(environment=environment_from(options)).cluster_key is None, "users give a file"
+    assert parse(environment=environment_from(options)).cluster_key is None, "users pass a file"
 
 
 def test_a_template_s_file_is_handed_on_by_its_whole_path(

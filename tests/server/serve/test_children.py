@@ -1,4 +1,4 @@
-"""Children: how they are started, described and stopped, and that they die with their parent."""
+"""Child processes: how they are started, described and stopped, and that they die with their parent."""
 
 import os
 import resource
@@ -99,7 +99,7 @@ def test_a_child_is_in_a_process_group_of_its_own() -> None:
 
 
 def descriptors_around_everything() -> tuple[list[str], list[str]]:
-    """What is open before and after all that opens something."""
+    """Return the open descriptors before and after everything that opens some."""
     before = os.listdir("/proc/self/fd")
     pipe = MessagePipe()
     child = start("pass")
@@ -126,7 +126,7 @@ def test_the_limit_of_open_files_is_raised_for_children_too() -> None:
 
 
 def test_no_descriptor_leaks() -> None:
-    # In a process of its own: fronts and ranks of other tests open and close theirs in this one meanwhile.
+    # Runs in a separate process, because fronts and ranks of other tests open and close descriptors in this one.
     name = descriptors_around_everything.__name__
     code = f"from {__name__} import {name} as look; before, after = look(); print(before == after, before, after)"
     child = subprocess.run(
@@ -217,7 +217,7 @@ def test_the_child_of_a_killed_parent_dies() -> None:
         assert output.readline().strip().isdigit()
         parent.send_signal(signal.SIGKILL)
         parent.wait(10)
-        assert output.read() == "", "the pipe ends when the child, its last writer, is gone"
+        assert output.read() == "", "the pipe ends with the child, its last writer"
 
 
 def test_a_child_whose_parent_is_gone_already_does_not_start() -> None:

@@ -74,7 +74,7 @@ def test_a_rank_with_another_cluster_key_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_program_of_the_same_machine_cannot_take_a_ranks_place(tmp_path: Path) -> None:
-    """`wideep serve` without a key file: the imposter reads the token in the store, which it may, and is refused."""
+    """`wideep serve` without a key file: the imposter can read the token in the store, but is refused."""
     model = write_tiny_model(tmp_path / "tiny")
     with RealService.serve(model, tmp_path / "output.txt", "-dp=1") as service:
         service.wait_ready()

@@ -1,4 +1,4 @@
-"""SIGTERM lets open requests end: /health first, no new ones, every answer whole, status 0; impatience is granted."""
+"""SIGTERM lets open requests end: /health first, no new requests, whole answers, status 0. A second signal ends it at once."""
 
 import contextlib
 import signal
@@ -20,7 +20,7 @@ Start = Callable[..., FrontProcess]
 
 @pytest.fixture
 def start(model_dir: Path) -> Iterator[Start]:
-    """Start a front with one rank; ended afterwards."""
+    """Start a front with one rank. It is ended afterwards."""
     started: list[FrontProcess] = []
 
     def start_front(*flags: str) -> FrontProcess:
@@ -35,7 +35,7 @@ def start(model_dir: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads for clients that wait."""
+    """Threads for waiting clients."""
     with ThreadPoolExecutor(4) as pool:
         yield pool
 
@@ -45,10 +45,10 @@ def complete(front: FrontProcess, prompt: str, **how: object) -> httpx.Response:
 
 
 def wait_until_draining(front: FrontProcess) -> httpx.Response:
-    """Wait until /health says no more that all is well."""
+    """Wait until /health no longer returns 200."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while (response := front.get("/health")).status_code == 200:
-        assert time.monotonic() < deadline_s, "SIGTERM was not heard"
+        assert time.monotonic() < deadline_s, "SIGTERM had no effect"
         threading.Event().wait(0.01)
     return response
 
@@ -72,16 +72,16 @@ def test_open_requests_end_whole_and_new_ones_are_refused(start: Start, threads:
         refused = complete(front, "too late")
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert "shutting down" in refused.json()["error"]["message"]
-        assert front.get("/v1/models").status_code == 200, "what costs nothing is still answered"
+        assert front.get("/v1/models").status_code == 200, "cheap requests are still answered"
         gate.set()
         text += "".join(chunk.choices[0].text for chunk in stream)
     assert (text, whole.result(TIMEOUT_S).json()["choices"][0]["text"]) == ("abc", "xyz")
     assert front.wait() == (0, "")
-    assert front.ranks[0].stopped.is_set(), "ranks were asked to stop, afterwards"
+    assert front.ranks[0].stopped.is_set(), "ranks are stopped afterwards"
 
 
 def end_amid_a_request(front: FrontProcess, threads: ThreadPoolExecutor) -> Future[httpx.Response]:
-    """Send SIGTERM while a request runs that never ends by itself."""
+    """Send SIGTERM during a request that never ends by itself."""
     front.script("d-never", "abc", gates={1: threading.Event()})
     never = threads.submit(complete, front, "d-never")
     front.served("d-never")
@@ -119,7 +119,7 @@ def test_a_rank_that_is_lost_meanwhile_is_a_failure(start: Start, threads: Threa
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_once_all_requests_have_ended_is_no_failure(start: Start) -> None:
-    """While a client still reads its answer, which is larger than what sockets hold."""
+    """A client still reads its answer, which is larger than the sockets' buffers."""
     front = start("--disable-access-log")
     front.script("d-long", front.encode("x" * 400))
     body = b'{"model":"m","prompt":"d-long","stream":true,"max_tokens":400,"n":100}'
@@ -139,10 +139,10 @@ def test_a_rank_that_is_killed_once_all_requests_have_ended_is_no_failure(start:
 
 
 def wait_until_closed(host: str, port: int) -> None:
-    """Wait until nobody is let in any more."""
+    """Wait until connections are refused."""
     deadline_s = time.monotonic() + TIMEOUT_S
     with contextlib.suppress(ConnectionRefusedError):
         while time.monotonic() < deadline_s:
             socket.create_connection((host, port), timeout=TIMEOUT_S).close()
             threading.Event().wait(0.01)
-        raise AssertionError("it goes on listening")
+        raise AssertionError("it still listens")

@@ -1,4 +1,4 @@
-"""How a front begins and ends: readiness, keys, deadlines, a lost rank, signals, its parent's death."""
+"""A front's start and end: readiness, keys, deadlines, a lost rank, signals, its parent's death."""
 
 import json
 import os
@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def fronts(model_dir: Path) -> Iterator[list[FrontProcess]]:
-    """Fronts that a test started, ended afterwards."""
+    """Fronts that a test started, closed afterwards."""
     started: list[FrontProcess] = []
     yield started
     for process in started:
@@ -56,9 +56,9 @@ def test_it_is_ready_when_every_rank_is_and_checks_keys(model_dir: Path, fronts:
     for key in ("sesame", "second"):
         with client_of(front, key) as client:
             assert client.models.list().data[0].id == "m"
-    assert front.get("/metrics").status_code == 200, "open without a key"
+    assert front.get("/metrics").status_code == 200, "it is open without a key"
     assert front.close() == (0, "")
-    assert all(rank.stopped.is_set() for rank in front.ranks), "ranks are asked to stop first"
+    assert all(rank.stopped.is_set() for rank in front.ranks), "ranks are stopped first"
 
 
 def test_a_deadline_reaches_the_rank_and_then_the_client(model_dir: Path, fronts: list[FrontProcess]) -> None:
@@ -87,7 +87,7 @@ def test_when_no_rank_comes_back_in_time_open_requests_fail_cleanly_and_the_fron
     front = FrontProcess(model_dir, "--served-model-name=m", "--rank-recovery-timeout=0.1").attach_all()
     fronts.append(front)
     front.ranks[0].begin(linear_placement(1, 2, 2))
-    wait_until(lambda: front.get("/experts/history").status_code == 200, lambda: "nobody knows the placement")
+    wait_until(lambda: front.get("/experts/history").status_code == 200, lambda: "the placement is not known")
     front.script("l-stream", "abc", gates={1: threading.Event()})
     front.script("l-whole", "abc", gates={0: threading.Event()})
     failures: list[Exception] = []
@@ -217,5 +217,5 @@ def test_a_front_that_is_stopped_amid_its_imports_says_nothing(model_dir: Path) 
         assert any("server.front.journal" in line for line in process.stderr), "its imports are under way"
         process.send_signal(END_NOW_SIGNAL)
         written, told = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == -END_NOW_SIGNAL, "its imports were at an end"
+    assert process.returncode == -END_NOW_SIGNAL, "its imports had ended"
     assert (written, [line for line in told.splitlines() if not line.startswith("import time:")]) == ("", [])

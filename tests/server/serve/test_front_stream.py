@@ -21,15 +21,15 @@ HOME = linear_placement(2, 6, 3).with_version(7)
 
 
 class EndedError(Exception):
-    """Stands for the process' end."""
+    """Raised in place of the process's end."""
 
 
 class Link:
-    """Stands for a link; how those end that are opened is said beforehand."""
+    """A fake link. `errors` prescribes how opened links end."""
 
     errors: ClassVar[list[LinkError | None]] = []
     facts: ClassVar[list[RankFacts]] = []
-    order: ClassVar[Order | None] = None  # that comes with the front's welcome
+    order: ClassVar[Order | None] = None  # arrives with the front's welcome
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Link:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
-    """A stream whose process' end is an exception."""
+    """A stream. Ending the process raises EndedError instead."""
 
     def end(status: int) -> None:
         raise EndedError(status)
@@ -101,7 +101,7 @@ def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(s
 def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_front_gave_anew(
     stream: FrontStream,
 ) -> None:
-    """The front has replayed them, perhaps to this rank again, before the engine takes the aborts."""
+    """The front may already have replayed them to this rank before the engine processes the aborts."""
     for name in ("aborted", "given back", "ended"):
         stream.submit(request(name))
     Link.errors = [None]
@@ -125,7 +125,7 @@ def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_
 
 
 def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front(stream: FrontStream) -> None:
-    """The reader of the new link takes the order before `open` has returned: the step loop may be faster."""
+    """The reader of the new link processes the order before `open` returns: the step loop may be faster."""
     engine: Any = stream._built.engine
     engine.regroup = lambda order: stream.link.send_regrouped(order.epoch)
     before: Any = stream.link

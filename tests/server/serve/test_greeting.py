@@ -1,4 +1,4 @@
-"""What a node without the front says of the service's address."""
+"""The message about the service's address on a node without the front."""
 
 import pytest
 

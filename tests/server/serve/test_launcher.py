@@ -1,4 +1,4 @@
-"""The launcher alone; with a service under it, it is tested by test_serve."""
+"""The launcher alone. test_serve tests it with a service."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ sys.exit(run_launcher(sys.argv[1:], host_store=host_store))
 
 
 def test_the_store_is_hosted_when_all_workers_are_started(tmp_path: Path) -> None:
-    """Its import beside a fork let the fork release locks that it had not taken: "Exception ignored", a trace."""
+    """An import during a fork once let the child release locks that it did not hold ("Exception ignored" and a traceback)."""
     flags = ["--workers=3", f"--directory={tmp_path}", "--max-restarts=0"]
     with subprocess.Popen(
         [sys.executable, "-c", _LAUNCHER, *flags, "cat"],
@@ -28,5 +28,5 @@ def test_the_store_is_hosted_when_all_workers_are_started(tmp_path: Path) -> Non
     ) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"3\n"
-        launcher.communicate(timeout=40)  # closes what the workers read
+        launcher.communicate(timeout=40)  # closes the workers' input
     assert launcher.returncode == 0

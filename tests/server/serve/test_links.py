@@ -1,4 +1,4 @@
-"""Pairs of nodes: all of them once, nobody twice at a time; who does not reach whom, who is slow, whose clock is off."""
+"""Pairs of nodes: each is tested once, with no node in two pairs at a time. Unreachable, slow and clock-skewed nodes are named."""
 
 import concurrent.futures
 import itertools
@@ -36,7 +36,7 @@ class Room:
 
 
 class Node:
-    """One of them."""
+    """One node of a room."""
 
     def __init__(self, room: Room, number: int) -> None:
         self._room, self.number = room, number
@@ -84,7 +84,7 @@ def test_nodes_reach_and_measure_each_other_and_all_say_the_same(monkeypatch: py
 def test_a_closed_port_is_named_by_both_ends() -> None:
     def check(node: Node) -> list[Check]:
         with listening(LO) as port:
-            return reach(node, LO, 1 if node.number == 1 else port)  # nothing listens on port 1
+            return reach(node, LO, 1 if node.number == 1 else port)  # no server listens on port 1
 
     found = all_nodes(["a", "b"], check)
     assert found[0] == found[1]

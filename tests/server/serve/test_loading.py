@@ -1,4 +1,4 @@
-"""Loading: bars and a summary on a terminal of 80 x 24, lines elsewhere; a start that fails ends with its error."""
+"""Loading: bars and a summary on a terminal of 80 x 24, lines elsewhere. A start that fails ends with its error."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ FAKE_SERVICE = Path(service_processes.__file__).with_name("fake_service.py")
 
 
 def shown(written: str) -> list[str]:
-    """What a terminal shows of what was written to it: returns, new lines, and erasing to the end of a line."""
+    """Return a terminal's lines after this output. Supports returns, newlines, and erasing to the end of a line."""
     lines, column = [""], 0
     for piece in re.findall(r"\x1b\[K|\r|\n|[^\r\n\x1b]+|\x1b", written):
         if piece == "\n":
@@ -38,7 +38,7 @@ def shown(written: str) -> list[str]:
         elif piece == "\x1b[K":
             lines[-1] = lines[-1][:column]
         else:
-            assert piece != "\x1b", "a control sequence that nobody needs"
+            assert piece != "\x1b", "an unexpected control sequence"
             lines[-1] = lines[-1].ljust(column)[:column] + piece + lines[-1][column + len(piece) :]
             column += len(piece)
     return [line.rstrip() for line in lines]
@@ -49,12 +49,12 @@ class Ended(NamedTuple):
 
     status: int
     written: str
-    has_same_modes: bool  # of the terminal, as before
+    has_same_modes: bool  # terminal modes are restored
 
 
 @contextlib.contextmanager
 def terminal() -> Iterator[tuple[int, int]]:
-    """A pseudo-terminal of 80 x 24: our end, and the process's."""
+    """Open a pseudo-terminal of 80 x 24 and yield our end and the process's."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     try:
@@ -65,7 +65,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 def run_on_terminal(directory: Path, arguments: list[str], stop_after: str = "", **environment: str) -> Ended:
-    """Run a fake service on a terminal to its end, with SIGINT once it has written a text."""
+    """Run a fake service on a terminal to its end. Send SIGINT once it has written `stop_after`."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
     extra = {"FAKE_DIRECTORY": str(directory), "FAKE_LAUNCHER": "1", "TERM": "xterm", **environment}
     with terminal() as (ours, theirs):
@@ -113,7 +113,7 @@ def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_s
     end = next(at for at, line in enumerate(lines) if line.startswith("Ctrl-C stops everything."))
     screen = lines[begin : end + 1]
     assert len(screen) < HEIGHT, "the cursor's line is one of them"
-    assert all(len(line) <= WIDTH for line in (*bars, *screen)), "a line that the terminal would break"
+    assert all(len(line) <= WIDTH for line in (*bars, *screen)), "the terminal would wrap the line"
     found = {line.split()[0]: line for line in screen if line.startswith("  ")}
     assert "8 in each of 2 layers, 4 slots per rank, 0 redundant" in found["experts"] and found[
         "experts"
@@ -182,7 +182,7 @@ def test_a_rank_writes_each_stage_s_begin_and_end_and_seldom_what_is_between(tmp
     assert written() == {"weights": [3, 100, True]}
     loading.note("Now for something else", stage="graphs")
     assert written() == {"weights": [100, 100, True], "graphs": [0, 1, False]}, (
-        "a new stage ends the one before"
+        "a new stage ends the previous one"
     )
 
 
@@ -195,7 +195,7 @@ def test_a_bar_adds_up_the_ranks_and_waits_for_the_last(tmp_path: Path) -> None:
     first("kernels", 1, 4)
     screen.update()
     assert shown(stream.getvalue())[-1].startswith("Loading weights:  50%")
-    assert "3.00M/6.00M" in shown(stream.getvalue())[-1], "the second rank is taken to have as much"
+    assert "3.00M/6.00M" in shown(stream.getvalue())[-1], "the second rank is assumed to have as much"
     second("weights", 1 << 20, 1 << 20)
     second("kernels", 4, 4)
     screen.update()

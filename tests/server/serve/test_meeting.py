@@ -1,4 +1,4 @@
-"""Nodes meet in any order; who is missing, refused, unreachable or gone is named in one sentence."""
+"""Nodes meet in any order. One sentence names nodes that are missing, refused, unreachable or gone."""
 
 import concurrent.futures
 import itertools
@@ -20,7 +20,7 @@ def endpoint() -> Endpoint:
 
 
 def quiet(_text: str) -> None:
-    """Nobody listens."""
+    """Print nothing."""
 
 
 def one_sentence(call: Callable[[], object]) -> str:
@@ -62,7 +62,7 @@ def test_a_doctor_with_another_number_of_nodes_is_refused_and_both_sides_say_so(
     place, said, was_refused = endpoint(), list[str](), threading.Event()
 
     def hear(text: str) -> None:
-        if "was refused" in text:  # others say who is waited for
+        if "was refused" in text:  # other lines name the missing nodes
             said.append(text)
             was_refused.set()
 
@@ -111,7 +111,7 @@ def test_a_node_that_leaves_is_named_to_the_others() -> None:
         first: concurrent.futures.Future[Meeting] = threads.submit(
             meet, place, 2, "a", timeout_s=TIMEOUT_S, say=quiet
         )
-        # Whichever of the two listens, b goes.
+        # b leaves, whether it listens or a does.
         leaving = threads.submit(leave)
         with first.result(TIMEOUT_S) as met:
             text = one_sentence(lambda: met.gather("stage", 1, TIMEOUT_S))
@@ -119,7 +119,7 @@ def test_a_node_that_leaves_is_named_to_the_others() -> None:
     assert text == "b exited early; see its doctor's output"
 
 
-@pytest.mark.slow  # it waits for the one that says nothing
+@pytest.mark.slow  # waits for the silent stranger
 def test_a_stranger_at_the_endpoint_disturbs_nobody() -> None:
     place = endpoint()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:

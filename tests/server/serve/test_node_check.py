@@ -1,4 +1,4 @@
-"""At a start, first engines of nodes compare and reach each other over the job's store, in any order."""
+"""At a start, the first engines of nodes compare facts and test connections over the job's store, in any order."""
 
 import concurrent.futures
 import json
@@ -33,7 +33,7 @@ def place(rank: int, *, of: int, local: int = 0, num_local: int = 2) -> Place:
 
 
 def check_all(store: HashStore, models: list[Path], order: list[int]) -> list[str]:
-    """Run the first engine of each node, one after the other in an order; what each refuses with, or ""."""
+    """Run the nodes' first engines one after the other, in an order. Return each one's refusal, or ""."""
     begun = [threading.Event() for _ in models]
 
     def check(at: int) -> str:

@@ -36,7 +36,7 @@ GOOD = {
 
 
 class Line(NamedTuple):
-    """What one worker printed."""
+    """The output of one worker."""
 
     rank: int
     local_rank: int
@@ -117,7 +117,7 @@ def test_only_the_process_that_holds_the_listening_socket_listens(family: int, h
         except OSError as error:
             pytest.skip(f"needs {host}: {error}")
         port = server.getsockname()[1]
-        assert not listens_on(os.getpid(), port)  # bound is not listening
+        assert not listens_on(os.getpid(), port)  # bound, but not listening yet
         server.listen()
         assert listens_on(os.getpid(), port)
         with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
@@ -145,7 +145,7 @@ def test_without_a_torchrun_above_us_the_parent_counts_as_the_agent() -> None:
 def run_agents(
     common: list[str], own: list[list[str]], prefixes: list[list[str]] | None = None
 ) -> list[Line]:
-    """Run one torchrun per entry of `own` at the same time, two workers each, and return what all workers print."""
+    """Run one torchrun with two workers per entry of `own`, all at the same time, and return the output of all workers."""
     agents = [
         subprocess.Popen(
             [
@@ -221,7 +221,7 @@ LOOPBACK_HOSTS = {
 def test_nodes_meet_where_host_names_resolve_to_loopback(
     namespaces: list[str], tmp_path: Path, kind: str
 ) -> None:
-    """HEAD is the second: it hosts the store because the endpoint's address is its own, whatever its name means there."""
+    """HEAD is the second node. It hosts the store because it has the endpoint's address, regardless of its host name."""
     head, own, others = (text.format(host=socket.gethostname()) for text in LOOPBACK_HOSTS[kind])
     common = ["--nnodes=2", "--rdzv-backend=wideep", f"--rdzv-endpoint={head}:29400", f"--log-dir={tmp_path}"]
     with hosts_files({namespaces[0]: others or own, namespaces[1]: own}):

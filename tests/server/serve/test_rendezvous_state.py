@@ -1,4 +1,4 @@
-"""The state of a rendezvous is in a store that takes values from everybody: what a stranger writes there is never run."""
+"""The state of a rendezvous is in a store that anyone can write to: code in a stranger's value is never run."""
 
 import concurrent.futures
 import os
@@ -37,7 +37,7 @@ STATE = "torch.rendezvous.none"
 
 
 class Attack:
-    """What a stranger pickles: its reader creates a file."""
+    """A pickle that creates a file in the process that loads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Attack:
 
 
 def attack(path: Path) -> bytes:
-    """Return what is put into the store so that whoever unpickles it makes a folder."""
+    """Return a stored value that creates a folder if it is unpickled."""
     return b64encode(pickle.dumps(Attack(path)))
 
 
@@ -57,7 +57,7 @@ def store() -> TCPStore:
 
 
 def own_state() -> bytes:
-    """A state as c10d's handler writes it, with all its kinds of fields."""
+    """Return a state as c10d's handler writes it, with all its kinds of fields."""
     state, node = dynamic_rendezvous._RendezvousState(), dynamic_rendezvous._NodeDesc("10.0.0.1", 7, 0)
     state.participants[node] = 0
     state.wait_list.add(node)
@@ -68,7 +68,7 @@ def own_state() -> bytes:
 def test_a_state_of_the_handler_is_read_and_an_attack_is_not_run(tmp_path: Path) -> None:
     assert [node.addr for node in read_state(own_state()).participants] == ["10.0.0.1"]
     pickle.loads(pickle.dumps(Attack(tmp_path / "control")))
-    assert (tmp_path / "control").exists(), "the attack works where a plain pickle is read"
+    assert (tmp_path / "control").exists(), "the attack works on a plain pickle"
     for hostile in (
         pickle.dumps(Attack(tmp_path / "ran")),
         pickle.dumps(Attack(tmp_path / "ran"), protocol=0),
@@ -99,9 +99,9 @@ def test_what_a_stranger_writes_is_ignored_and_replaced(
     for hostile in (attack(tmp_path / "ran"), b"\xff\xfe no base64", b""):
         store.set(STATE, hostile)
         found = backend.get_state()
-        assert (found is None) == (token is None), "the newest verified state, if there is one"
+        assert (found is None) == (token is None), "the newest verified state, if any"
         written = backend.set_state(own_state(), found and found[1])
-        assert written is not None and written[2], "it replaces what is no state"
+        assert written is not None and written[2], "it replaces invalid states"
         token = written[1]
         assert other.get_state() == written[:2]
     assert not (tmp_path / "ran").exists()
@@ -179,17 +179,17 @@ def test_nodes_meet_although_a_stranger_writes_to_the_store(tmp_path: Path, with
 
 
 def connect(port: int) -> TCPStore:
-    """Connect to a store as anybody can who reaches its port."""
+    """Connect to a store as any client that reaches its port can."""
     until_s = time.monotonic() + WAIT_S
     while True:
         try:
             return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
         except RuntimeError:
-            assert time.monotonic() < until_s, "nothing listens there"
+            assert time.monotonic() < until_s, "no store listens there"
 
 
 def write_attack(stranger: TCPStore, directory: Path) -> None:
-    """Write over the state of a node that waits for another one."""
+    """Overwrite the state of a node that waits for another one."""
     wait_until(lambda: len(stranger.get(STATE)) > 50, lambda: "the first node has not come")
     stranger.set(STATE, attack(directory / "ran"))
 
@@ -197,7 +197,7 @@ def write_attack(stranger: TCPStore, directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("with_key", [False, True], ids=["without a key", "with a key"])
 def test_a_real_torchrun_runs_nothing_that_a_stranger_writes(tmp_path: Path, with_key: bool) -> None:
-    """Two torchruns on one machine; the stranger writes while the first waits for the second."""
+    """Two torchruns on one machine. The stranger writes while the first waits for the second."""
     port = free_port()
     key = ["--cluster-key-file", write_key(tmp_path)] if with_key else []
     script = tmp_path / "worker.py"

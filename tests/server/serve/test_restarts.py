@@ -2,7 +2,7 @@ from server.serve.supervisor import MAX_RESTARTS, WINDOW_S, RestartBudget
 
 
 class Clock:
-    """Stands still until told."""
+    """Time moves only when the test sets it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -28,7 +28,7 @@ def test_a_start_counts_for_one_window() -> None:
     clock.now_s += 1
     assert budget.allowed_in_s() == 0.0
     assert budget.take(), "the first start is a window old"
-    assert not budget.take(), "the second is not"
+    assert not budget.take(), "the second one is not"
     assert budget.num_taken == 3
 
 

@@ -44,14 +44,14 @@ def serving(directory: Path, *flags: str, **environment: str) -> Iterator[Servic
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    """Return a service under the real launcher."""
+    """A service under the real launcher."""
     with serving(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 def quick_service(tmp_path: Path) -> Iterator[Service]:
-    """Return a service under a launcher that loads no torch."""
+    """A service under a launcher that does not load torch."""
     with serving(tmp_path, FAKE_LAUNCHER="1") as running:
         yield running
 
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
     assert has_ended(agent, 0)
     output = service.output()
     assert "serving tiny on 2 ranks at http://127.0.0.1:" in output
-    assert output.rstrip().endswith("wideep: stopping")  # no last words of anybody else
+    assert output.rstrip().endswith("wideep: stopping")  # no other process prints anything afterwards
 
 
 @pytest.mark.parametrize("launcher_is_fake", ["1", pytest.param("0", marks=pytest.mark.slow)])
@@ -148,7 +148,7 @@ def test_nothing_is_left_when_serve_is_killed(quick_service: Service) -> None:
 
 
 def state_of(supervisor: int) -> Path:
-    """Where a supervisor writes what it knows, once it serves."""
+    """Return the file in which a supervisor stores its state, once it serves."""
     told = Path(f"/proc/{supervisor}/environ").read_text().split("\0")
     (path,) = (each.partition("=")[2] for each in told if each.startswith(f"{SUPERVISOR_STATE_VARIABLE}="))
     return Path(path)
@@ -159,17 +159,16 @@ def test_a_killed_supervisor_is_started_again_and_its_sibling_lives(quick_servic
     first, sibling = service.facts("front-0"), service.pid("engine-1")
     announced = service.facts("engine-0")["env"]["WIDEEP_FRONT"]
     victim, engine = service.pid("worker-0"), service.pid("engine-0")
-    wait_until(state_of(victim).exists, service.output)  # what it knows, for the one that replaces it
+    wait_until(state_of(victim).exists, service.output)  # the state for its successor
     os.kill(victim, signal.SIGKILL)
     service.wait_for_output("rank 0 serves again")
     assert not any(Path(f"/proc/{pid}").exists() for pid in (victim, engine, first["pid"])), (
-        "not even as zombies"
+        "not even zombies are left"
     )
     assert f"wideep: rank 0's supervisor (pid {victim}) was killed by SIGKILL" in service.output()
     assert service.facts("engine-0")["env"]["WIDEEP_RESTARTS"] == "1"
-    wait_until(
-        lambda: service.facts("front-0")["pid"] != first["pid"], service.output
-    )  # it says so when it has started
+    # The new front writes its facts once it has started.
+    wait_until(lambda: service.facts("front-0")["pid"] != first["pid"], service.output)
     front = service.facts("front-0")
     assert front["env"]["WIDEEP_FRONT"] == announced
     assert front["env"]["WIDEEP_KEPT"] == first["env"]["WIDEEP_KEPT"]
@@ -262,7 +261,7 @@ def test_with_keys_the_greeting_s_lines_work_in_the_shell_that_has_one_or_say_wh
         env={"WIDEEP_API_KEY": "secret", **environment},
         capture_output=True, text=True, check=True, timeout=10,
     )  # fmt: skip
-    assert "Authorization: Bearer secret\n" in shown.stdout, "what a shell makes of it"
+    assert "Authorization: Bearer secret\n" in shown.stdout, "the header as a shell expands it"
 
 
 def test_a_key_file_is_named_where_keys_come_from_it() -> None:
@@ -286,10 +285,10 @@ def test_sigterm_ends_the_front_gently_and_then_the_rest_with_status_0(quick_ser
     quick_service.process.send_signal(signal.SIGTERM)
     path = quick_service.directory / "front-0.ended-by"
     wait_until(
-        lambda: path.exists() and path.read_text() == "SIGTERM",  # what it is told later overwrites it
-        lambda: f"the front was not told gently:\n{quick_service.output()}",
+        lambda: path.exists() and path.read_text() == "SIGTERM",  # later signals overwrite it
+        lambda: f"the front did not get SIGTERM:\n{quick_service.output()}",
     )
-    os.kill(engine, signal.SIGTERM)  # a real front tells the engines before it ends
+    os.kill(engine, signal.SIGTERM)  # a real front stops the engines before it ends
     assert quick_service.end()[0] == 0, quick_service.output()
     quick_service.wait_for_nobody(within_s=0)
     assert "finishing open requests, for up to 25 s" in quick_service.output()

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous backend `wideep`: whoever waits says for whom, in whatever order nodes come; then it is c10d's."""
+"""torchrun's rendezvous backend `wideep`: it names missing nodes, in any order of arrival; then it is c10d's."""
 
 import concurrent.futures
 
@@ -15,15 +15,13 @@ from dispatch.ports import free_port
 from server.serve.store import torchrun_backend
 from tests.support.service.service_processes import wait_until
 
-WAIT_S = 120.0  # for a meeting, on a machine that does other things too
-ADDRESSES = {
-    "1": "127.0.0.1",
-    "0": "localhost",
-}  # of the endpoint's node and of the other; ranks connect to it
+WAIT_S = 120.0  # for a meeting, on a busy machine
+# Addresses of the endpoint's node ("1") and of the other node. Ranks connect to the first.
+ADDRESSES = {"1": "127.0.0.1", "0": "localhost"}
 
 
 def parameters(port: int, is_host: str, local: str = "", **config: str) -> RendezvousParameters:
-    """What torchrun makes of a node's command line, of two nodes; `is_host`: "" if it is not said."""
+    """Return torchrun's parameters for a node of two. An empty `is_host` leaves the choice to torchrun."""
     if is_host:
         config["is_host"] = is_host
     return RendezvousParameters(
@@ -63,7 +61,7 @@ def test_who_waits_says_for_whom_and_all_meet(
 def test_the_node_with_the_endpoints_address_hosts_the_store_whatever_its_name_means(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two torchruns of one machine whose host name resolves elsewhere: one hosts the store, the other finds it."""
+    """Two torchruns on one machine with a host name that resolves elsewhere: one hosts the store, and the other finds it."""
     monkeypatch.setattr(c10d_rendezvous_backend, "_matches_machine_hostname", lambda _host: False)
     port = free_port()
     with concurrent.futures.ThreadPoolExecutor(2) as threads:

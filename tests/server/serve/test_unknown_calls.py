@@ -1,4 +1,4 @@
-"""A template whose calls no parser reads is reported at the start."""
+"""A template with calls that no parser reads is reported at the start."""
 
 import logging
 

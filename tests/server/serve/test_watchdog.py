@@ -1,4 +1,4 @@
-"""When a silent process counts as hung: both observers are asked, and time is the test's."""
+"""When a silent process counts as hung: both observers must agree, and time is the test's."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class Case:
         self.watchdog = Watchdog(7, timeout_s, clock=lambda: self.now_s, account=lambda _pid: self.account)
 
     def pass_time(self, until_s: float) -> str | None:
-        """Let time pass as a supervisor does that has nothing else to do; returns why the child is hung, if it is."""
+        """Let time pass as in an idle supervisor, and return why the child is hung, or None."""
         while (left_s := self.watchdog.left_s()) is not None and self.now_s + left_s <= until_s:
             self.now_s += left_s
             if (why := self.watchdog.why_hung()) is not None:
@@ -73,7 +73,7 @@ def test_a_supervisor_that_was_away_itself_looks_twice() -> None:
     case = Case()
     case.watchdog.beat()
     case.now_s += 60.0
-    assert case.watchdog.why_hung() is None, "there is nothing yet to compare with"
+    assert case.watchdog.why_hung() is None, "there is no earlier account to compare with"
 
 
 def test_no_timeout_watches_nobody() -> None:
@@ -93,7 +93,7 @@ def test_the_kernel_tells_a_stopped_process_and_one_that_computes() -> None:
 
 
 def test_a_process_is_as_busy_as_the_busiest_of_its_threads() -> None:
-    """Its first thread waits for another rank while the one that beats waits for a processor."""
+    """The first thread waits for another rank while the thread with the heartbeat waits for a processor."""
     spins = "import threading; threading.Thread(target=lambda: exec('while True: pass')).start()"
     with subprocess.Popen([sys.executable, "-c", spins]) as child:
         try:

@@ -14,7 +14,7 @@ from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.fake_child import KV_CACHE_BYTES
 from tests.support.service.service_processes import Service, has_ended, wait_until
 
-PROMISED_S = 5.0  # from the wish to stop to the end of the last process
+PROMISED_S = 5.0  # from the signal to the end of the last process
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Se
 
 
 def options_of(child: dict[str, Any]) -> dict[str, Any]:
-    """The options that a fake child was handed."""
+    """Return the options that a fake child received."""
     options: dict[str, Any] = json.loads(child["argv"][child["argv"].index("--options") + 1])
     return options
 
@@ -96,8 +96,8 @@ def test_a_worker_without_the_front_waits_for_its_engine_to_be_told(model: Path)
         engine = service.pid("engine-1")
         service.wait_for_output("serving on")
         service.process.send_signal(signal.SIGTERM)
-        assert not has_ended(engine, 0.3), "nobody told the engine to end"
-        os.kill(engine, signal.SIGTERM)  # as the front would through the engine's link
+        assert not has_ended(engine, 0.3), "the engine was not stopped yet"
+        os.kill(engine, signal.SIGTERM)  # as the front would do through the engine's link
         assert service.end()[0] == 0
 
 
@@ -157,7 +157,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         os.kill(victim["pid"], signal.SIGKILL)
         successor = service.facts_after("engine-0", restarts=1)
         assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
-        assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
+        assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
         service.wait_for_output("rank 0 serves again, after ")
         killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
         [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
@@ -169,7 +169,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
 
 
 def copies(service: Service) -> set[int]:
-    """The worker's children that wait to take an engine's place."""
+    """Return the pids of the worker's spares."""
     commands = {
         pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children_of(service.process.pid)
     }
@@ -189,8 +189,8 @@ def test_the_copy_that_an_engine_leaves_takes_its_place_and_leaves_the_next(mode
             seen.append(only_copy(service))
             os.kill(seen[-2], signal.SIGKILL)
             successor = service.facts_after("engine-0", restarts)
-            assert successor["pid"] == seen[-1], "it was there before"
-            assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "what the first one took"
+            assert successor["pid"] == seen[-1], "it was started before"
+            assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
             assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
             wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
         last = only_copy(service)
@@ -224,7 +224,7 @@ def test_an_engine_that_is_not_started_again_leaves_no_copy(model: Path) -> None
     with start_worker(model, place(), "--max-rank-restarts=0") as service:
         service.wait_for_output("serving on")
         assert copies(service) == set()
-        assert len(children_of(service.process.pid)) == 2, "the front and the engine"
+        assert len(children_of(service.process.pid)) == 2, "only the front and the engine"
 
 
 def test_an_engine_that_is_stopped_is_killed_and_started_again(model: Path) -> None:
@@ -299,11 +299,11 @@ def test_an_engine_that_has_lost_the_front_is_not_started_again(model: Path) -> 
         assert "rank 1 lost its connection to the front and left the service" in service.output()
         assert service.facts("engine-1")["env"]["WIDEEP_RESTARTS"] is None
     waiting = [path for path in Path("/proc").glob("[0-9]*/cmdline") if mentions(path, str(model))]
-    assert not waiting, "whoever started the worker is no torchrun, which would be killed if it stayed"
+    assert not waiting, "no process waits, because the worker was not started by torchrun"
 
 
 def mentions(command_line: Path, text: str) -> bool:
-    """Whether a process that may have ended has a text in its command line."""
+    """Return whether a process, which may have ended, has a text in its command line."""
     try:
         return text in command_line.read_text()
     except OSError:
@@ -324,9 +324,9 @@ def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> 
 
 
 def wait_for_serving(service: Service, name: str) -> None:
-    """Wait until an engine has told its supervisor that it serves, which quiet ranks say to nobody else."""
+    """Wait until an engine has told only its supervisor that it serves: quiet ranks print nothing."""
     path = service.directory / f"{name}.told"
-    wait_until(path.exists, lambda: f"{name} tells nothing:\n{service.output()}")
+    wait_until(path.exists, lambda: f"{name} reports nothing:\n{service.output()}")
 
 
 @pytest.mark.parametrize("name, called", [("engine-0", "rank 0's engine"), ("front-0", "the front")])

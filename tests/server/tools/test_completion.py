@@ -1,4 +1,4 @@
-"""What the Tab key offers, asked of bash itself."""
+"""Completions of the Tab key, tested in bash itself."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ def script() -> str:
 
 
 def offered(script: str, *words: str) -> set[str]:
-    """What bash offers after these words of a command line; the last is the one being typed."""
+    """Return bash's completions for these words of a command line. The last word is incomplete."""
     line = " ".join(f"'{word}'" for word in ("wideep", *words))
     asked = (
         f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _wideep; printf "%s\\n" "${{COMPREPLY[@]}}"'

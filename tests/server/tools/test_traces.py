@@ -1,4 +1,4 @@
-"""Traces are read line by line, scaled, repeated, and their broken lines are named."""
+"""Traces are read line by line, scaled and repeated, and errors name the broken line."""
 
 from itertools import islice
 from pathlib import Path
@@ -104,4 +104,4 @@ def test_files_that_are_none_and_times_that_are_none_are_refused(tmp_path: Path)
     with pytest.raises(TraceError, match="duration is -1 s; it must be above 0"):
         next(read_trace(_file(tmp_path, AZURE), duration_s=-1))
     one = _file(tmp_path, AZURE.splitlines()[0] + "\n" + AZURE.splitlines()[1])
-    assert len(list(read_trace(one, duration_s=3.0))) == 3  # one a second, for want of a gap
+    assert len(list(read_trace(one, duration_s=3.0))) == 3  # one per second, because a single line has no gap

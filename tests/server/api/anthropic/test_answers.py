@@ -1,4 +1,4 @@
-"""/v1/messages: the order of a stream's events, stop reasons, and that their end is the whole answer."""
+"""/v1/messages: the order of a stream's events, stop reasons, and that the events add up to the whole answer."""
 
 from typing import Any
 

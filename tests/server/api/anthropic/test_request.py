@@ -1,4 +1,4 @@
-"""/v1/messages: blocks to chat messages, and the chat request that asks for the same."""
+"""/v1/messages: conversion of content blocks to chat messages, and of the body to the equivalent chat request."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def body_of(**fields: Any) -> MessagesRequest:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """The chat request's fields that were set."""
+    """Return the fields that the chat request sets."""
     return chat_request(body_of(**fields)).model_dump(exclude_unset=True)
 
 

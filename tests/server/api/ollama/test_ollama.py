@@ -1,4 +1,4 @@
-"""Ollama's API as its clients use it: lines by default, one object where they say so, options, formats, thinking, calls."""
+"""Ollama's API as its clients use it: lines by default, one object on request, options, formats, thinking and calls."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ def said(word: str) -> list[dict[str, Any]]:
 
 
 def ask(front: FrontProcess, path: str, body: Mapping[str, Any], status: int = 200) -> httpx.Response:
-    """Ask as curl -d does, which announces a form."""
+    """Send a body as `curl -d` does, with a form's content type."""
     form = {**front.headers, "content-type": "application/x-www-form-urlencoded"}
     answer = front.post(path, content=json.dumps({"model": "tiny", **body}), headers=form)
     assert answer.status_code == status, answer.text
@@ -31,7 +31,7 @@ def ask(front: FrontProcess, path: str, body: Mapping[str, Any], status: int = 2
 
 
 def whole(front: FrontProcess, path: str, **body: Any) -> dict[str, Any]:
-    """The one object of an answer that is no stream."""
+    """Return the object of an answer with "stream": false."""
     answer = ask(front, path, {"stream": False, **body})
     assert answer.headers["content-type"] == "application/json"
     content: dict[str, Any] = answer.json()
@@ -39,7 +39,7 @@ def whole(front: FrontProcess, path: str, **body: Any) -> dict[str, Any]:
 
 
 def lines(front: FrontProcess, path: str, **body: Any) -> list[dict[str, Any]]:
-    """The objects of a stream, which is what is answered unless told otherwise."""
+    """Return the objects of a stream, which is the default."""
     answer = ask(front, path, body)
     assert answer.headers["content-type"] == "application/x-ndjson"
     return [json.loads(line) for line in answer.text.splitlines()]
@@ -55,7 +55,7 @@ def test_a_chat_is_a_line_for_every_piece_and_one_that_counts(front: FrontProces
     assert last["prompt_eval_count"] == len(front.asked("o-chat").prompt_ids)
     assert last["eval_count"] > 0 and last["eval_duration"] > 0
     assert last["total_duration"] >= last["prompt_eval_duration"] + last["eval_duration"] - 2, (
-        "nanoseconds, rounded"
+        "durations are in nanoseconds, rounded"
     )
     assert all(isinstance(last[name], int) for name in (*COUNTS, *EVALS))
 
@@ -92,7 +92,7 @@ def test_options_reach_the_rank(front: FrontProcess) -> None:
         "repeat_penalty": 1.1,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.25,
-        "num_ctx": 4096,  # says how a runner uses its machine
+        "num_ctx": 4096,  # concerns only how a runner uses its machine
         "mirostat": 0,
         "repeat_last_n": -1,
     }
@@ -184,7 +184,7 @@ def test_the_model_is_listed_and_shown(front: FrontProcess) -> None:
         assert shown["model_info"]["mixtral.context_length"] == MAX_LEN
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert front.get("/api/version").json()["version"] == front.get("/version").json()["version"]
-    assert front.get("/api/tags", headers={}).status_code == 401, "names want a key, as at /v1/models"
+    assert front.get("/api/tags", headers={}).status_code == 401, "it needs a key, as at /v1/models"
 
 
 def test_a_name_may_have_ollama_s_tag(front: FrontProcess) -> None:

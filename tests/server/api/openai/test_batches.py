@@ -1,4 +1,4 @@
-"""Batches over HTTP, with OpenAI's own client: run, failed, cancelled, cut off by a killed front and gone on with, and each its key's."""
+"""Batches over HTTP with OpenAI's client: run, failed, cancelled, resumed after a kill of the front, and private to each key."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def line(custom_id: str, word: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
-    """A request."""
+    """Return a request line."""
     asked = {"messages": [{"role": "user", "content": word}]} if url == CHAT else {"prompt": word}
     return {
         "custom_id": custom_id,
@@ -33,13 +33,11 @@ def jsonl(*lines: Any) -> bytes:
 
 
 def begin(client: openai.OpenAI, content: bytes, endpoint: Any = COMPLETIONS, **fields: Any) -> Batch:
-    """Upload a file and begin a batch."""
     file = client.files.create(file=("requests.jsonl", content), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
 
 def wait_for(client: openai.OpenAI, batch_id: str, *statuses: str) -> Batch:
-    """Wait until a batch has one of these statuses."""
     seen = client.batches.retrieve(batch_id)
 
     def is_there() -> bool:
@@ -52,11 +50,11 @@ def wait_for(client: openai.OpenAI, batch_id: str, *statuses: str) -> Batch:
 
 
 def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of a file of answers, by custom_id."""
+    """Return the lines of an answer file by custom_id."""
     assert file_id is not None
     lines = [json.loads(each) for each in client.files.content(file_id).text.splitlines()]
     found = {each["custom_id"]: each for each in lines}
-    assert len(found) == len(lines), "no line twice"
+    assert len(found) == len(lines), "each line is answered once"
     return found
 
 
@@ -66,7 +64,7 @@ def text_of(answer: dict[str, Any]) -> Any:
 
 @pytest.fixture
 def fronts() -> Iterator[list[FrontProcess]]:
-    """Fronts that a test started, ended afterwards."""
+    """Fronts that a test started, closed afterwards."""
     started: list[FrontProcess] = []
     yield started
     for process in started:
@@ -159,7 +157,9 @@ def test_batches_are_paged_newest_first(client: openai.OpenAI) -> None:
         wait_for(client, batch_id, *ENDED)
     page = client.batches.list(limit=2)
     assert [each.id for each in page.data] == made[:2:-1] and page.has_more
-    assert [each.id for each in client.batches.list(limit=2)][:5] == made[::-1], "the client turns the pages"
+    assert [each.id for each in client.batches.list(limit=2)][:5] == made[::-1], (
+        "the client follows the pages"
+    )
     last = client.batches.list(after=made[0], limit=100)
     assert not set(made) & {each.id for each in last.data}
 

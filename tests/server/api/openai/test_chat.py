@@ -75,7 +75,7 @@ def test_a_stream_has_the_role_first_one_finish_reason_and_usage_last(
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].delta.role for chunk in chunks[1:-1]] == [None] * (len(chunks) - 2)
     assert text_of(chunks) == TEXT
-    assert chunks[-2].choices[0].delta.content and chunks[-2].choices[0].finish_reason, "both at once"
+    assert chunks[-2].choices[0].delta.content and chunks[-2].choices[0].finish_reason, "in one chunk"
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert reasons == ["stop"]
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -90,7 +90,7 @@ def test_the_wire_is_what_openai_documents(front: FrontProcess) -> None:
     events = response.text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert all(event.startswith("data: {") for event in events[:-2])
-    assert "usage" not in response.text, "only when asked for"
+    assert "usage" not in response.text, "usage is sent only on request"
 
 
 def test_each_token_is_sent_when_it_comes_and_no_character_is_broken(
@@ -108,7 +108,7 @@ def test_each_token_is_sent_when_it_comes_and_no_character_is_broken(
         whole = front.decode(token_ids[: number + 1])
         if not whole.endswith("\ufffd"):
             piece = next(content for content in contents if content)
-            assert shown + piece == whole, "exactly this token's text, before the next token is let go"
+            assert shown + piece == whole, "each token's text arrives before the next token is sent"
             shown = whole
     gates[len(token_ids)].set()
     assert shown == TEXT and not any(contents)
@@ -121,7 +121,7 @@ def test_n_choices_are_n_requests_with_seeds_in_a_row(front: FrontProcess, clien
     assert [choice.message.content for choice in answer.choices] == ["same"] * 3
     sent = [r for rank in front.ranks for r in rank.requests if "w-n" in front.decode(r.prompt_ids)]
     assert sorted(request.params.seed for request in sent) == [41, 42, 43]
-    assert answer.usage.prompt_tokens == len(sent[0].prompt_ids), "a prompt counts once"
+    assert answer.usage.prompt_tokens == len(sent[0].prompt_ids), "the prompt is counted once for all choices"
     assert answer.usage.completion_tokens == 3 * len(front.encode("same"))
     chunks = list(chat(client, "w-n", n=3, stream=True))
     assert [text_of(chunks, index) for index in range(3)] == ["same"] * 3
@@ -165,7 +165,7 @@ def test_defaults_reach_to_the_context_s_end_and_come_from_the_checkpoint(
     ]
     assert first.params.max_tokens == MAX_LEN - len(first.prompt_ids)
     assert (first.params.temperature, first.params.top_k) == (1.0, 7), "top_k is in generation_config.json"
-    assert first.params.seed != second.params.seed, "drawn, and recorded, when the client gives none"
+    assert first.params.seed != second.params.seed, "each request without a seed gets a different one"
     chat(client, "w-eosless", max_tokens=1, extra_body={"ignore_eos": True})
     assert front.asked("w-eosless").params.stop_token_ids == ()
 
@@ -294,18 +294,17 @@ HELLO: list[Any] = [
 
 
 def say(client: openai.OpenAI, messages: Any = HELLO, **how: Any) -> Any:
-    """A chat of a few tokens."""
+    """Request a chat answer of a few tokens."""
     return client.chat.completions.create(
         **{"model": "tiny", "messages": messages, "max_completion_tokens": 5, **how}
     )
 
 
 def said_of(text: str) -> list[dict[str, Any]]:
-    """A conversation of one message."""
     return [{"role": "user", "content": text}]
 
 
-# What follows is after vLLM's published tests (tests/entrypoints/openai/chat_completion): whoever changes servers should not notice.
+# The tests below follow vLLM's published tests (tests/entrypoints/openai/chat_completion): migrating should change nothing.
 
 
 def test_usage_grows_from_chunk_to_chunk(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -429,4 +428,4 @@ def test_an_answer_tells_how_long_it_took(front: FrontProcess, client: openai.Op
     answer = say(client, said_of("p-times"), **options)
     metrics = (list(answer)[-1] if streams else answer).metrics
     assert metrics["time_to_first_token_ms"] > 0 and metrics["queue_time_ms"] >= 0
-    assert say(client, said_of("p-times"), n=2).metrics is None, "choices share the time"
+    assert say(client, said_of("p-times"), n=2).metrics is None, "several choices share the time"

@@ -1,4 +1,4 @@
-"""Tools and reasoning through /v1/chat/completions, with the official client and a rank that says what we script."""
+"""Tools and reasoning through /v1/chat/completions, with the official client and a rank that sends a scripted text."""
 
 import json
 from typing import Any
@@ -33,7 +33,7 @@ THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 
 
 def add_up(chunks: list[Any]) -> tuple[str, str, list[tuple[str, str]], list[str]]:
-    """Return content, reasoning, calls and finish reasons of a stream; checks the rules of deltas."""
+    """Return a stream's content, reasoning, calls and finish reasons, and check the rules of deltas."""
     content, reasoning = "", ""
     calls: list[tuple[str, str]] = []
     reasons: list[str] = []
@@ -227,7 +227,7 @@ def test_n_choices_have_their_own_calls(front: FrontProcess, client: openai.Open
     assert len(ids) == 2
 
 
-# What follows is after vLLM's published tests (tests/tool_use).
+# The tests below follow vLLM's published tests (tests/tool_use).
 
 
 def test_no_tool_choice_is_as_null(front: FrontProcess, client: openai.OpenAI) -> None:

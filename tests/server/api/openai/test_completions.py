@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/models and the operators' routes, through the official client where it has them."""
+"""POST /v1/completions, /v1/models and the operators' routes, through the official client where it supports them."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_prompt_is_completed_without_a_template(front: FrontProcess, client: o
 
 
 def test_the_benchmarks_client_reads_token_ids(shared_front: FrontProcess) -> None:
-    front = shared_front  # the benchmarks have no keys
+    front = shared_front  # the benchmarks send no key
     front.script("c-bench", "half a \u00e9")
     expected = front.encode("half a \u00e9")
     port = int(front.url.rpartition(":")[2])
@@ -90,7 +90,7 @@ def test_logprobs_hold_the_chosen_token_and_offsets(front: FrontProcess, client:
     assert logprobs.tokens[0] == "h" and logprobs.tokens[-1] == "!"
     assert logprobs.token_logprobs == [-0.5] * 4
     assert [set(top) for top in logprobs.top_logprobs] == [{token} for token in logprobs.tokens]
-    assert logprobs.text_offset == [0, 1, 1, 2], "characters of the text; é is two tokens"
+    assert logprobs.text_offset == [0, 1, 1, 2], "offsets count characters of the text; é is two tokens"
     chunks = client.completions.create(model="tiny", prompt="c-logprobs", logprobs=2, stream=True)
     pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [offset for piece in pieces for offset in piece.text_offset or []] == [0, 1, 1, 2]
@@ -179,7 +179,7 @@ def test_a_prompt_that_fills_the_context_is_scored(front: FrontProcess) -> None:
 
 
 def test_a_rank_s_long_message_comes_in_its_place(front: FrontProcess) -> None:
-    """It is read beside the event loop; what the rank says next comes after it."""
+    """The message is read in a thread. Later messages of the rank come after it."""
     front.script("c-long", "abc")
     prompt = front.encode("c-long") + [5] * 200
     asked = {"model": "tiny", "prompt": prompt, "prompt_logprobs": -1, "max_tokens": 3}
@@ -293,7 +293,7 @@ def test_metrics_answer_head_and_label_routes_not_paths(front: FrontProcess) -> 
     assert 'handler="/v1/completions"' in text
 
 
-# What follows is after vLLM's published tests (tests/entrypoints/openai/completion).
+# The tests below follow vLLM's published tests (tests/entrypoints/openai/completion).
 TEXT = "Hello, my name is"
 
 

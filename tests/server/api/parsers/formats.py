@@ -1,6 +1,6 @@
-"""Every family's form, written the other way round: calls, reasoning and content rendered as its chat template does.
+"""Every family's format, in reverse: calls, reasoning and content rendered as its chat template does.
 
-The templates' own texts are not stored here; each renderer writes the form that the parser's module documents.
+The templates' texts are not copied here. Each renderer writes the format that the parser's module documents.
 """
 
 import json
@@ -36,22 +36,22 @@ _NO_TEXT = re.compile(r"(?!)")
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a family writes."""
+    """The format of a family."""
 
     tools: str
     render: Callable[[Sequence[Call]], str]
-    marks: tuple[str, ...]  # that a value may quote, and that make up prose about the form
+    marks: tuple[str, ...]  # may be quoted by values, and form prose about the format
     reasoning: str = "none"
     think: Callable[[str], str] | None = None
     say: Callable[[str], str] = str
     prompt: str = ""
     max_calls: int = 3
-    ends_value: re.Pattern[str] = _NO_TEXT  # what ends a value wherever it stands: no value can hold it
-    closes: str = ""  # ends whatever may be open
+    ends_value: re.Pattern[str] = _NO_TEXT  # ends a value at any position: no value can hold it
+    closes: str = ""  # closes every section that may be open
 
     @property
     def name(self) -> str:
-        """Return the form's name in test ids."""
+        """Return the format's name in test ids."""
         return f"{self.tools}-{self.reasoning}" if self.reasoning != "none" else self.tools
 
     def parser(self) -> Any:
@@ -60,7 +60,7 @@ class Format:
 
 
 def json_text(value: Any) -> str:
-    """Write JSON as templates' tojson does."""
+    """Write JSON as the templates' tojson does."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -81,7 +81,7 @@ def _hermes(calls: Sequence[Call]) -> str:
 
 
 def _named(section: tuple[str, str], call: str, end: str, argument: str, plain: Callable[[Any], str]) -> Any:
-    """Return a renderer of tags that carry names; in `argument`, KEY and VALUE are replaced."""
+    """Return a renderer of tags with names. It replaces KEY and VALUE in `argument`."""
 
     def render(calls: Sequence[Call]) -> str:
         written = "".join(
@@ -101,14 +101,14 @@ def _named(section: tuple[str, str], call: str, end: str, argument: str, plain: 
 
 
 def _each(render: Callable[[Sequence[Call]], str]) -> Callable[[Sequence[Call]], str]:
-    """Render each call in a section of its own."""
+    """Render each call in a separate section."""
     return lambda calls: "".join(render([call]) for call in calls)
 
 
 def _ends(
     close: str, opening: str, call: tuple[str, str], sections: Sequence[tuple[str, str]]
 ) -> re.Pattern[str]:
-    """Return what ends a value of named tags."""
+    """Return a pattern of the texts that end a value of named tags."""
     openings = [call[0], *(each[0] for each in sections)]
     closings = [each[1] for each in sections]
 
@@ -374,7 +374,7 @@ FORMATS = [
             _plain,
         ),
         marks=(*_MINIMAX, '<invoke name="save">', "</invoke>", '<parameter name="path">', "</parameter>"),
-        # A value that begins with a line end loses it: models write values on lines of their own, too.
+        # A value that begins with a newline loses it: models also write values on separate lines.
         ends_value=re.compile(
             _ends("</parameter>", "<parameter name=", ("<invoke name=", "</invoke>"), [_MINIMAX]).pattern
             + r"|\A\n"

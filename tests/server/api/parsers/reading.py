@@ -1,4 +1,4 @@
-"""Runs a parser over a text in pieces, and brings what it said to a form that tests compare."""
+"""Run a parser over a text in pieces and merge its deltas into a form that tests can compare."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ class Said:
 
 
 def deltas_of(parser: TextParser, pieces: Sequence[str]) -> list[Delta]:
-    """Feed the pieces; return everything that was said, unmerged."""
+    """Feed the pieces and return all deltas, unmerged."""
     return [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
 
 
 def said(deltas: Sequence[Delta]) -> Said:
-    """Add up; checks what holds for every stream of deltas."""
+    """Merge deltas into an answer, and check the rules of every stream of deltas."""
     whole, ids = Said(), []
     for delta in deltas:
         match delta:
@@ -34,7 +34,7 @@ def said(deltas: Sequence[Delta]) -> Said:
             case ToolCallDelta(index, arguments, call_id, name):
                 assert (call_id is None) == (name is None)
                 if name is not None:
-                    assert index == len(whole.calls), "calls begin in order, each once"
+                    assert index == len(whole.calls), "each call begins once and in order"
                     ids.append(call_id)
                     whole.calls.append((name, ""))
                 assert index == len(whole.calls) - 1, "only the last call grows"
@@ -44,7 +44,7 @@ def said(deltas: Sequence[Delta]) -> Said:
 
 
 def without_ids(deltas: Sequence[Delta]) -> list[Delta]:
-    """Merge, and leave out the ids, which are drawn."""
+    """Merge deltas and replace the ids, which are random."""
     return [
         ToolCallDelta(delta.index, delta.arguments, delta.name and "id", delta.name)
         if isinstance(delta, ToolCallDelta)
@@ -54,7 +54,7 @@ def without_ids(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def read(make: Callable[[], TextParser], text: str) -> Said:
-    """Read a whole text, and check that it reads the same character by character."""
+    """Parse a whole text, and check that parsing it character by character gives the same."""
     whole = deltas_of(make(), [text])
     single = deltas_of(make(), list(text))
     assert without_ids(single) == without_ids(whole)

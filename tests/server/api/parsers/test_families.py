@@ -1,4 +1,4 @@
-"""Every family's parser: what documented answers say, however they are split, and that nothing breaks it."""
+"""Every family's parser: documented answers, any split into pieces, and broken text."""
 
 import json
 

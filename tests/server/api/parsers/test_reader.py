@@ -1,4 +1,4 @@
-"""Reading JSON as models write it, and arguments by their schemas."""
+"""Parsing of JSON as models write it, and of arguments by their schemas."""
 
 import json
 from typing import Any
@@ -39,14 +39,14 @@ def test_line_ends_in_strings_become_escapes(cut: int) -> None:
     span = JsonSpan()
     text = span.push(written[:cut])[1] + span.push(written[cut:])[1]
     assert json.loads(text) == {"a": "x\ny\t", "b": 1}
-    assert text.startswith("{\n"), "between values it is white space"
+    assert text.startswith("{\n"), "newlines between values stay"
 
 
 def test_a_tag_inside_a_value_breaks_it() -> None:
     span = JsonSpan()
     assert span.push('{"a": [1, </x>')[0] == 10
     assert span.done and span.broken
-    assert JsonSpan().push('{"a": "<b>')[0] == 10, "in a string it is text"
+    assert JsonSpan().push('{"a": "<b>')[0] == 10, "a tag in a string is text"
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "-Infinity", "[" * 100_000, "9" * 5000, "{'a': 1}"])

@@ -1,4 +1,4 @@
-"""Parsers are chosen from the chat template, or by name."""
+"""The selection of parsers by the chat template or by name."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""What public reports about other servers' parsers say went wrong, each with the right answer.
+"""Public reports of errors in other servers' parsers, each with the right answer.
 
-Values that quote tags, prose that shows the syntax, values and types, what a parser does not understand, and blanks.
+They concern values that quote tags, prose that shows the syntax, values and types, unparseable text, and blanks.
 """
 
 import json
@@ -71,7 +71,7 @@ def hermes(arguments: str) -> str:
 
 
 def answer(tools: str, text: str, prompt: str = "", reasoning: str = "none", continues: bool = False) -> Said:
-    """Read an answer, whole and character by character."""
+    """Parse an answer whole and character by character."""
     markup = Markup(tools=tools, reasoning=reasoning, continues=continues)
     return read(lambda: markup.parser(prompt, SAVE), text)
 
@@ -287,7 +287,7 @@ def test_what_is_not_understood_behind_a_call_is_content(tools: str, text: str, 
 
 
 def test_forms_that_models_of_dsml_write_are_calls() -> None:
-    """No section, no closing tags, a tag that closes itself."""
+    """A missing section, missing closing tags, and a self-closing tag."""
     argument = deepseek('<|DSML|parameter name="path" string="true">x 2>&1</|DSML|parameter>')
     head = deepseek('<|DSML|invoke name="save">')
     for text in (head + argument, dsml(argument), f"{head}\n{argument}\n" + deepseek("</|DSML|invoke>")):

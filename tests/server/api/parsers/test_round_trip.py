@@ -1,6 +1,6 @@
-"""For every family: what is rendered is read back, no text is lost, nothing is called that was not offered.
+"""For every family: rendered answers are read back, no text is lost, and only offered functions are called.
 
-Fast in `make test`; the slow variant draws many more examples.
+The variant in `make test` is fast. The slow one draws many more examples.
 """
 
 import json
@@ -42,7 +42,7 @@ _WORDS = (
 
 
 def strict_json(text: str) -> Any:
-    """Read JSON as RFC 8259 has it."""
+    """Parse JSON by RFC 8259."""
 
     def refuse(constant: str) -> object:
         raise AssertionError(f"{constant} is not JSON")
@@ -51,7 +51,7 @@ def strict_json(text: str) -> Any:
 
 
 def texts(form: Format) -> st.SearchStrategy[str]:
-    """Values: quoted tags of the form itself, quotes, braces, line ends, and any characters."""
+    """Values: quoted tags of the format, quotes, braces, newlines, and any characters."""
     words = st.sampled_from([*_WORDS, *form.marks]) | st.text(
         st.characters(exclude_categories=["Cs", "Cc"]), max_size=5
     )
@@ -59,7 +59,6 @@ def texts(form: Format) -> st.SearchStrategy[str]:
 
 
 def values(form: Format) -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of `save`."""
     text = texts(form)
     anything = (
         text | st.integers(-9, 9) | st.booleans() | st.none() | st.floats(-5, 5).map(lambda n: round(n, 2))
@@ -84,13 +83,13 @@ def values(form: Format) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def calls(form: Format) -> st.SearchStrategy[list[Call]]:
-    """Some calls in a row."""
+    """One or more consecutive calls."""
     call = st.tuples(st.just("save"), values(form)) | st.just(("list_all", dict[str, Any]()))
     return st.lists(call, min_size=1, max_size=form.max_calls)
 
 
 def split(data: st.DataObject, text: str) -> list[str]:
-    """Cut a text anywhere."""
+    """Cut a text at any positions."""
     if data.draw(st.booleans()):
         return list(text)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -98,14 +97,13 @@ def split(data: st.DataObject, text: str) -> list[str]:
 
 
 def read(form: Format, data: st.DataObject, text: str) -> Said:
-    """Read a text whole and in pieces, which must not matter."""
+    """Parse a text whole and in pieces, and check that the results are the same."""
     whole = deltas_of(form.parser(), [text])
     assert without_ids(deltas_of(form.parser(), split(data, text))) == without_ids(whole)
     return said(whole)
 
 
 def check_round_trip(form: Format, data: st.DataObject) -> None:
-    """Render an answer and read it back."""
     thought = data.draw(st.sampled_from(["", "Hm, 2 < 3.\n\nSo."])) if form.think else ""
     content = data.draw(st.sampled_from(["", "I look <b>here</b>: {1} [2] é.", "Use  <tags>\n\nso."]))
     before = form.think(thought) if form.think is not None and (thought or form.prompt) else ""
@@ -117,7 +115,7 @@ def check_round_trip(form: Format, data: st.DataObject) -> None:
 
 
 def check_any_text(form: Format, data: st.DataObject) -> None:
-    """Read prose and markup in any order."""
+    """Parse prose and markup in any order."""
     words = [f"word{number}" for number in range(8)]
     marks = [*form.marks, "save", "unknown", " ", "\n", '"', "{", "}", ",", ":"]
     parts = data.draw(st.lists(st.sampled_from([*words, *marks]), max_size=14))
@@ -132,12 +130,12 @@ def check_any_text(form: Format, data: st.DataObject) -> None:
         try:
             json.loads(arguments)
         except ValueError:
-            continue  # broken off: no client takes it for a whole one
+            continue  # broken off: no client parses it
         strict_json(arguments)
 
 
 def marks_of(tools: str) -> tuple[str, ...]:
-    """Return what tells parsers apart."""
+    """Return the markers that distinguish parsers."""
     return markup_of("", tools=tools).markers(with_tools=True)
 
 

@@ -1,4 +1,4 @@
-"""Reasoning is split off by its tags, wherever the prompt has left them."""
+"""Reasoning is separated by its tags, with any part of them in the prompt."""
 
 import pytest
 from hypothesis import given, settings
@@ -51,7 +51,7 @@ def test_families_that_always_think_need_no_opening_tag() -> None:
         markup = Markup(reasoning=name)
         assert read(lambda markup=markup: markup.parser("Hi", None), "Hm.</think>Yes.") == Said("Yes.", "Hm.")  # type: ignore[misc]
         off = read(lambda markup=markup: markup.parser("<think></think>\n", None), "Yes.")  # type: ignore[misc]
-        assert off == Said("Yes."), "thinking is off: the prompt says so"
+        assert off == Said("Yes."), "the prompt has closed the thinking"
 
 
 def test_a_call_ends_reasoning_where_the_family_writes_no_closing_tag() -> None:

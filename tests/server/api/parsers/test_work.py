@@ -1,6 +1,6 @@
-"""A parser runs for each token of each stream: its work grows with the answer, not with the answer's square.
+"""A parser runs for each token of each stream: its work grows linearly with the answer, not quadratically.
 
-Work is counted, not timed: the characters that a piece makes the parser copy are those that it still holds.
+The tests count work instead of time: for each piece, a parser may copy only the characters that it still holds.
 """
 
 import time
@@ -56,7 +56,7 @@ def parser_of(tools: str, reasoning: str) -> MarkupParser:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Characters that each piece was joined with, in every parser."""
+    """Count the characters that each piece was joined with, in every parser."""
     counted: list[int] = []
     push = MarkupParser.push
 
@@ -69,7 +69,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def check_work(copied: list[int], parser: MarkupParser, text: str) -> None:
-    """Read a text character by character; each may cost what is looked ahead at most, in a parser and its inner one."""
+    """Parse a text character by character. A parser and its inner one may each copy at most the look-ahead per character."""
     for char in text:
         parser.push(char)
     parser.finish()
@@ -110,4 +110,4 @@ def test_an_answer_of_nothing_but_marks_takes_no_long_time(tools: str, reasoning
     parser.push(unit * (100_000 // len(unit)))
     parser.push("</think>")
     parser.finish()
-    assert time.process_time() - begin < 5, "usually 0.1 to 0.3 s; the square of the length takes a minute"
+    assert time.process_time() - begin < 5, "usually 0.1 to 0.3 s; quadratic work would take a minute"

@@ -1,6 +1,6 @@
-"""Answers in each family's documented format, and what they say.
+"""Answers in each family's documented format, with their parsed content.
 
-The formats' sources are named in the modules of server.api.parsers.
+The modules of server.api.parsers name the formats' sources.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ FULL = ("get_weather", '{"city": "<Łódź> & \\"co\\"", "days": 3, "tags": ["a"
 
 @dataclass(frozen=True)
 class Text:
-    """One answer and what it says."""
+    """One answer and its parsed content."""
 
     family: str
     text: str
@@ -43,7 +43,7 @@ class Text:
 
 
 def parser_of(family: str) -> Callable[[], TextParser]:
-    """Return a maker of the family's call parser, without reasoning."""
+    """Return a factory of the family's call parser, without reasoning."""
     if family == "openai":
         return lambda: HarmonyParser(prompt="<|start|>assistant", types=TYPES)
     return lambda: Markup(tools=family).parser("", TYPES)
@@ -112,7 +112,7 @@ TEXTS = [
         "I'll look.",
         (FULL, ("now", "{}")),
     ),
-    Text(  # a model that forgets the section's opening, and an argument's end
+    Text(  # the model omits the section's opening tag and an argument's end
         "qwen3_coder",
         "<function=get_weather>\n<parameter=city>\nPa\nris\n<parameter=days>\n3\n</function>\n</tool_call>",
         calls=(("get_weather", '{"city": "Pa\\nris", "days": 3}'),),
@@ -128,7 +128,7 @@ TEXTS = [
         (WEATHER, ("now", "{}")),
     ),
     Text(
-        "deepseek_v3",  # V3.1's form
+        "deepseek_v3",  # V3.1's format
         _deepseek(
             '<|tool_calls_begin|><|tool_call_begin|>get_weather<|tool_sep|>{"city": "Paris"}<|tool_call_end|>'
             f"<|tool_call_begin|>get_time<|tool_sep|>{TIME[1]}<|tool_call_end|><|tool_calls_end|>"
@@ -147,7 +147,7 @@ TEXTS = [
         "Hm.",
         (FULL, ("now", "{}")),
     ),
-    Text(  # the attribute counts, not the schema; and text is raw
+    Text(  # the attribute decides, not the schema; text is raw
         "deepseek_v4",
         _dsml(
             '<|DSML|tool_calls>\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" string="false">5'
@@ -165,7 +165,7 @@ TEXTS = [
         (FULL, ("now", "{}")),
     ),
     Text(
-        "glm45",  # GLM-4.7 writes no line ends
+        "glm45",  # GLM-4.7 writes no newlines
         "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
         calls=(WEATHER,),
     ),
@@ -216,19 +216,19 @@ TEXTS = [
     ),
     Text("openai", "<|channel|>final<|message|>It is sunny.<|return|>", "It is sunny."),
 ]
-# What is no call after all is content, mark and all.
+# Text that is no valid call is content, including its mark.
 BROKEN = [
     Text("hermes", "<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>"),
     Text("hermes", '<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>'),
     Text("hermes", "<tool_call", "<tool_call"),
     Text("hermes", '<tool_call>{"name": 5, "arguments": {}}', '<tool_call>{"name": 5, "arguments": {}}'),
-    Text(  # a broken one leaves the next alone
+    Text(  # a broken call does not affect the next one
         "hermes",
         f"<tool_call>{{oops<tool_call>{_call(*WEATHER)}</tool_call>",
         "<tool_call>{oops",
         (WEATHER,),
     ),
-    Text(  # begun and broken: the call stays as far as it came, and no mark gets into it
+    Text(  # a broken call keeps its beginning, without any mark
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> Bye.',
         "Bye.",

@@ -1,4 +1,4 @@
-"""POST /generate, as scripts for SGLang ask it: forms of prompts and answers, streams, logprobs, refusals by name."""
+"""POST /generate as SGLang's scripts use it: forms of prompts and answers, streams, logprobs, and refusals that name the field."""
 
 import json
 import threading
@@ -15,7 +15,7 @@ from tests.support.service.front_process import FrontProcess
 
 
 def generate(front: FrontProcess, status: int = 200, **body: Any) -> Any:
-    """Ask, and return the answer's JSON."""
+    """POST a body and return the answer's JSON."""
     answer = front.post("/generate", json=body)
     assert answer.status_code == status, answer.text
     return answer.json()
@@ -89,7 +89,7 @@ def test_a_stream_s_events_have_all_so_far(front: FrontProcess) -> None:
     lines = []
     with httpx.stream("POST", front.url + "/generate", json=body, headers=front.headers) as answer:
         for line in filter(None, answer.iter_lines()):
-            more.set()  # the rest comes when something has been seen
+            more.set()  # the rest comes after the first event
             lines.append(line)
     assert lines.pop() == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -103,7 +103,7 @@ def test_a_stream_s_events_have_all_so_far(front: FrontProcess) -> None:
 
 
 def test_a_long_stream_with_logprobs_does_not_repeat_them_with_every_token(front: FrontProcess) -> None:
-    """SGLang's form repeats all; an event comes when there is a sixteenth more, so bytes grow as the answer does."""
+    """SGLang's format repeats them in full. An event comes after a growth of a sixteenth, so that bytes grow linearly."""
     num_tokens = 400
     front.script("g-long", [5] * num_tokens, finish=FinishReason.LENGTH)
     ask = {"text": "g-long", "return_logprob": True, "top_logprobs_num": 20}

@@ -1,4 +1,4 @@
-"""What is served and how busy it is, and the paths that clients of vLLM, SGLang and SageMaker ask for."""
+"""The routes for the served model and its load, and the paths that clients of vLLM, SGLang and SageMaker request."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +37,7 @@ def test_the_load_is_the_requests_that_are_being_answered(front: FrontProcess) -
     waiting = threading.Thread(target=lambda: front.post("/v1/completions", json=body))
     waiting.start()
     front.served("t-load")
-    assert load() == 1, "a request with three choices is one"
+    assert load() == 1, "a request with three choices counts once"
     more.set()
     waiting.join()
     assert load() == 0

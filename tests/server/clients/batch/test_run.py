@@ -1,4 +1,4 @@
-"""`wideep run-batch` against a front with scripted ranks: answers, bad lines, going on, and being stopped."""
+"""`wideep run-batch` against a front with scripted ranks: answers, bad lines, resuming, and being stopped."""
 
 import json
 import signal
@@ -22,36 +22,35 @@ def request(custom_id: str, prompt: str, **body: Any) -> dict[str, Any]:
 
 
 def write(directory: Path, *lines: dict[str, Any] | str) -> None:
-    """Write a batch."""
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (directory / "in.jsonl").write_text("".join(text + "\n" for text in texts))
 
 
 def entries(directory: Path) -> list[dict[str, Any]]:
-    """All answers."""
+    """Return all answers."""
     found = [json.loads(line) for line in (directory / "out.jsonl").read_text().splitlines()]
-    assert len({entry["id"] for entry in found}) == len(found), "one answer per line"
+    assert len({entry["id"] for entry in found}) == len(found), "each line is answered once"
     return found
 
 
 def responses(directory: Path) -> dict[str, dict[str, Any]]:
-    """What the service answered, by custom_id."""
+    """Return the service's answers by custom_id."""
     return {entry["custom_id"]: entry["response"] for entry in entries(directory) if entry["response"]}
 
 
 def text_of(response: dict[str, Any]) -> str:
-    """A completion's text."""
+    """Return a completion's text."""
     return str(response["body"]["choices"][0]["text"])
 
 
 def flags(front: FrontProcess, directory: Path) -> list[str]:
-    """The command line of the batch in `directory`."""
+    """Return the command line for the batch in `directory`."""
     files = ["-i", str(directory / "in.jsonl"), "-o", str(directory / "out.jsonl")]
     return ["run-batch", *files, "--url", front.url]
 
 
 def num_asked(front: FrontProcess, word: str) -> int:
-    """How many prompts with a word the ranks were given."""
+    """Return the number of prompts with a word that the ranks received."""
     asked = [request for rank in front.ranks for request in rank.requests]
     return sum(word in front.decode(request.prompt_ids) for request in asked)
 
@@ -128,7 +127,7 @@ def test_no_more_requests_are_under_way_than_allowed(front: FrontProcess, tmp_pa
     write(tmp_path, *(request(str(number), f"b-bounded {number}") for number in range(9)))
     command = [*WIDEEP_COMMAND, *flags(front, tmp_path), "--concurrency", "3"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as batch:
-        wait_until(lambda: num_asked(front, "b-bounded") >= 3, lambda: "nothing was asked")
+        wait_until(lambda: num_asked(front, "b-bounded") >= 3, lambda: "no line was sent")
         assert num_asked(front, "b-bounded") == 3
         gate.set()
         assert batch.wait(TIMEOUT_S) == 0

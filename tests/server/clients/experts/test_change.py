@@ -1,4 +1,4 @@
-"""`wideep experts apply`, `rollback` and `history`: what is asked of the service, what is printed, and the status."""
+"""`wideep experts apply`, `rollback` and `history`: the requests to the service, the output, and the exit status."""
 
 import json
 from pathlib import Path
@@ -20,10 +20,10 @@ ENTRY: dict[str, Any] = {
 
 
 class PlayedService:
-    """Answers as a service would, and remembers what it was asked."""
+    """Answer as a service would, and record requests."""
 
     def __init__(self, entry: dict[str, Any], looks: int = 0) -> None:
-        """Args: looks: at the history while the change is under way."""
+        """Args: looks: Number of history requests that still show the change as under way."""
         self.asked: list[tuple[str, Any]] = []
         self._entry, self._looks = entry, looks
 

@@ -1,4 +1,4 @@
-"""`wideep experts simulate` and `plan`: tables, JSON, files, and errors that are one line."""
+"""`wideep experts simulate` and `plan`: tables, JSON, files, and one-line errors."""
 
 import json
 from pathlib import Path
@@ -59,14 +59,14 @@ def test_simulate_tells_phases_apart_that_were_recorded_apart(
     rng, path = np.random.default_rng(3), tmp_path / "load.npz"
     prefill, decode = rng.integers(1, 90, (2, 3, 2, 8))
     prefill[2] = 0
-    idle = np.zeros((1, 2, 8), dtype=int)  # a second without any token says nothing
+    idle = np.zeros((1, 2, 8), dtype=int)  # a second without any token has no effect
     prefill, decode = (np.concatenate([part[:1], idle, part[1:]]) for part in (prefill, decode))
     np.savez(path, load=prefill + decode, prefill=prefill, decode=decode)
     command = words("simulate", path, "--ranks", 2, "--slots", 10, "--policy", "plan")
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[3:]] == ["prefill", "decode"]
-    assert lines[3].split()[1:] == lines[3].split()[1:5], "moves and time are the policy's"
+    assert lines[3].split()[1:] == lines[3].split()[1:5], "moves and time depend only on the policy"
     assert main([*command, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     placed = [plan_for((prefill + decode)[window]) for window in (0, 2, 3)]

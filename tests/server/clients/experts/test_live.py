@@ -19,7 +19,7 @@ from tests.support.placement.load_reports import RANKS, counts, expert_map, load
 
 
 def answer(step: int = 8) -> dict[str, object]:
-    """What a front with two ranks says."""
+    """Return the load that a front with two ranks reports."""
     load = ExpertsLoad("m")
     load.take_experts(expert_map())
     for rank in range(RANKS):
@@ -58,7 +58,7 @@ def test_a_live_table_fits_the_terminal_with_its_head(width: int, height: int) -
         ):
             assert title in text, title
     if height == 60:
-        assert "... and 56 more ranks (--rows)" in text, "as many rows as were asked for"
+        assert "... and 56 more ranks (--rows)" in text, "the table has the requested number of rows"
 
 
 def test_a_key_may_be_openai_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's chats are encoded as its published code does it, and its calls are read back.
+"""DeepSeek-V3.2's chats are encoded as in its published code, and its calls are read back.
 
 The example is the published one (encoding/test_input.json of deepseek-ai/DeepSeek-V3.2) with shorter results and answers.
 """
@@ -177,8 +177,8 @@ def test_its_parsers_are_chosen_and_a_template_of_the_user_s_comes_first(
     (tmp_path / "own.jinja").write_text("own")
     hello = {"role": "user", "content": "hi"}
     assert _render(Tokenizer(str(directory), mode="deepseek_v32"), hello).startswith(f"{BEGIN}{USER}"), (
-        "as vLLM's flag"
+        "the same mode as vLLM's flag"
     )
     assert _render(Tokenizer(str(directory), str(tmp_path / "own.jinja"), "deepseek_v32"), hello) == "own"
     (directory / "config.json").write_text('{"model_type": "deepseek_v32", "vocab_size": 320}')
-    assert Tokenizer(str(directory)).template.text == CHAT_TEMPLATE, "a template of the checkpoint's is kept"
+    assert Tokenizer(str(directory)).template.text == CHAT_TEMPLATE, "a checkpoint's template has precedence"

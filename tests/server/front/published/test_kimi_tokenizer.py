@@ -1,4 +1,4 @@
-"""Kimi's tokenizer has tiktoken's ids, and no code of a checkpoint decides or runs."""
+"""Kimi's tokenizer returns tiktoken's ids, and no code of a checkpoint runs."""
 
 import base64
 import json
@@ -19,11 +19,11 @@ from tests.support.models.tiny_tokenizer import write_tokenizer
 ROOT = Path(__file__).resolve().parents[4]
 RANKS = made_up_ranks()
 BASE = len(RANKS)
-CHAT_TEMPLATE = (  # Kimi-K2's in its essence
+CHAT_TEMPLATE = (  # a shortened template of Kimi-K2
     "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
-# Ids that tiktoken 0.14.0 gives with the made-up ranks and the published split.
+# Ids that tiktoken 0.14.0 returns with the made-up ranks and the published split.
 RECORDED: dict[str, list[int]] = {
     "中文abc": [262, 368],
     "中文English混合": [262, 69, 357, 296],
@@ -108,7 +108,7 @@ def test_long_runs_are_encoded_in_the_published_parts(
 
 
 def _slowly(text: str, encode: Any) -> list[int]:
-    """The published `_split_whitespaces_or_nonwhitespaces` and what calls it, with 3 and 10 for their limits."""
+    """The published `_split_whitespaces_or_nonwhitespaces` and its caller, with limits of 3 and 10."""
     ids: list[int] = []
     for begin in range(0, len(text), 10):
         part, start, length = text[begin : begin + 10], 0, 0
@@ -221,7 +221,7 @@ def test_a_whole_tokenizer_beside_code_is_read_without_it(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("has_whole", [True, False])
 def test_no_terminal_is_asked_whether_to_run_code(has_whole: bool, tmp_path: Path) -> None:
-    """transformers asks on a terminal, and runs the code on `y`, unless it is told no."""
+    """Unless trust_remote_code is False, transformers prompts on a terminal and runs the code after `y`."""
     if has_whole:
         write_tokenizer(tmp_path)
         _change_config(tmp_path, auto_map={"AutoTokenizer": ["tokenization_x.X", None]}, tokenizer_class="X")

@@ -1,4 +1,4 @@
-"""Tools are declared as Kimi's published tool_declaration_ts.py declares them; what is expected was recorded from it."""
+"""Tools are declared as in Kimi's published tool_declaration_ts.py. The expected texts were recorded from it."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_a_template_with_the_variable_gets_it_and_another_one_gets_sorted_json(t
     assert made.render_chat(chat) == "hi"
     not_covered = [tool(RECORDED["an enum of other values"][0])]
     wanted = json.dumps(not_covered, sort_keys=True) + "hi"
-    assert made.render_chat(chat, tools=not_covered) == wanted, "as the published code falls back"
+    assert made.render_chat(chat, tools=not_covered) == wanted, "the published code's fallback"
     plain = Tokenizer(str(write_tiktoken(tmp_path, chat_template="{{ tools | tojson }}")))
     assert plain.render_chat(chat, tools=[tool({"b": 1, "a": 2})]) == json.dumps(
         [tool({"a": 2, "b": 1})], sort_keys=True

@@ -1,4 +1,4 @@
-"""No call runs a checkpoint's code, or asks on a terminal whether to."""
+"""No call runs a checkpoint's code, or prompts on a terminal to run it."""
 
 import ast
 from pathlib import Path
@@ -36,7 +36,7 @@ CALLS = {f"{path.relative_to(ROOT)}:{call.lineno}": call for path in FILES for c
 def test_every_call_that_reads_a_checkpoint_s_files_refuses_its_code(place: str) -> None:
     said = {word.arg: word.value for word in CALLS[place].keywords}
     trusts = said.get("trust_remote_code")
-    assert isinstance(trusts, ast.Constant) and trusts.value is False, "transformers would ask on a terminal"
+    assert isinstance(trusts, ast.Constant) and trusts.value is False, "transformers may prompt for it"
 
 
 def test_such_calls_were_found() -> None:

@@ -1,4 +1,4 @@
-"""The checker process: strangers' forms cost bounded time and memory, and at worst their own process."""
+"""The checker process: hostile structures cost bounded time and memory, and at worst kill their own process."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def with_checks(
     load: Callable[[], Vocabulary] = lambda: VOCABULARY,
     **how: object,
 ) -> None:
-    """Run a test against a checker of its own, and see that no process is left."""
+    """Run a test with its own checker, and check that no process is left."""
 
     async def run() -> None:
         checks = StructureChecks(load, **how)  # type: ignore[arg-type]
@@ -116,7 +116,7 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
         assert await checks.why_not(Structure("regex", "a+")) is None
         assert "unclosed" in str(await checks.why_not(Structure("regex", "(a")))
         pid = checks._process and checks._process.pid
-        monkeypatch.setattr(checks, "_ask", None)  # what is known is not asked again
+        monkeypatch.setattr(checks, "_ask", None)  # known structures are not checked again
         assert await checks.why_not(Structure("regex", "a+")) is None
         assert "unclosed" in str(await checks.why_not(Structure("regex", "(a")))
         assert checks._process and checks._process.pid == pid
@@ -127,7 +127,7 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("required", [[], ["p0"]])
 def test_alternatives_that_begin_alike_are_refused_at_the_check(required: list[str]) -> None:
-    """200 objects of 20 properties compile, and each request with them would fail at its third token."""
+    """200 objects of 20 properties compile, but each request with them would fail at its third token."""
     properties = {f"p{number}": {"type": "string"} for number in range(20)}
     each = {"type": "object", "properties": properties, "required": required}
     alternatives = [{**each, "additionalProperties": {"const": number}} for number in range(200)]
@@ -175,7 +175,7 @@ def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
 @pytest.mark.parametrize(
     "number, told",
     [
-        (signal.SIGALRM, (None, False, True)),  # 30 s by the clock, and little of them on a processor
+        (signal.SIGALRM, (None, False, True)),  # 30 s of wall-clock time with little CPU time
         (signal.SIGKILL, (None, False, True)),  # the kernel, short of memory
         (signal.SIGPROF, (None, True, False)),
         (signal.SIGSEGV, ("it needs more memory or deeper nesting than is allowed", False, False)),
@@ -190,7 +190,7 @@ def test_what_ended_a_child_says_whose_fault_it_is(
     child.send_signal(number)
     monkeypatch.setattr(os, "waitpid", _waiting_for(child.pid, os.waitpid))
     checker_process._reap({child.pid: 5})
-    child.returncode = 0  # it is reaped
+    child.returncode = 0  # already reaped
     [answer] = written
     assert (answer["why_not"], answer["is_slow"], answer["is_unknown"]) == told
 
@@ -198,7 +198,7 @@ def test_what_ended_a_child_says_whose_fault_it_is(
 def _waiting_for(
     child: int, waitpid: Callable[[int, int], tuple[int, int]]
 ) -> Callable[[int, int], tuple[int, int]]:
-    """Wait for a child's end first; whatever other children this process has are nobody's here."""
+    """Wait for a child's end first, and never for the other children of this process."""
     flags = iter((0,))
     return lambda _pid, given: waitpid(child, next(flags, given))
 
@@ -223,7 +223,7 @@ def test_a_checker_that_does_not_start_is_a_503() -> None:
 
 @pytest.mark.slow
 def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles_on_a_rank() -> None:
-    """A rank that overflowed its stack would end the service; here the longest chain that passes is found."""
+    """A rank that overflowed its stack would end the service. The test finds the longest chain that passes the check."""
 
     async def work(checks: StructureChecks) -> None:
         assert await checks.why_not(schema(_chain(20_000))) is not None
@@ -251,14 +251,14 @@ def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names
             async with asyncio.timeout(20):
                 await checks.why_not(HOSTILE[name])
             assert await checks.why_not(Structure("regex", f"after {name}")) is None
-        assert checks._process is process, "a structure that dies takes nobody along"
+        assert checks._process is process, "a failed structure does not end the process"
 
     with_checks(work)
 
 
 @pytest.mark.parametrize("said", ["abc", 5, ["abc"], False])
 def test_a_schema_s_options_are_an_object(said: object) -> None:
-    """A TypeError ended the process before, and the next structure waited for another one."""
+    """A TypeError used to end the process, and the next structure waited for a new one."""
 
     async def work(checks: StructureChecks) -> None:
         assert await checks.why_not(schema({"x-guidance": said})) == "x-guidance must be an object"
@@ -266,7 +266,7 @@ def test_a_schema_s_options_are_an_object(said: object) -> None:
     with_checks(work)
 
 
-# Answers at once with little processor time; with more it answers what is no "slow" structure, the others never.
+# Answers at once if the time limit is small. Otherwise it answers only structures that are not "slow".
 SCRIPTED = """
 import json, sys
 sys.stdin.readline()

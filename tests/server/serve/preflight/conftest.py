@@ -1,4 +1,4 @@
-"""What tests of a start need of the machine."""
+"""Fixtures for tests of a start."""
 
 import pytest
 
@@ -7,5 +7,5 @@ import server.serve.preflight.checks
 
 @pytest.fixture
 def much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that every model fits into."""
+    """A machine with memory for every model."""
     monkeypatch.setattr(server.serve.preflight.checks, "available_bytes", lambda: 1 << 40)

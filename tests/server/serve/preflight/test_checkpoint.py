@@ -1,4 +1,4 @@
-"""A model's folder with files replaced: config.json, generation_config.json, the tokenizer."""
+"""A model's folder with replaced files: config.json, generation_config.json, the tokenizer."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from tests.support.models.tiny_tokenizer import write_tokenizer
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder, with a cache of its own for what is made of it."""
+    """A model's folder, with a separate cache for copies of it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = write_tokenizer(tmp_path / "model")
     (directory / "model.safetensors").write_bytes(b"weights")
@@ -41,7 +41,7 @@ def test_overrides_reach_config_json_and_nothing_else(model: Path) -> None:
     assert (made / "generation_config.json").read_text() == json.dumps(
         {"eos_token_id": [1], "top_k": 7}, indent=1
     )
-    assert own["max_position_embeddings"] == 512, "the model's own file is left alone"
+    assert own["max_position_embeddings"] == 512, "the model's own file is unchanged"
 
 
 def test_inner_configs_are_merged_and_all_else_is_replaced() -> None:
@@ -53,7 +53,7 @@ def test_inner_configs_are_merged_and_all_else_is_replaced() -> None:
 def test_the_same_wish_is_the_same_folder(model: Path) -> None:
     first = found(model, hf_overrides={"a": 1})
     assert found(model, hf_overrides={"a": 1}) == first != found(model, hf_overrides={"a": 2})
-    assert len(list(first.parent.iterdir())) == 2, "nothing half-made is left"
+    assert len(list(first.parent.iterdir())) == 2, "no partial copy is left"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is found before any weight is read."""
+"""Checks before any weight is read."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(
 def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ranks_own_words(
     tmp_path: Path, asked: int, num_ranks: int, most: int
 ) -> None:
-    """The launcher said once that fewer are kept, and ranks then ended."""
+    """The launcher once announced that it would use fewer, and then the ranks ended."""
     directory = write_checkpoint(tmp_path)
     options = options_for(directory, f'--eplb-config={{"num_redundant_experts": {asked}}}')
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The device is chosen once: why GPUs cannot be used is one sentence, and defaults follow from what there is."""
+"""The device is chosen once: one sentence explains why GPUs cannot be used, and defaults follow from the device."""
 
 import shutil
 import subprocess
@@ -71,7 +71,7 @@ def test_no_device_is_said_without_looking_further() -> None:
 
 
 class Torch:
-    """What a build of torch shows of itself; any other name, private ones above all, is missing."""
+    """The facts that a build of torch reports. All other names, private ones above all, are missing."""
 
     def __init__(self, version: str, *, cuda: str | None, gpus: int, fault: Exception | None = None) -> None:
         def memory(index: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def test_an_old_driver_is_named_and_its_devices_are_not_asked() -> None:
     broken = Torch("2.11.0", cuda="13.0", gpus=1, fault=RuntimeError("The NVIDIA driver is too old"))
     facts = collect(broken, "3.6.0", "12.4")
     assert "driver supports CUDA 12.4" in why_not(facts, has_device=True)
-    with pytest.raises(RuntimeError, match="too old"):  # of an unknown version: torch itself says it
+    with pytest.raises(RuntimeError, match="too old"):  # of an unknown version: torch reports it itself
         collect(broken, "3.6.0", "")
 
 
@@ -203,7 +203,7 @@ def test_auto_takes_the_cpu_and_says_why() -> None:
 
 def test_cpu_is_taken_without_looking() -> None:
     def look() -> tuple[GpuFacts, str]:
-        raise AssertionError("nobody asked")
+        raise AssertionError("not reached")
 
     assert choose_device("cpu", look).name == "cpu"
 

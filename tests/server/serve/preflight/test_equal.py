@@ -1,4 +1,4 @@
-"""What nodes must have alike: who differs, and in what, is named; what is alike is one line."""
+"""Facts that must be equal on all nodes: differing nodes and values are named, and equality is one line."""
 
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def test_a_checkpoint_with_other_numbers_has_another_digest(tmp_path: Path) -> N
         write_safetensors(tmp_path / name / "model.safetensors", {"w": [64, 1024]})
     trained = tmp_path / "trained" / "model.safetensors"
     content = bytearray(trained.read_bytes())
-    content[-200_000:] = bytes([7]) * 200_000  # training leaves no number as it was; most of them suffice
+    content[-200_000:] = bytes([7]) * 200_000  # training changes every number; changing most of them suffices
     trained.write_bytes(content)
     (tmp_path / "edited" / "config.json").write_text("{}")
     one = file_digests(tmp_path / "one")

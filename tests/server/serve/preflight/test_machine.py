@@ -1,4 +1,4 @@
-"""What one node has, read below folders that stand for /proc, /sys and /dev: each thing that can be wrong is named."""
+"""The state of one node, read below folders that replace /proc, /sys and /dev: every problem is named."""
 
 import json
 import resource
@@ -33,7 +33,7 @@ LIMITS = {resource.RLIMIT_NOFILE: 20_000, resource.RLIMIT_MEMLOCK: 8 << 20}
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Write files below a folder, and return it."""
+    """Write files below a folder, and return the folder."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What ranks take in memory, from the headers of files, and what the machine has, containers' limits included."""
+"""The memory that ranks need, from the headers of files, and the machine's memory, including containers' limits."""
 
 import json
 from dataclasses import replace
@@ -48,11 +48,11 @@ def test_weights_are_counted_in_the_type_they_are_kept_in(tmp_path: Path) -> Non
         == WeightBytes(shared=(15 + 6) * 2, experts=(4 + 16) * 2)
     )
     write_safetensors(tmp_path / "more.safetensors", {"scales": [10]}, element_bytes=4)
-    assert weight_bytes(tmp_path, CONFIG, None).shared == as_stored.shared + 40, "float32 stays it"
+    assert weight_bytes(tmp_path, CONFIG, None).shared == as_stored.shared + 40, "float32 stays float32"
 
 
 def test_quantised_weights_are_counted_as_they_are(tmp_path: Path) -> None:
-    """FP8 and MXFP4 stay a byte and half a byte whatever --dtype says, scales beside them."""
+    """FP8 and MXFP4 keep one byte and half a byte under any --dtype, plus scales."""
     codes = {"layers.0.mlp.experts.0.up_proj.weight": [32, 64], "layers.0.self_attn.q_proj.weight": [16, 64]}
     write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
     blocks = {
@@ -72,13 +72,11 @@ def test_what_latent_attention_absorbs_is_counted_plain(
     write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="F8_E4M3", element_bytes=1)
     assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == kept * 16 * 64
     write_safetensors(tmp_path / "fp8.safetensors", codes, dtype="BF16", element_bytes=2)
-    assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == 2 * 16 * 64, (
-        "plain weights stay what they are"
-    )
+    assert weight_bytes(tmp_path, CONFIG, float_bytes).shared == 2 * 16 * 64, "plain weights keep their type"
 
 
 def test_words_of_four_bits_and_their_scales_are_counted_as_they_are(tmp_path: Path) -> None:
-    """AWQ's and GPTQ's int32, float16 scales of any --dtype; the order of inputs is not kept."""
+    """AWQ's and GPTQ's int32, with float16 scales under any --dtype. The order of inputs is not kept."""
     prefix = "layers.0.mlp.experts.0.up_proj"
     words = {f"{prefix}.qweight": [8, 32], f"{prefix}.qzeros": [2, 4], f"{prefix}.g_idx": [64]}
     write_safetensors(tmp_path / "words.safetensors", words, dtype="I32", element_bytes=4)
@@ -98,7 +96,7 @@ def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Pa
     options = replace(options_for(tmp_path), kv_cache_bytes=1 << 30)
     weights = WeightBytes(shared=2 << 30, experts=8 << 30, expert_layers=8)
     experts = rank_experts(weights, {"num_experts": 16}, options, 4)
-    assert experts == (4, 2 << 30, 1 << 28), "four of sixteen, and as many of one of eight layers"
+    assert experts == (4, 2 << 30, 1 << 28), "four of sixteen experts: of all layers, and of one of the eight"
 
     def check(free_gib: int) -> None:
         check_memory(weights, experts, options, num_local_ranks=2, free_bytes=free_gib << 30)
@@ -125,9 +123,11 @@ def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) ->
     assert rank_experts(weights, config, placed, 4) == (7, 7 << 20, 7 << 19)
     file.write_text("{")
     assert rank_experts(weights, config, placed, 4).slots_per_rank == 4, (
-        "the engine says what is wrong with it"
+        "the engine reports the error in the file"
     )
-    assert rank_experts(weights, config, options_for(tmp_path), 1).spare == 0, "one rank moves nothing"
+    assert rank_experts(weights, config, options_for(tmp_path), 1).spare == 0, (
+        "a single rank moves no experts"
+    )
 
 
 def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> None:
@@ -164,10 +164,8 @@ def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:
 
 def test_layers_for_multi_token_prediction_are_counted_where_they_are_read(tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.experts.0.down_proj.weight" for layer in (1, 2, 3)]
-    beside = [
-        "model.layers.3.eh_proj.weight",
-        "model.layers.3.embed_tokens.weight",
-    ]  # the latter is the model's own
+    # The second tensor belongs to the model and is not counted again.
+    beside = ["model.layers.3.eh_proj.weight", "model.layers.3.embed_tokens.weight"]
     write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in (*names, *beside)})
     config, one = {**CONFIG, "num_hidden_layers": 3}, 8 * 8 * 4
     assert weight_bytes(tmp_path, config, 4) == WeightBytes(shared=0, experts=2 * one, expert_layers=2)

@@ -1,4 +1,4 @@
-"""Where a model comes from, what its config.json says, and files of weights that are missing, cut or something else."""
+"""A model's source, its config.json, and files of weights that are missing, truncated or of another kind."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def test_making_the_demo_model_is_told_in_the_form_of_all_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make(report: Callable[[str, float], None] | None = None) -> Path:
-        assert report is not None, "else a bar is drawn"
+        assert report is not None, "without it, a bar would be drawn"
         for stage, part in (("reading", 0.0), ("reading", 0.1), ("writing", 0.96)):
             report(stage, part)
         return tmp_path

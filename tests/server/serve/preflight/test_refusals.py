@@ -1,4 +1,4 @@
-"""Every start that preflight refuses, and what it says: one table."""
+"""Every start that preflight refuses, with its message, in one table."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.placement.placements import random_placement
 from tests.support.service.starts import complaint_of, options_for
 
-Refused = Callable[[Path], object]  # given an empty directory, does what is to be refused
+Refused = Callable[[Path], object]  # receives an empty directory and performs the action to be refused
 
 
 def check(options: Options, num_ranks: int = 2) -> None:
@@ -30,12 +30,12 @@ def check(options: Options, num_ranks: int = 2) -> None:
 
 
 def start(*flags: str, num_ranks: int = 2, **config: object) -> Refused:
-    """Check a start of a good model, but for these flags and these fields of its config."""
+    """Check a start of a good model with these flags and changed fields of its config."""
     return lambda directory: check(options_for(write_checkpoint(directory, **config), *flags), num_ranks)
 
 
 def start_with(name: str, content: str | bytes | None) -> Refused:
-    """Check a start of a good model, of which one file has another content; None: is not there."""
+    """Check a start of a good model with one file replaced, or removed if `content` is None."""
 
     def run(directory: Path) -> None:
         path = write_checkpoint(directory) / name
@@ -72,7 +72,7 @@ def file_for_a_directory(directory: Path) -> None:
 
 
 def placement_of(*sizes: int) -> Refused:
-    """Check a start with a placement of so many layers, experts, ranks and slots."""
+    """Check a start with a placement of these sizes: layers, experts, ranks and slots."""
 
     def run(directory: Path) -> None:
         save_placement(random_placement(*sizes, seed=1), directory / "placement.json")
@@ -105,7 +105,7 @@ def more_ranks_than_gpus(directory: Path) -> None:
 
 
 def patched(target: str, name: str, value: object, run: Refused) -> Refused:
-    """Do it where something of the machine is otherwise."""
+    """Run a check with an attribute of a module replaced."""
 
     def run_patched(directory: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -117,7 +117,7 @@ def patched(target: str, name: str, value: object, run: Refused) -> Refused:
 
 
 def fail_with(error: Exception) -> Callable[..., object]:
-    """Return what always raises an error."""
+    """Return a function that always raises an error."""
 
     def fail(*_: object, **__: object) -> object:
         raise error

@@ -1,4 +1,4 @@
-"""HTTP on a Unix domain socket: a real front, and what may be in its way."""
+"""HTTP on a Unix domain socket: a real front, and obstacles at the path."""
 
 import socket
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) 
         models = client.get("http://localhost/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["model"]
     with Connection(front.url) as connection:
-        assert connection.get_json("/v1/models") == models, "what `wideep chat unix:PATH` asks"
+        assert connection.get_json("/v1/models") == models, "the request of `wideep chat unix:PATH`"
     assert front.close() == (0, "")
     assert not path.exists()
     with (
@@ -41,7 +41,7 @@ def test_health_is_asked_over_the_socket(tmp_path: Path) -> None:
     assert not is_healthy("127.0.0.1", 0, uds=path)
     with listening_at(path) as listener:
         listener.close()
-        assert not is_healthy("127.0.0.1", 0, uds=path), "a file that nobody answers on"
+        assert not is_healthy("127.0.0.1", 0, uds=path), "no server listens on the file"
 
 
 def test_a_file_that_a_killed_service_left_is_taken_over(tmp_path: Path) -> None:

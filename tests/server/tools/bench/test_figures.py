@@ -1,4 +1,4 @@
-"""What answers come to, on numbers that can be checked by hand."""
+"""Figures of answers, on numbers that can be checked by hand."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_failures_count_in_nothing_but_their_number() -> None:
     bad = answer(0.0, [0.1, 9.0], 7, failure="gone")
     figures = figures_of([good, bad])
     assert (figures.num_requests, figures.num_failed, figures.output_tokens) == (2, 1, 2)
-    assert figures.duration_s == 2.0, "it was asked at 0"
+    assert figures.duration_s == 2.0, "the failed request began at 0"
     assert figures.ttft_ms is not None and figures.ttft_ms.p99 == 500.0
 
 

@@ -1,4 +1,4 @@
-"""Closed and open loops on a clock that moves only when somebody waits."""
+"""Closed and open loops on a clock that moves only during waits."""
 
 import asyncio
 import itertools
@@ -16,11 +16,10 @@ class Time:
         self.now_s = 50.0
 
     def clock(self) -> float:
-        """What time it is."""
         return self.now_s
 
     async def sleep(self, seconds: float) -> None:
-        """Wait: what was begun goes on first, and sees the time before."""
+        """Advance the clock. Work that has begun continues first, at the old time."""
         await asyncio.sleep(0)
         self.now_s += seconds
         await asyncio.sleep(0)

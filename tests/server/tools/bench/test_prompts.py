@@ -1,4 +1,4 @@
-"""Prompts: passages that share nothing but what a trace says, and whole ones from files."""
+"""Prompts: passages that share only the prefixes of a trace, and whole prompts from files."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.models.tiny_tokenizer import write_tokenizer
 
 
 class Words:
-    """Words stand for tokens, and a chat's template adds three."""
+    """A tokenizer with words as tokens and a chat template of three tokens."""
 
     num_chat_tokens = 3
 
@@ -29,12 +29,10 @@ class Words:
         self.words: list[str] = []
 
     def encode(self, text: str) -> list[int]:
-        """Number the words."""
         self.words += text.split()
         return list(range(len(self.words) - len(text.split()), len(self.words)))
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the words."""
         return " ".join(self.words[each] for each in token_ids)
 
 
@@ -87,7 +85,7 @@ def test_a_chat_s_text_leaves_room_for_the_template() -> None:
     words = Words()
     prompts = Prompts(passages_of(None, words, seed=0), words, is_chat=True)
     assert len(str(prompts.take(RequestLengths(8, 20))).split()) == 17
-    assert len(str(prompts.take(RequestLengths(8, 2))).split()) == 1, "at least a token"
+    assert len(str(prompts.take(RequestLengths(8, 2))).split()) == 1, "at least one token"
 
 
 LINES = [
@@ -105,7 +103,7 @@ def test_lines_of_published_sets_are_read(tmp_path: Path, line: object, prompt: 
     path.write_text(json.dumps(line) + "\n\n")
     prompts = Prompts(read_prompts(path))
     assert [prompts.take(RequestLengths(1)), prompts.take(RequestLengths(1))] == [prompt, prompt], (
-        "they come again"
+        "the prompts are repeated"
     )
 
 
@@ -173,7 +171,7 @@ def test_a_checkpoint_s_tokenizer_counts_as_the_service_does(tmp_path: Path) -> 
     tokens = CheckpointTokenizer(str(write_tokenizer(tmp_path)))
     token_ids = tokens.encode("hello there")
     assert tokens.decode(token_ids) == "hello there"
-    assert tokens.num_chat_tokens > 3, "the template's own"
+    assert tokens.num_chat_tokens > 3, "includes the template's tokens"
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

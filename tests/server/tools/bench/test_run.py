@@ -32,7 +32,7 @@ MOONCAKE = [
 ]
 
 
-TEXTS = [f"passage {number} of a text" for number in range(200)]  # that prompts are cut from
+TEXTS = [f"passage {number} of a text" for number in range(200)]  # source of generated prompts
 
 parser = functools.cache(build_parser)  # of all commands
 
@@ -42,7 +42,7 @@ def options_of(*words: str) -> BenchOptions:
 
 
 def prompts_in(directory: Path, *texts: str) -> list[str]:
-    """Write prompts; returns the flags that send them whole."""
+    """Write prompts, and return the flags that send them whole."""
     path = directory / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     return ["--prompts", str(path)]
@@ -59,7 +59,7 @@ def bench(*words: str) -> int:
 
 
 def asked(front: FrontProcess, word: str) -> list[Any]:
-    """What the ranks were asked with a word in it."""
+    """Return the ranks' requests with a word in their prompt."""
     requests = [request for rank in front.ranks for request in rank.requests]
     return [request for request in requests if word in front.decode(request.prompt_ids)]
 
@@ -122,7 +122,7 @@ def test_prompts_are_cut_to_the_tokens_that_were_asked_for(front: FrontProcess, 
         if endpoint == "completions":
             assert lengths == [40] * 4
         else:
-            assert all(abs(each - 40) <= 3 for each in lengths), "a text's ends may be tokenized otherwise"
+            assert all(abs(each - 40) <= 3 for each in lengths), "cutting a text may change its tokens"
 
 
 def test_a_trace_is_replayed_with_its_lengths_and_shared_prefixes(
@@ -140,7 +140,7 @@ def test_a_trace_is_replayed_with_its_lengths_and_shared_prefixes(
     prompts = [request.prompt_ids for rank in front.ranks for request in rank.requests]
     assert sorted(len(each) for each in prompts) == sorted(2 * [75, 88, 12])
     beginnings = [tuple(each[:64]) for each in prompts if len(each) > 64]
-    assert len(set(beginnings)) == 2, "the first two of a level begin alike, and levels differ"
+    assert len(set(beginnings)) == 2, "a level's first two begin alike, and levels differ"
     assert {request.params.max_tokens for rank in front.ranks for request in rank.requests} == {1}
 
 
@@ -324,7 +324,7 @@ def test_what_cannot_be_measured_is_a_sentence(
     shown = {"FRONT": front.url, "TRACE": str(trace)}
     try:
         ended = bench(*(shown.get(word, word) for word in words))
-    except SystemExit as end:  # argparse's way out
+    except SystemExit as end:  # raised by argparse
         ended = int(end.code or 0)
     for name, text in shown.items():
         says = says.replace(name, text)
@@ -408,4 +408,4 @@ def test_a_whole_service_is_measured_closed_open_and_by_a_trace(tmp_path: Path) 
         assert bench(service.url, "--trace", trace, *flags, "--ignore-eos") == 0
         [replayed] = json.loads(out.read_text())["levels"]
         assert replayed["prompt_tokens"] == 75 + 88 + 12
-        assert replayed["cached_tokens"] in (0, 64), "0 where the first had not come so far"
+        assert replayed["cached_tokens"] in (0, 64), "0 if the first request was not computed yet"

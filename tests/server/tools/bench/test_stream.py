@@ -29,7 +29,7 @@ WHOLE = OK + chunk(said("x")) + chunk(event(LAST) + event({"choices": [], "usage
 
 
 def ask(answer: Sequence[Piece], **body: Any) -> StreamedAnswer:
-    """Ask once, with a clock that the service moves; it begins at 100 s."""
+    """Send one request, with a clock that the service moves, starting at 100 s."""
 
     async def run() -> StreamedAnswer:
         clock = SteppedClock()
@@ -46,7 +46,7 @@ def ask(answer: Sequence[Piece], **body: Any) -> StreamedAnswer:
 def ask_all(
     answers: Sequence[bytes], count: int, *, key: str | None = None, **how: Any
 ) -> tuple[list[StreamedAnswer], Any]:
-    """Ask one after the other; returns the answers and the service."""
+    """Send requests one after the other, and return the answers and the service."""
 
     async def run() -> tuple[list[StreamedAnswer], Any]:
         async with stub_service(answers, **how) as service, asyncio.timeout(TIMEOUT_S):
@@ -123,7 +123,7 @@ def test_a_connection_that_the_service_closed_meanwhile_is_replaced() -> None:
 
 
 def whole(status: bytes, body: bytes) -> bytes:
-    """Return an answer that is no stream."""
+    """Return an answer that is not streamed."""
     return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
 
 

@@ -1,4 +1,4 @@
-"""`wideep doctor` as people run it on one node: its lines, its JSON, its exit status, and what it refuses."""
+"""`wideep doctor` on one node: its lines, its JSON, its exit status, and its refusals."""
 
 import json
 import os

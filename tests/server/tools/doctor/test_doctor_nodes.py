@@ -1,4 +1,4 @@
-"""Doctors on nodes that share nothing but a network: real ones, in network namespaces. They take torch's import time each."""
+"""Real doctors on nodes that share only a network: network namespaces. Each takes the time of importing torch."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from tests.support.service.real_service import WIDEEP
 pytestmark = pytest.mark.slow
 
 ENDPOINT = "10.213.7.1:29400"
-WAIT_S = 300.0  # of a machine that does other things too; a doctor alone needs a twentieth
+WAIT_S = 300.0  # on a busy machine; a doctor alone needs a twentieth
 CONFIG = {"hidden_size": 256, "num_experts_per_tok": 2, "num_local_experts": 4}
 
 
@@ -32,7 +32,7 @@ def doctors(
     wait_s: float = WAIT_S,
     num_nodes: int | None = None,
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run a doctor in each namespace, in their order; the endpoint is that of the fixture's first."""
+    """Run a doctor in each namespace, in order. The endpoint is in the fixture's first namespace."""
     flags = [
         "--json",
         "--nnodes",
@@ -60,7 +60,7 @@ def doctors(
 
 
 def results(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, Any]]:
-    """What each has found, with its exit status."""
+    """Return the findings and exit status of each doctor."""
     found = []
     for process in processes:
         said, _ = process.communicate(timeout=WAIT_S)

@@ -1,4 +1,4 @@
-"""`wideep simulate` from its words to its table, and what it reads off a running service."""
+"""`wideep simulate` from its arguments to its table, and its measurements of a running service."""
 
 import argparse
 import json
@@ -136,14 +136,14 @@ def test_a_service_that_is_not_there_is_said(folder: Path, capsys: pytest.Captur
 
 
 class _Ranks:
-    """Two ranks whose steps take 10 ms, 2 ms per row and 0.1 ms per token of a prompt, and 1 ms to the next."""
+    """Two ranks. A step takes 10 ms, plus 2 ms per row and 0.1 ms per prompt token, and 1 ms before the next step."""
 
     def __init__(self) -> None:
         self.decodes = [0, 0]
         self.steps = self.prompts = 0
 
     def load(self, steps: int, decode_rows: int, prompt_tokens: int) -> dict[str, Any]:
-        """What /experts/load says after so many steps more, with so many rows each on the second rank, and so many tokens."""
+        """Return /experts/load after more steps, with this many rows per step on the second rank, and this many prompt tokens."""
         self.steps += steps
         self.prompts += prompt_tokens
         self.decodes[0] += steps * decode_rows // 2
@@ -196,7 +196,7 @@ def test_step_times_and_limits_are_read_off_a_running_service(folder: Path) -> N
     subject = from_service(_asked(folder, 3), _service(loads), sleep=slept.append)
     cost = subject.times.step([_rows(100, 3), _rows(0, 5)], 1.0)
     assert cost.total_s == pytest.approx(0.011 + 3 * 0.002 + 100 * 0.0001), (
-        "what came before the watch is left out"
+        "steps before the measurement do not count"
     )
     limits = subject.limits
     assert (subject.num_ranks, limits.num_blocks, limits.max_num_seqs) == (2, 128, 8)

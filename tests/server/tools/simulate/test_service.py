@@ -1,4 +1,4 @@
-"""A simulated service: fast-forward equals step by step, every request ends once, every block comes back."""
+"""A simulated service: fast-forward equals step by step, every request ends once, and every block is freed."""
 
 import random
 from collections import Counter
@@ -30,7 +30,7 @@ SLO = Slo(ttft_ms=500, tpot_ms=30)
 
 
 def _trace(seed: int, num_requests: int, *, mean_gap_s: float = 0.05) -> list[TracedRequest]:
-    """Requests of which some share prefixes, some pause long enough for all ranks to sleep, and one is too long."""
+    """Return requests. Some share prefixes, some come after pauses in which all ranks sleep, and one is too long."""
     draw, now_s, requests = random.Random(seed), 0.0, []
     for number in range(num_requests):
         now_s += draw.expovariate(1 / mean_gap_s) + (3.0 if draw.random() < 0.02 else 0.0)
@@ -72,12 +72,12 @@ def _service(
 
 def _run(trace: Sequence[TracedRequest], simulated: SimulatedService) -> SimulationReport:
     report = simulated.run(iter(trace)).report(SLO)
-    assert simulated.num_held_blocks == 0, "every block comes back"
+    assert simulated.num_held_blocks == 0, "every block is freed"
     return report
 
 
 def _growing() -> list[TracedRequest]:
-    """Requests that begin together and grow until blocks run out."""
+    """Return requests that begin together and grow until blocks run out."""
     return [TracedRequest(0.01 * number, 30, 200 + number, ()) for number in range(20)]
 
 
@@ -154,7 +154,7 @@ def test_every_request_ends_once_with_all_its_tokens(num_ranks: int) -> None:
 
 
 def test_ranks_that_only_decode_cost_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A count of calls and not of seconds: of long answers, steps are skipped."""
+    """Counts calls instead of seconds: steps of long answers are skipped."""
     calls, plan = Counter[str](), SkippingScheduler.schedule_rest
 
     def counted(self: SkippingScheduler, **given: Any) -> Any:
@@ -197,7 +197,7 @@ def test_goodput_counts_requests_that_keep_every_bound() -> None:
 
 def test_waits_are_told_apart_by_what_is_uneven() -> None:
     class Times:
-        """Every kind of work takes its own time, and experts theirs."""
+        """Step times with a different cost for each kind of work and for experts."""
 
         def step(self, ranks: Sequence[RankRows] | np.ndarray, balancedness: float) -> StepCost:
             rows = np.asarray(ranks, dtype=np.float64)

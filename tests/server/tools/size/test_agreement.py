@@ -1,4 +1,4 @@
-"""What `wideep size` says of a model is what an engine has when it started with the same flags, for tiny models on CPU."""
+"""`wideep size` predicts what an engine has after a start with the same flags, for tiny models on CPU."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.support.models.families import write_checkpoint
 from tests.support.models.quantise import write_quantised
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 
-# Large enough that norms are few beside matrices, and so that experts' rows fill the kernels' panels.
+# Large enough that norms are small next to matrices, and that experts' rows fill the kernels' panels.
 _SIZES = {"hidden_size": 128, "moe_intermediate_size": 64}
 _WRITERS: dict[str, Callable[[Path], Any]] = {
     "deepseek_v3": lambda path: write_checkpoint("deepseek_v3", path),
@@ -78,13 +78,13 @@ def test_config_alone_says_what_the_files_say(written: Callable[[str], Path], na
 
 
 def _assert_near(one: WeightBytes, other: WeightBytes) -> None:
-    """Equal but for what a file keeps in another type than the rest: corrections of routers, scales of blocks cut short."""
+    """Compare to 1%: files keep a few tensors in another type, such as routers' corrections and scales of partial blocks."""
     assert one.expert_layers == other.expert_layers
     assert one.experts == pytest.approx(other.experts, rel=0.01)
     assert one.shared == pytest.approx(other.shared, rel=0.01)
 
 
-@pytest.mark.slow  # engines are built: seconds each
+@pytest.mark.slow  # builds engines, which takes seconds each
 @pytest.mark.parametrize("name", _WRITERS)
 def test_an_engine_has_the_kv_tokens_states_and_weights_that_were_said(
     written: Callable[[str], Path], name: str
@@ -134,8 +134,8 @@ def test_ranks_share_experts_and_keep_room_for_those_that_move(written: Callable
 
 
 def test_costs_count_every_weight_of_a_model_once(written: Callable[[str], Path]) -> None:
-    """Against the modules themselves: all matrices but the embedding."""
-    from moe.model import Skeleton  # noqa: PLC0415 - heavy, and for this test alone
+    """Compare with the modules: all matrices except the embedding."""
+    from moe.model import Skeleton  # noqa: PLC0415 - heavy, and only for this test
 
     directory = written("deepseek_v3")
     skeleton = Skeleton(directory)
@@ -147,7 +147,7 @@ def test_costs_count_every_weight_of_a_model_once(written: Callable[[str], Path]
     assert costs.num_expert_layers == len(experts_modules(model))
 
 
-@pytest.mark.slow  # a service is started
+@pytest.mark.slow  # starts a service
 def test_a_service_reports_the_kv_tokens_that_size_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

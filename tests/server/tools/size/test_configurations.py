@@ -1,4 +1,4 @@
-"""The table of published configurations: both layouts of a folder, and what is said of each."""
+"""The table of published configurations: both layouts of a folder, and the result for each."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_every_configuration_is_judged_for_both_kinds_of_devices(folder: Path) -
     assert by_name["openai/gpt-oss"][1:5] == ("gpt_oss", "mxfp4", "yes", "yes")
     nvfp4, wide, bnb = (by_name[name] for name in ("nvidia/Qwen3-NVFP4", "some/wide", "some/bnb"))
     assert nvfp4.quantisation == "modelopt: nvfp4" and nvfp4.ranks == 1 and nvfp4.reason == ""
-    # Embedding and head of bfloat16, and attention of two layers, which hf_quant_config.json leaves plain.
+    # Embedding and head in bfloat16, and attention of two layers, which hf_quant_config.json excludes.
     attention = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096
     assert nvfp4.shared_gb == pytest.approx((2 * 151936 * 4096 * 2 + 2 * attention * 2) / 1e9, rel=0.01)
     assert (wide.on_cpu, wide.on_gpu, wide.ranks) == ("yes", "no", None)

@@ -1,4 +1,4 @@
-"""What a load that goes on makes of step times, and how even placements are."""
+"""Step times under a steady load, and the balance of placements."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from server.tools.size.step_times import RankRows, StepCost
 
 
 class FlatTimes:
-    """A step takes a millisecond, and one more for each thousand tokens of prompts that any rank has."""
+    """A step takes 1 ms, plus 1 ms per 1,000 prompt tokens of the rank with most."""
 
     def step(self, ranks: Sequence[RankRows], balancedness: float) -> StepCost:
         own = 1e-3 + 1e-6 * max(rank.prefill_tokens for rank in ranks)

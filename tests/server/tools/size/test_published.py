@@ -1,4 +1,4 @@
-"""Published figures beside what is foretold of them: a change of the roofline shows here."""
+"""Published figures against predicted ones: a change of the roofline shows here."""
 
 from collections import Counter
 from pathlib import Path
@@ -10,7 +10,7 @@ from server.tools.size.published import FIGURES, MODELS, compare, costs_of, medi
 from server.tools.size.report import published_text
 
 ROOT = Path(__file__).resolve().parents[4]
-# Weights of all and of one token, in 10^9, as the models' cards have them; embeddings are not multiplied.
+# All weights, and the weights used per token, in 10^9, from the models' cards. Embeddings are not multiplied.
 _CARDS = {
     "deepseek-v3": (671, 37),
     "deepseek-v3-nvfp4": (671, 37),
@@ -21,7 +21,7 @@ _CARDS = {
 }
 
 
-@pytest.mark.slow  # of 61 layers and more on the meta device
+@pytest.mark.slow  # builds 61 layers and more on the meta device
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_the_weights_that_their_cards_say(model: str) -> None:
     costs = costs_of(model)

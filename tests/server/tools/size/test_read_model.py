@@ -1,4 +1,4 @@
-"""What a configuration says of weights: modules that stay unquantised, wherever their list is and however it names them."""
+"""A configuration's facts about weights: unquantised modules, in every place and format of their list."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def _model(
 
 
 def _listed(num_layers: int, stem: str = "model.") -> list[str]:
-    """As nvidia/DeepSeek-V3.1-NVFP4 lists attention, layer by layer."""
+    """List attention layer by layer, as nvidia/DeepSeek-V3.1-NVFP4 does."""
     return [
         "lm_head",
         *(f"{stem}layers.{layer}.self_attn.{name}" for layer in range(num_layers) for name in _PLAIN),
@@ -39,7 +39,7 @@ def _listed(num_layers: int, stem: str = "model.") -> list[str]:
 
 
 def test_deepseek_v3_1_nvfp4_has_the_shared_bytes_of_its_plain_attention(tmp_path: Path) -> None:
-    """The list is in hf_quant_config.json alone; without it 13.9 GB would be counted."""
+    """The list is only in hf_quant_config.json. Without it, the result would be 13.9 GB."""
     model = _model(tmp_path, quantised=None, beside={**NVFP4, "exclude_modules": _listed(61)})
     assert model.weights.shared / 1e9 == pytest.approx(18.6, abs=0.05)
     assert model.costs.expert_kind == "nvfp4"
@@ -72,7 +72,7 @@ def test_attention_is_plain_wherever_its_list_is_and_however_it_names_it(how: st
     listed = _model(tmp_path / "listed", quantised=quantised, beside=beside, **_SMALL)
     assert listed.weights.experts == everything.weights.experts < plain.weights.experts
     assert everything.weights.shared < listed.weights.shared < plain.weights.shared
-    # q_a, q_b, kv_a and o_proj of bfloat16 in place of half a byte and a scale for 16; kv_b_proj is never kept quantised.
+    # q_a, q_b, kv_a and o_proj in bfloat16 instead of half a byte plus a scale per 16. kv_b_proj is never kept quantised.
     numbers = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168
     assert listed.weights.shared - everything.weights.shared == 3 * numbers * (2 - 0.5 - 1 / 16)
 
@@ -84,7 +84,7 @@ def test_parts_of_names_leave_awq_s_layers_plain(tmp_path: Path) -> None:
         _model(tmp_path, quantised={**awq, "modules_to_not_convert": names}, **_SMALL)
         for names in ([], ["model.layers.2."])
     ]
-    # Experts of a layer that is left out are as large as those of bfloat16.
+    # Experts of an excluded layer are as large as those in bfloat16.
     assert both[1].weights.shared > both[0].weights.shared
     assert both[1].weights.experts > 1.5 * both[0].weights.experts
 
@@ -121,7 +121,7 @@ def test_size_refuses_for_a_gpu_what_a_start_there_refuses(
 
 
 def test_attention_of_two_widths_counts_buffers_of_both() -> None:
-    """Gemma 4: windows with heads of 256 values, full attention with 512."""
+    """Gemma 4: sliding windows with heads of 256 values, full attention with 512."""
     gemma = {"text_config": {"num_attention_heads": 16, "head_dim": 256, "global_head_dim": 512}}
     assert value_dims(gemma) == (256, 512)
     assert value_dims({"num_attention_heads": 64, "v_head_dim": 128, "kv_lora_rank": 512}) == (512,)

@@ -1,4 +1,4 @@
-"""The step times of `server.tools.size.roofline`, on costs that are written down here."""
+"""The step times of `server.tools.size.roofline`, on costs that are written in this file."""
 
 import subprocess
 import sys
@@ -32,13 +32,13 @@ def _times(costs: ModelCosts | None = None, *, slots: int = 64, reducing: int = 
 
 
 def test_step_times_need_no_torch() -> None:
-    """Simulators and the front's side of the house use them."""
+    """Simulators and the front use them."""
     code = "import sys, server.tools.size.roofline, server.tools.size.estimate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=REPOSITORY)
 
 
 def test_one_rank_reads_its_weights_and_context_once_a_step() -> None:
-    """A step of one row is bound by bytes, which are counted by hand."""
+    """A step of one row is limited by bytes, which are counted by hand."""
     step = _times().step([RankRows(0, 1, 3000, 0)], 1.0)
     memory = _H100.memory_bytes_per_s * GPU_SHARES.memory
     features = 2 * 2 * _LAYER.own_features / memory

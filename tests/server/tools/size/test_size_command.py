@@ -1,4 +1,4 @@
-"""`wideep size` from the command line: what it prints, and that bad input is one sentence."""
+"""`wideep size` from the command line: its output, and one-sentence errors for bad input."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ _DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "voc
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of gpt-oss-120b with four layers, and nothing else."""
+    """The config.json of gpt-oss-120b with four layers, and no other file."""
     path = tmp_path_factory.mktemp("model") / "config.json"
     config = {**MODELS["gpt-oss-120b"], "num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
     path.write_text(json.dumps(config))
@@ -61,7 +61,7 @@ def test_the_fewest_ranks_for_a_target_are_found(gpt_oss: Path, capsys: pytest.C
     words = (str(gpt_oss), "--device", "h100", "--users", "64", "--context", "4096", "--json")
     slow = json.loads(_said(capsys, *words, "--tpot-ms", "100"))
     fast = json.loads(_said(capsys, *words, "--tpot-ms", "2.7"))
-    assert slow["ranks_for_target"] < fast["ranks_for_target"] == 7, "also between powers of two"
+    assert slow["ranks_for_target"] < fast["ranks_for_target"] == 7, "the result need not be a power of two"
     assert fast["expected"]["tpot_s"] <= 0.0027
     one_less = json.loads(_said(capsys, *words, "--tpot-ms", "2.7", "-dp", "6", status=1))
     assert one_less["expected"]["tpot_s"] > 0.0027 and one_less["ranks_for_target"] == 7
@@ -85,7 +85,7 @@ def test_every_share_of_the_roofline_is_told(gpt_oss: Path, capsys: pytest.Captu
         "90% of the memory is for weights",
     ):  # fmt: skip
         assert part in said
-    assert len(Shares._fields) == 12, "each is in the list above"
+    assert len(Shares._fields) == 12, "the list above is complete"
 
 
 def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
 ) -> None:
     words = (str(gpt_oss), "--users", "512", "--context", "4096", "--json")
     twelve = json.loads(_said(capsys, *words, "--device", "h100", "-dp", "12"))
-    assert [each["ways"] for each in twelve["replicas"]] == [1, 2, 4], "64 heads are cut evenly"
+    assert [each["ways"] for each in twelve["replicas"]] == [1, 2, 4], "the cut divides 64 heads evenly"
     kept_small = (*words, "--device", "h100", "-dp", "12", "--kv-cache-memory", "40M")
     few = json.loads(_said(capsys, *kept_small))
     assert (
@@ -172,7 +172,7 @@ def test_what_is_no_model_is_one_sentence(
     if config is not None:
         path.write_text(config if isinstance(config, str) else json.dumps(config))
     said = _said(capsys, str(path), "--device", "h100", status=2)
-    assert "wideep_size_" not in said, "the file is named as it was given"
+    assert "wideep_size_" not in said, "the file is named as the user wrote it"
     assert said.startswith("wideep size: ") and says in said and said.count("\n") == 1
 
 

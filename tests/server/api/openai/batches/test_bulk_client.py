@@ -1,4 +1,4 @@
-"""Many requests at once: what is tried again, what is not, and how many are under way."""
+"""Concurrent requests: which failures are retried, which are not, and how many requests run at once."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def client_of(
     pauses: list[float] | None = None,
     why_gone: Callable[[], str | None] = lambda: None,
 ) -> BulkClient:
-    """A client whose service gives these answers in turn; pauses are noted and not made."""
+    """Return a client of a service that gives these answers in turn. Pauses are recorded and not made."""
 
     def answer(request: httpx.Request) -> httpx.Response:
         if callable(answers):
@@ -35,7 +35,7 @@ def client_of(
         return given
 
     async def sleep(seconds: float) -> None:
-        assert pauses is not None, "nobody pauses here"
+        assert pauses is not None, "no pause is expected here"
         pauses.append(seconds)
 
     return BulkClient(
@@ -44,7 +44,6 @@ def client_of(
 
 
 def post(client: BulkClient) -> Reply:
-    """POST once."""
     return asyncio.run(client.post("/v1/completions", {"prompt": "é\ud800"}))
 
 

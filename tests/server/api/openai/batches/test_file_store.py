@@ -1,4 +1,4 @@
-"""Files in their folder: bounded, private, cleaned up after a killed front, and one service's at a time."""
+"""The folder of files: bounded, private, cleaned up after a killed front, and used by one service at a time."""
 
 import asyncio
 import errno
@@ -96,7 +96,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_with_several_owners_each_leaves_room_for_others(tmp_path: Path) -> None:
-    """A's flood of uploads against a bound for all: B's small file still has room, and C's."""
+    """A floods the shared bound with uploads. Small files of B and C still fit."""
     files = store(tmp_path, are_several=lambda: True)
 
     def fill(owner: str) -> int:
@@ -108,7 +108,7 @@ def test_with_several_owners_each_leaves_room_for_others(tmp_path: Path) -> None
                     refused.status == 413 and "yours" in refused.message and "stays free" in refused.message
                 )
                 return number
-        raise AssertionError("without a bound")
+        raise AssertionError("the uploads were never refused")
 
     assert [fill(owner) for owner in "abc"] == [5, 2, 1]
     for file in files.all_of("a"):
@@ -128,7 +128,7 @@ def test_with_several_owners_each_leaves_numbers_of_files_for_others(tmp_path: P
 
 
 def test_a_calendar_that_jumps_deletes_nothing_at_once(tmp_path: Path) -> None:
-    """While the service runs it changes nothing; at a start what seems too old has an hour, what is of the future 30 days."""
+    """A running service ignores jumps. At a start, files that seem expired stay an hour, and those from the future 30 days."""
     now_s = 1e9
     calendar, passed = [now_s], [0.0]
     files = store(tmp_path, clock=SteadyClock(lambda: calendar[0], lambda: passed[0]))

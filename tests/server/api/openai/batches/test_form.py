@@ -1,4 +1,4 @@
-"""Forms: what httpx writes is read back, and what is none is refused."""
+"""Forms: those that httpx writes are read back, and malformed ones are refused."""
 
 import httpx
 import pytest

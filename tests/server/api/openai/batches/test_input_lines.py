@@ -1,4 +1,4 @@
-"""The lines of a batch: good ones, and what is said of bad ones."""
+"""The lines of a batch: good ones, and the reasons for refusing bad ones."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def read(tmp_path: Path, *lines: str | bytes | dict[str, Any]) -> list[BatchLine
 
 
 def reason(tmp_path: Path, line: str | bytes | dict[str, Any]) -> str:
-    """What is said of one bad line."""
+    """Return the reason for refusing a line."""
     [bad] = read(tmp_path, line)
     assert isinstance(bad, BadLine)
     return bad.reason

@@ -1,4 +1,4 @@
-"""A batch's answers on disk: what they look like, and what a torn or foreign file becomes."""
+"""A batch's answers on disk: their format, and the recovery of torn or foreign files."""
 
 import errno
 import json
@@ -19,12 +19,10 @@ BAD = BadLine(
 
 
 def good(key: str = "batch_req_1") -> dict[str, Any]:
-    """A good answer's line."""
     return answer_entry(LINE, Reply(200, "cmpl-1", {"id": "cmpl-1"})) | {"id": key}
 
 
 def lines(path: Path) -> list[Any]:
-    """The file's lines as JSON."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Batches in one process: taken up again, given up when their window closes, stopped by a full disk, and in their places."""
+"""Batches in one process: resumed, expired with their window, stopped by a full disk, and limited to their places."""
 
 import asyncio
 import errno
@@ -25,11 +25,11 @@ from server.machine.steady_clock import GRACE_S
 
 URL = "/v1/completions"
 TIMEOUT_S = 30.0
-WITHIN_S = 0.01  # between two looks
+WITHIN_S = 0.01  # polling interval
 
 
 class Service:
-    """A folder with files and batches, and endpoints that answer with the prompt, some of them never."""
+    """A folder with files and batches, and endpoints that answer with the prompt. Some requests are never answered."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def serving(service: Service, act: Callable[[Service], Any]) -> Any:
-    """Do something while batches run; afterwards they are stopped, as at a service's end."""
+    """Run an action while batches run. Afterwards they are stopped, as at a service's end."""
     task = asyncio.create_task(service.runs.serve())
     try:
         return await act(service)
@@ -122,7 +122,7 @@ def test_a_batch_that_was_stopped_goes_on_and_runs_nothing_twice(tmp_path: Path)
     assert (again.status, again.id, second.asked) == ("cancelled", batch.id, ["never"])
     assert [each["custom_id"] for each in second.lines(again.output_file_id)] == ["0"]
     assert [each["response"]["status_code"] for each in second.lines(again.error_file_id)] == [400]
-    assert not list((tmp_path / "batches").glob("*.jsonl")), "answers have become files"
+    assert not list((tmp_path / "batches").glob("*.jsonl")), "answers are stored as files"
 
 
 def test_what_has_no_answer_when_the_window_closes_is_told_line_by_line(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_has_no_answer_when_the_window_closes_is_told_line_by_line(tmp_path
     late = Service(tmp_path, now_s=1000.0 + WINDOW_S)
     [left] = late.batches.open_batches
     assert left.expires_at == 1000 + WINDOW_S + GRACE_S, (
-        "whatever the calendar says, a start gives up no lines at once"
+        "a start gives up no lines at once, even if the calendar has passed their window"
     )
     late.now_s = left.expires_at
 
@@ -249,16 +249,16 @@ def test_batches_take_turns_for_a_quarter_of_the_places_less_those_of_others() -
         await asyncio.sleep(0)
         room.leave(1)
         await asyncio.sleep(0)
-        assert not any(each.done() for each in waiting), "who waits longest is first, also for more places"
+        assert not any(each.done() for each in waiting), "the longest-waiting batch is first, even for more"
         room.leave(1)
         assert await waiting[0] == 2
         assert not waiting[1].done() and room.num_taken == 4
         num_others = 2
         assert room.limit == 2
         num_others = 50
-        assert room.limit == 1, "batches never stand still"
+        assert room.limit == 1, "batches always get at least one place"
         num_places = 0
-        assert room.limit == 0, "but while no rank serves"
+        assert room.limit == 0, "batches get no place while no rank serves"
         waiting[1].cancel()
 
     asyncio.run(asyncio.wait_for(take(), TIMEOUT_S))
@@ -302,7 +302,7 @@ def test_the_choices_of_a_line_are_its_prompts_times_n(body: dict[str, Any], num
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, kept_lines: int) -> list[bool]:
-    """Let no more than some answers be written, and no small files, as long as the first of the list is true."""
+    """Fail writes of all but `kept_lines` answers, and all small files, while the first item of the returned list is true."""
     write, write_small, is_full, left = os.write, file_store.write_json, [True], [kept_lines]
 
     def write_line(fd: int, content: bytes) -> int:
@@ -327,7 +327,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, kept_lines: int) -> list[bool]:
 def test_on_a_full_disk_a_batch_has_failed_at_once_and_its_answers_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
-    """Nothing can be written, not even that it has failed. When there is room, or in the next front, it is kept for good."""
+    """Even the failure cannot be written. It is stored once there is room, or by the next front."""
     monkeypatch.setattr("server.api.openai.batches.runs.SWEEP_S", 0.02)
     service = Service(tmp_path, places=1)
     shared: list[list[bool]] = []
@@ -354,7 +354,7 @@ def test_on_a_full_disk_a_batch_has_failed_at_once_and_its_answers_can_be_read(
         assert found.status == ("completed" if is_killed else "failed")
         lines = again.lines(found.output_file_id)
         assert [each["custom_id"] for each in lines] == (["0", "1", "2"] if is_killed else ["0", "1"])
-        assert again.asked == (["c"] if is_killed else []), "nothing is answered twice"
+        assert again.asked == (["c"] if is_killed else []), "no line is answered twice"
 
     asyncio.run(serving(Service(tmp_path, places=1), look))
     assert not list((tmp_path / "batches").glob("*.jsonl"))
@@ -386,9 +386,9 @@ def test_a_batch_of_one_of_several_owners_ends_when_its_answers_leave_others_no_
     batch = asyncio.run(serving(service, fill))
     assert (batch.status, batch.errors[0]["code"]) == ("failed", "files_full")
     assert 0 < batch.num_good < 40 and len(service.lines(batch.output_file_id)) == batch.num_good
-    assert service.files._bytes.held_by("a") < 27_000, "half, and a line"
+    assert service.files._bytes.held_by("a") < 27_000, "at most half of the bytes, plus one line"
     service = Service(tmp_path / "alone", places=1, files={"max_bytes": 24_000})
-    assert asyncio.run(serving(service, fill)).status == "completed", "one owner alone may go beyond"
+    assert asyncio.run(serving(service, fill)).status == "completed", "a single owner may use more than half"
 
 
 def test_answers_are_counted_as_they_grow_and_are_for_their_owner_s_eyes(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def test_a_flood_of_one_owner_s_batches_pushes_out_none_of_who_has_fewer(tmp_pat
     assert batches.all_of("me") == mine and batches.all_of("flood") == theirs[-4:]
     again = BatchStore(tmp_path / "batches", max_batches=6, clock=lambda: now_s + 40 * 86_400)
     again.expire()
-    assert len(again.all_of("me")) == 2, "a start forgets nothing at once, whatever the calendar says"
+    assert len(again.all_of("me")) == 2, "a start deletes nothing at once, even if the calendar has jumped"
     now_s += 40 * 86_400
     batches.expire()
     assert not batches.all_of("me") and not batches.all_of("flood")

@@ -1,4 +1,4 @@
-"""Responses in the background: made while nobody waits, polled, followed from any event on, and cancelled."""
+"""Background responses: made without a waiting client, polled, followed from any event on, and cancelled."""
 
 import threading
 import time
@@ -18,14 +18,13 @@ def begin(client: openai.OpenAI, given: Any, **how: Any) -> Any:
 
 
 def ended(client: openai.OpenAI, response_id: str) -> Any:
-    """Poll until a response has ended."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
         response = client.responses.retrieve(response_id)
         if response.status not in ("queued", "in_progress"):
             return response
         threading.Event().wait(0.02)
-    raise AssertionError("it did not end")
+    raise AssertionError("the response did not end")
 
 
 def test_a_response_is_queued_and_then_completed(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -68,7 +67,7 @@ def test_a_cancelled_response_stays_cancelled_and_frees_its_place(
     never.set()
     assert list(stream)[-1].response.status == "cancelled"
     assert client.responses.retrieve(response_id).status == "cancelled"
-    assert client.responses.cancel(response_id).status == "cancelled", "once more does no harm"
+    assert client.responses.cancel(response_id).status == "cancelled", "a second cancellation does no harm"
 
 
 def test_what_has_ended_cannot_be_cancelled(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -88,7 +87,7 @@ def test_a_stream_is_followed_again_from_where_it_was_left(
         first = [next(iter(stream)) for _ in range(2)]
     assert [event.type for event in first] == ["response.created", "response.queued"]
     response_id = first[0].response.id
-    more.set()  # nobody listens, and it goes on
+    more.set()  # no client listens, and the run continues
     ended(client, response_id)
     events = list(client.responses.retrieve(response_id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -33,7 +33,7 @@ def prompt_of(front: FrontProcess, word: str) -> str:
 
 
 def paired(events: list[Any]) -> bool:
-    """Check that what is added is done before the next is, and that the stream's frame is whole."""
+    """Check that each added item is done before the next is added, and that the stream begins and ends correctly."""
     ends = {"output_item.done": "output_item.added", "content_part.done": "content_part.added"}
     ends |= {
         f"{kind}.done": f"{kind}.delta"
@@ -122,7 +122,7 @@ def test_a_length_is_an_incomplete_response(front: FrontProcess, client: openai.
     events = list(create(client, "r-length", max_output_tokens=2, stream=True))
     assert events[-1].type == "response.incomplete"
     response = create(client, "r-length", max_output_tokens=1_000_000)
-    assert response.status == "completed", "more than fits is what fits, as vLLM does"
+    assert response.status == "completed", "too large a limit is reduced, as in vLLM"
 
 
 def test_log_probabilities_come_with_the_text(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -156,10 +156,10 @@ def test_log_probabilities_spell_the_text_and_nothing_else(
 
 
 def spelled(entries: Iterable[Any]) -> str:
-    """The text that entries have in their bytes; events have no bytes, but tokens of one byte each, shown as U+FFFD."""
+    """Return the text of entries, decoded from their bytes."""
     given = list(entries)
     if any(getattr(entry, "bytes", None) is None for entry in given):
-        raise AssertionError("entries have bytes")
+        raise AssertionError("an entry has no bytes")
     return b"".join(bytes(entry.bytes) for entry in given).decode()
 
 
@@ -209,7 +209,7 @@ def test_a_failure_is_a_status_or_an_event(front: FrontProcess, client: openai.O
 
 
 class City(pydantic.BaseModel):
-    """What is asked for."""
+    """The form that the requests ask for."""
 
     name: str
     people: int
@@ -223,7 +223,7 @@ def test_an_answer_is_parsed_into_the_client_s_type(front: FrontProcess, client:
     assert structure is not None and structure.kind == "json_schema" and "people" in structure.text
 
 
-# What follows is after vLLM's published tests (tests/entrypoints/openai/responses).
+# The tests below follow vLLM's published tests (tests/entrypoints/openai/responses).
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",

@@ -1,4 +1,4 @@
-"""/v1/responses: items to chat messages, and the chat request that asks for the same."""
+"""/v1/responses: conversion of items to chat messages, and of the body to the equivalent chat request."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ CHAT_CALL = {"id": "c1", "type": "function", "function": {"name": "add", "argume
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    """The chat request's fields that were set."""
+    """Return the fields that the chat request sets."""
     body = ResponsesRequest.model_validate({"input": "hi", **fields})
     return chat_request(body, messages_of(body.input)).model_dump(exclude_unset=True)
 

@@ -1,4 +1,4 @@
-"""Kept responses: what is remembered, what is forgotten, and runs in the background without a service."""
+"""Stored responses: which are kept, which are evicted, and background runs without a service."""
 
 import asyncio
 
@@ -52,7 +52,7 @@ def test_the_size_is_bounded_whatever_the_number() -> None:
         store.put(response(number, "x" * 300), [{"role": "user", "content": "y" * 100}], "me")
     assert missing(store, *range(8)) and store.get("resp_9", "me", "x")
     store.put(response(10, "x" * 2000), [], "me")
-    assert missing(store, 10) and store.get("resp_9", "me", "x"), "one that never fits pushes nothing out"
+    assert missing(store, 10) and store.get("resp_9", "me", "x"), "a response that never fits evicts nothing"
 
 
 def test_a_deleted_response_is_gone_and_its_room_is_free() -> None:
@@ -99,12 +99,12 @@ def test_background_runs_of_one_owner_leave_places_for_others() -> None:
                 except ApiError as refused:
                     assert refused.status == 429
                     return number
-            raise AssertionError("without a bound")
+            raise AssertionError("the owner was never refused")
 
         assert [begin_all(owner) for owner in ("a", "b", "c")] == [8, 4, 2]
         for number in range(2):
             await runs.delete(f"resp_a{number}")
-        await asyncio.sleep(0)  # the task's callbacks
+        await asyncio.sleep(0)  # run the task's callbacks
         with runs.room("c"):
             pass
         for task in runs._tasks:
@@ -132,7 +132,7 @@ def run_of(
 
 
 def endless() -> Answer:
-    """An answer with a choice that never comes."""
+    """An answer with a choice that never ends."""
     answer = Answer("a", lambda _answer: None)
     answer._num_open = 1
     return answer
@@ -148,9 +148,9 @@ def test_one_run_too_many_is_refused_until_one_has_ended() -> None:
             runs.room("me").__enter__()
         assert (caught.value.status, caught.value.param) == (429, "background")
         await run.cancel()
-        await asyncio.sleep(0)  # the task's callbacks
+        await asyncio.sleep(0)  # run the task's callbacks
         with runs.room("me"), pytest.raises(ApiError, match="1 background"), runs.room("me"):
-            pytest.fail("two that are prepared at once have both got the last place")
+            pytest.fail("two runs prepared at once both got the last place")
         with runs.room("me"):
             pass
         assert ends == ["resp_1"] and run.draft.response["status"] == "cancelled"
@@ -168,7 +168,7 @@ def test_events_of_ended_runs_are_forgotten_oldest_first() -> None:
             runs.start(run, lambda: None)
             await run.cancel()
             await asyncio.sleep(0)
-        assert runs.find("resp_0") is going, "one that goes on is kept"
+        assert runs.find("resp_0") is going, "a run that has not ended is kept"
         assert runs.find("resp_1") is runs.find("resp_2") is None
         with pytest.raises(ApiError, match="background=true"):
             runs.follow("resp_1", -1)
@@ -185,7 +185,7 @@ def test_events_are_forgotten_of_the_owner_that_has_most() -> None:
             run = run_of(f"resp_{number}", endless(), owner=owner)
             runs.start(run, lambda: None)
             await run.cancel()
-            runs._max_bytes = 7 * run.num_bytes // 2  # three are within it
+            runs._max_bytes = 7 * run.num_bytes // 2  # three runs fit
             await asyncio.sleep(0)
         assert [bool(runs.find(f"resp_{number}")) for number in range(5)] == [True, False, False, True, True]
 

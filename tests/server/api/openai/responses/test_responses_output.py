@@ -1,4 +1,4 @@
-"""/v1/responses: the order of a stream's events, and that their end is the whole answer."""
+"""/v1/responses: the order of a stream's events, and that the events add up to the whole answer."""
 
 import json
 from typing import Any
@@ -147,9 +147,9 @@ def test_the_tokens_of_reasoning_are_counted_with_their_markup() -> None:
     count.note([ReasoningDelta("ab")], 2)
     assert count.num_tokens == 3
     count.note([ReasoningDelta("c"), ContentDelta("de")], 4)
-    assert count.num_tokens == 4, "of a mixed piece, what the reasoning's text has"
+    assert count.num_tokens == 4, "in a mixed piece, only the reasoning's text counts"
     count.note([ReasoningDelta("f" * 100), ContentDelta("g")], 5)
-    assert count.num_tokens == 9, "never more than the piece had"
+    assert count.num_tokens == 9, "never more than the piece's tokens"
     count.note([], 1)
     count.note([ContentDelta("h")], 1)
     assert count.num_tokens == 9

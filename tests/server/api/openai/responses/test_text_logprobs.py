@@ -1,4 +1,4 @@
-"""Whatever the model writes and however it is cut into tokens, the log-probabilities of a text spell that text."""
+"""The log-probabilities of a text spell that text, however the model writes it and the tokenizer cuts it."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ NOISE = "<|noise|>"  # a special token, which is not shown
 
 
 class Chunks:
-    """A tokenizer whose tokens are these chunks of bytes, by id."""
+    """A tokenizer with these chunks of bytes as its tokens, by id."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
         self.chunks = list(chunks)
@@ -50,7 +50,7 @@ class Chunks:
 
 
 def cut(text: str, sizes: Sequence[int]) -> list[bytes]:
-    """A text's bytes in chunks; the special token is one of its own."""
+    """Cut a text's bytes into chunks. The special token is a chunk."""
     chunks: list[bytes] = []
     for place, part in enumerate(text.split(NOISE)):
         chunks += [NOISE.encode()] if place else []
@@ -65,7 +65,7 @@ def cut(text: str, sizes: Sequence[int]) -> list[bytes]:
 def answered(
     chunks: Sequence[bytes], steps: Sequence[int], stops: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """The events of an answer of these tokens, so many a step."""
+    """Return the events of an answer of these tokens, with the given number of tokens per step."""
     tokens = Chunks([*chunks, b"."])
     ask = ask_of(prompt_ids=(len(chunks),), stops=stops, max_tokens=9999, num_logprobs=1)
     answer = Answer("resp_1", lambda _: None)
@@ -99,7 +99,7 @@ def answered(
         )
         if reason is not None:
             choice.end(reason)
-        if turn % 2 or reason is not None:  # else the reader is slow, and pieces merge
+        if turn % 2 or reason is not None:  # otherwise the reader is slow, and pieces merge
             events += feeding.feed(choice.take())
     return events
 
