@@ -8,7 +8,7 @@ Process groups, dispatchers, lock-step, channel and the contents of slots belong
 scheduler, sequences and the link to the front outlive it. `Regrouping.part` first releases what belongs to the epoch,
 which wakes ranks that still wait for this one. `follow` then does its local work (room, weights) and only then meets
 the others, so that a slow disk does not block other ranks inside a collective.
-While ranks are missing, rows travel flat even with --dispatch-node-size: it need not divide the number of members.
+While ranks are missing, dispatch is flat even with --dispatch-node-size, which need not divide the number of members.
 """
 
 from collections.abc import Callable
