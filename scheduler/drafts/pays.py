@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 
 MOST_ROWS = 512  # no drafts beyond this many rows
-PROBE_TOKENS = 32  # a request without drafts tries again after this many tokens
+PROBE_TOKENS = 32  # a request without drafts that runs alone tries again after this many tokens
 _REMEMBERED = 9  # steps per number of rows
 _WEIGHT = 0.9  # of earlier results of a request, at each try
 _ASSUMED_RIGHT, _ASSUMED_TRIES = 1.4, 2.0  # assumed results of a request at its start

@@ -235,7 +235,7 @@ class EpochFollower:
         self.on_fault: OnFault = _say_nothing
         self.on_regrouped: OnRegrouped = _note_nothing
         self._regrouping, self._timeout_s = regrouping, timeout_s
-        # The last epoch that ended here or could not be followed, and its last step.
+        # The last epoch that ended here or could not be followed; the step at which the last one ended.
         self._epoch, self._step = -1, 0
 
     @property

@@ -31,7 +31,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.served: defaultdict[str, int] = defaultdict(int)  # weighted tokens, by key
-        self._resumed: list[Sequence] = []  # have run before; by priority, then arrival
+        self._resumed: list[Sequence] = []  # begun here or on a lost rank; by priority, then arrival
         self._fresh: dict[str, list[Sequence]] = {}  # by key; each list by priority, then arrival
         self._queue_of: dict[Sequence, list[Sequence]] = {}
         self._last_key = ""  # of the last sequence removed
