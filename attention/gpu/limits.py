@@ -77,7 +77,7 @@ def check_tile(tokens: int, block_tokens: int) -> None:
     """Raise ValueError if a tile does not consist of whole blocks."""
     if tokens % block_tokens:
         raise ValueError(
-            f"a tile has {tokens} tokens; the kernels support multiples of a block's {block_tokens}"
+            f"a tile has {tokens} tokens; the kernels need multiples of a block's {block_tokens}"
         )
 
 
