@@ -12,7 +12,7 @@ Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), which is fixed i
 """
 
 LEAST_TOKENS = 16  # of prompts per step
-ENOUGH_TOKENS = 64  # more are never guaranteed, however high a chunk's fixed cost
+ENOUGH_TOKENS = 64  # upper bound of the guaranteed minimum, which grows with a chunk's fixed cost
 DECODE_STEPS = 2.2  # the default target, in decode steps
 _WEIGHT = 0.1  # of the newest step in sums
 _LINE_WEIGHT = 0.02  # of the newest step in a line, which must remember other numbers of sequences or tokens
