@@ -92,7 +92,7 @@ def heads_row(
 
     Args:
         x: Address of [T, H * query_dim + G * D + G * V] float32. stride: bytes from one row to the next.
-        heads: H. value_dim: V. rotary_dim: E. `with_angles` sets the cosines and sines.
+        heads: H. value_dim: V. rotary_dim: E. Each step writes the angles' addresses at COSINES and SINES.
         pages: Pages of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
         step: The step with these rows.
         query_dim: Values from one query head to the next; more than D if other values lie in between. Those are not changed.

@@ -45,7 +45,7 @@ def attend(
         s_aux: Sink logits [H].
         indices: [1, T, K] int32 cache slots that the rows attend to (latents only); None for all visible tokens.
         attention_mask: Its `indices` are used if it is a `ChosenMask`. Other masks and `options` are ignored: those
-            that change results are rejected before a model is loaded (`moe.rehearsal`). The window comes with the shapes.
+            that change results are rejected before a model is loaded (`moe.rehearsal`). The cache's shapes have the window.
 
     Returns:
         [1, T, H, V] float32, and None instead of attention weights.

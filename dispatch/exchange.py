@@ -36,14 +36,14 @@ _SUMS = {torch.float32: kernels.sum_answers_float32, torch.bfloat16: kernels.sum
 class ExchangeClock:
     """Time that exchanges take, and how much of it wires take, in nanoseconds. Counters.
 
-    A rank cannot distinguish waiting for a late peer from waiting for a wire. But of many exchanges in a row this rank
-    is the last in some, and those take only the wires' time: CLOCK_BLOCK times the shortest of them is at most what
-    the wires took in the block. The figure is exact on a rank that is always last and too high on a rank that never
-    is, so the smallest figure of all ranks is the right one. Rejected: time stamps in messages (need equal clocks).
+    A rank cannot distinguish waiting for a late peer from waiting for a wire. But an exchange in which this rank is the
+    last takes only the wires' time. So if it is the last in some of a block's exchanges, CLOCK_BLOCK times the shortest
+    is at most what the wires took in the block. On a rank that is never last the figure is too high, so the smallest
+    figure of all ranks is the right one. Rejected: time stamps in messages (need equal clocks).
 
     Attributes:
         total_ns: Time in exchanges.
-        wire_ns: Lower bound of the wires' share of it; whole blocks only.
+        wire_ns: The wires' share of it as estimated, whole blocks only; a lower bound on the rank with the smallest.
     """
 
     __slots__ = ("_left", "_shortest_ns", "total_ns", "wire_ns")

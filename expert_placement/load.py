@@ -11,7 +11,7 @@ Why do steps take so long: a slow rank, a slow link, or a hot expert? Ranks meet
 take equally long, and the rank that waits least is the one that the others wait for. The causes, from a window:
 - hot expert: the experts of some rank got more tokens than the mean, at the cost per token that all ranks have;
 - slow rank: some rank took longer than the mean for the same tokens, in its experts or outside of them;
-- slow link: the time that exchanges take even if no rank is late (`dispatch.exchange_clock` gives a lower bound);
+- slow link: the time that exchanges take even if no rank is late (`dispatch.exchange.ExchangeClock` estimates it);
 - uneven ranks: the remaining time in exchanges, even of the rank that waits least. Different ranks are late in turn, as
   on a machine with other work, or it is wire time that is not known.
 The largest cause is named if it takes at least FLOOR of the steps' time.
@@ -38,7 +38,7 @@ class RankFigures(NamedTuple):
     tokens: np.ndarray  # [R, P] of the rank's requests
     dispatch_wait_s: np.ndarray
     combine_wait_s: np.ndarray
-    wire_s: np.ndarray  # the least part of both waits that wires took
+    wire_s: np.ndarray  # lower bound of the wires' part of both waits
     experts_s: np.ndarray
     step_s: np.ndarray  # [R] total time of the steps
     between_steps_s: np.ndarray  # between steps: headers, planning, delivery; without sleep

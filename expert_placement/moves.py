@@ -16,7 +16,7 @@ import numpy as np
 
 from expert_placement.placement import EMPTY, Placement
 
-BUSY_PART = 0.04  # part of a step that a rank may work on transfers, which keeps p99 within 1.1 times
+BUSY_PART = 0.04  # part of a step that a rank may work on transfers; p99 of steps stays within 1.1 times
 
 
 class Transfer(NamedTuple):

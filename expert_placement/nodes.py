@@ -85,7 +85,7 @@ def num_nodes_of(hosts: Sequence[str]) -> int:
     """Count the nodes in a list of the ranks' hosts, in order of ranks.
 
     Returns:
-        Also 1 if nodes differ in their number of ranks or these are not consecutive: no `Cluster` describes that.
+        The number; 1 if nodes differ in size or a node's ranks are not consecutive, which no `Cluster` describes.
     """
     found = len(set(hosts))
     size = len(hosts) // max(found, 1)

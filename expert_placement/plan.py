@@ -9,7 +9,7 @@ The cycle of rebalancing, with the file of each step:
 Layers are planned separately. Everything is deterministic: the same load gives the same placement on every machine of a
 kind. A repair is never worse for its load than the placement that it repairs. The kernels implement the algorithms:
 `construct` (doubled hot experts that join ranks), `fill` (shares), `search` (bounded steps). Rejected, with figures in
-research/placement: a new plan after every drift (moves 96 % of the slots), even shares, pinning all copies of a group.
+research/placement: a new plan after every drift (moves 96 % of the slots), even shares, pinning copies to a group's node.
 
 Legend: L layers, E experts, R ranks, W slots of a rank, S slots of a layer, T steps of a search."""
 

@@ -47,7 +47,7 @@ class BlockPool:
         self.block_tokens = block_tokens
         self._num_holders = array("i", bytes(array("i").itemsize * num_blocks))
         self._first_unused = 0  # this block and all after it were never held
-        self._free: list[int] = []  # the others; last in, first out, because its memory is still warm
+        self._free: list[int] = []  # other free ones; last in, first out: their memory is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._prefixes = PrefixIndex(block_tokens, secret)
 

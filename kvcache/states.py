@@ -41,7 +41,7 @@ class StatePool:
         self.num_slots = num_slots
         self._num_holders = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._key_of: dict[int, bytes] = {}  # of snapshots
         self._slot_of: dict[bytes, int] = {}
         self._num_promised = 0  # promised and not taken yet

@@ -265,7 +265,7 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
 
 
 class _Start(NamedTuple):
-    """What a rank needs of the other ranks at start."""
+    """The parts of an engine that depend on the other ranks."""
 
     placement: Placement
     dispatcher: TokenDispatcher
@@ -281,7 +281,7 @@ def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
 
 
 def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
-    # The other ranks' hosts are unknown, so copies may be elsewhere. The order brings the true placement.
+    # The other ranks' hosts are unknown, so copies may be misplaced. An order corrects that; experts that differ are read.
     hosts = hosts_of(None) * config.world_size
     return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
 

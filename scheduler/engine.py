@@ -52,7 +52,7 @@ class _Planned(NamedTuple):
 
 
 class _Serving(NamedTuple):
-    """A serving epoch, with what its step loop may be waiting in."""
+    """The serving epoch, and the objects in which its step loop may wait."""
 
     dispatcher: TokenDispatcher
     lockstep: LockStep
@@ -146,7 +146,7 @@ class Engine:
     def regroup(self, order: Order) -> None:
         """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.
 
-        If the order leaves out a member of the serving epoch, waits for that member end.
+        If the order leaves out a member of the serving epoch, this rank stops waiting for it.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         if not self._epochs.orders.give(order):

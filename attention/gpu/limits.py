@@ -49,11 +49,11 @@ def check_latents(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
         raise ValueError(f"attention in {dtype} has no GPU kernel; use bfloat16, float16 or float32")
     if latent_dim & (latent_dim - 1) or not LEAST_DIM <= latent_dim <= LARGEST_LATENT:
         raise ValueError(
-            f"latent_dim is {latent_dim}; the kernel takes powers of 2 from {LEAST_DIM} to {LARGEST_LATENT} "
+            f"latent_dim is {latent_dim}; the kernel supports powers of 2 from {LEAST_DIM} to {LARGEST_LATENT} "
             "(512 in every known model)"
         )
     if not 0 <= rope_dim <= 128:
-        raise ValueError(f"the rotary part of latents is {rope_dim}; the kernel takes 0 to 128")
+        raise ValueError(f"the rotary part of latents is {rope_dim}; the kernel supports 0 to 128")
 
 
 def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
@@ -70,14 +70,14 @@ def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
                 f"the query is {query_THD.dtype} and the pages are {page.dtype}; they must have the same type"
             )
         if not page.is_contiguous():
-            raise ValueError("the pages are not contiguous; the kernels take one layer's pages as allocated")
+            raise ValueError("the pages are not contiguous; the kernels need one layer's pages as allocated")
 
 
 def check_tile(tokens: int, block_tokens: int) -> None:
     """Raise ValueError if a tile does not consist of whole blocks."""
     if tokens % block_tokens:
         raise ValueError(
-            f"a tile has {tokens} tokens; the kernels take multiples of a block's {block_tokens}"
+            f"a tile has {tokens} tokens; the kernels need multiples of a block's {block_tokens}"
         )
 
 
@@ -91,20 +91,20 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
     states = [shape.state.recurrent for shape in shapes if shape.state and len(shape.state.recurrent) > 1]
     large = max((state[-2] for state in states), default=0)
     if large > LARGEST_STATE:
-        return f"recurrent states of {large} rows; the GPU kernels take up to {LARGEST_STATE}"
+        return f"recurrent states of {large} rows; the GPU kernels support up to {LARGEST_STATE}"
     if any(shape.index_dim > LARGEST_INDEX for shape in shapes):
         return f"an index of more than {LARGEST_INDEX} values per token, the limit of the GPU kernels"
     of_heads = [shape for shape in shapes if shape.num_kv_heads and not shape.latent]
     dims = {dim for shape in of_heads for dim in (shape.key_dim, shape.value_dim)}
     bad = sorted(dim for dim in dims if not LEAST_DIM <= dim <= LARGEST_DIM)
     if bad:
-        return f"heads of {bad[0]} values; the GPU kernels take {LEAST_DIM} to {LARGEST_DIM}"
+        return f"heads of {bad[0]} values; the GPU kernels support {LEAST_DIM} to {LARGEST_DIM}"
     if any(shape.latent and shape.window for shape in shapes):
         return "a sliding window over latents, which the GPU kernels do not support"
     for rank in latent_ranks:
         if rank & (rank - 1) or not LEAST_DIM <= rank <= LARGEST_LATENT:
             return (
-                f"latents of {rank} values (kv_lora_rank); the GPU kernels take powers of 2 from {LEAST_DIM} to "
+                f"latents of {rank} values (kv_lora_rank); the GPU kernels support powers of 2 from {LEAST_DIM} to "
                 f"{LARGEST_LATENT}"
             )
     return None

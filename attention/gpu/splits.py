@@ -147,7 +147,7 @@ class DecodeScratch:
             )
         if self.split_tokens % tile_tokens:
             raise ValueError(
-                f"split_tokens is {self.split_tokens}; the kernel takes multiples of its tile, {tile_tokens}"
+                f"split_tokens is {self.split_tokens}; the kernel needs multiples of its tile, {tile_tokens}"
             )
 
 

@@ -194,7 +194,7 @@ def scan_channels(
         hidden_states, dt, z: [1, C, P]. A: [C, N]. B, C: [1, N, P]. D, delta_bias: [C].
 
     Returns:
-        [1, P, C], a view of [P, C], rows of padding zero; with `return_last_state` also the states of all slots,
+        [1, C, P], a view of [P, C], rows of padding zero; with `return_last_state` also the states of all slots,
         [Z, N, C].
     """
     step, states = call.pages.step.on_device, call.pages.states[call.layer]

@@ -82,7 +82,7 @@ class LocalCalls:
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Set `num_sms` for all buffers. It is only stored, and used in default configs."""
+        """Set `num_sms` for all buffers, only for default configs. Raises ValueError if it is odd or negative."""
         if new_num_sms < 0 or new_num_sms % 2 != 0:
             raise ValueError(f"new_num_sms is {new_num_sms}; it must be an even number, 0 or more")
         cls.num_sms = new_num_sms

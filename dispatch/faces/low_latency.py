@@ -310,7 +310,7 @@ class LowLatencyMode(HeldCalls):
         self.exchange.barrier()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask or unmask a rank: this rank neither sends to a masked rank nor waits for it. Local."""
+        """Mask or unmask a rank. This rank neither sends to a masked one nor waits for it. Local. Raises ValueError."""
         self._need_shrink()
         R = self.exchange.world_size
         if not 0 <= rank_to_mask < R:

@@ -88,7 +88,7 @@ def wait_flags(
     peers, mask, arrived, trouble, waits, calls, stop, rank, half_bytes, kind, max_polls,
     IS_LAST: tl.constexpr, IS_MASKING: tl.constexpr, ANY_CALL: tl.constexpr, HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (source): wait for its flag, polling at most `max_polls` times more than once, and record the status.
+    """Program (source): poll its flag once, then at most `max_polls` times until it arrives, and record the status.
 
     `arrived`: int32 [R], LATE, CAME, REFUSED or OTHER_CALL (with ANY_CALL, for a rank that refuses, every flag is
     CAME). `trouble`: int64 [R], keeps number * 8 + REFUSED, OTHER_CALL or, if IS_LAST, WAS_LATE until the host has

@@ -103,7 +103,7 @@ class _Sends:
             raise self.interruption
 
     def _check_time(self, error: RuntimeError) -> None:
-        """Raise the interruption, if any. Near the deadline, raise a timeout: another rank's has closed connections."""
+        """Raise the interruption, if any. Near the deadline, raise a timeout: another rank's closed the connections."""
         self._check_interruption()
         if time.monotonic() > self._deadline - (1 - _NEARLY) * self._timeout_s:
             raise DispatchTimeout(self._only_peer, self._timeout_s, _DOING) from error

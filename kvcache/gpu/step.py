@@ -42,7 +42,7 @@ class OnDevice(NamedTuple):
     # Only of models with recurrent layers; otherwise empty.
     state_before_P: Tensor  # slot of the state before the sequence's first row; -1: no state
     state_after_P: Tensor  # slot for the state after this row; -1: not needed
-    row_before_P: Tensor  # rows of the sequence before this one, in this step
+    row_before_P: Tensor  # number of the sequence's rows before this one, in this step
     # Rows [w] to [w + 1] are of sequence w, which recurrences walk row by row. It has P + 1 entries if S is P.
     walk_start_W: Tensor
     # The same for the later sequences, which recurrences compute in chunks; [0] or [1 + sequences].
@@ -71,7 +71,7 @@ def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
 
 
 def agreed_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Return the sizes of agreed steps: powers of two from ROWS on, and `max_sequences`. See `Step.agreed_tokens`."""
+    """Return the sizes of agreed steps: `max_sequences`, and powers of two from ROWS below it. See `Step.agreed_tokens`."""
     sizes, size = [], ROWS
     while size < max_sequences:
         sizes.append(size)
@@ -92,7 +92,7 @@ class DeviceStep(Step):
     Attributes:
         on_device: The step of the last call of `inputs`.
         sizes: Sizes to which decode-only steps are padded.
-        graph_sizes: Sizes that determine everything that ranks run.
+        graph_sizes: Padded sizes that determine all launches, on every rank; each may have a CUDA graph.
         max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
     """
 

@@ -3,7 +3,7 @@
 The choice depends on the rows per slot with even loads, which follow from the step's capacity and are equal on
 all ranks, never on the experts that rows chose. Tiles of a format add over the inner dimension in the same order and
 steps, with the same instruction of an architecture (64 columns on Hopper's wgmma, for any number of rows), so a row has
-the same bits in decode steps and next to prompts. The table of `attention.gpu.tiles` may set all but the steps per device.
+the same bits in decode steps and next to prompts. The table of `attention.gpu.tiles` may change all but the steps.
 """
 
 from typing import NamedTuple

@@ -85,7 +85,7 @@ class Quantisation:
 
 
 def find_configuration(directory: Path, configured: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a checkpoint's `quantization_config`: the given one, or the content of ModelOpt's separate file."""
+    """Return `quantization_config`: the given one, or ModelOpt's file. Raises UnservedQuantisationError if damaged."""
     if configured:
         return dict(configured)
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 
 MOST_ROWS = 512  # no drafts beyond this many rows
-PROBE_TOKENS = 32  # a request without drafts tries again after this many tokens
+PROBE_TOKENS = 32  # a request without drafts that runs alone tries again after this many tokens
 _REMEMBERED = 9  # steps per number of rows
 _WEIGHT = 0.9  # of earlier results of a request, at each try
 _ASSUMED_RIGHT, _ASSUMED_TRIES = 1.4, 2.0  # assumed results of a request at its start
@@ -44,7 +44,7 @@ class StepCosts:
         self._median[rows] = median(self._seconds[rows])
 
     def at(self, rows: int) -> float:
-        """Interpolate a step's seconds between measured ones. Use the largest beyond it, and 0 without any."""
+        """Interpolate a step's seconds between measured numbers of rows. Above the largest, return its; without any, 0."""
         at = bisect_left(self._rows, rows)
         if at == len(self._rows):
             return self._median[self._rows[-1]] if self._rows else 0.0
@@ -56,7 +56,7 @@ class StepCosts:
         return low + (high - low) * (rows - below) / (above - below)
 
     def of_drafts(self, num_running: int, most: int) -> list[float]:
-        """Estimate steps of `num_running` sequences with 0, 1, ... up to `most` drafts each."""
+        """Estimate the seconds of steps of `num_running` sequences with 0, 1, ... up to `most` drafts each."""
         counts = range(min(most, MOST_ROWS // max(num_running, 1) - 1) + 1)
         return [self.at(num_running * (1 + count)) + max(count, 1) * self._pass_s for count in counts] or [
             self.at(num_running)
@@ -87,7 +87,7 @@ class Acceptance:
 
 
 def drafts_that_pay(share: float, seconds: Sequence[float]) -> int:
-    """Return the number of drafts with the most tokens per second, if all running sequences try as many.
+    """Return the number of drafts with the most tokens per second, if all running sequences try that many.
 
     Args:
         share: Share of right drafts.

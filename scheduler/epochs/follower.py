@@ -8,7 +8,7 @@ Process groups, dispatchers, lock-step, channel and the contents of slots belong
 scheduler, sequences and the link to the front outlive it. `Regrouping.part` first releases what belongs to the epoch,
 which wakes ranks that still wait for this one. `follow` then does its local work (room, weights) and only then meets
 the others, so that a slow disk does not block other ranks inside a collective.
-While ranks are missing, rows travel flat even with --dispatch-node-size: it need not divide the number of members.
+While ranks are missing, dispatch is flat even with --dispatch-node-size, which need not divide the number of members.
 """
 
 from collections.abc import Callable
@@ -235,7 +235,7 @@ class EpochFollower:
         self.on_fault: OnFault = _say_nothing
         self.on_regrouped: OnRegrouped = _note_nothing
         self._regrouping, self._timeout_s = regrouping, timeout_s
-        # The last epoch that ended here or could not be followed, and its last step.
+        # The last epoch that ended here or could not be followed; the step at which the last one ended.
         self._epoch, self._step = -1, 0
 
     @property

@@ -2,9 +2,9 @@
 
 A member announces itself in the job's store and waits for the others while no newer order comes. Group creation cannot
 be interrupted, so a member enters it only when all are there, with a short timeout because a member may die just then.
-A newer order or a member's timeout may reach some members before, and others after, they saw that all are there. So the
-first one writes to the store whether this epoch meets, and all follow that entry. Otherwise those that entered would
-wait for the full timeout.
+A newer order or a member's timeout may reach some members before they saw that all are there, and others after. So the
+first member to decide writes to the store whether this epoch meets, and all follow that entry. Otherwise those that
+entered would wait for the full timeout.
 Epochs cannot interfere: every key in the store contains the epoch.
 """
 

@@ -45,7 +45,7 @@ class LoadReport:
     dispatch_wait_s: float
     # In exchanges of combines: waits for ranks with experts that still compute, and for wires.
     combine_wait_s: float
-    wire_s: float  # the least part of both that wires took; 0 if unknown
+    wire_s: float  # lower bound of the wires' part of both; 0 if unknown
     experts_s: float  # computing this rank's experts
     step_s: float  # in steps, waits included
     between_steps_s: float = 0.0  # between steps: headers, planning, delivery; without sleep

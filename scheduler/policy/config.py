@@ -67,7 +67,7 @@ class EngineConfig:
     eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, pace of moves
     speculative: SpeculativeConfig | None = None  # None: no drafts
     threads: int = 1
-    # Experts that may move to a GPU at the same time. None: one layer's slots if there are several ranks.
+    # Experts that may move to a rank at once; a GPU reserves memory for them. None: one layer's slots, or 0 if alone.
     num_spare: int | None = None
     # Target time between two tokens while prompts run. None: see `scheduler.step.prefill_pace`.
     target_itl_s: float | None = None

@@ -74,7 +74,7 @@ class Request:
     deadline_s: float | None = None  # on the same clock; None: no deadline
     replayed_ids: tuple[int, ...] = ()  # tokens that an earlier attempt already delivered
     key_id: str = ""  # digest of the client's API key; keys share the service fairly
-    priority: int = 0  # lower runs first; equal priorities run in order of arrival
+    priority: int = 0  # lower runs first; for the order of equal ones see `scheduler.policy.roster`
 
 
 class Logprobs(NamedTuple):

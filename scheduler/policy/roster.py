@@ -31,7 +31,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.served: defaultdict[str, int] = defaultdict(int)  # weighted tokens, by key
-        self._resumed: list[Sequence] = []  # have run before; by priority, then arrival
+        self._resumed: list[Sequence] = []  # begun here or on a lost rank; by priority, then arrival
         self._fresh: dict[str, list[Sequence]] = {}  # by key; each list by priority, then arrival
         self._queue_of: dict[Sequence, list[Sequence]] = {}
         self._last_key = ""  # of the last sequence removed
@@ -107,7 +107,7 @@ class Roster:
         return self._by_id.get(request_id)
 
     def num_prefill(self, most: int, *, with_waiting: bool) -> int:
-        """Count the prompt tokens still to run on the sequence that prefills (and on those waiting), up to `most`."""
+        """Count the prompt tokens still to run, up to `most`: of the sequence that prefills, and of waiting ones."""
         last = self.running[-1] if self.running else None
         count = last.num_prefill_tokens - last.num_planned if last and last.is_prefilling else 0
         for sequence in self.waiting if with_waiting else ():

@@ -146,7 +146,7 @@ class Scheduler:
 
     @property
     def draft_depth(self) -> int:
-        """Most drafts of a sequence after the next step. A prediction, as `next_step`."""
+        """Most drafts that are made for a sequence after the next step. A prediction, like `next_step`."""
         if self._drafter is None:
             return 0
         if self._roster.waiting:
@@ -155,12 +155,12 @@ class Scheduler:
 
     @property
     def running(self) -> Series[Sequence]:
-        """The running sequences, in order of arrival. Read only."""
+        """The running sequences, in the order in which they began. Read only."""
         return self._roster.running
 
     @property
     def num_open(self) -> int:
-        """Number of sequences that would run together if all that wait began, within the limit."""
+        """Number of sequences that would run together if all waiting ones began, within the limit."""
         return min(self._max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
 
     @property
@@ -288,7 +288,7 @@ class Scheduler:
             batch: The oldest planned batch.
             token_ids: Sampled tokens.
             logprobs: Log-probabilities of these tokens.
-            prompt_logprobs: Log-probabilities of the items' prompt tokens, by request id, where requested.
+            prompt_logprobs: Log-probabilities of the items' prompt tokens, by request id, if requested.
 
         Returns: Outputs in batch order. Stop tokens are included.
         """

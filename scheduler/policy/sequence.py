@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def root_key(self) -> bytes:
-        """Root of its block keys. Sequences computed in another way have other prefixes."""
+        """Root of its block keys. Long and short sequences have different roots, so they share no prefix."""
         return LONG_ROOT_KEY if self.is_long else ROOT_KEY
 
     @property

@@ -230,7 +230,7 @@ def _masses_above(row, V, t0, t1, t2, t3):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, inline="always")
 def _nucleus_at_least(row, V, least, enough):  # type: ignore[no-untyped-def]
-    # Returns a weight, at least `least`, that the whole nucleus reaches. Twice tries four cuts up to the largest weight.
+    # Returns a weight, at least `least`, that the whole nucleus reaches. Two rounds try four cuts below the largest.
     low, high = least, np.float32(1.0)
     for _ in range(2):
         ratio = np.float32((high / low) ** 0.2)

@@ -12,7 +12,7 @@ Idea: the token budget of Sarathi-Serve (Agrawal et al., 2024), which is fixed i
 """
 
 LEAST_TOKENS = 16  # of prompts per step
-ENOUGH_TOKENS = 64  # the least if every chunk has such a high fixed cost
+ENOUGH_TOKENS = 64  # upper bound of the guaranteed minimum, which grows with a chunk's fixed cost
 DECODE_STEPS = 2.2  # the default target, in decode steps
 _WEIGHT = 0.1  # of the newest step in sums
 _LINE_WEIGHT = 0.02  # of the newest step in a line, which must remember other numbers of sequences or tokens
@@ -22,7 +22,7 @@ class PrefillPace:
     """One rank's estimate. Times are in seconds."""
 
     def __init__(self, target_s: float | None, *, is_limited: bool = True) -> None:
-        """`target_s`: time between two tokens; None uses DECODE_STEPS, as measured. `is_limited`: False disables limits."""
+        """`target_s`: time between two tokens; None: DECODE_STEPS measured steps. `is_limited`: False disables limits."""
         self._target_s, self._is_limited = target_s, is_limited
         self._decode_steps = _Line()  # seconds of steps without prompts, by number of sequences
         self._chunks = _Line()  # seconds that prompt tokens add, by number of tokens
@@ -53,7 +53,7 @@ class PrefillPace:
         if not self._is_limited or not self._added_tokens:
             return 0
         if self._target_s is None and not self._decode_steps.is_known:
-            return 0  # with a target, a step counts as prompts only until one without prompts was measured
+            return 0  # with a target, decodes count as free until a step without prompts was measured
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
         token_s = self._added_s / self._added_tokens

@@ -175,7 +175,7 @@ class StructureCompiler:
     def submit(self, request: Request, on_ready: OnReady) -> None:
         """Compile a request's structure. Then call `on_ready` in a thread, with the request or with its end.
 
-        The call holds the lock. So if `forget` returns False, the request was already handed over.
+        `on_ready` is called under the lock. So if `forget` returns False, the request was already handed over.
         """
         with self._lock:
             self._waiting.add(request.request_id)

@@ -350,7 +350,7 @@ class GrammarMatcher:
         return f"the structure does not allow token {token_id}: {error_of(self._matcher)}"
 
     def _begin_anew(self) -> bool:
-        """Follow all tokens again with a new lexer. Returns False, without effect, after a restart or if this fails."""
+        """Follow all tokens again with a new lexer. Returns False and keeps the old one if this fails or was tried."""
         if self._compile_own is None or self._is_own:
             return False
         own, self._is_own = self._compile_own(), True

@@ -161,9 +161,9 @@ def refuse(device: str) -> None:
     with pytest.raises(ValueError, match="1 sequences of 4 heads with values of 32 do not fit"):
         paged_decode(query, *about, small, scale=1.0)
     scratch = DecodeScratch(max_sequences=1, heads=4, value_dim=32, max_tokens=64, device=query.device)
-    with pytest.raises(ValueError, match="split_tokens is 256; the kernel takes multiples of its tile, 48"):
+    with pytest.raises(ValueError, match="split_tokens is 256; the kernel needs multiples of its tile, 48"):
         paged_decode(query, *about, scratch, scale=1.0, tile=DecodeTile(tokens=48))
-    with pytest.raises(ValueError, match="a tile has 40 tokens; the kernels take multiples of a block's 16"):
+    with pytest.raises(ValueError, match="a tile has 40 tokens; the kernels need multiples of a block's 16"):
         paged_decode(query, *about, scratch, scale=1.0, tile=DecodeTile(tokens=40))
     with pytest.raises(ValueError, match=r"attention in torch\.float64 has no GPU kernel"):
         paged_decode(query.double(), *about, scratch, scale=1.0)

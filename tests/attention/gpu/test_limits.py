@@ -45,9 +45,9 @@ def test_heads_without_a_kernel_are_named(
 @pytest.mark.parametrize(
     ("latent_dim", "rope_dim", "dtype", "message"),
     [
-        (384, 64, BF16, "latent_dim is 384; the kernel takes powers of 2"),
+        (384, 64, BF16, "latent_dim is 384; the kernel supports powers of 2"),
         (1024, 64, BF16, "from 16 to 512"),
-        (512, 129, BF16, "the rotary part of latents is 129; the kernel takes 0 to 128"),
+        (512, 129, BF16, "the rotary part of latents is 129; the kernel supports 0 to 128"),
         (512, 64, torch.int8, r"attention in torch\.int8 has no GPU kernel"),
     ],
 )
@@ -89,19 +89,19 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
         ([heads(128, 128), heads(64, 64)], [], None),
         ([heads(192, 128), heads(16, 256)], [], None),
         ([LATENT], [512], None),
-        ([heads(128, 128), heads(8, 8)], [], "heads of 8 values; the GPU kernels take 16 to 512"),
+        ([heads(128, 128), heads(8, 8)], [], "heads of 8 values; the GPU kernels support 16 to 512"),
         ([heads(256, 256), heads(512, 512)], [], None),
         ([heads(128, 640)], [], "heads of 640 values"),
         (
             [LATENT],
             [384],
-            "latents of 384 values (kv_lora_rank); the GPU kernels take powers of 2 from 16 to 512",
+            "latents of 384 values (kv_lora_rank); the GPU kernels support powers of 2 from 16 to 512",
         ),
         ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
         ([LATENT], [1024], "latents of 1024 values"),
         ([replace(LATENT, index_dim=128), recurrent(32, 128, 128), recurrent(16, 8192)], [512], None),
         ([replace(LATENT, index_dim=1024)], [512], "an index of more than 768 values per token"),
-        ([recurrent(2, 1024, 64)], [], "recurrent states of 1024 rows; the GPU kernels take up to 512"),
+        ([recurrent(2, 1024, 64)], [], "recurrent states of 1024 rows; the GPU kernels support up to 512"),
         ([LayerShape(state=StateShape(tail=(3, 64)))], [], None),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_replay(on_device: OnD
 
 def refuse(device: str) -> None:
     paged = make_latents([5], 60, 4).to(device)
-    with pytest.raises(ValueError, match="latent_dim is 60; the kernel takes powers of 2"):
+    with pytest.raises(ValueError, match="latent_dim is 60; the kernel supports powers of 2"):
         decode(paged, torch.randn(1, 2, 64).to(device), 1)
 
 

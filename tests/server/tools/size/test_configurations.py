@@ -48,7 +48,7 @@ def test_every_configuration_is_judged_for_both_kinds_of_devices(folder: Path) -
     attention = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096
     assert nvfp4.shared_gb == pytest.approx((2 * 151936 * 4096 * 2 + 2 * attention * 2) / 1e9, rel=0.01)
     assert (wide.on_cpu, wide.on_gpu, wide.ranks) == ("yes", "no", None)
-    assert "heads of 1024 values; the GPU kernels take 16 to 512" in wide.reason
+    assert "heads of 1024 values; the GPU kernels support 16 to 512" in wide.reason
     assert (bnb.on_cpu, bnb.on_gpu) == ("no", "no") and bnb.reason.endswith("or outliers are separate)")
 
 

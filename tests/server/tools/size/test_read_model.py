@@ -100,7 +100,7 @@ BLOCKS_OF_48 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [48, 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({**_WIDE, "head_dim": 640}, "heads of 640 values; the GPU kernels take 16 to 512"),
+        ({**_WIDE, "head_dim": 640}, "heads of 640 values; the GPU kernels support 16 to 512"),
         ({**_WIDE, "head_dim": 32, "quantization_config": BLOCKS_OF_48}, "weights with unsupported scales: scales are for 48 inputs"),
     ],
 )  # fmt: skip
