@@ -32,7 +32,7 @@ _TO_E4M3 = (7 - 127) * (1 << 23) + 0x7FFFF  # from float32's exponents to e4m3's
 
 
 _TO_FLOAT32 = (127 - 7) << 23
-_NAN_CODE, _NAN_BITS = 0x7F, 0x7FC00000
+_NAN_CODE = 0x7F
 _SMALLEST_NORMAL = 8  # codes below count steps of 2^-9
 _STEP = np.float32(2.0**-9)
 

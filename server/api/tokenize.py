@@ -14,7 +14,7 @@ from server.api.served import ServedModel
 from server.front.errors import bad_request
 from server.http.routes import new_router
 
-_MAX_CHARS = 1 << 20  # tokenizing takes a hundred times the text's memory
+_MAX_CHARS = 1 << 20  # tokenizing takes up to two hundred times the memory of a text
 _MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds, so a thread does it
 _PROMPT_ONLY = {"prompt", "add_special_tokens", "return_token_strs"}
 
