@@ -10,7 +10,7 @@ from typing import Any
 
 from server.options.flag import Group, OptionsError, flag, text
 
-MODEL = Group("model", "all")
+MODEL = Group("model", "all processes")
 # Names of checkpoint formats in vLLM and SGLang -> their quant_method. Giving the checkpoint's own format changes nothing.
 STORED_METHODS = {
     "fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4", "awq": "awq", "awq_marlin": "awq",

@@ -527,8 +527,8 @@ class Options:
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
     )  # fmt: skip
     max_logprobs: int | None = flag(
-        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all with -1",
-        help="maximum number of log-probabilities per token that a request may ask for; -1 is no limit",
+        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, but all for a request with -1",
+        help="maximum number of log-probabilities per token in a response; -1 removes the limit",
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",

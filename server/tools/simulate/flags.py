@@ -30,8 +30,8 @@ examples:
   wideep simulate mooncake.jsonl --model ./Qwen3-235B-A22B --device h100 -dp 16 --routers all --placements all --hours 0.5
   wideep simulate conv.csv --calibrate http://127.0.0.1:8000 --rate-scale 0.1
 routers:
-  prefix       as in the service: outstanding tokens, less the prefix that a rank holds
-  fewest       outstanding tokens only
+  prefix       as in the service: fewest outstanding tokens plus prompt tokens that the rank does not hold
+  fewest       fewest outstanding tokens
   round-robin  one rank after the other
 placements of experts:
   linear       in order, no redundant experts
