@@ -106,7 +106,7 @@ Loading = LoadingLines | LoadingFile
 def loading_of(
     rank: int, *, is_restart: bool, in_bytes: Collection[str], environment: Mapping[str, str]
 ) -> Loading:
-    """Return the progress reporter of a rank. A restarted engine gets one that writes nothing."""
+    """Return a rank's progress reporter. In logs, only the first rank's writes; a restarted engine's never does."""
     folder = environment.get(SCREEN_VARIABLE)
     if folder is None or is_restart:
         return LoadingLines(is_quiet=is_restart or rank > 0)
