@@ -1,8 +1,8 @@
 """`wideep`: parse the command line and run the requested command.
 
 Each command is a record (`Command`). Its module is imported when it runs, for startup time: `wideep --help` takes a tenth of a
-second, and the supervisor never loads torch, fastapi or transformers. `engine` and `front`, and the programs that take no flags
-(`_PROGRAMS`, `claim`, `launcher`), are internal and hidden from the help.
+second, and the supervisor never loads torch, fastapi or transformers. The commands `engine` and `front`, and the programs that
+are not commands (`_PROGRAMS`, `claim`, `launcher`), are internal and hidden from the help.
 """
 
 import argparse
@@ -61,7 +61,7 @@ example, in ~/.bashrc (for zsh: in ~/.zshrc, with zsh):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with short error messages, without abbreviations, whose meaning would change as flags are added."""
+    """A parser with short error messages. It accepts no abbreviated flags: a new flag could make one ambiguous."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
@@ -164,7 +164,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         raise OptionsError(
             f"wideep: {name!r} is not a command{nearest(name, _SHOWN)}; the commands are {', '.join(_SHOWN)}"
         )
-    # The words of internal processes come from us, and need no correction.
+    # WideEP itself writes the command lines of internal processes, so they need no correction.
     is_service = name in _SHOWN and _COMMANDS[name].takes_options
     args, left = parser.parse_known_args([name, *spelled(words[1:])] if is_service else words)
     if left:

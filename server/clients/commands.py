@@ -21,7 +21,7 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="name of the served model (default: the first)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
     parser.add_argument(
-        "--temperature", type=_temperature, metavar="T", help="0 to 2 (default: the service's for the model)"
+        "--temperature", type=_temperature, metavar="T", help="0 to 2 (default: the service's)"
     )
 
 

@@ -25,7 +25,7 @@ def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str
 
 
 class ServiceError(RuntimeError):
-    """The service is unreachable or refused; the message is safe for a terminal and has the URL or the service's reason."""
+    """The service is unreachable or refused a request. The message is safe for a terminal and has the URL or the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -97,11 +97,11 @@ class Connection:
         return wanted or first
 
     def get_bytes(self, path: str) -> bytes:
-        """GET a file. Raises as `get_json`."""
+        """GET a file. Raises the errors of `get_json`."""
         return self._ask("GET", path).content
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
-        """POST, optionally with a JSON body. Raises as `get_json`."""
+        """POST, optionally with a JSON body. Raises the errors of `get_json`."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
@@ -112,7 +112,7 @@ class Connection:
 
     @contextlib.contextmanager
     def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        """POST, and stream the response. Raises as `get_json`, also while the response is read."""
+        """POST, and stream the response. Raises the errors of `get_json`, also while the response is read."""
         with self._explaining(), self._http.stream("POST", self._root + path, json=body) as response:
             if response.is_error:
                 response.read()

@@ -1,6 +1,6 @@
 """A private service for one script or batch: `wideep serve` on this machine, which ends when its owner does.
 
-It gives offline users the same processes as `wideep serve`, reached over HTTP on a loopback port with a random key. Offline
+Its processes are those of `wideep serve`, and the script calls them over HTTP on a loopback port with a random key. Offline
 answers therefore equal the service's bit for bit, and the script does not import torch. Rejected: the front in the script's
 process, which would need the script's event loop, its signals and a torchrun; an engine in the script's process, which would
 be a second engine to maintain.
@@ -56,7 +56,7 @@ class PrivateService:
         """Find the model and start the service; `wait_ready` waits until it answers.
 
         Args:
-            options: The options. Port 0 takes a free port; without API keys, a random one is created.
+            options: The options. Port 0 chooses a free one; without API keys, a random key is created.
             command: The `wideep serve` command, up to MODEL.
 
         Raises:

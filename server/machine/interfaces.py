@@ -1,10 +1,10 @@
 """Predict which network interface gloo and NCCL use on this node, and why.
 
-Both libraries choose on their own, before WideEP could ask, so this module follows their rules. gloo (torch's
+Both libraries choose an interface by themselves, so this module applies their rules. gloo (torch's
 ProcessGroupGloo and gloo's TCP device) uses the interface in GLOO_SOCKET_IFNAME; otherwise the first bindable address of the
 node's host name; otherwise 127.0.0.1. NCCL (its socket.cc) uses the interfaces that NCCL_SOCKET_IFNAME selects; otherwise
-those with a name that begins with ib; otherwise all except docker* and lo*; otherwise these. Rejected: asking the libraries,
-which needs a group of nodes and, for NCCL, GPUs. The check must work before these exist.
+those with a name that begins with ib; otherwise all except docker* and lo*; otherwise docker*; otherwise lo*. Rejected: a
+query of the libraries, which needs a group of nodes and, for NCCL, GPUs. The check must work before these exist.
 """
 
 import contextlib

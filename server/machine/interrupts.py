@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the code inside, such as the generation of a model, in the way of Ctrl-C."""
+    """Let SIGTERM interrupt the code inside, such as the generation of a model, in the same way as Ctrl-C."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

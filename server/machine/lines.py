@@ -2,7 +2,7 @@
 
 Every process of a service writes its lines through `say`; the front's loggers use the same `JsonFormatter`
 (`http.observability.logs`). An environment variable carries the format, so that processes without options (the launcher,
-a spare copy of an engine) use it too. Only this module prints.
+a spare copy of an engine) use it too.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import TextIO
 FORMAT_VARIABLE = "WIDEEP_LOG_FORMAT"  # "json" or text; set by the process that reads the options
 # Set in processes of a service: their lines begin with the time and the level.
 TIMES_VARIABLE = "WIDEEP_LOG_TIMES"
-SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set while `wideep serve` draws bars: a folder, see `process.loading`
+SCREEN_VARIABLE = "WIDEEP_SCREEN"  # set while `wideep serve` draws bars: a folder, see `serve.loading`
 _ERASED = "\r\x1b[K"  # erases a bar from the terminal's last line to make room; the bar is redrawn below
 FIELDS = "fields"  # the attribute of a record for additional fields
 # Libraries that write lines outside Python's logging. WideEP reports the relevant ones itself.

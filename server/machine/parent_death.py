@@ -1,12 +1,12 @@
 """Die with the parent: the kernel kills a process when its parent ends, even by SIGKILL.
 
 Linux only (prctl PR_SET_PDEATHSIG). Hazard: "parent" is the *thread* that forked, so a supervisor must start its
-children from a thread that lives as long as itself (its main thread). Rejected: polling getppid(), which notices
-late and needs a separate thread.
+children from a thread that lives as long as itself (its main thread). Rejected: polling getppid(), which is late and needs a thread.
 
 As a program, `python -P parent_death.py PARENT SIGNAL COMMAND...` executes another program that gets SIGNAL when the
-process PARENT ends; both settings survive the exec. It serves unknown parents: `process.children.start_child` does the
-same between fork and exec, where other threads of a script (gRPC's, torch's) may hold locks that are never released.
+process PARENT ends; both settings survive the exec. This is for parents with unknown threads, such as users' scripts:
+`serve.children.start_child` does the same between fork and exec, where locks held by a script's other threads (gRPC's,
+torch's) are never released.
 """
 
 import ctypes

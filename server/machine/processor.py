@@ -11,7 +11,7 @@ _COST = "kernels take 4 to 50 times as long (3 to 5 times with --quantization in
 
 
 def why_slow(machine: str | None = None, facts: str | None = None) -> str:
-    """Return what is missing and its cost, or "" if nothing is missing or it is unknown.
+    """Return the missing instructions and their cost, or "" if none is known to be missing.
 
     Args:
         machine: Name as from `platform.machine`. facts: Content of /proc/cpuinfo.

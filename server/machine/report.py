@@ -1,7 +1,7 @@
 """The result of a check, and its output: one line each or one JSON object, and an exit status.
 
 A check is ok, a warning (the service runs, but slower or less safely), a failure (it cannot run, or its answers could
-differ), or not here: this machine lacks what the check is about, so it was skipped. Every problem comes with a remedy.
+differ), or not here (skipped, because it does not apply to this machine). Every problem comes with a remedy.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _NAME_WIDTH = 15  # width of the longest name of a check
 
 
 class CheckStatus(enum.StrEnum):
-    """The outcome of a check, in order of severity. The report has the highest one that occurs."""
+    """The outcome of a check, in order of severity. The report's status is the most severe one of its checks."""
 
     NOT_HERE = "not here"
     OK = "ok"
@@ -60,7 +60,7 @@ def warning(name: str, text: str, remedy: str, **figures: float) -> Check:
 
 
 def failure(name: str, text: str, remedy: str = "") -> Check:
-    """Return a check with a problem that prevents the service from running."""
+    """Return a check with a problem that prevents the service from running, or from giving equal answers."""
     return Check(name=name, status=CheckStatus.FAILURE, text=text, remedy=remedy)
 
 

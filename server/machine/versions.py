@@ -14,7 +14,7 @@ LOWEST, NEWEST_TESTED, END = (5, 21), (5, 24), (6, 0)
 
 
 class VersionError(ValueError):
-    """The installed `transformers` is not supported; the message says what to install."""
+    """The installed `transformers` is not supported; the message has the command that installs a supported version."""
 
 
 def check_transformers() -> str | None:

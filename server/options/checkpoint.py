@@ -10,7 +10,7 @@ from typing import Any
 
 from server.options.flag import Group, OptionsError, flag, text
 
-MODEL = Group("model", "all")
+MODEL = Group("model", "all processes")
 # Names of checkpoint formats in vLLM and SGLang -> their quant_method. Giving the checkpoint's own format changes nothing.
 STORED_METHODS = {
     "fp8": "fp8", "mxfp8": "mxfp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4", "awq": "awq", "awq_marlin": "awq",
@@ -81,8 +81,8 @@ class CheckpointOptions:
     )  # fmt: skip
     generation_config: str = flag(
         MODEL, "--generation-config", read=_generation, metavar="{auto,vllm,FOLDER}", default="auto",
-        help="source of default sampling parameters (generation_config.json): auto is the model's folder, vllm is none, or give "
-        "another folder",
+        help="folder of the generation_config.json with default sampling parameters: auto is the model's folder, vllm uses no "
+        "file",
     )  # fmt: skip
     override_generation_config: dict[str, Any] | None = flag(  # noqa: RUF009 - it declares a field
         MODEL, "--override-generation-config", read=_object, metavar="JSON",

@@ -35,7 +35,7 @@ def read_keys(path: Path, name: str = "--api-key-file") -> tuple[str, ...]:
     keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     for number, key in enumerate(keys, start=1):
         if key.split() != [key]:
-            raise OptionsError(f"{name} {str(path)!r}: key {number} contains white space")
+            raise OptionsError(f"{name} {str(path)!r}: key {number} contains white space; give one per line")
     return tuple(keys)
 
 

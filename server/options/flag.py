@@ -212,7 +212,7 @@ def _read_switch(name: str, given: Any) -> bool:
 
 
 def text(name: str, given: Any) -> str:
-    """Read a text as it is."""
+    """Read a text unchanged."""
     if isinstance(given, bool):
         raise OptionsError(f"{name} is {given!r}; it needs a value")
     return str(given)
@@ -309,7 +309,7 @@ def size(name: str, given: Any) -> int:
 
 
 def json_texts(name: str, given: Any) -> tuple[str, ...]:
-    """Read a JSON list of strings, as vLLM takes lists, or a Python list from a script."""
+    """Read a JSON list of strings (vLLM's form of lists), or a Python list from a script."""
     value = given
     if isinstance(given, str):
         try:

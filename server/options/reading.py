@@ -30,7 +30,7 @@ _CLUSTER_KEY_VARIABLE = "WIDEEP_OWN_CLUSTER_KEY"
 # Defaults of a service that belongs to one script or batch.
 PRIVATE_DEFAULTS = {"port": 0, "access_log": False, "log_stats": False}
 _HANDED_ON = "--options"  # passed to our own processes instead of flags
-_ALIKE = 0.75  # difflib's ratio; below it, a name is taken for another word, not for a typing error
+_ALIKE = 0.75  # difflib's ratio; below it, a name counts as a different word, not as a typing error
 _NESTED: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "checkpoint": CheckpointOptions}
 _INNER: dict[str, Any] = {**_NESTED, "eplb_config": EplbConfig}
 
@@ -202,7 +202,7 @@ def options_from_keywords(
     """Return the options of a service that belongs to one script.
 
     Args:
-        keywords: Flags without dashes and with underscores. Numbers and strings are given as they are, switches as
+        keywords: Flags without dashes and with underscores. Numbers and strings are given unchanged, switches as
             bools (enable_prefix_caching=False is --no-enable-prefix-caching), repeated flags as lists, JSON as a list
             or dict; None means "not given". By default the port is a free one, and requests and throughput are not
             logged.
@@ -233,7 +233,7 @@ def _settle(said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if isinstance(given, str) and given in declared.taken_as:
             value = ours[option.keyword] = declared.taken_as[given]
             if given.lower() != value:
-                notes.append(f"{declared.name} {given} is taken as {value}: {declared.taken_because}")
+                notes.append(f"{declared.name} {given} means {value} here: {declared.taken_because}")
     return ours, notes
 
 

@@ -1,8 +1,8 @@
 """The table of options: every flag of `serve`, `worker`, `engine` and `front`, each declared once.
 
-Names follow vLLM where it has the option. One difference is deliberate: no origin is allowed by default, so that a web
-page from elsewhere cannot use a service that is meant for the local machine. `reading` reads command lines and keywords
-by this table, and `page` generates docs/options.md from it.
+Names follow vLLM where it has the option. One difference is deliberate: no origin is allowed by default, so that a page
+of another web site cannot use a service that is meant for the local machine. `reading` reads command lines and keywords
+with this table, and `tools.page` generates docs/options.md from it.
 """
 
 import json
@@ -216,7 +216,7 @@ class HttpOptions:
     )  # fmt: skip
     max_connections: int | None = flag(
         HTTP, "--max-connections", read=whole(1), metavar="N", default_text="from the limit of open files, at most 16384",
-        help="maximum number of open connections; one more closes the longest idle one, or gets 503 if none is idle",
+        help="maximum number of open connections; a further one replaces the longest idle one, or gets 503 if none is idle",
     )  # fmt: skip
     max_connections_per_address: int | None = flag(
         HTTP, "--max-connections-per-address", read=whole(1), metavar="N", default_text="half of --max-connections",
@@ -401,7 +401,7 @@ class Options:
     )  # fmt: skip
     device: str = flag(
         RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",
-        help="device to compute on; auto uses cuda if a GPU and all that it needs are found, otherwise cpu, and logs why",
+        help="device to compute on; auto uses cuda if a GPU and its requirements are found, otherwise cpu, and logs why",
     )  # fmt: skip
     threads: int | None = flag(
         RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="number of threads per rank"
@@ -421,7 +421,7 @@ class Options:
     )  # fmt: skip
     batch_invariant: bool = switch(
         RANKS, "--batch-invariant",
-        help="make each token's bits independent of the other requests in its batch on a GPU, at a cost in speed; always so on CPU",
+        help="make results independent of the other requests in a batch, bit for bit, at a cost in speed; always so on CPU",
     )  # fmt: skip
     enforce_eager: bool = switch(
         RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs"
@@ -448,8 +448,8 @@ class Options:
     )  # fmt: skip
     dispatch_dtype: str = flag(
         DISPATCH, "--dispatch-dtype", read=one_of("auto", "fp8"), metavar="{auto,fp8}", default="auto",
-        help="format in which tokens are sent to experts; auto is the model's data type; fp8 has DeepSeek's block scales, "
-        "takes a quarter of float32's bytes and gives different bits",
+        help="format in which tokens are sent to experts; auto is the model's data type; fp8 has DeepSeek's block scales: a "
+        "quarter of float32's bytes, different results",
     )  # fmt: skip
     dispatch_node_size: int = flag(
         DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default=0,
@@ -501,8 +501,8 @@ class Options:
     )  # fmt: skip
     max_num_queued_reqs: int | None = flag(
         LIMITS, "--max-num-queued-reqs", read=whole(1), metavar="N", default_text="no limit",
-        help="maximum number of waiting and running requests on all ranks (each of a request's n choices counts); one more "
-        "gets 429 with Retry-After",
+        help="maximum number of waiting and running requests on all ranks (each of a request's n choices counts); further "
+        "ones get 429 with Retry-After",
     )  # fmt: skip
     scheduling_policy: str = flag(
         LIMITS, "--scheduling-policy", read=one_of(FCFS, PRIORITY), metavar="{fcfs,priority}", default=FCFS,
@@ -527,8 +527,8 @@ class Options:
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
     )  # fmt: skip
     max_logprobs: int | None = flag(
-        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, or all with -1",
-        help="maximum number of log-probabilities per token that a request may ask for; -1 is no limit",
+        LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, but all for a request with -1",
+        help="maximum number of log-probabilities per token in a response; -1 removes the limit",
     )  # fmt: skip
     request_timeout_s: float = flag(
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",
@@ -536,7 +536,7 @@ class Options:
     )  # fmt: skip
     rank_recovery_timeout_s: float = flag(
         LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=600.0,
-        help="time that requests wait for a rank to return if none serves; after it the service ends",
+        help="time that requests wait for a rank to return if none serves; after this time the service ends",
     )  # fmt: skip
 
     kv_cache_bytes: int | None = flag(

@@ -41,7 +41,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 def raise_descriptor_limit() -> int:
     """Raise the soft limit of open files to the hard limit, for this process and its children. Returns the limit.
 
-    A limit of 1,024 is common outside containers, and that many clients would exhaust a front.
+    Outside containers the soft limit is often 1,024, too few for a front with a thousand clients.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -62,7 +62,7 @@ class AdoptedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit status, minus the signal's number, or None while the process runs."""
+        """Return the exit status, the negative number of the signal that killed it, or None while it runs."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int:
@@ -133,7 +133,7 @@ def describe_end(child: Child) -> str:
 
 
 def describe_status(name: str, pid: int, status: int) -> str:
-    """Describe in one line how a process ended. `status` is an exit status or, if negative, minus a signal's number."""
+    """Describe in one line how a process ended. `status` is as from `AdoptedProcess.poll`."""
     who = f"{name} (pid {pid})"
     if status >= 0:
         return f"{who} exited with status {status}" + ("; see its messages above" if status else "")
@@ -249,7 +249,7 @@ class MessagePipe:
 
 
 def kill_if_it_stays(pidfd: int, *, grace_s: float) -> None:
-    """Fork a process that kills another one if it still runs after `grace_s`, then exits."""
+    """Fork a process that kills the process of `pidfd` if it still runs after `grace_s`, and then exits."""
     if os.fork():
         return
     try:

@@ -1,12 +1,12 @@
 """The engine process of one rank: join the job, load its share of the model, attach to the front, and run steps.
 
-The supervisor (`server.serve.worker`) starts it with torchrun's environment. The engine on the front's node gets the front's
+The supervisor (`server.serve.supervisor`) starts it with torchrun's environment. The engine on the front's node gets the front's
 address in WIDEEP_FRONT and publishes it in the job's store; the others read it there. The engine writes
 the HTTP address, the size of its KV cache and its readiness to its supervisor, on WIDEEP_READY_FD.
 
 If a rank is lost, the others' steps fail but their processes stay, and form a new group when the front orders it. An error
 here ends the process with one line, and its supervisor restarts it. WIDEEP_RESTARTS marks a restart: such an engine skips the
-meeting at the start, attaches with its share loaded, and serves from its first order on (D8 of the design).
+meeting at the start, attaches with its share loaded, and serves from its first order on.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Write and read why a process failed: one sentence in a file that torchrun and `wideep serve` read.
+"""Write and read the reason for a process's failure: one sentence in a file that torchrun and `wideep serve` read.
 
 The fields are torchrun's (torch.distributed.elastic.multiprocessing.errors), so its table of failures shows our sentence.
 `time_ns` is an addition that orders failures: ranks fail within milliseconds of each other, and torchrun's timestamp

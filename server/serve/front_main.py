@@ -295,7 +295,7 @@ class _Front:
             self._leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _take_served(self, rank: int, served: Served) -> None:
-        """Restore from a rank what the previous front knew."""
+        """Restore the previous front's state from a rank."""
         placement = self._http.placement
         if placement.home is None and served.home is not None:
             report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)

@@ -1,8 +1,8 @@
 """This rank's connection to the front: pass its commands to the engine and results back, over successive links.
 
-If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for a
-while until the supervisor has restarted the front, then sends it the state it needs. If the front closes the stream, it has dropped
-this rank, and the process ends. `link.rank_link` implements the connection.
+If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for up to
+FRONT_RETURN_S until the supervisor has restarted the front, then sends the new front the state that it needs. If the front
+closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
 """
 
 import os

@@ -34,7 +34,7 @@ class LoadingLines:
         self._stage = self._ended = ""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Log the begin and the end of a stage."""
+        """Log the start and the end of a stage."""
         is_first, is_end = stage != self._stage, done >= total
         self._stage = stage
         if self._is_quiet or not (is_first or is_end) or stage == self._ended:
@@ -43,7 +43,7 @@ class LoadingLines:
         say(f"{'Loaded' if is_end else 'Loading'} {stage}", error=True, level="info")
 
     def note(self, text: str, *, stage: str = "") -> None:
-        """Log a fact or the begin of a stage without progress."""
+        """Log a fact or the start of a stage without progress."""
         if not self._is_quiet:
             say(text, error=True, level="info")
 
@@ -74,7 +74,7 @@ class LoadingFile:
         self._write()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Write the begin and end of a stage, and progress at intervals. A new stage ends the previous one."""
+        """Write the start and end of a stage, and progress at intervals. A new stage ends the previous one."""
         is_new = stage not in self._stages
         if is_new:
             for each in self._stages.values():
@@ -84,7 +84,7 @@ class LoadingFile:
             self._write()
 
     def note(self, text: str, *, stage: str = "") -> None:
-        """Write that a stage has begun, if given. The summary covers the text."""
+        """Write that a stage has begun, if one is given. Ignore the text, which the summary covers."""
         if stage:
             self(stage, 0, 1)
 
@@ -106,7 +106,7 @@ Loading = LoadingLines | LoadingFile
 def loading_of(
     rank: int, *, is_restart: bool, in_bytes: Collection[str], environment: Mapping[str, str]
 ) -> Loading:
-    """Return the progress reporter of a rank; a quiet one for a restarted engine."""
+    """Return a rank's progress reporter. In logs, only the first rank's writes; a restarted engine's never does."""
     folder = environment.get(SCREEN_VARIABLE)
     if folder is None or is_restart:
         return LoadingLines(is_quiet=is_restart or rank > 0)

@@ -1,7 +1,7 @@
 """`wideep serve`: start the workers, wait until the service answers, and stop all processes at the end.
 
 Serve is the root of the process tree: serve > launcher > one worker per rank > engine, and the front.
-Each process ends when its parent does, however the parent ended. Serve adopts the orphans of a killed launcher, so no
+Each process ends when its parent does, even if the parent was killed. Serve adopts the orphans of a killed launcher, so no
 process outlives it. Rejected: torchrun as the launcher, because it stops all workers when one is killed.
 
 Every local program can connect to the store and to the front's port for ranks. Each start therefore creates a cluster key and

@@ -1,12 +1,12 @@
 """A waiting copy of an engine that replaces it, so that a restart does not wait for the import of torch.
 
 An engine forks after its imports, before it has anything else: no thread, device, connection or weights. The copy shares the
-engine's memory until one of them writes to it. When the engine ends, the supervisor sends the copy what a new process would
-get. The copy forks its own successor and serves. If a rank has no copy (it was killed, or the engine died during its
+engine's memory until one of them writes to it. When the engine ends, the supervisor sends the copy the options and the
+environment of a new process. The copy forks its own successor and serves. If a rank has no copy (it was killed, or the engine died during its
 imports), the supervisor starts a new process.
 
 The copy is the supervisor's child from the start: the engine forks twice, and the supervisor adopts orphans
-(`adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. They communicate
+(`children.adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. Both communicate
 over a socket that the engine inherits: the copy sends its pid and receives {"options", "environment"} with the
 descriptors of its message pipe and of its successor's socket.
 
@@ -44,10 +44,10 @@ class StartOrder(NamedTuple):
 
 
 def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
-    """Fork a waiting copy of this process if the supervisor wants one. Call it before any thread or device exists.
+    """Fork a waiting copy of this process if the supervisor provides a socket for it. Call before any thread or device exists.
 
     Returns:
-        None in the calling process. In the copy, it blocks until the start order arrives and returns it.
+        None in the calling process. In the copy, the call blocks until the start order arrives, and returns the order.
     """
     if SPARE_VARIABLE not in environment:
         return None

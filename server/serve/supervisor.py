@@ -122,7 +122,7 @@ class Supervisor:
             self._take_over(json.loads(self._state_path.read_text()))
 
     def _take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue for a supervisor of this rank that was killed together with its children."""
+        """Take over from a supervisor of this rank that was killed together with its children."""
         self._keep_port(state["port"])
         self._keep_cache(state["kv_cache_bytes"])
         self._has_served = True
@@ -464,7 +464,7 @@ WINDOW_S = 600.0
 
 
 class RestartBudget:
-    """A limit on the number of starts within any time window."""
+    """A limit on the number of restarts within any time window."""
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ class RestartBudget:
         self.num_taken = 0  # in total
 
     def allowed_in_s(self) -> float:
-        """Return the seconds until another start is allowed; 0 if it is allowed now."""
+        """Return the seconds until another restart is allowed; 0 if it is allowed now."""
         while self._taken_s and self._clock() - self._taken_s[0] >= self._window_s:
             self._taken_s.popleft()
         if len(self._taken_s) < self._max_restarts:
@@ -486,7 +486,7 @@ class RestartBudget:
         return self._taken_s[0] + self._window_s - self._clock() if self._taken_s else math.inf
 
     def take(self) -> bool:
-        """Count a start if one is allowed now. Returns whether it is."""
+        """Count a restart if one is allowed now. Returns whether it was allowed."""
         if self.allowed_in_s():
             return False
         self._taken_s.append(self._clock())

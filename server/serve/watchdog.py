@@ -58,7 +58,7 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         account: Callable[[int], Account] = account_of,
     ) -> None:
-        """Args: timeout_s: Longest allowed silence; 0 disables the watchdog."""
+        """Allow a silence of at most `timeout_s`; 0 disables the watchdog."""
         self._pid, self._timeout_s, self._clock, self._account = pid, timeout_s, clock, account
         self._beat_s: float | None = None
         self._before: Account | None = None  # taken halfway to the timeout

@@ -92,7 +92,7 @@ def _prepare(
     if ranks is not None and ranks != place.local_world_size:
         raise PlaceError(
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
-            "remove it; torchrun's --nproc-per-node sets the number of ranks"
+            "remove the flag: torchrun's --nproc-per-node sets the number of ranks"
         )
     device = choose_device(options.device) if UNDER_SERVE not in environment else None
     if device is not None:

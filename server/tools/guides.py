@@ -112,7 +112,7 @@ def _words(taken_as: Mapping[str, str]) -> str:
     parts = []
     for ours in dict.fromkeys(taken_as.values()):
         theirs = [f"`{word}`" for word, value in taken_as.items() if value == ours]
-        parts.append(f"{', '.join(theirs)} {'is' if len(theirs) == 1 else 'are'} taken as `{ours}`")
+        parts.append(f"{', '.join(theirs)} {'means' if len(theirs) == 1 else 'mean'} `{ours}`")
     return ", ".join(parts)
 
 

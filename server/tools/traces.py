@@ -120,7 +120,7 @@ def _of_json(line: str) -> TracedRequest:
     """Read a line of a Mooncake trace.
 
     Raises:
-        ValueError: The line is invalid; the message says why.
+        ValueError: The line is invalid; the message gives the reason.
     """
     try:
         value = json.loads(line)
@@ -132,7 +132,7 @@ def _of_json(line: str) -> TracedRequest:
         [key for key in _MOONCAKE_KEYS if key not in value] if isinstance(value, dict) else _MOONCAKE_KEYS
     )
     if missing:
-        raise ValueError(f"{', '.join(missing)} is missing; a line of a Mooncake trace is an object with it")
+        raise ValueError(f"{', '.join(missing)} is missing; each line of a Mooncake trace needs it")
     milliseconds = value["timestamp"]
     if (
         isinstance(milliseconds, bool)
@@ -170,7 +170,7 @@ class _AzureColumns:
         """Read a line below the header.
 
         Raises:
-            ValueError: The line is invalid; the message says why.
+            ValueError: The line is invalid; the message gives the reason.
         """
         cells = next(csv.reader([line]))
         if len(cells) != len(self._names):

@@ -22,7 +22,7 @@ Repeat the command to continue an interrupted batch. The exit status is 0 if eve
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parser")
+    group = parser.add_argument_group("batch")
     add = group.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
     add(

@@ -1,8 +1,8 @@
 """`wideep run-batch`: answer a file of requests and write each answer as soon as it is available.
 
-This is an ordinary client of the endpoint, of a private service that it starts and stops, or of a running one. Every input
-line gets one output line, even an invalid one. Temporary failures (a lost service, or one that is full for a minute) are
-not written: they end the run, and the same command continues from there later.
+It is an ordinary client of the HTTP endpoint, either of a private service that it starts and stops or of a running service.
+Every input line gets one output line, even an invalid one. Temporary failures (a lost service, or one that is full for a
+minute) are not written: they end the run, and the same command continues from there later.
 """
 
 import argparse
@@ -32,11 +32,11 @@ def run_batch(
     """Answer the batch of the command line.
 
     Args:
-        args: Arguments of `flags`.
+        args: Parsed arguments, with the flags of `flags`.
         options: Options of the service to start; None with --url.
 
     Returns:
-        The exit status: 0 if every line has a good answer, 1 if not or if the batch was stopped, 2 for invalid files.
+        The exit status: 0 if every line has a good answer, 2 if a file is invalid, 1 otherwise.
     """
     try:
         with terminate_as_interrupt(), BatchOutput(args.output_file) as output:

@@ -22,7 +22,7 @@ def run_change(
     client: Connection | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Run the verb and return the exit status: 0, 1 if a requested change failed, 2 for an invalid file."""
+    """Run the verb and return the exit status: 1 if the change or the service failed, 2 for invalid arguments or files."""
     try:
         with client or Connection(args.url, api_key_of(environment)) as service:
             if args.verb == "history":
@@ -52,10 +52,10 @@ def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float
 def _changed(
     service: Connection, path: str, body: dict[str, Any], sleep: Callable[[float], None]
 ) -> dict[str, Any]:
-    """Start a change, wait until it ends, however long it takes, and return its entry in the history.
+    """Start a change, wait without a timeout until it ends, and return its entry in the history.
 
     Raises:
-        ServiceError: The service refuses the change, or cannot be reached any more.
+        ServiceError: The service refuses the change, cannot be reached any more, or was restarted.
     """
     number = service.post(path, {**body, "wait": False}).json()["change"]
     shown = None

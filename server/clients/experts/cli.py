@@ -22,9 +22,9 @@ policies:
 _MOST_SECONDS = 604_800  # a week
 POLICIES = {
     "linear": "experts in order, no copies, no moves",
-    "even": "a new plan for every window, copies share evenly",
+    "even": "a new plan for every window, tokens split evenly among copies",
     "plan": "a new plan for every window, with shares",
-    "pinned": "as plan, the first copies of a group of experts on the group's node",
+    "pinned": "like plan, with the first copies of a group of experts on the group's node",
     "shares": "planned once; later only the shares change",
     "repair": "planned once; later repaired with few moves",
 }
@@ -74,7 +74,7 @@ def _add_simulate(verbs: Any) -> argparse.ArgumentParser:
     )
     simulation.add_argument(
         "--policy", nargs="+", choices=list(POLICIES), default=["even", "plan", "shares", "repair"], metavar="P",
-        help="policies to compare, see below (default: %(default)s)",
+        help="policies to compare, see below (default: even plan shares repair)",
     )  # fmt: skip
     return simulation
 
@@ -125,7 +125,7 @@ def _add_live_verbs(verbs: Any) -> None:
         help="show the load of a running service: layers, ranks, the hottest experts",
         description="Show the load of the last steps; on a terminal, refresh it until Ctrl-C.",
     )
-    load.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="default: %(default)s")
+    load.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="refresh interval (default: %(default)s)")  # fmt: skip
     load.add_argument("--once", action="store_true", help="show the load only once, even on a terminal")
     load.add_argument(
         "--rows",
@@ -145,7 +145,7 @@ def _add_live_verbs(verbs: Any) -> None:
         "--seconds", type=_seconds, default=30.0, metavar="S", help="duration (default: %(default)s)"
     )
     record.add_argument(
-        "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="default: %(default)s"
+        "--out", type=Path, default=Path("load.npz"), metavar="FILE", help="output (default: %(default)s)"
     )
     for parser in (load, record):
         parser.set_defaults(run="server.clients.experts.live:run_live")
@@ -193,10 +193,10 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         "--nodes", type=int, default=1, metavar="N", help="number of nodes of the ranks (default: 1)"
     )
     parser.add_argument(
-        "--groups", type=int, metavar="G", help="number of groups of experts with first copies on one node"
+        "--groups", type=int, metavar="G", help="groups of experts; a group's first copies are on one node"
     )
     parser.add_argument(
-        "--min-nodes", type=int, default=1, metavar="K", help="nodes that must hold each expert (default: 1)"
+        "--min-nodes", type=int, default=1, metavar="K", help="minimum nodes for each expert (default: 1)"
     )
     parser.add_argument("--spread-nodes", action="store_true", help="spread an expert's copies over nodes")
     parser.add_argument(

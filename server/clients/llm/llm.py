@@ -6,7 +6,7 @@
         for result in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
             print(result.outputs[0].text)
 
-The names are those of vLLM's class. A private service runs behind it (`processes.private_service` explains why), so the
+The names are those of vLLM's class. A private service runs behind it (`clients.private_service` explains why), so the
 tokens are those of `wideep serve`. The service renders and tokenizes a chat, and then completes it like any other prompt:
 its text is the model's output, including tool calls and reasoning, as in vLLM's class.
 """
@@ -42,7 +42,7 @@ class LLM:
 
         Raises:
             OptionsError: An option is unknown or has an invalid value.
-            ServiceEndedError: The ranks did not start; the message says why.
+            ServiceEndedError: The ranks did not start; the message names the cause.
         """
         self._service = PrivateService(options_from_keywords(model, options))
         self._loop = _LoopThread()

@@ -1,4 +1,4 @@
-"""How `offline.LLM` sends prompts to its service: one request per prompt, many at once.
+"""How `LLM` sends prompts to its service: one request per prompt, many at once.
 
 A prompt goes to /v1/completions and returns with its token ids (`return_token_ids`, as in vLLM). A chat is first converted
 to token ids by /tokenize, which renders the template in the same way as the chat endpoint.

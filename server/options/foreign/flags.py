@@ -1,6 +1,6 @@
 """Flags of other programs: how command lines written for vLLM or SGLang are accepted or refused, with a reason.
 
-`vllm_flags` and `sglang_flags` declare them with `refused`, `harmless` and `alias`. A flag with the same name and meaning
+`vllm` and `sglang` declare them with `refused`, `harmless` and `alias`. A flag with the same name and meaning
 here is declared once, in `table`. These declarations produce the parser (which needs each flag's number of values), the
 lines logged at startup, the refusals, docs/from_vllm.md and docs/from_sglang.md. Rejected: ignoring unknown flags, as a
 service that starts without a requested feature fails only in production.
@@ -142,7 +142,7 @@ def judge(flag: ForeignFlag, given: Any, said: Said) -> str:
     """Return the line that explains why a flag has no effect.
 
     Raises:
-        OptionsError: The flag asks for an unsupported change.
+        OptionsError: The flag's value is not supported.
     """
     if flag.fits.test(given, said):
         return f"{shown(flag, given)} has no effect: {flag.because}"

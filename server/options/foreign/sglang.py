@@ -247,7 +247,7 @@ DIFFERS_FROM_SGLANG = {
     "--port": "the default is 8000",
     "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
 }
-SHARED_WITH_VLLM = (  # declared in `vllm_flags`
+SHARED_WITH_VLLM = (  # declared in `vllm`
     "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "
     "--kv-cache-dtype --tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "

@@ -1,6 +1,6 @@
 """Flags of `vllm serve` that differ from WideEP's, as of vLLM 0.33, and older ones that guides still mention.
 
-`foreign` explains the three declarations. Flags with the same name and meaning are in `table`.
+`flags` explains the three declarations. Flags with the same name and meaning are in `table`.
 """
 
 import json

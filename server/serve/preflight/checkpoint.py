@@ -1,7 +1,7 @@
-"""Resolve a model to a folder, with the files replaced that options replace.
+"""Resolve a model to a folder that contains the options' changes to its files.
 
-If config.json, generation_config.json or the tokenizer come from elsewhere, a folder of links to the model's files is
-created, with these files written new. All processes then use one folder, and none needs the options. The folder's name is a
+If options change config.json, generation_config.json or the tokenizer, this module creates a folder of links to the model's
+files, with new copies of the changed ones. All processes then use this folder and do not need the options. Its name is a
 digest of its content: ranks that create it at the same time create the same one, and the first is kept. Rejected: passing
 the changes to each reader of config.json (preflight, transformers, tokenizer, survey), which would need four implementations.
 """
@@ -32,8 +32,8 @@ def with_checkpoint(options: Options) -> Options:
     """Return options with a model folder that contains all changes to the model's files.
 
     Raises:
-        PreflightError: The model does not exist or has no tokenizer, or --quantization names another format than its
-            weights have.
+        PreflightError: The model does not exist or has no tokenizer, or --quantization names a format that its weights
+            do not have.
     """
     directory = find_checkpoint(options.model, options.checkpoint)
     if options.quantization in STORED_METHODS:
@@ -90,7 +90,7 @@ def check_tokenizer(directory: Path) -> None:
     """Raise if a model's directory has no tokenizer, before the ranks load weights.
 
     Raises:
-        PreflightError: It has none.
+        PreflightError: The directory has no tokenizer.
     """
     if not any(_tokenizer_files(directory)):
         raise PreflightError(

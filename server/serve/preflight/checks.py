@@ -1,4 +1,4 @@
-"""Find what cannot work before any weight is read: one specific error each, within milliseconds and without torch.
+"""Reject options and files that cannot work before any weight is read: one specific error, in milliseconds, without torch.
 
 Reads config.json and the safetensors headers only.
 """
@@ -140,7 +140,7 @@ def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
     if kept == asked:
         return None
     return (
-        f"num_redundant_experts is {asked}, but {kept} are kept: each of the {num_ranks} ranks has the same number of slots "
+        f"num_redundant_experts is {asked}, but {kept} are used: each of the {num_ranks} ranks has the same number of slots "
         f"({slots} for the {experts} experts of a layer)"
     )
 
@@ -149,7 +149,7 @@ def check_backend(name: str, num_ranks: int, *, on_gpus: bool = False) -> None:
     """Raise if a dispatch backend cannot work here.
 
     Raises:
-        PreflightError: It names what is missing and an alternative.
+        PreflightError: The message names the problem and an alternative.
     """
     problem = why_not_served_by(name, num_ranks, on_gpus=on_gpus)
     if problem:
@@ -160,7 +160,7 @@ def check_nodes(node_size: int, num_ranks: int, *, on_gpus: bool) -> None:
     """Raise if the ranks do not fill their nodes, or if nodes are given for GPUs.
 
     Raises:
-        PreflightError: It lists the sizes that work.
+        PreflightError: The message lists the sizes that work.
     """
     if node_size and on_gpus:
         raise PreflightError(why_no_nodes(node_size))
@@ -175,7 +175,7 @@ def check_compiler(options: Options) -> None:
     """Raise if torch.compile conflicts with another option or the device.
 
     Raises:
-        PreflightError: It names the conflict and the remedy.
+        PreflightError: The message names the conflict and the remedy.
     """
     problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
     if options.enable_torch_compile and problem:
@@ -186,7 +186,7 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
     """Raise if drafts need MTP layers that the checkpoint does not have.
 
     Raises:
-        PreflightError: It names what is needed, and methods that need no such layers.
+        PreflightError: The message names the missing layers, and methods that need none.
     """
     if not reads_mtp(options):
         return
@@ -195,10 +195,10 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
 
 
 def check_placement(file: str | None, weights: WeightBytes, config: dict[str, Any], num_ranks: int) -> None:
-    """Raise if the file is not a placement for this model and number of ranks. None passes.
+    """Raise if the file is not a placement for this model and number of ranks. None is accepted.
 
     Raises:
-        PreflightError: It names what is wrong, or what the placement is for.
+        PreflightError: The message names the problem, or the dimensions that the placement has.
     """
     if file is None:
         return
@@ -228,9 +228,7 @@ def check_port(host: str, port: int) -> None:
 
 def _why_not_bound(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is in use by another program; choose another --port (0 takes a free one)"
-        )
+        return f"port {port} on {host} is in use by another program; choose another --port (0 chooses a free one)"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host is {host!r}, which is not an address of this machine; use one that is, or 0.0.0.0 for all"
     return f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"

@@ -5,7 +5,7 @@ their child processes. They never import torch, so a child process looks for GPU
 device is missing, no child is started.
 
 If a requirement is missing (a GPU, a recent driver, triton), `--device auto` uses the CPU and prints the reason. If a
-device exists and the check fails unexpectedly, the start fails with the cause: users would not notice a service on the CPU.
+device exists and the check fails unexpectedly, the start fails with the cause: users would not notice a fallback to the CPU.
 
 torch has no public name for the driver's version, and its private one is missing in builds of 2.11 for CUDA. The version comes
 from the CUDA driver API instead (cuDriverGetVersion in libcuda, which needs no initialised device).
@@ -90,10 +90,10 @@ def why_not(facts: GpuFacts, *, has_device: bool) -> str:
 
 
 def look(*, has_device: Callable[[], bool] = has_cuda_device, child: str = _CHILD) -> tuple[GpuFacts, str]:
-    """Return the GPU facts and why the GPUs cannot be used ("" if they can).
+    """Return the GPU facts and the reason why the GPUs cannot be used ("" if they can).
 
     Args:
-        child: Program of the child process that looks.
+        child: Program of the child process that examines the GPUs.
 
     Raises:
         PreflightError: A device exists, but the check failed; the message names the cause.
@@ -134,7 +134,7 @@ def driver_version(library: str = _DRIVER_LIBRARY) -> str:
 
 
 def collect(torch: Any, triton_version: str, driver: str) -> GpuFacts:
-    """Return what torch reports, by its public names only.
+    """Return the facts that torch reports through its public names.
 
     Args:
         torch: The module.

@@ -25,7 +25,7 @@ from server.machine.roots import PACKAGES
 from server.serve.preflight.device import NO_FACTS, GpuFacts
 from server.serve.preflight.model import safetensors_files
 
-# Packages that compute or decide in lock-step: another version may give other bits or other decisions.
+# Packages that compute or decide in lock-step: with another version, bits or decisions may differ.
 _DECIDING = ("wideep", "torch", "transformers")
 _OTHERS = ("numpy", "numba", "safetensors", "grpcio", "triton", "nvshmem4py-cu13", "llguidance")
 _ROOT = Path(__file__).resolve().parents[3]

@@ -22,7 +22,7 @@ def cpu_cache_bytes(options: Options, *, free_bytes: int, num_local_ranks: int, 
 
 
 def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int, weight_bytes: int) -> int:
-    """Return what remains of a GPU's share after weights and attention.
+    """Return the bytes that remain of a GPU's share after weights and attention.
 
     Args:
         free_bytes: Free memory before anything is loaded.
@@ -36,7 +36,7 @@ def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int,
 
 
 def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:
-    """Return what attention on a GPU needs besides the pages, for the largest number of rows that a step may decode."""
+    """Return the bytes of attention's buffers on a GPU, for the largest number of rows that a step may decode."""
     num_drafts = options.speculative.num_drafts if options.speculative else 0
     most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
     return attention_bytes(

@@ -1,8 +1,8 @@
-"""Check what one node has, and whether it prevents or slows a service. Checks only read. Does not use torch.
+"""Check one node for problems that prevent or slow a service. Checks only read. Does not use torch.
 
 They cover Python and packages, processor, GPUs and their links, NCCL and NVSHMEM, RDMA, interfaces, shared memory, huge pages,
-limits and ports, the model's files, and whether a node's ranks fit. Where a start has its own checks, they are
-used (`serve.preflight`). Kernel files are read below root folders that a test can replace.
+limits and ports, the model's files, and whether a node's ranks fit. The checks that a start makes itself are reused
+(`serve.preflight.checks`). Kernel files are read below root folders that a test can replace.
 `problems_at_start` is the part that runs at every start: it takes milliseconds and reports problems only.
 """
 
@@ -41,7 +41,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The places to examine; tests replace them."""
+    """The sources of a node's facts; tests replace them."""
 
     proc: Path = Path("/proc")
     sys: Path = Path("/sys")
@@ -292,7 +292,7 @@ def check_locked_memory(machine: Machine) -> Check:
 
 
 def check_ports(machine: Machine) -> Check:
-    """Check the range of ports that the kernel gives to ranks."""
+    """Check the range of ports that the kernel assigns to ranks."""
     path = machine.proc / "sys" / "net" / "ipv4" / "ip_local_port_range"
     first, last = map(int, path.read_text().split())
     text = f"ranks listen on free ports from {first} to {last}"

@@ -1,9 +1,9 @@
-"""Measure this machine's cores and memory, compute what a rank's weights need, and check that all local ranks fit. Does not use torch.
+"""Measure this machine's cores and memory, compute the size of a rank's weights, and check that all local ranks fit. No torch.
 
 Cores and memory are those that the kernel and a container's limits allow. cgroup v2 is read (and v1's memory limit), because
 inside a container /proc describes the whole host. Weights are summed from the headers of the checkpoint's files, for the
 given --dtype and number of expert slots per rank. A new placement is applied a few layers at a time, with as many spare
-slots as one layer has on a rank (`moe.spare_slots`). They are allocated on first use, so memory budgets must
+slots as one layer has on a rank (`moe.expert_weights`). They are allocated on first use, so memory budgets must
 leave room for them.
 """
 
@@ -83,7 +83,7 @@ def expert_memory(
 def slots_per_rank(
     num_experts: int, num_ranks: int, *, num_redundant: int, placement_file: str | None
 ) -> int:
-    """Return how many slots each layer has on a rank.
+    """Return the number of slots that each layer has on a rank.
 
     Args:
         placement_file: A placement file. An invalid one is ignored here; `checks.check_placement` rejects it.
@@ -102,7 +102,7 @@ def slots_per_rank(
         raise PreflightError(f"--eplb-config: {error}") from error
 
 
-# Bytes per weight, by --dtype. On a CPU, auto keeps bfloat16 and reads all else as float32 (D9).
+# Bytes per weight, by --dtype. On a CPU, auto keeps bfloat16 and reads all other types as float32.
 _FLOAT_BYTES = {"auto": None, "float32": 4, "bfloat16": 2}
 _QUANTISED_BYTES = {"int8": 1.25, "int4": 0.75}  # 1.06 and 0.56, plus the weights that are not quantised
 _BITS = {
@@ -194,7 +194,7 @@ def _element_bits(dtype: str, float_bytes: float | None) -> float:
 
 
 def float_bytes(options: Options) -> float | None:
-    """Return the bytes per weight, approximate if quantised on load. None has the meaning of `weight_bytes`."""
+    """Return the bytes per weight, approximate if quantised on load. None means the same as in `weight_bytes`."""
     if options.quantization in _QUANTISED_BYTES:  # other values name the checkpoint's own format
         return _QUANTISED_BYTES[options.quantization]
     return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]

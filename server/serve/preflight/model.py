@@ -37,8 +37,8 @@ def resolve_model(
     """Return the directory of a model, after creating or downloading it if necessary.
 
     Args:
-        revision: Branch, tag or commit of a model on the hub; None takes the newest.
-        download_dir: Cache folder for models of the hub; None takes the hub's own cache.
+        revision: Branch, tag or commit of a model on the hub; None means the newest.
+        download_dir: Cache folder for models of the hub; None means the hub's own cache.
         what: Word for the model in messages.
 
     Raises:
@@ -201,7 +201,7 @@ def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
     """Raise if the requested length exceeds the model's."""
     longest = max(largest(field_of(config, name)) for name in _LENGTH_FIELDS)
     if max_model_len is not None and 0 < longest < max_model_len:
-        raise PreflightError(f"--max-model-len is {max_model_len}; the model takes at most {longest} tokens")
+        raise PreflightError(f"--max-model-len is {max_model_len}; the model's limit is {longest} tokens")
 
 
 _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth")
@@ -274,7 +274,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def slots_in(file: str) -> int:
-    """Return how many slots per layer the file gives each rank; 0 if it is not a placement."""
+    """Return the number of slots per layer and rank in a placement file; 0 if it is not a placement."""
     from expert_placement.files import PlacementFileError, load_placement
 
     try:

@@ -28,7 +28,7 @@ def is_healthy(host: str, port: int, *, scheme: str = "http", uds: str | None = 
 
 
 def capacity_of(options: Options) -> Capacity | None:
-    """Return the capacity of a ready service, or None if it does not report one because a rank was just lost."""
+    """Return a service's capacity. Returns None if it does not answer, or reports none because a rank was just lost."""
     content = _get(options.host, options.port, "/server_info", options.http.scheme, options.uds)
     found = {} if content is None else json.loads(content)
     if not found.get("max_total_num_tokens"):

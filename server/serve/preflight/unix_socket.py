@@ -19,7 +19,7 @@ def listening_at(path: str) -> Iterator[socket.socket]:
     """Bind and listen; remove the file at the end.
 
     Raises:
-        OptionsError: `check_path` raises it, or the socket cannot be created.
+        OptionsError: `check_path` refuses the path, or the socket cannot be created.
     """
     check_path(path)
     with contextlib.suppress(FileNotFoundError):
@@ -59,7 +59,7 @@ class UnixConnection(http.client.HTTPConnection):
     """An HTTP connection to a service on a Unix domain socket."""
 
     def __init__(self, path: str, *, timeout: float) -> None:
-        """Args: path: Path of the socket."""
+        """Prepare a connection to the socket at `path`."""
         super().__init__("localhost", timeout=timeout)
         self._path = path
 

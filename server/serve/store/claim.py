@@ -1,6 +1,6 @@
-"""Ask a running service for this worker's rank, in a separate process: it needs torch, which a supervisor must not import.
+"""Claim a rank of a running service for this worker, in a separate process: it needs torch, which a supervisor must not import.
 
-A joining node runs its own torchrun, with its own ranks and store. --join gives the address of the service's store. The
+A joining node runs its own torchrun, with its own ranks and store. --join is the address of the service's store. The
 engine on the front's node has written there, under a name that is independent of torchrun runs, the prefix under which the
 service's ranks meet and the front's address. The front assigns the ranks.
 """
@@ -53,7 +53,7 @@ def run_claim(words: Sequence[str]) -> int:
 
 
 def publish_service(store: Store, front: Mapping[str, str], environment: Mapping[str, str]) -> None:
-    """Write to the job's store what a joining node needs."""
+    """Write the entry that joining nodes need to the job's store."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     said = {"run_id": run_id, "restarts": restarts, "front": front}
     store.set(SERVICE_KEY, json.dumps(said))
@@ -63,7 +63,7 @@ def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
     """Read a service's entry from its store.
 
     Raises:
-        ClaimError: No store answers there, or it is not a service's store.
+        ClaimError: No store answers there, it is not a service's store, or its cluster key differs.
     """
     host, _, port = endpoint.rpartition(":")
     try:

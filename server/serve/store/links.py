@@ -1,8 +1,8 @@
 """Measure the links between nodes, pair by pair: reachability at gloo's address, bandwidth, latency and clock skew.
 
-Each node listens on a free port of the address that gloo will use, as gloo does. A firewall or a wrong interface therefore shows
-within seconds, with a name, where gloo would wait for minutes. Then pairs measure; each node is in one pair at a time. A figure is
-for one TCP connection; several of them, or RDMA, may be faster. No torch and no cluster key are needed, and no data is exposed.
+Each node listens on a free port of the address that gloo will use, as gloo does. A firewall or a wrong interface is therefore
+named within seconds, whereas gloo would wait for minutes. Then the nodes measure in pairs, each node in one pair at a time. A
+figure is for one TCP connection; several, or RDMA, may be faster. No torch or cluster key is needed, and no data is exposed.
 """
 
 import concurrent.futures

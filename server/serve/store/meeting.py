@@ -1,9 +1,9 @@
 """A meeting of the doctors of several nodes at the rendezvous endpoint, in any order, where they exchange values by stage.
 
 The node with the endpoint's address listens there, as torchrun will; the others retry until it does. The only operation is
-`gather`, which gives every node the values of all nodes. The protocol is JSON lines over one TCP connection per node, without
-torch: its import takes seconds, by which time a missing node should be named. A waiting node soon logs, and logs again
-after changes, which nodes have joined and why the endpoint cannot be reached.
+`gather`, which returns the values of all nodes on every node. The protocol is JSON lines over one TCP connection per node,
+without torch: its import takes seconds, and a missing node should be named sooner. A waiting node logs which nodes have joined
+and why the endpoint cannot be reached, after SAY_AFTER_S and then after every change.
 
 Rejected: torch's store as the meeting point, which waits silently; HTTP, which would need polling.
 """
@@ -238,8 +238,8 @@ def meet(endpoint: Endpoint, num_nodes: int, name: str, *, timeout_s: float, say
 
     Args:
         name: This node's name in messages.
-        timeout_s: How long to wait.
-        say: Receives messages about the wait.
+        timeout_s: Maximum time to wait.
+        say: Function that receives messages about the wait.
 
     Raises:
         MeetingError: Not all nodes joined in time, or the endpoint is unusable.
@@ -355,7 +355,7 @@ def _wait_for_all(
 
 
 def who_is_here(here: Sequence[str], num_nodes: int) -> str:
-    """Return how many nodes are missing, and the names of those that have joined."""
+    """Return the number of missing nodes and the names of those that have joined, as text."""
     return f"{num_nodes - len(here)} of {count(num_nodes, 'node')} (joined: {', '.join(here)})"
 
 

@@ -1,9 +1,9 @@
 """At the start of a multi-node service, compare programs and checkpoints across nodes, and test that the nodes reach each other.
 
 The first engine of each node runs this before gloo connects, which would wait for minutes and name no node. It runs the
-doctor's checks (`serve.preflight.equal`, `serve.store.links`) over the job's store, in any order of arrival. A missing node is named
-after some seconds, but the wait goes on: it may be reading a model for the first time. A node that joins
-later is compared with what the first nodes agreed on.
+doctor's checks (`serve.preflight.equal`, `serve.store.links`) over the job's store, in any order of arrival. The rank of a
+missing node is logged after SAY_AFTER_S, and the wait continues, because the node may be reading a model for the first time.
+A node that joins later is compared with the facts on which the first nodes agreed.
 """
 
 import json
@@ -49,7 +49,7 @@ class StoreMeeting:
         self.number = self._firsts.index(place.rank)
 
     def gather(self, stage: str, value: Any, timeout_s: float) -> list[Any]:
-        """Publish a value and return those of all nodes, by rank. A late node is named and waited for."""
+        """Publish a value and return those of all nodes, by rank. Logs the rank of a late node and keeps waiting for it."""
         place = self._place
         told = {"num_ranks": place.local_world_size, "value": value}
         self._store.set(f"{stage}/{place.rank}", json.dumps(told))
@@ -104,7 +104,7 @@ def check_nodes_together(
 
 
 def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, host: str) -> None:
-    """Compare a joining node with what the first nodes agreed on. Local.
+    """Compare a joining node with the facts on which the first nodes agreed. Local.
 
     Raises:
         NodesDifferError: The node does not match.

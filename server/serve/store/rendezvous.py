@@ -86,7 +86,7 @@ def _missing(name: str) -> str:
 
 
 def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return this node's host name for other nodes if the front runs here, otherwise None.
+    """Return the host name by which other nodes reach this node if the front runs here, otherwise None.
 
     Args:
         place: This worker's place.
@@ -106,7 +106,7 @@ def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os
 
 
 def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a name for all workers of one run of one torchrun."""
+    """Return a name that the workers of one run of one torchrun share."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     return f"{run_id}/{restarts}@{socket.gethostname()}:{agent_pid}"
 
@@ -121,7 +121,7 @@ class Joined(NamedTuple):
 def join_service(
     endpoint: str, place: Place, node: str, command: Sequence[str], key_file: str | None
 ) -> Joined:
-    """Ask a running service for a rank.
+    """Claim a rank of a running service.
 
     Args:
         endpoint: The service's rendezvous endpoint. place: This worker's place in its own torchrun.
@@ -165,8 +165,8 @@ def join_service(
 def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return MASTER_ADDR and MASTER_PORT of the store on the front's node, or nothing if torchrun's own are right.
 
-    torchrun names a store on rank 0's node. If that node is lost, the others could not meet without it. The rendezvous
-    endpoint's store works as well, and the service depends on its node anyway.
+    torchrun names a store on rank 0's node. If that node is lost, the others cannot meet without its store. The rendezvous
+    endpoint's store works as well, and the service depends on the endpoint's node anyway.
     """
     endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
     if endpoint is None or not endpoint.port or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,7 +1,7 @@
 """The job's store with values that are signed with the cluster key.
 
-torch's store serves everyone who can reach its port. A stranger cannot create or change signed values, such as the front's
-address or the addresses that gloo groups connect to. The signature covers the value and its name, and names contain the run
+torch's store serves everyone who can reach its port. Without the key, they cannot create or change signed values, such as
+the front's address or the addresses that gloo groups connect to. The signature covers the value and its name, and names contain the run
 and the epoch. Not signed: counters, and the existence or deletion of a name.
 """
 
@@ -26,7 +26,7 @@ class SignedStore(Store):
     _made: ClassVar[list["SignedStore"]] = []
 
     def __init__(self, store: Store, key: bytes) -> None:
-        """Args: key: The cluster key."""
+        """Sign the values of `store` with the cluster key `key`."""
         super().__init__()
         self._store, self._key = store, key
         self._made.append(self)

@@ -51,7 +51,7 @@ from server.serve.store.meeting import SAY_AFTER_S, MeetingError, connect, who_i
 from server.serve.store.rendezvous import endpoint_of, option_value
 
 JOIN_S = 600  # c10d's default join_timeout
-# Foreign values in place of the state that are tolerated; nodes with different keys write one per second.
+# Number of foreign values, instead of states, that are tolerated; nodes with different keys write one per second.
 MOST_FOREIGN = 20
 _LOOK_S = 0.5
 _NOTHING = b"Y2FuaW1hZGFt"  # c10d's value for a missing state
@@ -102,7 +102,7 @@ class StateBackend(RendezvousBackend):
     """
 
     def __init__(self, store: Store, run_id: str, key: bytes | None, *, tells: bool = True) -> None:
-        """Args: key: The cluster key; None leaves states unsigned. tells: Whether to log ignored values."""
+        """Sign states with the cluster key `key`, unless it is None. `tells`: whether to log ignored values."""
         self._store, self._name, self._key, self._tells = store, f"torch.rendezvous.{run_id}", key, tells
         self._verified: bytes | None = None  # the newest verified state
         self._foreign = _NOTHING  # the foreign value in place of the state

@@ -95,7 +95,7 @@ def e2e_s(answer: StreamedAnswer) -> float:
 
 
 def tpot_s(answer: StreamedAnswer) -> float:
-    """Return the time per output token after the first, or 0 without a second token. If all are hidden, the first counts."""
+    """Return the time per output token after the first (after the request if none is visible), or 0 without a second token."""
     begun_s = answer.first_s if answer.arrivals_s else answer.start_s
     return (answer.end_s - begun_s) / (answer.output_tokens - 1) if answer.output_tokens > 1 else 0.0
 
@@ -131,7 +131,7 @@ def _spread(values_s: Sequence[float]) -> Spread | None:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return a percentile (1 to 99), interpolated between neighbours; a single value is returned as it is."""
+    """Return a percentile (1 to 99), interpolated between neighbours; a single value is returned unchanged."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -82,7 +82,7 @@ class BenchOptions:
 
     @property
     def cuts_while_measuring(self) -> bool:
-        """Return whether the service tokenizes chat prompts during the measurement, as their number is not known before."""
+        """Return whether the service tokenizes chat prompts during the measurement, because their number is not known before."""
         is_open_ended = (
             self.load is Load.CONCURRENCY and self.duration_s is not None and self.num_requests is None
         )
@@ -143,8 +143,8 @@ def _add_request_flags(group: Any) -> None:
         metavar="FILE",
         help="prompts as JSON lines or text (default: Python's documentation); sent whole unless a length is given",
     )
-    add("--prompt-tokens", type=whole, metavar="N", help="length of prompts (default: 128 without --prompts)")
-    add("--output-tokens", type=whole, metavar="N", help="maximum tokens of an answer (default: 64)")
+    add("--prompt-tokens", type=whole, metavar="N", help="tokens per prompt (default: 128 without --prompts)")
+    add("--output-tokens", type=whole, metavar="N", help="maximum number of tokens per answer (default: 64)")
     add(
         "--token-scale",
         type=positive,
@@ -181,7 +181,7 @@ def _add_result_flags(group: Any) -> None:
         action="store_true",
         help="request the number of tokens per chunk (continuous_usage_stats), for exact ITL with drafts",
     )
-    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="all figures as JSON, to FILE or stdout")
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="write figures as JSON, to FILE or stdout")
     add("--plot", type=Path, metavar="FILE", help="plot latency over throughput: .png, .svg or .pdf")
 
 

@@ -25,7 +25,7 @@ async def closed_loop(
     duration_s: float | None = None,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Work on jobs, `concurrency` at once. No job starts after `duration_s`; started jobs are finished."""
+    """Process jobs, `concurrency` at once. No job starts after `duration_s`; started jobs are finished."""
     begun_s = clock()
 
     def in_time() -> Iterator[Job]:
@@ -47,8 +47,8 @@ async def open_loop(
     """Start each job at its time, regardless of the others, and wait for all.
 
     Args:
-        work: Gets the job and its scheduled time on the clock.
-        jobs: Times after the start in seconds, in order, with the jobs.
+        work: Function of a job and its scheduled time on the clock.
+        jobs: Pairs of a time after the start, in seconds, and a job, in the order of the times.
     """
     begun_s = clock()
     async with asyncio.TaskGroup() as group:
@@ -59,7 +59,7 @@ async def open_loop(
 
 
 def poisson_times(rate: float, seed: int) -> Iterator[float]:
-    """Yield endless arrival times in seconds, `rate` per second."""
+    """Yield arrival times in seconds without end, `rate` per second."""
     draw, at_s = random.Random(seed), 0.0
     while True:
         at_s += draw.expovariate(rate)

@@ -57,7 +57,7 @@ class Passages:
     """Passages of a text with different beginnings, until every token has been a beginning."""
 
     def __init__(self, token_ids: Sequence[int], *, seed: int = 0) -> None:
-        """Args: seed determines the beginning of the first passage."""
+        """Begin the first passage at a random token that `seed` determines, or at the first token if it is 0."""
         self._ids = token_ids
         self._at = random.Random(seed).randrange(len(token_ids)) if seed else 0
         stride = max(1, int(len(token_ids) * _GOLDEN))
@@ -83,7 +83,7 @@ class Prompts:
         *,
         is_chat: bool = True,
     ) -> None:
-        """Use passages, or whole prompts, which repeat when all were used.
+        """Use passages, or whole prompts, which repeat when all have been used.
 
         Args:
             tokenizer: Tokenizer that cuts passages.
@@ -264,7 +264,7 @@ class CheckpointTokenizer:
 
     @cached_property
     def num_chat_tokens(self) -> int:
-        """Return 0 if the checkpoint has no template: the service has its own one."""
+        """Returns 0 if the checkpoint has no template: the service then uses another one, of unknown length."""
         if not self._tokenizer.has_chat_template:
             return 0
         chat = self._tokenizer.render_chat([{"role": "user", "content": "x"}])

@@ -1,8 +1,8 @@
 """The results of a run: tables for users, JSON for programs, and a plot.
 
 matplotlib, an optional dependency (`wideep[bench]`), draws the plot, because it supports every format that reports need and
-draws good axes and labels. Rejected: writing SVG ourselves, which many viewers of pictures do not accept; and Pillow, which
-is also not installed and has no axes.
+draws good axes and labels. Rejected: writing SVG ourselves, which many image viewers do not support; and Pillow, which is
+also an additional dependency and has no axes.
 """
 
 import importlib
@@ -49,7 +49,7 @@ def level_lines(result: LevelResult) -> Iterator[str]:
     """Yield the lines about a level."""
     figures = result.figures
     if result.is_whole and not result.answers:
-        yield f"{result.name}: no request was due in its time; use a longer --duration"
+        yield f"{result.name}: no request arrived within the duration; use a longer --duration"
         return
     stopped = "" if result.is_whole else ", stopped"
     yield (

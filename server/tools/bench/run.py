@@ -1,8 +1,8 @@
 """`wideep bench`: put a load on a service, level by level, and report the results.
 
-This is an ordinary client of any service with OpenAI's chats or completions. The service gets no other requests during a
-measurement: prompts are prepared before a level begins, or in this process if only time ends a closed loop. Ctrl-C ends the
-level; answers until then are counted.
+It is an ordinary client of any service with OpenAI's chat or completions endpoint. The service gets no other requests during
+a measurement, because prompts are prepared before a level begins. The exception is a closed loop that only --duration ends:
+it may send chat prompts to /detokenize (`BenchOptions.cuts_while_measuring`). Ctrl-C ends the level; answers until then count.
 """
 
 import argparse
@@ -111,7 +111,7 @@ class _Bench:
 
 
 def _prepare(options: BenchOptions, service: Connection) -> _Bench:
-    """Find the model and the text for prompts; errors in files and flags are reported here."""
+    """Find the model and the text for prompts. Raises for errors in files and flags."""
     for level in options.levels:
         _jobs(options, level)  # reports a broken trace before the service is contacted
     if options.trace is not None:
@@ -191,7 +191,7 @@ def _sweep(bench: _Bench, api_key: str | None) -> tuple[list[LevelResult], str]:
     if bench.options.cuts_while_measuring:
         say(
             "wideep bench: with --duration alone, the service tokenizes each prompt during the measurement; use "
-            "--num-requests or --tokenizer DIRECTORY to prepare the prompts before",
+            "--num-requests or --tokenizer DIRECTORY to prepare the prompts in advance",
             error=True, level="info",
         )  # fmt: skip
     for value in bench.options.levels:

@@ -150,7 +150,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport."""
-        assert isinstance(transport, asyncio.Transport), "TCP gives one"
+        assert isinstance(transport, asyncio.Transport), "sockets have one"
         self._transport, self.is_open = transport, True
 
     def data_received(self, data: bytes) -> None:

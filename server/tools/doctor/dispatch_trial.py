@@ -1,8 +1,8 @@
 """A dispatch of realistic size between nodes, with the service's own dispatcher over gloo; the test process, one per node.
 
-It is a separate process because it imports torch, which takes seconds. The doctor starts it first, does its other checks
-meanwhile, and kills it if nodes are missing. It reads a JSON line per order and writes one when it
-is done. Results are compared bit for bit with the expected ones before a time counts.
+It is a separate process because it imports torch, which takes seconds. The doctor starts it first, runs its other checks
+meanwhile, and kills it at the end. It reads a JSON line per order and writes one when it is done. Results are compared bit
+for bit with the expected ones before a time counts.
 
 Rows have the model's width in bfloat16, slots are drawn with a seed, and experts return the row unchanged. One process represents
 a node. On GPUs, a service sends the same rows through NCCL or NVSHMEM, which this does not test.

@@ -12,7 +12,7 @@ _MOST_NODES = 4096
 _EXAMPLES = """\
 examples:
   wideep doctor                              check this machine
-  wideep doctor ./Qwen3-30B-A3B -dp 2        and a model on two ranks: pass the arguments of `wideep serve`
+  wideep doctor ./Qwen3-30B-A3B -dp 2        check a model on two ranks too: pass the arguments of `wideep serve`
   wideep doctor ./DeepSeek-V3 --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HEAD:29400
                                              the same command on each of two nodes, one of which is HEAD
 
@@ -21,7 +21,7 @@ The exit status is 1 if a check failed and 0 otherwise, even with warnings.
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parser")
+    group = parser.add_argument_group("doctor")
     add = group.add_argument
     add(
         "--nnodes",
@@ -36,9 +36,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks per node, as for torchrun (default: --data-parallel-size)",
     )
-    add("--rdzv-endpoint", metavar="HEAD:PORT", help="where the nodes meet, as for torchrun")
+    add("--rdzv-endpoint", metavar="HEAD:PORT", help="address where the nodes meet, as for torchrun")
     add(
-        "--wait-seconds", type=float, default=WAIT_S, metavar="S", help="how long to wait for the other nodes' doctors (default: %(default)g)"
+        "--wait-seconds", type=float, default=WAIT_S, metavar="S", help="maximum time to wait for the other nodes' doctors (default: %(default)g)"
     )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object at the end instead of lines")
     add_options(parser, own=("--nnodes",))

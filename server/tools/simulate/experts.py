@@ -168,7 +168,7 @@ class ExpertBalance:
         return float(ranks.mean(axis=1).sum() / ranks.max(axis=1).sum())
 
     def note_step(self, prefill: int, decode: int, cost: StepCost, balancedness: float, now_s: float) -> None:
-        """Record a step, and decide about the placement if it is due."""
+        """Record a step, and decide about the placement after every `step_interval` steps."""
         self._step += 1
         config = self._config
         if self._policy == "linear" or self._num_ranks == 1:

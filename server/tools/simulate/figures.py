@@ -231,7 +231,7 @@ class SimulationFigures:
 
 
 def causes_of(rows: np.ndarray, total_s: float, times: StepTimes) -> np.ndarray:
-    """Return by how many seconds a step would be shorter if causes were even: [causes], one after another.
+    """Return the seconds by which a step shortens when the causes are made even one after another: [causes].
 
     Args:
         rows: [fields of `Rows`, ranks].

@@ -30,13 +30,13 @@ examples:
   wideep simulate mooncake.jsonl --model ./Qwen3-235B-A22B --device h100 -dp 16 --routers all --placements all --hours 0.5
   wideep simulate conv.csv --calibrate http://127.0.0.1:8000 --rate-scale 0.1
 routers:
-  prefix       as in the service: outstanding tokens, less the prefix that a rank holds
-  fewest       outstanding tokens only
+  prefix       as in the service: fewest outstanding tokens plus prompt tokens that the rank does not hold
+  fewest       fewest outstanding tokens
   round-robin  one rank after the other
 placements of experts:
   linear       in order, no redundant experts
-  even         redundant experts, a new plan at every decision, copies share evenly (as DeepSeek's EPLB)
-  repair       as in the service: first other shares, then few moves, if they pay
+  even         redundant experts, a new plan at every decision, tokens split evenly among copies (as in DeepSeek's EPLB)
+  repair       as in the service: first new shares, then a few moves if they are worthwhile
 """
 _POSITIVE = number(lambda given: 0 < given < math.inf, "above 0")
 _SECONDS = number(lambda given: 1 <= given <= 1e6, "1 to 1000000")
@@ -57,7 +57,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--calibrate", metavar="URL", help="take step times, caches and limits from a running service"
     )
     times.add_argument(
-        "--calibrate-seconds", default="30", metavar="S", help="seconds to watch it (default: %(default)s)"
+        "--calibrate-seconds", default="30", metavar="S", help="seconds to measure (default: %(default)s)"
     )
     load = parser.add_argument_group("load")
     load.add_argument(
@@ -95,7 +95,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="sigma of the lognormal change from window to window (default: %(default)s)",
     )  # fmt: skip
     experts.add_argument(
-        "--load-window", default="600", metavar="S", help="seconds of a window (default: %(default)s)"
+        "--load-window", default="600", metavar="S", help="duration of a window (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", default="0", metavar="N", help="seed of all random numbers (default: %(default)s)"

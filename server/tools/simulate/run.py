@@ -78,7 +78,7 @@ def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
 
     Raises:
         ServiceError: A service for calibration cannot be reached.
-        SimulationError and others: An option or file is invalid; the message says why.
+        SimulationError and others: An option or file is invalid; the message gives the reason.
     """
     extent = _extent(asked)  # refuses a wrong file before a model is read
     slo = Slo(**{f"{name}_ms": bound for name, bound in asked.slo_ms.items()})

@@ -443,7 +443,7 @@ class SimulatedService:
             self._end(output)
 
     def _told(self, request_id: str, num_tokens: int) -> None:
-        """Record tokens of a request up to now for which there is no output."""
+        """Record tokens of a request that produced no output, up to now."""
         entry = self._open[request_id]
         entry.num_tokens += num_tokens
         entry.last_s = self.now_s

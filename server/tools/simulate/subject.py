@@ -59,7 +59,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         placement: Placement of experts, which determines the number of slots.
 
     Raises:
-        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: It is invalid or does not fit.
+        SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: The model or device is unsuitable.
     """
     assert asked.model is not None, "the command line checks it"
     device = device_named(asked.device)
@@ -143,11 +143,11 @@ class Look(NamedTuple):
 def from_service(
     asked: SimulateOptions, client: Connection, *, sleep: Callable[[float], None] = time.sleep
 ) -> Subject:
-    """Watch a running service for some time; experts are those of --eplb-config.
+    """Watch a running service for some time. The settings of expert placement are those of --eplb-config, not the service's.
 
     Raises:
         ServiceError: The service cannot be reached.
-        CalibrationError: The service had no work.
+        CalibrationError: The service has no serving rank, or had too little work.
     """
     info, load = client.get_json("/server_info"), client.get_json("/experts/load")
     if not info["max_running_requests"]:
@@ -189,7 +189,7 @@ def from_service(
 
 
 def look_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> Look:
-    """Compare two responses of /experts/load; ranks that are not in both are ignored."""
+    """Return the work between two responses of /experts/load. Ranks that are not in both are ignored."""
     first = {rank["rank"]: rank["since_start"] for rank in before["ranks"]}
     last = {rank["rank"]: rank["since_start"] for rank in after["ranks"]}
     both = [rank for rank in first if rank in last]

@@ -4,7 +4,7 @@
 config.json in its own folder (OWNER/NAME/config.json), or all files together as OWNER--NAME_config.json, with ModelOpt's
 hf_quant_config.json next to it for models that have one. Weights are not needed: the check is the part of a start that
 reads only these files, so problems that only weights show (a missing tensor, scales without codes) are not in the table.
-Rejected: keeping the configurations in this repository, because they have many licences.
+Rejected: keeping the configurations in this repository, because they have many different licences.
 """
 
 import argparse

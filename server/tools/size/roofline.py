@@ -232,7 +232,7 @@ class Roofline:
         return float(max(reading_s, multiplying_s) + passing_s)
 
     def _dispatch_s(self, layer: LayerCosts, rows: _Rows, balancedness: float) -> float:
-        """Return the time of rows to the ranks of their experts and back; the fullest rank determines it."""
+        """Return the time that rows take to their experts' ranks and back; the fullest rank determines it."""
         num_ranks = len(rows.rows_R)
         if num_ranks == 1:
             return 0.0
@@ -246,7 +246,7 @@ class Roofline:
         return (row + answer) / balancedness + latency_s
 
     def _travel_s(self, rows: float, top_k: int, num_ranks: int, sends: Sends, number_bytes: float) -> float:
-        """Return the time of the exchange; links inside a domain and the network work at the same time."""
+        """Return the time of one direction; links inside a domain and the network work at the same time."""
         domain = min(num_ranks, self._device.link_ranks)
         inside, outside = _crossings(top_k, num_ranks, domain, sends)
         one = rows * self._costs.hidden_dim * number_bytes
@@ -297,7 +297,7 @@ def _within(attended_R: np.ndarray, count_R: np.ndarray, reach: int) -> np.ndarr
 
 
 def _crossings(top_k: int, num_ranks: int, domain: int, sends: Sends) -> tuple[float, float]:
-    """Return how often a row travels inside its domain of fast links, and out of it.
+    """Return how often a row is sent inside its domain of fast links, and out of it.
 
     Choices fall on ranks at random. A row that is sent once to a node is spread there through the links inside.
     """

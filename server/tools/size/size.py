@@ -47,7 +47,7 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
     """Read the model and the device, and return the estimate.
 
     Raises:
-        SizeError: No number of ranks meets the targets, or the given one does not fit. Also raises as `read_model`.
+        SizeError: No number of ranks meets the targets, or the given one does not fit. Also the errors of `read_model`.
     """
     device = device_named(args.device)
     options = options_from_keywords(str(args.model), served_keywords(args), environment={})

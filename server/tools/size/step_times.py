@@ -36,8 +36,8 @@ class StepTimes(Protocol):
         """Return the cost of one step of all ranks.
 
         Args:
-            ranks: Rows of each rank; an idle rank takes part in the step too. For many ranks also an array, [ranks, 4],
-                with the fields of `RankRows`, none of them None.
+            ranks: Rows of each rank; an idle rank takes part in the step too. For many ranks, an array [ranks, 4] with
+                the fields of `RankRows`, without None.
             balancedness: Mean over max of the ranks' expert rows; 1.0 is even.
         """
         ...

@@ -106,10 +106,10 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
             "--trust-remote-code has no effect: code from a checkpoint is never",
         ),
         (["--enable-expert-parallel"], "--enable-expert-parallel has no effect: experts are always"),
-        (["--dtype", "half"], "--dtype half is taken as bfloat16: weights are kept"),
+        (["--dtype", "half"], "--dtype half means bfloat16 here: weights are kept"),
         (
             ["--all2all-backend=deepep_low_latency"],
-            "--all2all-backend deepep_low_latency is taken as auto: steps",
+            "--all2all-backend deepep_low_latency means auto here: steps",
         ),
         (["--structured-outputs-config.backend", "auto"], "--structured-outputs-config"),
         (

@@ -210,7 +210,7 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
             assert service.end()[0] == 1
             assert service.output() == (
                 f"wideep serve: port {port} on 127.0.0.1 is in use by another program; choose another --port "
-                "(0 takes a free one)\n"
+                "(0 chooses a free one)\n"
             )
             assert service.pids() == {}
 

@@ -49,9 +49,9 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_
         (
             3,
             2,
-            "num_redundant_experts is 3, but 4 are kept: each of the 2 ranks has the same number of slots (4 for the 4",
+            "num_redundant_experts is 3, but 4 are used: each of the 2 ranks has the same number of slots (4 for the 4",
         ),
-        (1, 3, "num_redundant_experts is 1, but 2 are kept: each of the 3 ranks"),
+        (1, 3, "num_redundant_experts is 1, but 2 are used: each of the 3 ranks"),
     ],
 )
 def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(

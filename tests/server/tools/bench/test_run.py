@@ -160,7 +160,7 @@ def test_a_level_without_an_arrival_is_said_and_the_next_one_is_measured(
     words = [*prompts_in(tmp_path, "load-rare"), "--duration", "0.2", "--rate", "0.001,50"]
     assert bench(front.url, *words) == 0
     said = capsys.readouterr().out
-    assert "rate 0.001: no request was due in its time" in said and "rate 50: " in said
+    assert "rate 0.001: no request arrived within the duration" in said and "rate 50: " in said
 
 
 def test_what_was_measured_is_written_though_the_next_level_cannot_be(
