@@ -70,7 +70,9 @@ def refuse(device: str) -> None:
     from attention.gpu.rotary import rotate  # noqa: PLC0415 - in the interpreter
 
     for rotary_dim in (7, 34):
-        with pytest.raises(ValueError, match=f"have {rotary_dim} dims; heads of 32 take an even number"):
+        with pytest.raises(
+            ValueError, match=f"have {rotary_dim} dims; the number must be even and at most 32"
+        ):
             rotate(torch.zeros(1, 1, 32, device=device), *torch.zeros(2, 1, rotary_dim, device=device))
 
 

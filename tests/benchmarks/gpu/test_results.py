@@ -118,7 +118,5 @@ def test_a_driver_that_does_not_know_every_fact_does_not_end_the_day(
 
 def test_without_a_gpu_a_day_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, monkeypatch, "echo no devices were found; exit 6")
-    with pytest.raises(
-        NoDeviceError, match=r"^no GPU answers \(.*exit status 6.*--device interpreter --tiny"
-    ):
+    with pytest.raises(NoDeviceError, match=r"^no GPU found \(.*exit status 6.*--device interpreter --tiny"):
         day_card(REAL, "digest")

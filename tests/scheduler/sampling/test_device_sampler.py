@@ -157,8 +157,8 @@ def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu() -> None:
 @pytest.mark.parametrize(
     ("rows", "start"),
     [
-        (torch.zeros(1, 8).half(), "logits_RV are torch.float16"),
-        (torch.zeros(8, 1).T.expand(2, 8), "logits_RV are torch.float32, strides"),
+        (torch.zeros(1, 8).half(), "logits_RV is torch.float16"),
+        (torch.zeros(8, 1).T.expand(2, 8), "logits_RV is torch.float32 with strides"),
     ],
 )
 def test_logits_of_another_kind_are_refused(rows: torch.Tensor, start: str) -> None:

@@ -159,7 +159,7 @@ def test_text_may_come_before_a_structure_up_to_its_mark(form: Structure) -> Non
         (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (Structure("regex", "(a"), "unclosed"),
         (Structure("regex", "(?=a)b"), "look"),
-        (Structure("choice", "[]"), "choose"),
+        (Structure("choice", "[]"), "list of choices is empty"),
         (Structure("grammar", "start: nothing\n"), "nothing"),
         (Structure("grammar", "this is no grammar"), "::="),
         (Structure("grammar", "root ::= " + "(" * 5000), "nested"),

@@ -121,7 +121,7 @@ def test_params_are_for_all_or_one_for_each() -> None:
     assert _params_for(["a", "b"], None) == [SamplingParams()] * 2
     assert _params_for(["a", "b"], one) == [one, one]
     assert _params_for(["a", "b"], [one, other]) == [one, other]
-    with pytest.raises(LLMError, match="2 prompts have 1 sampling_params; give one for each"):
+    with pytest.raises(LLMError, match="2 prompts, but 1 sampling_params; give one for each"):
         _params_for(["a", "b"], [one])
 
 

@@ -169,7 +169,9 @@ def test_members_that_cannot_hold_the_experts_wait_for_a_rank_to_come_back() -> 
     assert epochs.take_fault(0, 1, "no memory: 5 of 9 GB", is_final=True, now_s=5.5) == NOTHING
     epochs.take_fault(2, 1, "a peer is gone", is_final=False, now_s=5.6)
     assert (epochs.phase, epochs.next_due_s()) == (Phase.WAITING, 5.5 + RECOVERY_S)
-    assert epochs.describe() == "rank 1 is lost: killed; rank 0 cannot continue without it: no memory: 5 of 9 GB"
+    assert (
+        epochs.describe() == "rank 1 is lost: killed; rank 0 cannot continue without it: no memory: 5 of 9 GB"
+    )
     assert epochs.tick(50.0) == NOTHING, "no order would help"
     assert epochs.lose(2, "killed", 50.0) == NOTHING, "not even with fewer members"
     assert epochs.attach(1, 60.0).order == Epoch(2, (0, 1))

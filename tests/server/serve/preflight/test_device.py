@@ -256,6 +256,6 @@ def test_a_gpus_cache_is_what_its_weights_and_steps_leave() -> None:
     gib = 1 << 30
     assert gpu_cache_budget(100 * gib, 0.5, 40 * gib, 3 * gib) == 7 * gib - WORKSPACE_BYTES
     with pytest.raises(
-        KVMemoryError, match=r"has 100\.0 GiB free, of which --gpu-memory-utilization 0.5 may be taken"
+        KVMemoryError, match=r"has 100\.0 GiB free, of which --gpu-memory-utilization allows 0.5"
     ):
         gpu_cache_budget(100 * gib, 0.5, 49 * gib, 0)
