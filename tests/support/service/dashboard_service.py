@@ -1,4 +1,4 @@
-"""The dashboard with answers that a test chooses; there is no service behind it."""
+"""The dashboard with answers that a test chooses, without a service."""
 
 import socket
 import threading

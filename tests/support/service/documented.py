@@ -44,7 +44,7 @@ def documented(page: Path) -> list[Documented]:
 
 
 def _commands(block: str, *, has_prompts: bool) -> Iterator[tuple[str, str]]:
-    """Yield a block's commands and their requirements. A command continues while a quote is open or its line ends in a backslash."""
+    """Yield a block's commands and their requirements. An open quote or a final backslash continues a command."""
     needs, command = "", ""
     for line in block.splitlines():
         if command:

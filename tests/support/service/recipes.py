@@ -1,7 +1,6 @@
 """Read the recipes of docs/recipes as their programs do, and return command and variables of each node.
 
-Only the syntax that the recipes use is supported: Compose's `${NAME:-default}`, Kubernetes' `$(NAME)`, systemd's `${NAME}` and
-`$NAME`.
+It supports only syntax in use: Compose's `${NAME:-default}`, Kubernetes' `$(NAME)`, systemd's `${NAME}` and `$NAME`.
 """
 
 import re
