@@ -122,7 +122,7 @@ class NeverDone:
         return False
 
     def wait(self) -> None:
-        raise AssertionError("NCCL's would return, and the next look at a result would hang")
+        raise AssertionError("NCCL's wait would return, and the next read of a result would hang")
 
 
 def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:

@@ -53,7 +53,7 @@ class StandIn:
 
     def free(self, buffer: torch.Tensor) -> None:
         dist.barrier()  # as NVSHMEM does: it would wait for a lost peer
-        raise AssertionError("closing is local")
+        raise AssertionError("closing must not involve other ranks")
 
 
 def open_twice(reachable: tuple[int, ...]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def experts_module(form: Form) -> Any:
                 return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(gate * 1.7)
 
         def forward(self) -> None:
-            raise AssertionError("the organ answers")
+            raise AssertionError("the expert layer must answer instead")
 
     decorated = use_experts_implementation(has_gate=form.has_gate, has_bias=form.has_bias)(Experts)
     module = decorated(None)

@@ -212,7 +212,7 @@ def test_the_thread_beats_on_where_no_descriptor_was_free_for_a_moment() -> None
 
 def test_heartbeats_can_be_switched_off() -> None:
     heart = Heart(0, timeout_s=0.0, most_patience_s=1.0)
-    heart.on_heartbeat = lambda _: pytest.fail("it beats")
+    heart.on_heartbeat = lambda _: pytest.fail("it sent a heartbeat")
     heart.start()
     heart.stop()
     assert "heart" not in {thread.name for thread in threading.enumerate()}

@@ -68,7 +68,7 @@ class Clock:
 
 
 def test_one_member_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it met somebody"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it met another member"))
     meet(HashStore(), 3, (2,), 2, Clock().is_over)
 
 

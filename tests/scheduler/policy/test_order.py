@@ -16,7 +16,7 @@ def begun_in(rank: FakeRank, *, most_steps: int = 2000) -> list[str]:
         if not rank.scheduler.has_work:
             return list(begun)
         begun |= dict.fromkeys(name for name, start, *_ in step(rank) if start == 0)
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the scheduler does not finish")
 
 
 def test_requests_of_one_priority_begin_in_order_of_arrival() -> None:

@@ -300,7 +300,7 @@ def test_a_newcomer_is_not_starved_by_a_steady_stream_of_others() -> None:
         step(rank)
         if rank.outputs.get("late"):
             return
-    raise AssertionError("a long prompt waited for ever behind short ones that arrived later")
+    raise AssertionError("a long prompt starved behind short ones that arrived later")
 
 
 def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_step(

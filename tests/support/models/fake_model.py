@@ -115,7 +115,7 @@ class FakeRank:
             else:
                 break
         else:
-            raise AssertionError("the scheduler does not come to an end")
+            raise AssertionError("the scheduler does not finish")
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         if self.states is not None:
             assert self.states.num_left_over == self.states.num_slots, "states or reservations of states leaked"
