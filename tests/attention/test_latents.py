@@ -25,8 +25,7 @@ class Foreign(nn.Module):
 
     qk_rope_head_dim = 4
 
-    def expand_kv(self) -> None:
-        ...
+    def expand_kv(self) -> None: ...
 
 
 def test_what_cannot_be_absorbed_is_named() -> None:

@@ -124,7 +124,7 @@ def test_a_killed_rank_is_masked_and_the_others_keep_their_bytes(
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_rank_killed_amid_an_exchange_is_a_named_error(pool_of: PoolOf, name: str) -> None:
-    """Over gloo a survivor may also run into its timeout: only neighbours in the ring see that the victim died."""
+    """Over gloo a survivor may also time out: only a rank that is connected to the victim sees that it died."""
     timeout_s, errors = (LONG_S, ["PeerLost"]) if name == "shm" else (5.0, ["PeerLost", "DispatchTimeout"])
     pool = pool_of(3)
     pool.start(lose_the_last, name, False, signal.SIGKILL, "during", timeout_s)
@@ -160,7 +160,7 @@ def test_gloo_cannot_mask_a_stopped_rank_and_says_who(pool_of: PoolOf) -> None:
 
 
 def stop_and_regroup(name: str, key: str) -> list[str]:
-    """Stop rank 2. The others time out, regroup under epoch 1, wake it, and continue until it has timed out."""
+    """Stop rank 2. The others time out, regroup under epoch 1, wake it, and continue until it has failed."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     wire = open_wires(name, mask_lost=False, timeout_s=STOP_TIMEOUT_S)
@@ -206,7 +206,7 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
         wrong += swap(wire, 1, SMALL, is_known=True)
         store.set(f"{key}-masked-{rank}", "yes")
         if rank == 0:
-            store.wait([f"{key}-masked-{peer}" for peer in (0, 1)])  # a rank that still waits would receive its message
+            store.wait([f"{key}-masked-{peer}" for peer in (0, 1)])  # a waiting rank would hear from it
             os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
         wrong += swap_until(store, f"{key}-gave-up", wire)
     wire.close()

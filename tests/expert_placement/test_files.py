@@ -118,9 +118,7 @@ def test_the_way_back_survives_a_restart_and_is_bounded(tmp_path: Path) -> None:
     assert [placement.version for placement in again.before] == list(range(4, BACK + 4))
     assert again.pop().version == BACK + 3 and again.last_digest == start.digest()
     assert len(History(file).before) == BACK - 1
-    History(tmp_path / "moves").push(
-        start
-    )  # another history with a name that is a prefix of this one's
+    History(tmp_path / "moves").push(start)  # another history with a name that is a prefix of this one's
     again.forget_before()
     assert not History(file).before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moves.before-0.json", "moves.jsonl"]

@@ -63,7 +63,7 @@ def test_wishes_that_cannot_be_granted_are_left_out_and_said() -> None:
     assert "min_nodes is 3, but 16 slots for 16 experts on 1 node allow 1" in left_out[0]
     assert "spread needs several nodes" in left_out[1] and "num_groups is 5" in left_out[2]
     _, left_out = rules_for_plan(EplbConfig(min_nodes=2), TWO, LOAD, 20)
-    assert "20 slots for 16 experts on 2 nodes allow 1" in left_out[0], "the reason must be too few slots, not too few nodes"
+    assert "20 slots for 16 experts on 2 nodes allow 1" in left_out[0], "too few slots, not too few nodes"
     _, left_out = rules_for_plan(EplbConfig(spread=True), ("a", "b", "a", "b"), LOAD, 20)
     assert "2 hosts without the same number of consecutive ranks count as one" in left_out[0]
 

@@ -253,7 +253,7 @@ def test_a_long_ring_is_levelled() -> None:
     load[0, : ranks // 2] = 1.02
     load[0, ranks // 2 : ranks] = 0.98
     placement = refresh(load, Placement(slots, 2 * ranks, ranks))
-    assert imbalance(placement, load)[0] < 1.002, "it was 1.01; half of the surplus has to move across 16 ranks"
+    assert imbalance(placement, load)[0] < 1.002, "it was 1.01; half the surplus moves across 16 ranks"
 
 
 def test_an_expert_without_load_keeps_even_shares() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Blocks of DeepSeek's size: partial at both ends, and not whole when gate and up are merged.
+# Blocks of DeepSeek's size: partial blocks in both directions, and blocks split when gate and up are merged.
 UNEVEN = {"hidden_size": 192, "moe_intermediate_size": 160, "num_hidden_layers": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -35,4 +35,4 @@ def test_rows_asked_for_later_have_the_bits_of_the_forward(family: str, tmp_path
     assert torch.equal(last, everything[-1:])
     for rows in (torch.arange(64), torch.arange(64, TOKENS), torch.tensor([5])):
         assert torch.equal(model.logits_of(rows), everything[rows])
-    assert torch.equal(forward(model, torch.arange(TOKENS), keeps_hidden=False), everything), "later rows differ from the forward's"
+    assert torch.equal(forward(model, torch.arange(TOKENS), keeps_hidden=False), everything), "logits differ"

@@ -170,7 +170,7 @@ def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) ->
     scored = model.model.logits_of(torch.arange(len(text)))
     assert torch.equal(model.model._hidden_TD[: len(text)], kept)
     assert np.array_equal(model.draft(0, rows_of(0, text[1:]))[0], whole)
-    assert torch.equal(model.model.logits_of(torch.arange(len(text))), scored), "drafts must not change prompt logprobs"
+    assert torch.equal(model.model.logits_of(torch.arange(len(text))), scored), "drafts change scores"
     model.forward([text[:-2]])
     model.draft(0, rows_of(0, text[1:-1]))
     model.forward([text[-2:-1]], [len(text) - 2])
@@ -216,7 +216,7 @@ def test_experts_of_layers_that_draft_are_placed_counted_and_moved_like_others(
 ) -> None:
     directory = written("glm4_moe", 1).directory
     together = alone_and_together(directory, TEXTS)
-    rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # rows that drafted; each chooses two experts
+    rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # drafting rows; each has two experts
     for rank, (before, after, counted) in enumerate(pool_of(2).run(moved, directory, TEXTS)):
         for a, b, wanted_bits in zip(before, after, together[rank::2], strict=True):
             assert np.array_equal(a, wanted_bits) and np.array_equal(b, wanted_bits)

@@ -61,7 +61,7 @@ def bound_expansions(device: str) -> None:
         longest = BLOCK * 3  # of one sequence: at least one of its heads is expanded as a whole
         assert max(sizes) * 2 * 4 <= of_token * max(most_tokens, longest)
         assert len(sizes) == launches and out.isfinite().all()
-        torch.testing.assert_close(out, whole, atol=1e-6, rtol=1e-5)  # the order of a product depends on the library
+        torch.testing.assert_close(out, whole, atol=1e-6, rtol=1e-5)  # the library chooses the order
 
 
 def test_what_is_expanded_at_once_is_bounded_and_changes_nothing(on_device: OnDevice) -> None:

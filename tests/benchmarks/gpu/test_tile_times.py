@@ -54,7 +54,7 @@ BENCH = Bench(torch.device("cpu"), torch.float32)
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, trouble: str) -> Any:
-    """Return candidates 2.0, "bad" and 4.0, relative to the default's time. The second one fails."""
+    """Try candidates 2.0, "bad" and 4.0: that many times as fast as the default. The second one fails."""
 
     def check(_bench: Bench, _name: str, tile: Any) -> Row:
         if tile == "bad":

@@ -96,7 +96,7 @@ def test_a_users_script_runs_with_cuda_literals_and_spawned_ranks() -> None:
 def test_a_wrong_value_makes_the_script_fail(tmp_path: Path) -> None:
     run = run_shim(str(SCRIPT), "5", path=spoil_values(tmp_path))
     assert run.returncode != 0
-    assert "wrong rows" in run.stderr or "PeerLost" in run.stderr  # from the rank that asserted, or one that lost it
+    assert "wrong rows" in run.stderr or "PeerLost" in run.stderr  # one rank asserted, one lost it
 
 
 def test_the_printed_path_holds_the_package_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_deep_eps_tests_fail_on_a_wrong_value(name: str, tmp_path: Path) -> None
     assert run.returncode != 0
     assert (
         "AssertionError" in run.stderr or "PeerLost" in run.stderr
-    )  # from the rank that asserted, or one that lost it
+    )  # from the rank that failed, or from the one that lost it
 
 
 MODES = 144

@@ -76,7 +76,7 @@ def test_products_are_those_of_quantised_rows(n: int, k: int, name: str, team: T
     for rows in ROWS:
         for first in (0, 200 - rows):
             here = slice(first, first + rows)
-            assert torch.equal(multiply(x[here], weight, team), whole[here]), "the bits of a row must not depend on others"
+            assert torch.equal(multiply(x[here], weight, team), whole[here]), "bits depend on other rows"
 
 
 @pytest.mark.parametrize("name", FORMATS)

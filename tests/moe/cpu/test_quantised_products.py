@@ -202,7 +202,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = weight[slot]
-        assert torch.equal(ours[start:end], multiply(x[start:end], own)), "the bits differ from those of linear"
+        assert torch.equal(ours[start:end], multiply(x[start:end], own)), "bits differ from linear"
 
 
 @pytest.mark.parametrize("name", FORMATS)

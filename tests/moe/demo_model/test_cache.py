@@ -290,7 +290,7 @@ def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo_model_path() == tmp_path / "wideep" / "demo-v1"
     monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification requires that relative paths are ignored
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification ignores relative paths
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")

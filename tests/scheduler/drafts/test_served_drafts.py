@@ -55,8 +55,7 @@ class Foresight:
             each if self._random.random() < 0.85 else self._random.randrange(VOCABULARY) for each in known
         ]
 
-    def forget(self, sequence: Sequence) -> None:
-        ...
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 def drafter_of(built: Assembled) -> Drafter:
@@ -68,11 +67,9 @@ def drafter_of(built: Assembled) -> Drafter:
 class NoCosts(StepCosts):
     """Makes rows and drafts free."""
 
-    def note(self, rows: int, seconds: float) -> None:
-        ...
+    def note(self, rows: int, seconds: float) -> None: ...
 
-    def note_passes(self, count: int, seconds: float) -> None:
-        ...
+    def note_passes(self, count: int, seconds: float) -> None: ...
 
 
 def always_draft(answers: Answers | None, counts: list[int], built: Assembled) -> None:

@@ -45,7 +45,7 @@ def test_a_silent_connection_is_shut_down_and_its_waiter_is_told(monkeypatch: py
             monkeypatch.setattr(connections, "_descriptors", lambda: [*mine, 10_000])
             num_open = len(os.listdir("/proc/self/fd"))
             monkeypatch.setattr(connections, "is_silent", lambda _info, _timeout_s: False)
-            assert break_silent(2.0) == 0, "no connection may be shut down before a probe"
+            assert break_silent(2.0) == 0, "the first call must only enable probes"
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
             assert break_silent(2.0) == 0

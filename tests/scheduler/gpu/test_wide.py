@@ -85,11 +85,9 @@ def test_node_limited_dispatch_is_refused_by_name(pair: RankPool, tmp_path: Path
 class Silent:
     """The doorbell of a single rank that never sleeps."""
 
-    def ring(self, step: int) -> None:
-        ...
+    def ring(self, step: int) -> None: ...
 
-    def wait(self, step: int) -> None:
-        ...
+    def wait(self, step: int) -> None: ...
 
 
 def serve_as_newcomer(directory: Path, prompt: list[int]) -> list[int]:

@@ -54,7 +54,7 @@ def test_a_report_is_due_after_a_while_or_before_a_sleep_and_only_if_steps_ran()
     assert not reporter.is_due(5.0 + 0.9 * REPORT_EVERY_S)
     assert reporter.is_due(5.0 + 0.1, is_sleeping=True)
     runner.num_steps = 0
-    assert reporter.is_due(5.0, is_sleeping=True), "a rank reports before it sleeps, so that the front is up to date"
+    assert reporter.is_due(5.0, is_sleeping=True), "a rank must report before it sleeps"
     runner.num_steps = 1
     assert reporter.is_due(5.0 + REPORT_EVERY_S)
 

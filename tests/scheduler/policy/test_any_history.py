@@ -23,7 +23,7 @@ def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len:
     of_prompt = [one.prompt_logprobs for one in outputs if one.token_ids]
     if of_prompt:
         wanted = request.params.num_prompt_logprobs is not None and not request.replayed_ids
-        assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "prompt logprobs come complete with the first token"
+        assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "due with the first token"
         assert not any(of_prompt[1:])
     if len(request.prompt_ids) > max_model_len:
         assert (tokens, outputs[-1].finish_reason) == ([], FinishReason.ERROR)
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[which % len(self.requests)]
         output = self.rank.scheduler.withdraw(request.request_id)
         if output is not None and output.is_returned:
-            assert request.request_id not in self.rank.outputs, "a rejected request has outputs"
+            assert request.request_id not in self.rank.outputs, "a returned request has outputs"
             self.rank.scheduler.add(request)
 
     @rule(passed_s=st.integers(1, 6))

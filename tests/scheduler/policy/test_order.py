@@ -57,7 +57,7 @@ def test_the_least_urgent_is_preempted_though_it_began_first_and_comes_back_befo
     without = next(place for place, names in enumerate(seen) if "a" not in names)
     assert set(seen[without]) == {"b", "c"}, "the preempted one must be the least urgent"
     returned = next(place for place, names in enumerate(seen) if place > without and "a" in names)
-    assert not any("d" in names for names in seen[:returned]), "a new client must not overtake an interrupted answer"
+    assert not any("d" in names for names in seen[:returned]), "an interrupted answer comes first"
     assert all(rank.end_of(name) is FinishReason.LENGTH for name in "abcd")
 
 
@@ -126,7 +126,7 @@ def test_lower_priorities_go_before_keys_that_were_served_less() -> None:
 
 
 def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_takes() -> None:
-    """The paper's bound. A batch counts all tokens of requests that run at once, since preempted ones do not move counters."""
+    """The paper's bound, for the total of all requests that run at once: resumed ones are not charged to the counters."""
     widest = 0
     for seed in range(6):
         rng = random.Random(seed)
@@ -137,7 +137,7 @@ def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_tak
         prompts, served, added = dict[str, int](), Counter[str](), Counter[str]()
         for _ in range(200):
             for key, (prompt, output) in sizes.items():
-                while sum(name[0] == key for name in prompts) <= seqs:  # both keys always have waiting requests
+                while sum(name[0] == key for name in prompts) <= seqs:  # both always have waiting ones
                     name = f"{key}{added[key]}"
                     prompts[name] = rng.randint(1, prompt)
                     rank.scheduler.add(

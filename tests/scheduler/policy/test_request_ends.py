@@ -161,7 +161,7 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     step(rank)
     second = scoring(request_of("b", 14, max_tokens=2))
     rank.scheduler.add(second)
-    while not rank.scheduler.stats.num_preemptions:  # one prompt token per step, while the other request grows
+    while not rank.scheduler.stats.num_preemptions:  # b gets one token per step, while a grows
         step(rank, prefill_budget=1)
         assert "b" not in rank.outputs, "it must be preempted in the middle of its prompt"
     assert rank.num_scored > 4

@@ -182,7 +182,7 @@ def test_who_waits_for_a_seat_or_for_blocks_is_no_prompt_of_the_next_step() -> N
         coming = rank.scheduler.next_step
         seen.append((coming.has_prefill, coming.num_prefill))
         rank.finish()
-    assert seen == [(False, 0)] * 3 + [(True, 4), (False, 0)], "the scheduler must know the last token of b as its last"
+    assert seen == [(False, 0)] * 3 + [(True, 4), (False, 0)], "the last token of b must be known as last"
     full = rank_of(8, seqs=4, length=32, caching=False)
     full.scheduler.add(request_of("a", 20, max_tokens=9))
     step(full)

@@ -66,8 +66,7 @@ class EvenIds:
     is_late: bool = False
     is_ready: bool = True
 
-    def begin_step(self) -> None:
-        ...
+    def begin_step(self) -> None: ...
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         logits_V[1::2] = -np.inf
@@ -251,9 +250,7 @@ def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPa
     assert len(found) == measured_size(asked, VOCABULARY)
     told = read_measured(found, asked, TOKENS, VOCABULARY, with_rank=with_rank)
     for place, each, ours in zip(order, asked, told, strict=True):
-        row = rows[
-            place
-        ].numpy()  # of equal logits at the border the CPU may pick others; here lower ids win
+        row = rows[place].numpy()  # of equal logits at the border the CPU may pick others; here lower ids win
         ids = each.ids or np.lexsort((np.arange(VOCABULARY), -row))[: each.num_top].tolist()
         wanted: Logprobs = RowLogprobs(row).of(TOKENS[place], 0, ids=ids, with_rank=with_rank)
         assert close(ours, wanted), (ours, wanted)

@@ -139,8 +139,7 @@ class OneWay:
     has_ended = is_late = False
     is_ready, failure = True, None
 
-    def begin_step(self) -> None:
-        ...
+    def begin_step(self) -> None: ...
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         kept = logits_V[5]
@@ -150,8 +149,7 @@ class OneWay:
     def look_ahead(self, drafts: Rows[int]) -> int:
         return len(drafts) if set(drafts) <= {5} else [each == 5 for each in drafts].index(False)
 
-    def advance(self, token_id: int) -> None:
-        ...
+    def advance(self, token_id: int) -> None: ...
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -208,7 +206,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     ruled = {"allowed_token_ids": (4,), "logit_bias": (TokenBias(4, 50.0),)}
     [entry] = sample(row.clone(), [sequence(num_logprobs=1, **ruled)]).logprobs
     assert entry is not None and entry.top_ids == [int(wanted.argmax())]
-    assert math.isclose(entry.logprob, float(wanted[4]), abs_tol=1e-6), "logprobs must be those of the model, before rules"
+    assert math.isclose(entry.logprob, float(wanted[4]), abs_tol=1e-6), "rules must not change logprobs"
     assert sample(row.clone(), [sequence()]).logprobs == [None]
 
 

@@ -9,7 +9,7 @@ from tests.scheduler.drafts.test_served_drafts import MTP, always_draft, drafter
 from tests.support.engines.serving import build, request, serve
 from tests.support.models.mtp import write_mtp_checkpoint
 
-NEARLY_RIGHT = 0.002  # scale of the output of layers: nearly all drafts are right if built from the right tokens
+NEARLY_RIGHT = 0.002  # scale of layer outputs: nearly all drafts are right if their inputs are
 
 
 def test_the_last_of_three_layers_drafts_as_well_as_the_first(tmp_path: Path) -> None:

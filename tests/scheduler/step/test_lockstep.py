@@ -40,11 +40,9 @@ class FakeMailbox:
     def collect(self, timeout_s: float) -> list[list[int]]:
         return [self.posted, list(self.other)]
 
-    def interrupt(self, error: Exception) -> None:
-        ...
+    def interrupt(self, error: Exception) -> None: ...
 
-    def close(self) -> None:
-        ...
+    def close(self) -> None: ...
 
 
 def test_all_run_when_one_has_work_and_sleep_when_none_has() -> None:
@@ -76,7 +74,7 @@ def test_a_rank_waits_for_what_another_has_more_of_and_costs_most() -> None:
     assert cause_of_waiting(own, [own, longer, more, header(prefill=64)], None) == "prefill"
     prompts = header(decodes=4, prefill=64)
     assert cause_of_waiting(prompts, [prompts, header(decodes=4, prefill=500)], None) == "prefill"
-    assert cause_of_waiting(prompts, [prompts, header(decodes=5, prefill=500)], 64) == "decodes", "each rank has 64"
+    assert cause_of_waiting(prompts, [prompts, header(decodes=5, prefill=500)], 64) == "decodes", "64 each"
     assert cause_of_waiting(prompts, [own, prompts], None) == "contexts", "it is the rank with the prompt"
 
 

@@ -66,9 +66,7 @@ def test_a_few_streams_do_not_hold_up_many_who_wait() -> None:
 
 
 def test_prompts_get_on_however_short_the_target_is() -> None:
-    assert budget(learned(0.001)) == ENOUGH_TOKENS, (
-        "all chunks had one size, so their fixed cost is unknown"
-    )
+    assert budget(learned(0.001)) == ENOUGH_TOKENS, "all chunks had one size, so their fixed cost is unknown"
 
 
 @pytest.mark.parametrize(

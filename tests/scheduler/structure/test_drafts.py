@@ -144,7 +144,7 @@ def test_a_limit_that_only_a_wrong_draft_reaches_cuts_drafts_and_fails_nothing(
     matcher.advance(ord("b"))
     assert matcher.has_ended and not matcher.failure
     plain.advance(ord("x"))
-    assert allowed(plain) == {ord("a"), ord("b")}, "another request with the same structure must be unaffected"
+    assert allowed(plain) == {ord("a"), ord("b")}, "another request with the structure is unaffected"
 
 
 def test_a_request_that_reaches_a_limit_fails_alone(forms: Forms) -> None:
@@ -253,8 +253,7 @@ class Damaged:
             drafts[self._random.randrange(len(drafts))] = self._random.randrange(NUM_TOKENS)
         return drafts
 
-    def forget(self, sequence: Sequence) -> None:
-        ...
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 def served_with(

@@ -42,9 +42,7 @@ def follow(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
 
 def test_every_spelling_of_what_may_come_is_allowed() -> None:
     allowed = allowed_by(matcher_of(Structure("choice", '["abc", "axe"]')))
-    assert allowed == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}, (
-        "duplicates of a token must all be allowed"
-    )
+    assert allowed == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}, "duplicates of a token must all be allowed"
 
 
 def test_a_token_may_cross_from_one_part_into_the_next() -> None:

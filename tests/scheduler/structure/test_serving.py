@@ -248,11 +248,9 @@ class Broken:
         self.failure: str | None = None
         self._num_left = num_tokens
 
-    def begin_step(self) -> None:
-        ...
+    def begin_step(self) -> None: ...
 
-    def mask(self, logits_V: Any) -> None:
-        ...
+    def mask(self, logits_V: Any) -> None: ...
 
     def advance(self, token_id: int) -> None:
         """Count down to the failure."""

@@ -107,9 +107,7 @@ class Crew:
         self.serves: dict[int, int] = {}  # rank: epoch
         self.faults: list[tuple[int, Fault]] = []
         self.tokens: dict[str, list[int]] = {}
-        self.logprobs: dict[
-            str, list[tuple[int, float]]
-        ] = {}  # with the tokens, for requests that want them
+        self.logprobs: dict[str, list[tuple[int, float]]] = {}  # with the tokens, for requests that want them
         self.ends: dict[str, str] = {}  # finish reasons, by request
         self.stats: dict[int, RankStats] = {}
         self.reports: list[PlacementReport] = []

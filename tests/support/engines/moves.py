@@ -133,8 +133,7 @@ class Moves:
 
     def _until(self, condition: Callable[[], bool], problem: str) -> None:
         """Wait until a report makes the condition true. Hold no lock: the condition takes the relocation's, under which
-        reports are made.
-        """
+        reports are made."""
         until_s = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < until_s, f"{problem}; states: {self.moved.states()}"

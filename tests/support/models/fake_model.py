@@ -84,13 +84,13 @@ class FakeRank:
     def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> StepBatch:
         promised = self.scheduler.next_step.num_decodes
         batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
-        assert batch.num_tokens - batch.num_prefill_tokens <= promised, "more decode tokens than the ranks agreed on"
+        assert batch.num_tokens - batch.num_prefill_tokens <= promised, "more decode tokens than agreed"
         self._check_budgets(batch, prefill_budget)
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
             widest = max(len(item.sequence.block_ids) for item in batch.items)
             most = self.pool.blocks_for(self.scheduler._max_model_len)
-            assert widest <= most, f"a sequence holds {widest} blocks, but a step's tables hold at most {most}"
+            assert widest <= most, f"a sequence holds {widest} blocks; a step's tables hold at most {most}"
             self._check_writers()
         return batch
 
@@ -118,7 +118,7 @@ class FakeRank:
             raise AssertionError("the scheduler does not finish")
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         if self.states is not None:
-            assert self.states.num_left_over == self.states.num_slots, "states or reservations of states leaked"
+            assert self.states.num_left_over == self.states.num_slots, "states or their reservations leaked"
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [token for output in self.outputs.get(request_id, []) for token in output.token_ids]
@@ -136,7 +136,7 @@ class FakeRank:
             place = table[position // size], position % size
             self._rows[place], self._is_long[place] = (position, known[position]), item.sequence.is_long
         history = [self._rows[table[position // size], position % size] for position in range(item.end)]
-        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence read rows of another one"
+        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence read rows of another"
         ways = {self._is_long[table[position // size], position % size] for position in range(item.end)}
         assert len(ways) == 1, "a sequence mixes rows of long and short computation"
         if item.samples:
@@ -166,9 +166,7 @@ class FakeRank:
         assert prefill_budget is None or batch.num_prefill_tokens <= prefill_budget
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
         assert all(item.num_tokens > 0 for item in batch.items)
-        assert all(item.samples for item in batch.items[:-1]), (
-            "only the last prompt may be left unfinished"
-        )
+        assert all(item.samples for item in batch.items[:-1]), "only the last prompt may be left unfinished"
 
     def _check_writers(self) -> None:
         """Check that no block has two writers, is written while shared, or is written after publication."""

@@ -368,7 +368,7 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
             **WRAPPED_FAMILIES[family],
             **settings,
         }
-        tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has no default tower
+        tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has no default
         vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
         if getattr(tower, "_heterogeneity_spec", None) is None:
             vision.pop("per_layer_config", None)

@@ -57,7 +57,7 @@ _QWEN_NAMES = {
 _LAST_IS_FULL = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
-# Fields on which `MtpModel` and our reader agree. The last layers of each configuration are of the kind of its MTP layers.
+# Configurations on which `MtpModel` and our reader agree. The last decoder layer is of the same kind as the MTP layers.
 PUBLISHED: dict[str, Published] = {
     "deepseek_v3": Published(),
     "glm4_moe": Published(),

@@ -21,9 +21,7 @@ RAW = (
     '"\\u0000"',
     '"\\x41"',
 )
-PLANES = "".join(
-    chr(plane * 0x10000 + 0x1F6) for plane in range(17)
-)  # one character from each Unicode plane
+PLANES = "".join(chr(plane * 0x10000 + 0x1F6) for plane in range(17))  # one character from each Unicode plane
 STRINGS = (
     "",
     " ",

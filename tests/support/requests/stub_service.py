@@ -80,7 +80,7 @@ async def stub_service(
 
     Args:
         clock: Clock moved before each piece. It must be read before the next one.
-        closes_after: Whether the connection ends after answer number N, counted from 0.
+        closes_after: Returns whether the connection ends after an answer, given its number from 0.
         socket: Path of a socket to serve on instead of a port.
     """
     service = StubService()

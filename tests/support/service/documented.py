@@ -31,7 +31,7 @@ def documented(page: Path) -> list[Documented]:
     found = []
     for block in _BLOCK.finditer(text):
         line, language = text[: block.start()].count("\n") + 1, block[1]
-        assert language in LANGUAGES, f"{page.name}:{line} is in {language!r}; supported languages: {LANGUAGES}"
+        assert language in LANGUAGES, f"{page.name}:{line} is in {language!r}; supported: {LANGUAGES}"
         if language == "python":
             first, _, _ = block[2].partition("\n")
             needs = first.removeprefix(_NEEDS) if first.startswith(_NEEDS) else ""

@@ -1,6 +1,6 @@
 """Stand-in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, without torch or a model.
 
-It writes its pid, arguments and inputs to ROLE-RANK.json in $FAKE_DIRECTORY, reports what the real process reports, and
+It writes its pid, arguments and environment to ROLE-RANK.json in $FAKE_DIRECTORY, reports what the real process reports, and
 waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that
 process exit with STATUS at once; FAKE_EXIT_AGAIN does so only after a restart. SIGUSR2 ends an engine like the loss of its
 front. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, like the checker of structures, and writes its pid to

@@ -78,7 +78,7 @@ class FakeRank(PacedRank):
     def wait_for(self, condition: Callable[["FakeRank"], bool]) -> None:
         """Wait until `condition` holds for the received calls."""
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the rank did not receive the expected call in time"
+            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the expected call never came"
 
     def forget(self) -> None:
         """Drop the scripts and recorded calls. Call it while no answer is in progress."""

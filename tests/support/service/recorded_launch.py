@@ -29,7 +29,7 @@ TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}  # and options that a launch leaves to Triton
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}  # and Triton's default options
 
 
 class Launch(NamedTuple):
