@@ -1,7 +1,7 @@
-"""Fixtures that tests of several packages share: rank pools are spawned once per session and size.
+"""Fixtures shared by tests of several packages. Rank pools are spawned once per session and size.
 
-Tests start hundreds of processes. Without the modules' compiled files each of them would compile hundreds of modules
-anew, so a wish for none (PYTHONDONTWRITEBYTECODE) is not granted here.
+Tests start hundreds of processes. Without cached bytecode, each of them would compile hundreds of modules again, so
+PYTHONDONTWRITEBYTECODE is ignored here.
 """
 
 import os
@@ -20,15 +20,15 @@ from tests.support.ranks import RankPool
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Some tests start processes while others' gRPC threads run here. What gRPC does in a forked child may abort it before it
-# becomes another program (5 of 200, measured); none of our processes forks while it uses gRPC.
+# Some tests start processes while gRPC threads of other tests run here. gRPC's fork handler may abort a forked child
+# before it calls exec (5 of 200, measured). None of our processes forks while it uses gRPC.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# Where a shell has put the suite into the background it ignores Ctrl-C, and so would the commands that tests start and interrupt.
+# A suite in the background of a shell ignores Ctrl-C, and so would the commands that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("no deadline", deadline=None)  # other load on the machine is not the code's fault
+settings.register_profile("no deadline", deadline=None)  # load on the machine may delay code
 settings.load_profile("no deadline")
 
 PoolOf = Callable[[int], RankPool]
@@ -37,7 +37,7 @@ OnDevice = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
-    """The running pools by their size."""
+    """Return the running pools by size."""
     running: dict[int, RankPool] = {}
     yield running
     for pool in running.values():
@@ -63,18 +63,18 @@ def pool_of(pools: dict[int, RankPool]) -> Iterator[PoolOf]:
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[RankPool]:
-    """One process in which Triton's kernels are interpreted: chosen before anything in it imports triton."""
+    """Return a process that interprets Triton's kernels: this is chosen before any import of triton."""
     if find_spec("triton") is None:
         pytest.skip(NO_TRITON)
-    with RankPool(1, timeout_s=300.0) as pool:  # interpreted kernels are slow, the more so beside other work
+    with RankPool(1, timeout_s=300.0) as pool:  # interpreted kernels are slow, more so on a busy machine
         pool.run(interpret)
         yield pool
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def on_device(request: pytest.FixtureRequest) -> OnDevice:
-    """Return `on_device(function, *args)`, which calls `function(device, *args)`: on the CPU in Triton's interpreter, in a
-    process of its own; on a GPU in this one."""
+    """Return `on_device(function, *args)`, which calls `function(device, *args)`: on the CPU in Triton's interpreter in a
+    separate process, on a GPU in this one."""
     device: str = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

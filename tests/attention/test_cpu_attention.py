@@ -13,7 +13,7 @@ SHAPES = [(4, 2, 32, 32), (6, 6, 24, 16), (9, 3, 64, 64), (8, 1, 48, 32)]
 def cache_and_step(
     spans: list[tuple[int, int]], shape: tuple[int, int, int, int], seed: int = 0
 ) -> tuple[PagedCache, Step]:
-    """Fill pages with every sequence's whole context, on shuffled blocks; the step covers the spans' rows."""
+    """Fill pages with every sequence's whole context, on shuffled blocks. The step covers the rows of the spans."""
     _, kv_heads, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-(start + length) // 16) for start, length in spans]

@@ -14,12 +14,12 @@ TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LlamaRMSNorm's forward."""
+    """Compute LlamaRMSNorm's forward."""
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
@@ -49,7 +49,7 @@ def test_a_sum_is_kept_and_normed() -> None:
 
 
 def rotated(x_TAD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """`transformers`' apply_rotary_pos_emb, of the first dims only."""
+    """Apply `transformers`' apply_rotary_pos_emb to the first dims only."""
     E = cos_TE.shape[1]
     turned, rest = x_TAD[..., :E], x_TAD[..., E:]
     halves = torch.cat((-turned[..., E // 2 :], turned[..., : E // 2]), dim=-1)
@@ -113,4 +113,4 @@ def test_a_block_starts_clean_for_its_new_owner() -> None:
     row[COSINES], row[SINES] = cos.data_ptr(), sin.data_ptr()
     run_alone(program_of([row]))
     assert cache.keys[0][1].isfinite().all() and cache.values[0][1].isfinite().all()
-    assert cache.keys[0][0].isnan().all(), "another's block is left alone"
+    assert cache.keys[0][0].isnan().all(), "blocks of other sequences must not be touched"

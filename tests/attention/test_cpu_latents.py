@@ -1,4 +1,4 @@
-"""Absorbed latent attention on CPU against latents that are expanded, and the independence of its rows."""
+"""Absorbed latent attention on CPU against expanded latents, and the independence of its rows."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ SCALE = 0.2
 
 @dataclass
 class Shape:
-    """H query heads, L latent dim, U unrotated and E rotary dims of the key; V is U."""
+    """H query heads, L latent dim, U unrotated and E rotary dims of the key; V equals U."""
 
     heads: int
     latent: int
@@ -30,28 +30,28 @@ class Shape:
 
     @property
     def cached(self) -> LayerShape:
-        """What a layer caches."""
+        """Return the shape of a layer's cache."""
         return LayerShape(num_kv_heads=1, key_dim=self.latent + self.rotary, value_dim=0, latent=True)
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A `kv_b_proj`: [H * (U + V), L]."""
+        """Return a `kv_b_proj`: [H * (U + V), L]."""
         rows = self.heads * 2 * self.unrotated
         drawn = torch.randn(rows, self.latent, generator=torch.Generator().manual_seed(5))
         weight: Tensor = (drawn * self.latent**-0.5).to(dtype)
         return weight
 
     def query(self, rows: int) -> Tensor:
-        """[H, T, U + E]."""
+        """Return queries [H, T, U + E]."""
         shape = (self.heads, rows, self.unrotated + self.rotary)
         return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 SHAPES = [Shape(16, 32, 16, 16), Shape(1, 16, 8, 16), Shape(20, 24, 12, 10), Shape(32, 512, 128, 128)]
-SMALL = SHAPES[2]  # nothing of it is a multiple of 16
+SMALL = SHAPES[2]  # none of its sizes is a multiple of 16
 
 
 def absorbed(weight: Tensor, shape: Shape) -> AbsorbedWeight:
-    """Pack a `kv_b_proj`, as a model's start does."""
+    """Pack a `kv_b_proj`, as at a model's start."""
     halves = halves_of(weight, shape.heads, shape.unrotated)
     return AbsorbedWeight(pack(halves.key_HUL.transpose(1, 2)), pack(halves.value_HVL), shape.unrotated)
 
@@ -59,7 +59,7 @@ def absorbed(weight: Tensor, shape: Shape) -> AbsorbedWeight:
 def cache_and_step(
     spans: list[tuple[int, int]], shape: Shape, *, team: Team | None = None
 ) -> tuple[PagedCache, Step]:
-    """Fill pages with every sequence's whole context, on shuffled blocks; the step covers the spans' rows."""
+    """Fill pages with every sequence's whole context, on shuffled blocks. The step covers the rows of the spans."""
     generator = torch.Generator().manual_seed(0)
     blocks = [-(-(start + length) // 16) for start, length in spans]
     order = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
@@ -80,7 +80,7 @@ def cache_and_step(
 def expanded(
     latents_NBW: Tensor, step: Step, query_HTD: Tensor, weight: Tensor, shape: Shape, window: int
 ) -> Tensor:
-    """The oracle: every latent of the cache becomes every head's key and value."""
+    """Expand every latent of the cache to every head's key and value. The oracle."""
     L, E, U = shape.latent, shape.rotary, shape.unrotated
     both_NBHX = (latents_NBW[..., :L] @ weight.float().T).unflatten(-1, (shape.heads, 2 * U))
     rotary_NBHE = latents_NBW[:, :, None, L : L + E].expand(-1, -1, shape.heads, -1)

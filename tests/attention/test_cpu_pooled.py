@@ -1,4 +1,4 @@
-"""An index over pools of tokens on CPU against its definition; what a row chooses is its own, however its text was cut."""
+"""An index over pools of tokens on CPU against its definition. A row's choice does not depend on the cuts of its text."""
 
 import pytest
 

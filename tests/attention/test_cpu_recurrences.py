@@ -1,4 +1,4 @@
-"""Recurrences on CPU: `transformers`' own functions, one sequence at a time, are the oracle; cuts and threads change no bit."""
+"""Recurrences on CPU against `transformers`' own functions, one sequence at a time. Cuts and threads change no bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sparse attention on CPU against a dense index and a mask; chosen tokens are the row's own, whatever is beside it."""
+"""Sparse attention on CPU against a dense index and a mask. A row's choice does not depend on other rows."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ SCALE = 0.3
 
 
 def index_pages(step: Step, spans: list[tuple[int, int]], *, values: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Pages of index keys for a filled step, and every sequence's keys [context, D]; `values` > 0: so many different ones."""
+    """Return pages of index keys for a filled step, and each sequence's keys [context, D]; `values` > 0 limits distinct ones."""
     generator = torch.Generator().manual_seed(4)
     blocks = int(step.block_table_SM.max()) + 1
     cache = PagedCache([LayerShape(num_kv_heads=1, key_dim=16, latent=True, index_dim=DIM)], blocks)
@@ -45,7 +45,7 @@ def drawn(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def wanted_of(query_ID: Tensor, weight_I: Tensor, keys_CD: Tensor, count: int) -> list[int]:
-    """Positions by the definition, ties by position, in the order of the text."""
+    """Return positions by the definition, with ties by position, in the order of the text."""
     scores_IC = (query_ID.double() @ keys_CD.double().T * SCALE).relu()
     scores_C = (weight_I.double() @ scores_IC).round(decimals=5)
     return sorted(torch.sort(scores_C, descending=True, stable=True).indices[:count].tolist())
@@ -75,7 +75,7 @@ def test_the_best_of_a_row_s_own_tokens_are_chosen_and_of_equals_the_first(
             found = positions_of(chosen[row], table)
             assert found == wanted_of(query[row], weight[row], own, count), (sequence, position)
             row += 1
-    assert (chosen[row:] == -1).all(), "padding chooses nothing"
+    assert (chosen[row:] == -1).all(), "padding rows must choose nothing"
 
 
 def test_what_is_chosen_does_not_depend_on_the_rows_beside() -> None:
@@ -131,7 +131,7 @@ def test_attention_reads_chosen_tokens_only(shape: Shape, has_sinks: bool) -> No
 
 
 class Indexer(torch.nn.Module):
-    """An indexer's code; `spoil` does something that the index has no kernel for."""
+    """An indexer's code. `spoil` adds an operation without a kernel for the index."""
 
     def __init__(self, spoil: bool) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Indexer(torch.nn.Module):
 
 
 class Told:
-    """A cache that notes what it is told."""
+    """A cache that records the calls it gets."""
 
     def update_indexer(self, key: Tensor, layer: int) -> None:
         self.key, self.layer = key, layer

@@ -1,4 +1,4 @@
-"""Compiled tiles that several processes cached, each for what it needed, work together."""
+"""Compiled tiles cached by several processes, each for its own needs, work together."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ CHILDREN = ["linear", "grouped linear", "grouped linear"]
 
 @pytest.mark.slow
 def test_kernels_that_different_processes_cached_call_their_own_tiles(tmp_path: Path) -> None:
-    """The second process compiles one kernel and loads the other; the third loads both."""
+    """The second process compiles one kernel and loads the other. The third loads both."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     for kernels in CHILDREN:
         child = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which modules' latents can be attended to as they are."""
+"""Modules with latents that attention can use directly."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from attention import latents
 
 
 class Module(nn.Module):
-    """What is asked of an attention module that caches latents."""
+    """The interface of an attention module that caches latents."""
 
     qk_rope_head_dim, qk_nope_head_dim, v_head_dim = 4, 8, 6
 
@@ -16,17 +16,16 @@ class Module(nn.Module):
         self.kv_b_proj = nn.Linear(16, 2 * (8 + 6), bias=bias)
 
     def expand_kv(self, latent: torch.Tensor, rope: torch.Tensor) -> None:
-        """Nothing is to be expanded."""
+        """Do nothing: latents are not expanded."""
         raise AssertionError
 
 
 class Foreign(nn.Module):
-    """Caches latents in a way of its own."""
+    """Caches latents in a different way."""
 
     qk_rope_head_dim = 4
 
-    def expand_kv(self) -> None:
-        """See `Module`."""
+    def expand_kv(self) -> None: ...
 
 
 def test_what_cannot_be_absorbed_is_named() -> None:

@@ -1,4 +1,4 @@
-"""What `benchmarks.peers` does with peers that are not there and rows that do not count."""
+"""How `benchmarks.peers` handles peers that are not installed and rows that do not count."""
 
 import contextlib
 from pathlib import Path
@@ -16,7 +16,7 @@ OPTIONS = peers.PeerOptions(["qwen3-moe"], ["exact"], [1], 2, 2, {"transformers"
 
 
 class Running:
-    """A program that is there: this process."""
+    """An installed peer: this process."""
 
     start_s = 0.5
 
@@ -30,10 +30,10 @@ class Running:
 
 
 class Prompts:
-    """Gives short ones."""
+    """Source of short prompts."""
 
     def take(self, count: int) -> list[list[int]]:
-        """As many as are asked for."""
+        """Return `count` prompts."""
         return [[1]] * count
 
 

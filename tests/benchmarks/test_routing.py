@@ -1,4 +1,4 @@
-"""The benchmark of routers: a trace's requests scaled to a machine, and both services asked."""
+"""The routing benchmark: a trace's requests are scaled to a machine and sent to both services."""
 
 import json
 import statistics
@@ -12,7 +12,7 @@ from tests.support.service.real_service import write_tiny_model
 
 
 def write_trace(path: Path, num_requests: int) -> Path:
-    """Write a trace in Mooncake's format: a request a second, every fifth long, of two conversations."""
+    """Write a trace in Mooncake's format: one request per second, every fifth long, from two conversations."""
     lines = []
     for number in range(num_requests):
         blocks = 18 if number % 5 == 4 else 2
@@ -24,7 +24,7 @@ def write_trace(path: Path, num_requests: int) -> Path:
 
 
 class Taken:
-    """Notes what prompts were asked for."""
+    """Records the requested prompts."""
 
     def __init__(self) -> None:
         self.lengths: list[RequestLengths] = []
@@ -39,10 +39,10 @@ def test_lengths_and_gaps_are_a_trace_s_scaled_to_the_wanted_means(tmp_path: Pat
     trace = write_trace(tmp_path / "trace.jsonl", 20)
     args, taken = routing._parser().parse_args([str(trace), *words.split()]), Taken()
     bodies = routing.bodies_of(args, trace, taken, "tiny")  # type: ignore[arg-type]
-    assert [at_s for at_s, _ in bodies[:3]] == pytest.approx([0, 1 / 3.8, 2 / 3.8]), "20 in 19 s"
+    assert [at_s for at_s, _ in bodies[:3]] == pytest.approx([0, 1 / 3.8, 2 / 3.8]), "20 requests in 19 s"
     assert statistics.fmean(body["max_tokens"] for _, body in bodies) == pytest.approx(11, abs=0.5)
     prompts = [each.prompt_tokens for each in taken.lengths]
-    assert set(prompts) == {35, 312}, "of a mean of 90"
+    assert set(prompts) == {35, 312}, "lengths with a mean of 90"
     assert [each.hash_ids[0] for each in taken.lengths[:3]] == [0, 1, 0]
     assert taken.lengths[0].block_tokens == pytest.approx(90 / 5.2)
 

@@ -1,4 +1,4 @@
-"""Options and table of the serving benchmark, and what its peer asks of transformers."""
+"""Options and table of the serving benchmark, and the settings of transformers as its peer."""
 
 from dataclasses import dataclass
 from typing import Any

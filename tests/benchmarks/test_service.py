@@ -1,4 +1,4 @@
-"""The load that a benchmark makes: prompts, clients in a closed loop, streams of a stub server, what is made of their times."""
+"""The load of a benchmark: prompts, clients in a closed loop, streams of a stub server, and statistics of their times."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from tests.support.requests.stub_service import OK, chunk, event, stub_service, 
 
 
 class Counter:
-    """Completes at once, but not before the other clients have had their turn."""
+    """Completes at once, but only after the other clients had their turn."""
 
     def __init__(self) -> None:
         self.running = self.most = 0
@@ -66,7 +66,7 @@ def _stream(pieces: int, tokens: int) -> bytes:
 
 
 def _ask(answer: bytes, num_tokens: int) -> tuple[RequestTiming, dict[str, object]]:
-    """Let a stub answer one request; return the timing and the body that it got."""
+    """Let a stub answer one request. Return the timing and the request's body."""
 
     async def run() -> tuple[RequestTiming, dict[str, object]]:
         async with stub_service([answer], closes_after=lambda _: True) as service, asyncio.timeout(10):
@@ -111,7 +111,7 @@ def test_the_longest_pause_counts_where_it_overlaps_the_time() -> None:
 
 
 def test_prompts_have_the_exact_length_and_distinct_beginnings() -> None:
-    prompts = ExactPrompts(str.split, 128)  # words stand for tokens
+    prompts = ExactPrompts(str.split, 128)  # words are the tokens
     taken = prompts.take(1000)
     assert {len(prompt) for prompt in taken} == {128}
-    assert len({tuple(prompt[:16]) for prompt in taken}) > 990  # the text repeats itself now and then
+    assert len({tuple(prompt[:16]) for prompt in taken}) > 990  # the text sometimes repeats itself

@@ -51,7 +51,7 @@ def test_a_partial_answer_grows(front: FrontProcess) -> None:
 
 
 def test_a_wrong_answer_is_asked_again_with_the_reason(front: FrontProcess) -> None:
-    front.script("validation error", ROME.model_dump_json())  # instructor quotes pydantic in the second try
+    front.script("validation error", ROME.model_dump_json())  # instructor quotes pydantic when it retries
     front.script("inst-again", '{"name": "Rome"}')
     answer = client(front, "JSON_SCHEMA").chat.completions.create(
         model="tiny",

@@ -1,4 +1,4 @@
-"""LiteLLM (its openai/ provider): answers, streams, and refusals mapped to its own errors."""
+"""LiteLLM (its openai/ provider): answers, streams, and errors mapped to its own classes."""
 
 import json
 from typing import Any

@@ -27,19 +27,19 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE with a tokenizer."""
+    """Write a tiny Qwen3-MoE with a tokenizer."""
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve` on two ranks."""
+    """Run `wideep serve` on two ranks."""
     with RealService.serve(model, tmp_path_factory.mktemp("service") / "output.txt") as running:
         yield running.wait_ready()
 
 
 def oracle(model: Path, context: str, continuation: str) -> tuple[float, bool]:
-    """The continuation's loglikelihood by transformers, and whether greedy decoding would give it."""
+    """Return the continuation's loglikelihood by transformers, and whether greedy decoding would produce it."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     context_ids = tokenizer.encode(context, add_special_tokens=False)

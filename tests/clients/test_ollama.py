@@ -1,4 +1,4 @@
-"""ollama's Python client: chats, prompts, lists, whole and streamed, and what it is told that is not served."""
+"""ollama's Python client: chats, prompts, lists, whole and streamed, and errors for unsupported features."""
 
 import asyncio
 from typing import Any

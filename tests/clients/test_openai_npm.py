@@ -1,4 +1,4 @@
-"""The openai npm package: answers, streams, errors by class, and a stream that is left."""
+"""The openai npm package: answers, streams, errors by class, and an abandoned stream."""
 
 import json
 import shutil

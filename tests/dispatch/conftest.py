@@ -1,4 +1,4 @@
-"""Ranks whose kernels are interpreted, beside those of the pools."""
+"""Ranks with interpreted kernels, in addition to those of the pools."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ RanksOf = Callable[[str, int], RankPool]
 
 @pytest.fixture(scope="package")
 def interpreting_pair() -> Iterator[RankPool]:
-    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
+    """Start two separate ranks: processes must choose the interpreter before any import of triton."""
     with RankPool(2, timeout_s=120.0) as pool:
         pool.run(interpret)
         yield pool
@@ -21,7 +21,7 @@ def interpreting_pair() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ranks_of(request: pytest.FixtureRequest, pool_of: PoolOf) -> RanksOf:
-    """Return `ranks_of(name, world_size)`: the ranks for a wire; by the name triton two whose kernels are interpreted."""
+    """Return `ranks_of(name, world_size)`: the ranks for a wire. For triton, these are two with interpreted kernels."""
     return lambda name, world_size: (
         request.getfixturevalue("interpreting_pair") if name == "triton" else pool_of(world_size)
     )

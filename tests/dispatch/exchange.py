@@ -1,4 +1,4 @@
-"""What ranks of a pool run: whole dispatches and combines through a wire, the bits that they must give, errors as results."""
+"""Functions that ranks of a pool run: whole dispatches and combines through a wire, expected bits, errors as results."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from tests.dispatch.oracle import RankCase, RankResult, compute_pairs, simulate
 
 
 def run_layer(dispatcher: TokenDispatcher, case: RankCase, mode: Mode = NORMAL) -> RankResult:
-    """Dispatch, compute, combine into memory of ours; the rest is copied out of the dispatcher's buffers."""
+    """Dispatch, compute, and combine into our memory. Other results are copied out of the dispatcher's buffers."""
     rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else 0
     dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
     x_NH, row_P, offsets, _ = dispatched
@@ -28,7 +28,7 @@ def run_layer(dispatcher: TokenDispatcher, case: RankCase, mode: Mode = NORMAL) 
 def check_bits(
     results: Sequence[Sequence[RankResult]], layers: list[list[RankCase]], slots_per_rank: int
 ) -> None:
-    """Every rank's results of every layer are the oracle's."""
+    """Check that every rank's results of every layer equal the oracle's."""
     for index, cases in enumerate(layers):
         for rank, want in enumerate(simulate(cases, slots_per_rank)):
             for field, ours, oracle in zip(want._fields, results[rank][index], want, strict=True):

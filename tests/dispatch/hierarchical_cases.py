@@ -1,4 +1,4 @@
-"""What tests of node-limited dispatch share."""
+"""Shared parts of the tests of node-limited dispatch."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ S = 3
 
 
 def open_here(name: str, node_size: int, **options: Any) -> HierarchicalDispatcher:
-    """A dispatcher over all of a pool's ranks."""
+    """Open a dispatcher over all ranks of a pool."""
     return open_hierarchical(
         name, dist.group.WORLD, node_size=node_size, slots_per_rank=S, timeout_s=20.0, **options
     )

@@ -1,4 +1,4 @@
-"""Exchanges of plain bytes through a wire, with contents that say where they come from; run by ranks of a pool."""
+"""Exchanges of plain bytes through a wire, with contents that show their origin. Run by ranks of a pool."""
 
 import torch
 
@@ -7,18 +7,18 @@ from dispatch.wires.wire import RankTable, Wire
 
 
 def message(round_: int, source: int, to: int, num_bytes: int) -> torch.Tensor:
-    """The bytes that `source` sends `to` in a round: no two messages are alike."""
+    """Return the bytes that `source` sends `to` in a round. No two messages are equal."""
     seed = 7919 * round_ + 101 * source + to
     return torch.arange(seed, seed + num_bytes).mul(31).to(torch.uint8)
 
 
 def size_of(round_: int, source: int, to: int, largest: int) -> int:
-    """Uneven sizes, 0 among them."""
+    """Return uneven sizes, including 0."""
     return (5 * round_ + 3 * source + 7 * to) % 11 * largest // 10
 
 
 def swap(wire: Wire, round_: int, largest: int, *, is_known: bool) -> list[str]:
-    """Exchange one round's messages. Returns what is wrong with what arrived; nothing comes from masked ranks."""
+    """Exchange one round's messages. Return errors in the received data. Nothing arrives from masked ranks."""
     R, rank = wire.world_size, wire.rank
     sends, receives = RankTable(R), RankTable(R)
     for peer in range(R):
@@ -42,7 +42,7 @@ def swap(wire: Wire, round_: int, largest: int, *, is_known: bool) -> list[str]:
 
 
 def swap_or_refuse(wire: Wire, round_: int, largest: int, refusers: list[int], *, is_known: bool) -> str:
-    """One round in which some ranks refuse; returns this rank's error, or "" if there was none."""
+    """Run one round that some ranks refuse. Return this rank's error, or ""."""
     if wire.rank in refusers:
         wire.refuse(text_of(wire.rank))
         return text_of(wire.rank)
@@ -55,5 +55,5 @@ def swap_or_refuse(wire: Wire, round_: int, largest: int, refusers: list[int], *
 
 
 def text_of(rank: int) -> str:
-    """What a rank says when it refuses."""
+    """Return a rank's refusal text."""
     return f"x_TH of rank {rank} is bäd"

@@ -1,4 +1,4 @@
-"""Dispatch and combine of a whole group in one process, from `dispatch.layout` alone: what every backend must equal."""
+"""Dispatch and combine of a whole group in one process, from `dispatch.layout` only: the reference of every backend."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from dispatch import layout
 
 
 class RankCase(NamedTuple):
-    """What one rank brings to one layer."""
+    """Inputs of one rank for one layer."""
 
     x_TH: Tensor
     slots_TK: Tensor
@@ -17,7 +17,7 @@ class RankCase(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """What one rank must get: from dispatch (the first three) and from combine."""
+    """Expected results of one rank: from dispatch (the first three) and from combine."""
 
     x_NH: Tensor
     row_P: Tensor
@@ -36,7 +36,7 @@ def make_cases(
     dtype: torch.dtype = torch.float32,
     only_slot: int | None = None,
 ) -> list[RankCase]:
-    """Draw random cases, one rank per entry of `tokens`; a share of the choices is -1; duplicates happen."""
+    """Draw random cases, one rank per entry of `tokens`. A share of the choices is -1, and duplicates may occur."""
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for T in tokens:
@@ -50,7 +50,7 @@ def make_cases(
 
 
 def compute_pairs(x_NH: Tensor, row_P: Tensor, slot_offsets: Tensor, rank: int) -> Tensor:
-    """Stand in for the experts: a function of (row, physical slot) that is exact in every order."""
+    """Compute the experts' answers: a function of (row, physical slot) that is exact in any order."""
     S = slot_offsets.numel() - 1
     slot_P = torch.repeat_interleave(torch.arange(S), slot_offsets.diff()) + rank * S
     return (x_NH[row_P].float() * (slot_P + 1).unsqueeze(1) - slot_P.unsqueeze(1)).to(x_NH.dtype)
@@ -79,6 +79,6 @@ def simulate(cases: list[RankCase], slots_per_rank: int) -> list[RankResult]:
 
 
 def _part(route: layout.RowsToSend, rank: int) -> tuple[Tensor, Tensor]:
-    """The rows of `route` for one rank."""
+    """Return the rows of `route` for one rank."""
     counts = route.row_counts_R.tolist()
     return route.token_N.split(counts)[rank], route.local_slots_NK.split(counts)[rank]

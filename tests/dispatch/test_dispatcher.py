@@ -1,4 +1,4 @@
-"""One rank's Dispatcher: equal to the oracle, and bad input refused by name before anything is sent."""
+"""Dispatcher on one rank: equal to the oracle, and bad input is rejected by name before anything is sent."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_one_rank_equals_the_oracle(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_sum_has_the_oracles_bits(dispatcher: Dispatcher, dtype: torch.dtype) -> None:
-    """Values over 60 orders of magnitude: a fused multiply-add or another order would show."""
+    """Values over 60 orders of magnitude reveal a fused multiply-add or another order."""
     generator = torch.Generator().manual_seed(1)
     T, K, H = 64, 8, 130
     slots_TK = torch.randint(-1, S, (T, K), generator=generator)
@@ -106,7 +106,7 @@ def test_buffers_are_reused_once_grown(dispatcher: Dispatcher) -> None:
 def test_dispatch_refuses_bad_input_by_name(dispatcher: Dispatcher, x: Any, slots: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dispatcher.dispatch(x, slots)
-    local_dispatch(dispatcher)  # and works on
+    local_dispatch(dispatcher)  # and it still works
 
 
 def test_slots_per_rank_must_be_positive() -> None:

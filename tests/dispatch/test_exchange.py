@@ -1,4 +1,4 @@
-"""One exchange by itself: what it tells beside rows, what it keeps, and how long it takes."""
+"""A single exchange: data sent with the rows, data that it keeps, and its duration."""
 
 import random
 from typing import NamedTuple
@@ -25,7 +25,7 @@ def test_total_is_the_sum_and_wires_come_in_whole_blocks() -> None:
 
 
 def test_ranks_that_are_late_in_turn_find_the_wires_time() -> None:
-    """Four ranks, each as often the last: an exchange lasts from a rank's arrival to the last one's, and the wire."""
+    """Four ranks, each equally often the last: an exchange lasts until the last rank's arrival, plus the wire time."""
     draw, clocks, wire_ns, rounds = random.Random(0), [ExchangeClock() for _ in range(4)], 20, 10 * BLOCK
     for _ in range(rounds):
         arrivals = [draw.randrange(1000) for _ in clocks]
@@ -44,7 +44,7 @@ def test_a_rank_that_is_never_last_does_not_hide_the_one_that_is() -> None:
 
 
 class Heard(NamedTuple):
-    """What a rank learned of a dispatch of bytes."""
+    """What a rank received in a dispatch of bytes."""
 
     rows: Tensor
     origins: list[int]
@@ -54,7 +54,7 @@ class Heard(NamedTuple):
 
 
 def send_bytes_with_notes(name: str) -> Heard:
-    """Every rank sends row i to rank i % R, with a note; answers are the rows, doubled, in another exchange's midst."""
+    """Send row i to rank i % R with a note on every rank. Answers are the doubled rows, sent during another exchange."""
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     R, rank = wire.world_size, wire.rank
     first, second = (Exchange(wire, slots_per_rank=1) for _ in range(2))
@@ -65,7 +65,7 @@ def send_bytes_with_notes(name: str) -> Heard:
     heard = x_NB.clone(), first.origins().tolist(), first.counts(), first.notes()
     assert num_pairs == len(x_NB)
     doubled_NH = 2.0 * x_NB.to(torch.float32)
-    assert second.send_rows(torch.ones(1, 3), torch.tensor([[R - 1]]), call=8) == -1  # its own rooms
+    assert second.send_rows(torch.ones(1, 3), torch.tensor([[R - 1]]), call=8) == -1  # uses its own buffers
     second.receive_rows()
     first.send_answers(doubled_NH, call=9)
     first.receive_answers()
@@ -103,14 +103,14 @@ def test_notes_of_other_lengths_are_another_call(pool_of: PoolOf) -> None:
 
 
 def keep_what_is_overwritten() -> tuple[Tensor, Tensor]:
-    """Rows and answers change after they were sent; a slot that a token repeats is one pair, counted twice."""
+    """Rows and answers change after they were sent. A slot repeated by a token is one pair and counts twice."""
     wire = open_wire("shm", dist.group.WORLD, timeout_s=20.0)
     exchange, R = Exchange(wire, slots_per_rank=1), wire.world_size
     x_TH, slots_TK = torch.full((2, 3), 1.0 + wire.rank), torch.tensor([[0, 0, 1], [1, -1, 1]])
     exchange.send_rows(x_TH, slots_TK, call=1, capacity=2, is_unique=True, keeps=True)
     x_TH.fill_(float("nan"))
     x_NH, num_pairs = exchange.receive_rows()
-    assert num_pairs == (R if wire.rank == 0 else 2 * R), "twins are one pair"
+    assert num_pairs == (R if wire.rank == 0 else 2 * R), "repeated slots must be one pair"
     received, y_PH = x_NH.clone(), x_NH[exchange.row_of_pair].contiguous()
     exchange.send_answers(y_PH, call=2, keeps=True)
     y_PH.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""A peer that is killed, stopped or gone gives every survivor a named error, and nothing is left behind."""
+"""If a peer is killed, stopped or gone, every survivor raises a named error, and nothing leaks."""
 
 import gc
 import os
@@ -19,12 +19,12 @@ from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
 
 VICTIM = 2
-STOP_TIMEOUT_S = 3.0  # long enough that nobody times out on a busy machine before the victim stops
-ENOUGH_S = 15.0  # below the 30 s time-out, and much for a busy machine: it takes 0.1 s on an idle one
+STOP_TIMEOUT_S = 3.0  # long enough that no rank times out on a busy machine before the victim stops
+ENOUGH_S = 15.0  # below the 30 s timeout, and ample for a busy machine: an idle one needs 0.1 s
 
 
 class Outcome(NamedTuple):
-    """What a survivor saw."""
+    """Observations of a survivor."""
 
     error: str
     rank: int | None
@@ -41,7 +41,7 @@ def shared_memory() -> int:
 
 
 def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcome:
-    """Run two layers; then the victim gets the signal before its dispatch or before its combine."""
+    """Run two layers. The victim then gets the signal before its dispatch or before its combine."""
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
     x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
     begin, mapped = time.monotonic(), shared_memory()
@@ -83,12 +83,12 @@ def test_a_stopped_peer_times_out_on_every_survivor(pool_of: PoolOf, name: str, 
     pool.close()  # the stopped rank cannot be used again
     for outcome in outcomes:
         assert outcome.error == "DispatchTimeout"
-        assert outcome.rank == (VICTIM if name == "shm" else None)  # gloo's all-to-all does not say who
+        assert outcome.rank == (VICTIM if name == "shm" else None)  # gloo's all-to-all does not name the rank
         assert outcome.seconds < STOP_TIMEOUT_S + ENOUGH_S
 
 
 def leave_early() -> str:
-    """Rank 1 closes its wire while rank 0 waits for it."""
+    """Close the wire on rank 1 while rank 0 waits for it."""
     dispatcher = Dispatcher(open_wire("shm", dist.group.WORLD, timeout_s=30), slots_per_rank=2)
     if dist.get_rank() == 1:
         dispatcher.close()
@@ -103,7 +103,7 @@ def test_a_peer_that_closes_is_lost_at_once(pool_of: PoolOf) -> None:
 
 
 def wait_until_interrupted() -> tuple[str, list[tuple[int, ...]], float]:
-    """Rank 0 waits for rank 1, which does nothing, until another thread ends that."""
+    """Let rank 0 wait for rank 1, which does nothing, until another thread interrupts it."""
     dispatcher = Dispatcher(open_wire("shm", dist.group.WORLD, timeout_s=60), slots_per_rank=2)
     seen, said = [tuple(dispatcher.exchanges)], "no error"
     if dist.get_rank() == 0:
@@ -144,8 +144,8 @@ def test_a_closed_wire_says_so(pool_of: PoolOf, name: str) -> None:
 
 
 def count_mappings_after_use() -> tuple[int, int, int]:
-    """(shared memory while open, once closed, descriptors gained)."""
-    gc.collect()  # engines of tests before this one, in the same process, have wires too
+    """Return (shared memory while open, once closed, descriptors gained)."""
+    gc.collect()  # engines of earlier tests in the same process also have wires
     descriptors = len(os.listdir("/proc/self/fd"))
     wire = open_wire("shm", dist.group.WORLD)
     during = shared_memory()
@@ -160,7 +160,7 @@ def test_closing_returns_memory_and_descriptors(pool_of: PoolOf) -> None:
 
 
 def run_many_small_exchanges(name: str, count: int) -> int:
-    """Hammer the flags: ranks drift apart at random, so that both spinning and sleeping waits happen."""
+    """Stress the flags: ranks drift apart at random, so that waits both spin and sleep."""
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=20), slots_per_rank=1)
     R, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(rank)

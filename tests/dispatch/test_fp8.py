@@ -1,4 +1,4 @@
-"""FP8: DeepSeek's recipe by the letter, its error and its edges; and rows in FP8, the same on any number of ranks."""
+"""FP8: DeepSeek's recipe to the letter, its error and edge cases, and FP8 rows that are equal on any number of ranks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ MODES = [(False, False), (True, False), (True, True)]  # round_scale, ue8m0
 
 
 def quantise_by_the_letter(x_TH: Tensor) -> tuple[Tensor, Tensor]:
-    """Block by block, value by value."""
+    """Quantise block by block, value by value."""
     out, scales = torch.empty(x_TH.shape, dtype=torch.float8_e4m3fn), []
     for token, row in enumerate(x_TH.float()):
         for first in range(0, x_TH.shape[1], 128):
@@ -164,11 +164,11 @@ def test_a_single_column_of_exponents_may_be_column_major() -> None:
 
 
 S = 4
-BOUND = 9e-4  # DeepEP's own tests hold its FP8 dispatch to this
+BOUND = 9e-4  # the limit in DeepEP's own tests of its FP8 dispatch
 
 
 def run_fp8(name: str, cases: list[RankCase], mode: Mode) -> tuple[Tensor, Tensor, Traffic]:
-    """What a rank receives and combines, and what it sent."""
+    """Return the rows that a rank receives and combines, and its traffic."""
     wire = open_wire(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
     dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format("fp8"))
     result = run_layer(dispatcher, cases[wire.rank], mode)
@@ -177,7 +177,7 @@ def run_fp8(name: str, cases: list[RankCase], mode: Mode) -> tuple[Tensor, Tenso
 
 
 def rounded(case: RankCase) -> RankCase:
-    """The same case with the rows that FP8 delivers, by the oracle."""
+    """Return the case with its rows as delivered in FP8, by the oracle."""
     return case._replace(x_TH=dequantise_fp8(*quantise_fp8(case.x_TH), case.x_TH.dtype))
 
 

@@ -1,4 +1,4 @@
-"""What every rank says arrives on all, in their order, as values and never as programs."""
+"""Data of every rank arrives on all ranks, in rank order, as values and never as programs."""
 
 import pickle
 
@@ -15,7 +15,7 @@ def say(values: list[object]) -> list[object]:
 
 
 def say_bytes() -> str:
-    """Rank 1 says what is no JSON, as somebody who has taken its place may."""
+    """Send bytes on rank 1 that are not JSON, as an intruder in its place could."""
     content = b"7" if dist.get_rank() == 0 else pickle.dumps(["x"])
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]

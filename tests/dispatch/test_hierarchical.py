@@ -1,4 +1,4 @@
-"""Node-limited dispatch: the flat dispatcher's rows, pairs and bits, by another way."""
+"""Node-limited dispatch: rows, pairs and bits of the flat dispatcher, by another route."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.dispatch.exchange import check_bits, run_layer
 from tests.dispatch.hierarchical_cases import S, open_here
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 
-SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all are flat dispatch
+SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all ranks are flat dispatch
 
 
 def run_layers(
@@ -29,7 +29,7 @@ def run_layers(
 
 
 def edge_layers(ranks: int, dtype: torch.dtype = torch.float32) -> list[list[RankCase]]:
-    """Uneven tokens, none at all, none on most ranks, one slot for everything, more choices than ranks, no choice."""
+    """Return layers: uneven tokens, no tokens, none on most ranks, one slot for all, more choices than ranks, no choice."""
     uneven = [3 * rank % 7 for rank in range(ranks)]
     return [
         make_cases(1, uneven, slots_per_rank=S, dtype=dtype),
@@ -60,7 +60,7 @@ def test_two_nodes_of_four_ranks_have_the_flat_oracles_bits(pool_of: PoolOf) -> 
 def test_low_latency_mode_has_the_flat_oracles_bits_where_ranks_hand_on_more_than_they_bring(
     pool_of: PoolOf,
 ) -> None:
-    """Of at most 8 tokens a rank."""
+    """At most 8 tokens per rank."""
     shapes = [([8] * 4, 2), ([8] * 4, 9), ([8, 0, 8, 8], 5), ([8] * 4, 1)]
     layers = [
         make_cases(20 + index, tokens, choices=choices, slots_per_rank=S, no_choice=0.0)
@@ -70,7 +70,7 @@ def test_low_latency_mode_has_the_flat_oracles_bits_where_ranks_hand_on_more_tha
 
 
 def run_in_fp8(case_of_rank: list[RankCase]) -> list[RankResult]:
-    """The same layer flat and by nodes, with rows in FP8."""
+    """Run the same layer flat and by nodes, with rows in FP8."""
     flat = Dispatcher(open_wire("auto", dist.group.WORLD), slots_per_rank=S, rows=row_format("fp8"))
     by_node = open_here("auto", 2, rows="fp8")
     results = []
@@ -90,7 +90,7 @@ def test_rows_in_fp8_have_the_flat_dispatchers_bits(pool_of: PoolOf) -> None:
 
 
 def count_crossing() -> tuple[int, int, int]:
-    """One row of 4 floats to each rank of the other node: bytes that cross with 2 x 2 ranks, and all that is sent."""
+    """Send one row of 4 floats to each rank of the other of two nodes. Return bytes across nodes, and all bytes."""
     dispatcher = open_here("auto", 2)
     there = (1 - dispatcher.node) * 2 * S
     sent = dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[there, there + S]]))
@@ -101,7 +101,7 @@ def count_crossing() -> tuple[int, int, int]:
 
 
 def test_bytes_that_cross_are_counted(pool_of: PoolOf) -> None:
-    """A header, an entry in 64 bytes and a row of 16 each once; back a header and two answers."""
+    """One header, an entry in 64 bytes and a row of 16 bytes go out; a header and two answers come back."""
     for dispatched, combined, inside in pool_of(4).run(count_crossing):
         assert (dispatched, combined) == (64 + 64 + 16, 64 + 2 * 16)
         assert inside > 0

@@ -1,4 +1,4 @@
-"""What node-limited dispatch refuses, and what it says when ranks disagree or leave: the same on all ranks."""
+"""Rejected calls of node-limited dispatch, and its errors when ranks disagree or leave: the same on all ranks."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from tests.dispatch.hierarchical_cases import S, open_here
 
 
 class Seen(NamedTuple):
-    """What a rank saw of a call that some ranks refused, and whether the next call worked."""
+    """A rank's view of a call that some ranks rejected, and whether the next call worked."""
 
     error: str
     text: str
@@ -24,7 +24,7 @@ class Seen(NamedTuple):
 
 
 def attempt(dispatcher: HierarchicalDispatcher, breaking: dict[int, dict[str, Any]]) -> Seen:
-    """Dispatch and combine with this rank's bad arguments put in; then once more with good ones."""
+    """Dispatch and combine with this rank's bad arguments, then again with good ones."""
     rank, R = dispatcher.rank, dispatcher.world_size
     good = {"x": torch.full((2, 4), float(rank)), "slots": torch.arange(R * S).expand(2, -1)}
     good["weights"] = torch.ones(2, R * S)
@@ -86,7 +86,7 @@ def test_several_ranks_may_refuse_at_once(pool_of: PoolOf) -> None:
 
 
 def test_ranks_that_disagree_on_sizes_all_say_so(pool_of: PoolOf) -> None:
-    """Of one rank (its rail sees it), and of whole rails (only the nodes see it)."""
+    """On one rank (detected by its rail), and on whole rails (detected only by the nodes)."""
     wider = {"x": torch.zeros(2, 8), "y": torch.zeros(1)}
     half = {"x": torch.zeros(2, 4, dtype=torch.float16)}
     seen = pool_of(4).run(attempt_all, "auto", 2, [{3: wider}, {1: wider, 3: wider}, {0: half}])
@@ -115,13 +115,13 @@ def combine_the_older() -> tuple[str, bool]:
         )
     except ValueError as caught:
         error = type(caught).__name__
-    again = dispatcher.combine(newer.x_NH[newer.row_P], torch.ones(2, 1), newer)  # what is valid still is
+    again = dispatcher.combine(newer.x_NH[newer.row_P], torch.ones(2, 1), newer)  # valid data stays valid
     dispatcher.close()
     return error, torch.equal(again, x_TH)
 
 
 def leave_early(name: str) -> str:
-    """Rank 3 closes while the others dispatch: rank 0 shares no wire with it."""
+    """Close rank 3 while the others dispatch. Rank 0 shares no wire with it."""
     dispatcher = open_here(name, 2)
     if dispatcher.rank == 3:
         dispatcher.close()
@@ -133,12 +133,12 @@ def leave_early(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["auto", "gloo"])
 def test_a_rank_that_leaves_is_an_error_everywhere_at_once(pool_of: PoolOf, name: str) -> None:
-    answers = pool_of(4).run(leave_early, name, timeout_s=15.0)  # below the 20 s after which ranks time out
+    answers = pool_of(4).run(leave_early, name, timeout_s=15.0)  # below the 20 s timeout of the ranks
     assert answers == ["PeerLost"] * 3 + ["closed"]
 
 
 def give_up_a_rank() -> str:
-    """Rank 0 waits for rank 2, and is told that rank 3, with which it shares no wire, is given up."""
+    """Let rank 0 wait for rank 2, and then exclude rank 3, with which it shares no wire."""
     dispatcher, said = open_here("shm", 2), ""
     if dispatcher.rank == 0:
         dispatcher.interrupt(PeerLost(3, "the front has given it up"))

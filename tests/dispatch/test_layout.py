@@ -1,4 +1,4 @@
-"""The oracle against brute force: every order spelled out as loops over dictionaries."""
+"""The oracle against brute force: every order written as loops over dictionaries."""
 
 import torch
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def groups(draw: st.DrawFn) -> list[RankCase]:
 
 
 def brute_rows(cases: list[RankCase], rank: int) -> list[tuple[int, int]]:
-    """(source rank, token) of each row that `rank` receives."""
+    """Return (source rank, token) of each row that `rank` receives."""
     return [
         (source, t)
         for source, case in enumerate(cases)
@@ -38,7 +38,7 @@ def brute_rows(cases: list[RankCase], rank: int) -> list[tuple[int, int]]:
 
 
 def brute_pairs(cases: list[RankCase], rank: int) -> list[tuple[int, int, int, int]]:
-    """(local slot, source rank, token, choice) of each pair of `rank`, in order."""
+    """Return (local slot, source rank, token, choice) of each pair of `rank`, in order."""
     return sorted(
         (int(slot) - rank * S, source, t, k)
         for source, case in enumerate(cases)
@@ -49,7 +49,7 @@ def brute_pairs(cases: list[RankCase], rank: int) -> list[tuple[int, int, int, i
 
 
 def brute_combine(case: RankCase) -> Tensor:
-    """Each token's sum, one choice after the other, without any exchange."""
+    """Return each token's sum, one choice after the other, without an exchange."""
     total_TH = torch.zeros_like(case.x_TH)
     for t, slots in enumerate(case.slots_TK):
         for k, slot in enumerate(slots.tolist()):

@@ -1,7 +1,7 @@
-"""Ranks that are masked, by hand or because they were lost: the others go on, with their own bytes and no waiting.
+"""Ranks that are masked, by hand or after a loss: the others continue with correct bytes and without waiting.
 
-What was chosen on a masked rank adds nothing. And a group of survivors under a new epoch, into which a rank that wakes up
-late cannot write."""
+Choices on a masked rank add nothing. A late rank that wakes up cannot write into a group of survivors under a new
+epoch."""
 
 import os
 import signal
@@ -24,13 +24,13 @@ from tests.dispatch.exchange import catch, run_layer
 from tests.dispatch.messages import message, size_of, swap
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
 
-SMALL, LARGE = 400, 9000  # against regions of 1 KB: many messages go in several pieces
-STOP_TIMEOUT_S = 2.0  # long enough that nobody times out on a busy machine before the victim stops
+SMALL, LARGE = 400, 9000  # against regions of 1 KB: many messages need several pieces
+STOP_TIMEOUT_S = 2.0  # long enough that no rank times out on a busy machine before the victim stops
 LONG_S = 30.0
 
 
 class Survival(NamedTuple):
-    """What a survivor saw: the error that ended it, or the mask that it ended with; and wrong bytes."""
+    """A survivor's error, or its final mask, and wrong bytes."""
 
     error: str
     rank: int | None
@@ -44,7 +44,7 @@ def open_wires(name: str, mask_lost: bool, timeout_s: float = LONG_S) -> Wire:
 
 
 def mask_by_hand(name: str, mask_lost: bool) -> list[str]:
-    """Ranks 0 to 2 do without rank 3 for a while, and it without them; then all are together again."""
+    """Run ranks 0 to 2 without rank 3 for a while, and rank 3 alone. Then all are together again."""
     wire = open_wires(name, mask_lost)
     rank, R = dist.get_rank(), dist.get_world_size()
     wrong = []
@@ -78,7 +78,7 @@ def test_a_mask_that_cannot_be_honoured_is_an_error(pool_of: PoolOf, name: str) 
 
 
 def lose_the_last(name: str, mask_lost: bool, number: int, moment: str, timeout_s: float) -> Survival:
-    """The last rank gets a signal in round 0 ("before" any exchange) or 2; the others go on to round 5."""
+    """Send the last rank a signal in round 0 ("before" any exchange) or 2. The others continue to round 5."""
     wire = open_wires(name, mask_lost, timeout_s)
     rank, R = dist.get_rank(), dist.get_world_size()
     is_victim, wrong, begin = rank == R - 1, [], time.monotonic()
@@ -98,7 +98,7 @@ def lose_the_last(name: str, mask_lost: bool, number: int, moment: str, timeout_
 
 
 def die(wire: Wire, number: int, moment: str) -> None:
-    """Before an exchange, or half-way: everything is posted, but later pieces of large messages never come."""
+    """Die before an exchange, or half-way: all is posted, but later pieces of large messages never come."""
     if moment == "during":
         rank, R = wire.rank, wire.world_size
         sends = RankTable(R)
@@ -124,7 +124,7 @@ def test_a_killed_rank_is_masked_and_the_others_keep_their_bytes(
 
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_rank_killed_amid_an_exchange_is_a_named_error(pool_of: PoolOf, name: str) -> None:
-    """Over gloo a survivor may also wait out its time-out: that the victim died is seen by who is at its connection."""
+    """Over gloo a survivor may also time out: only a rank that is connected to the victim sees that it died."""
     timeout_s, errors = (LONG_S, ["PeerLost"]) if name == "shm" else (5.0, ["PeerLost", "DispatchTimeout"])
     pool = pool_of(3)
     pool.start(lose_the_last, name, False, signal.SIGKILL, "during", timeout_s)
@@ -147,7 +147,7 @@ def test_a_stopped_rank_is_masked_after_the_timeout(pool_of: PoolOf, moment: str
 
 
 def test_gloo_cannot_mask_a_stopped_rank_and_says_who(pool_of: PoolOf) -> None:
-    """After a time-out gloo closes the connections of the rank that waited: its neighbours may see that first."""
+    """After a timeout, gloo closes the connections of the waiting rank. Its neighbours may see that first."""
     pool = pool_of(3)
     pool.start(lose_the_last, "gloo", True, signal.SIGSTOP, "between", STOP_TIMEOUT_S)
     outcomes = pool.collect(ranks=[0, 1])
@@ -160,7 +160,7 @@ def test_gloo_cannot_mask_a_stopped_rank_and_says_who(pool_of: PoolOf) -> None:
 
 
 def stop_and_regroup(name: str, key: str) -> list[str]:
-    """Rank 2 stops. The others time out, meet again under epoch 1, wake it, and go on until it has given up."""
+    """Stop rank 2. The others time out, regroup under epoch 1, wake it, and continue until it has failed."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     wire = open_wires(name, mask_lost=False, timeout_s=STOP_TIMEOUT_S)
@@ -191,7 +191,7 @@ def stop_and_regroup(name: str, key: str) -> list[str]:
 
 
 def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
-    """Rank 2 stops. The others mask it, wake it, and go on in the same epoch until it has masked them."""
+    """Stop rank 2. The others mask it, wake it, and continue in the same epoch until it has masked them."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     wire = open_wires("shm", mask_lost=True, timeout_s=STOP_TIMEOUT_S)
@@ -206,7 +206,7 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
         wrong += swap(wire, 1, SMALL, is_known=True)
         store.set(f"{key}-masked-{rank}", "yes")
         if rank == 0:
-            store.wait([f"{key}-masked-{peer}" for peer in (0, 1)])  # who waits still would hear from it
+            store.wait([f"{key}-masked-{peer}" for peer in (0, 1)])  # a waiting rank would hear from it
             os.kill(int(store.get(f"{key}-pid")), signal.SIGCONT)
         wrong += swap_until(store, f"{key}-gave-up", wire)
     wire.close()
@@ -215,7 +215,7 @@ def stop_and_stay(key: str) -> tuple[list[str], list[int]]:
 
 @pytest.mark.slow
 def test_a_masked_rank_that_wakes_up_cannot_reach_the_others(pool_of: PoolOf) -> None:
-    """Nobody reads what it writes, and its regions are nobody else's."""
+    """No rank reads its writes, and its regions are its own."""
     pool = pool_of(3)
     pool.start(stop_and_stay, f"stay-{time.monotonic_ns()}")
     assert pool.collect() == [([], [0, 0, 1]), ([], [0, 0, 1]), ([], [1, 1, 0])]
@@ -228,7 +228,7 @@ def error_of(wire: Wire, round_: int) -> str:
 
 
 def swap_until(store: Store, key: str, wire: Wire) -> list[str]:
-    """Exchange until the key is there, at most for LONG_S; rank 0 says when that is by the size of its message."""
+    """Exchange until the key exists, for at most LONG_S. Rank 0 signals the end by the size of its message."""
     wrong, R, is_over = [], wire.world_size, RankTable(wire.world_size)
     deadline = time.monotonic() + LONG_S
     for round_ in range(1, 1_000_000):
@@ -245,7 +245,7 @@ def swap_until(store: Store, key: str, wire: Wire) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_late_rank_of_an_old_epoch_cannot_reach_the_survivors(pool_of: PoolOf, name: str) -> None:
-    """On shm it still maps the old epoch's memory, on gloo it holds the old connections: nobody else does."""
+    """On shm it still maps the old epoch's memory, on gloo it holds the old connections. No other rank does."""
     pool = pool_of(3)
     pool.start(stop_and_regroup, name, f"{name}-{time.monotonic_ns()}")
     first, second, late = pool.collect()
@@ -263,7 +263,7 @@ S, LOST = 4, 2
 
 
 def run_without(name: str, cases: list[RankCase], mode: Mode) -> tuple[RankResult, RankResult] | None:
-    """One layer with everybody, then one without rank LOST, which makes no further call."""
+    """Run one layer on all ranks, then one without rank LOST, which makes no further call."""
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0, mask_lost=True)
     dispatcher, case = Dispatcher(wire, slots_per_rank=S), cases[wire.rank]
     whole = run_layer(dispatcher, case)
@@ -277,7 +277,7 @@ def run_without(name: str, cases: list[RankCase], mode: Mode) -> tuple[RankResul
 
 
 def without(case: RankCase, rank: int) -> RankCase:
-    """The case as if nobody had chosen what lives on LOST, and LOST had no tokens."""
+    """Return the case without tokens of LOST and without choices of its slots."""
     is_there = torch.div(case.slots_TK, S, rounding_mode="floor") == LOST
     slots_TK = case.slots_TK.masked_fill(is_there, -1)
     return RankCase(*(part[:0] for part in case)) if rank == LOST else case._replace(slots_TK=slots_TK)

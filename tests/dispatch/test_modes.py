@@ -1,4 +1,4 @@
-"""Low-latency mode: the oracle's bits, and nothing on its way that a captured graph forbids."""
+"""Low-latency mode: the oracle's bits, and no operation that a captured graph forbids."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ S = 4
 
 
 def run_modes(name: str, layers: list[list[RankCase]], modes: list[Mode]) -> list[RankResult]:
-    """Every layer in its mode, through one dispatcher."""
+    """Run every layer in its mode, through one dispatcher."""
     wire = open_wire(name, dist.group.WORLD if dist.is_initialized() else None, timeout_s=20.0)
     dispatcher = Dispatcher(wire, slots_per_rank=S)
     results = []
@@ -30,7 +30,7 @@ def run_modes(name: str, layers: list[list[RankCase]], modes: list[Mode]) -> lis
 
 
 def mixed_layers(R: int) -> tuple[list[list[RankCase]], list[Mode]]:
-    """Layers of both modes in turn: sizes that grow and shrink, empty ranks, full rooms, types."""
+    """Return layers that alternate between both modes: growing and shrinking sizes, empty ranks, full buffers, types."""
     uneven = [(5 * rank + 3) % 9 for rank in range(R)]
     layers = [
         (make_cases(1, uneven, slots_per_rank=S), low_latency(8)),
@@ -59,10 +59,10 @@ def test_one_rank_gives_the_oracles_bits_in_both_modes() -> None:
 
 
 def guarded_calls(name: str, dtype: torch.dtype, rows: str, mode: Mode) -> set[tuple[int, ...]]:
-    """Run steps of many sizes under the guard; return the addresses they used.
+    """Run steps of many sizes under the guard. Return the addresses they used.
 
-    The first call of a shape makes room; it has one token, so what it makes room for is the mode's word. gloo's
-    own buffers may grow later (its exchange cannot be captured anyway), so it runs without the guard.
+    The first call of a shape allocates. It has one token, so the allocated size must follow from the mode. gloo's own
+    buffers may grow later (its exchange cannot be captured anyway), so it runs without the guard.
     """
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format(rows))

@@ -1,4 +1,4 @@
-"""A free port: free, and none that an outgoing connection may take."""
+"""A free port: unused, and outside the range of outgoing connections."""
 
 import random
 import socket
@@ -14,7 +14,7 @@ def test_a_free_port_is_below_those_of_outgoing_connections() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = {free_port() for _ in range(20)}
     assert all(10_000 <= port < first for port in found) or first <= 10_000
-    assert len(found) > 1, "processes that ask at the same time get different ones"
+    assert len(found) > 1, "concurrent processes must get different ports"
 
 
 def test_a_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:

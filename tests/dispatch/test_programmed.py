@@ -1,4 +1,4 @@
-"""An exchange by programs gives the bits of `Dispatcher`, whatever the passes leave to Python."""
+"""An exchange by programs yields the bits of `Dispatcher`, whichever part the passes leave to Python."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,7 +23,7 @@ PLENTY = 64
 
 
 class Call(NamedTuple):
-    """What a rank sends, and with which weights."""
+    """Rows that a rank sends, with slots and weights."""
 
     x_TH: Tensor
     slots_TK: Tensor
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def calls_of(rank: int, world_size: int) -> list[Call]:
-    """Some calls of a rank; one of them without tokens."""
+    """Return some calls of a rank, one of them without tokens."""
     draw = torch.Generator().manual_seed(rank)
     return [
         Call(
@@ -44,20 +44,20 @@ def calls_of(rank: int, world_size: int) -> list[Call]:
 
 
 def answers(x_NH: Tensor, row_P: Tensor, offsets: Tensor) -> Tensor:
-    """What each slot says of a row: another multiple."""
+    """Return each slot's answer to a row: a different multiple of it."""
     slot_P = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
     return x_NH[row_P] * (1.0 + slot_P.unsqueeze(1))
 
 
 def by_dispatcher(dispatcher: Dispatcher, call: Call, capacity: int) -> Tensor:
-    """The oracle."""
+    """Run a call through the dispatcher. The oracle."""
     sent = dispatcher.dispatch(call.x_TH, call.slots_TK, Mode(capacity))
     y_PH = answers(sent.x_NH, sent.row_P, sent.slot_offsets)
     return dispatcher.combine(y_PH, call.weights_TK, sent)
 
 
 class InPrograms:
-    """Calls by programs, with room for so many rows."""
+    """Calls by programs, with room for `room` rows."""
 
     def __init__(self, exchange: ProgrammedExchange, room: int, threads: int = 1) -> None:
         self.exchange = exchange
@@ -71,7 +71,6 @@ class InPrograms:
         self._room = Room(self._received.data_ptr(), room, self._row_of.data_ptr(), room * CHOICES)
 
     def run(self, call: Call, capacity: int) -> Tensor:
-        """Collective."""
         exchange, (x_TH, slots_TK, weights_TK) = self.exchange, call
         facts, out_TH = torch.tensor([len(x_TH)]), torch.full_like(x_TH, torch.nan)
         send, receive, answer, add = pass_rows(
@@ -99,13 +98,13 @@ class InPrograms:
 
 
 def exchange_state(exchange: ProgrammedExchange) -> int:
-    """Why the passes stopped."""
+    """Return why the passes stopped."""
     state: int = exchange._b[passes.STATE]
     return state
 
 
 def opened(region_bytes: int | None = None) -> tuple[Dispatcher, ProgrammedExchange]:
-    """A dispatcher of all ranks over shared memory, and what programs call."""
+    """Open a dispatcher of all ranks over shared memory, and the exchange that programs call."""
     wire = ShmWire(
         dist.group.WORLD, timeout_s=20.0, epoch=0, reason="it is tested", region_bytes=region_bytes
     )
@@ -116,7 +115,7 @@ def opened(region_bytes: int | None = None) -> tuple[Dispatcher, ProgrammedExcha
 
 
 class Found(NamedTuple):
-    """What a rank got of each call, both ways, and why passes stopped."""
+    """Results of each call on a rank, both ways, and why passes stopped."""
 
     ours: list[Tensor]
     theirs: list[Tensor]
@@ -126,7 +125,7 @@ class Found(NamedTuple):
 
 
 def both_ways(room: int, region_bytes: int | None, capacity: int, threads: int) -> Found:
-    """Run every call by the dispatcher and by programs, turn about over one wire."""
+    """Run every call by the dispatcher and by programs, alternating over one wire."""
     dispatcher, exchange = opened(region_bytes)
     programs, ours, theirs, sent = InPrograms(exchange, room, threads), [], [], []
     for call in calls_of(dist.get_rank(), dist.get_world_size()):
@@ -154,7 +153,7 @@ def test_programs_give_the_dispatcher_s_bits(
         for total in found.sent:
             steps.append([now - then for now, then in zip(total, before, strict=True)])
             before = total
-        assert steps[0::2] == steps[1::2]  # both send as many bytes
+        assert steps[0::2] == steps[1::2]  # both send equally many bytes
 
 
 def test_messages_larger_than_their_windows_go_in_parts(pool_of: PoolOf) -> None:
@@ -170,7 +169,7 @@ def test_more_rows_than_there_is_room_for_are_taken_by_python(pool_of: PoolOf) -
 
 
 def without_a_rank() -> list[Tensor]:
-    """The first two ranks do without the last; it takes no part."""
+    """Run the first two ranks without the last, which takes no part."""
     dispatcher, exchange = opened()
     found = []
     if dist.get_rank() < 2:
@@ -188,7 +187,7 @@ def test_a_masked_rank_takes_no_part(pool_of: PoolOf) -> None:
 
 
 def with_a_bad_slot() -> tuple[str, Tensor, Tensor]:
-    """Rank 0 sends to a slot that nobody has; the next call is fine."""
+    """Send from rank 0 to a slot that does not exist. The next call must work."""
     dispatcher, exchange = opened()
     programs, call = InPrograms(exchange, PLENTY), calls_of(dist.get_rank(), 2)[0]
     bad = call.slots_TK.clone()
@@ -207,7 +206,7 @@ def test_a_slot_that_nobody_has_is_named_on_all_ranks_and_the_next_call_works(po
 
 
 def out_of_step(spoil: Callable[[ProgrammedExchange], None]) -> str:
-    """Rank 1 is at another call."""
+    """Let rank 1 be at another call."""
     dispatcher, exchange = opened()
     if dist.get_rank() == 1:
         spoil(exchange)
@@ -218,12 +217,12 @@ def out_of_step(spoil: Callable[[ProgrammedExchange], None]) -> str:
 
 
 def at_another_call(exchange: ProgrammedExchange) -> None:
-    """It counts on by itself."""
+    """Skip two calls."""
     exchange.calls += 2
 
 
 def with_other_answers(exchange: ProgrammedExchange) -> None:
-    """It answers another call than it was asked."""
+    """Answer another call than the one received."""
     finish = exchange.finish_rows
 
     def finish_wrongly(x_TH: Tensor, slots_TK: Tensor, capacity: int) -> None:

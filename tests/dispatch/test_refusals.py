@@ -1,5 +1,5 @@
-"""What a rank refuses, by its arguments or by the wire alone, is a named error on every rank before anything is delivered; the
-next exchange works."""
+"""Calls that a rank rejects, by their arguments or through the wire alone, raise a named error on every rank before anything
+is delivered. The next exchange works."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,7 +26,7 @@ BACKENDS = [(name, world_size) for world_size in (2, 4) for name in ("shm", "glo
 
 
 class Bad(NamedTuple):
-    """A way to spoil a dispatch's arguments, and what the error says."""
+    """A way to spoil the arguments of a dispatch, and the text of the error."""
 
     spoil: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     message: str
@@ -54,7 +54,7 @@ def open_dispatcher(name: str, **settings: int) -> Dispatcher:
 def dispatch_badly(
     name: str, bad_ranks: list[int], cases: list[RankCase], good_tokens: int
 ) -> tuple[dict[str, str], RankResult]:
-    """Make every bad call, each followed by nothing, then a good layer."""
+    """Make every bad call, then run a good layer."""
     dispatcher = open_dispatcher(name)
     rank = dispatcher.wire.rank
     errors = {}
@@ -111,7 +111,7 @@ def combine_badly(name: str, bad_rank: int) -> tuple[list[str], bool]:
         ),
     ]
     errors = [catch(call) for call in spoilt]
-    combined = dispatcher.combine(y_PH, weights_TK, dispatched)  # the same dispatch is still good
+    combined = dispatcher.combine(y_PH, weights_TK, dispatched)  # the same dispatch is still valid
     older, dispatched = dispatched, dispatcher.dispatch(x_TH, slots_TK)
     y_PH = dispatched.x_NH[dispatched.row_P]
     errors.append(catch(lambda: dispatcher.combine(y_PH, weights_TK, older if is_bad else dispatched)))
@@ -144,7 +144,7 @@ DISAGREEMENTS = ("H", "K", "dtype", "slots per rank", "capacity", "row format")
 
 
 def disagree(name: str, kind: str, odd_rank: int) -> tuple[str, str]:
-    """One rank differs in one thing; then all agree."""
+    """Let one rank differ in one thing. Then all agree."""
     group = dist.group.WORLD
     assert group is not None
     is_odd = group.rank() == odd_rank
@@ -155,7 +155,7 @@ def disagree(name: str, kind: str, odd_rank: int) -> tuple[str, str]:
     )
     x_TH = torch.zeros(3, 9 if kind == "H" and is_odd else 8)
     slots_TK = torch.zeros(3, 3 if kind == "K" and is_odd else 2, dtype=torch.int64)
-    if kind == "dtype":  # types of one size, which bytes alone do not tell apart
+    if kind == "dtype":  # types of equal size, which bytes alone cannot distinguish
         x_TH = x_TH.to(torch.float16 if is_odd else torch.bfloat16)
     mode = low_latency(8 if is_odd else 16) if kind == "capacity" else NORMAL
     first = catch(lambda: dispatcher.dispatch(x_TH, slots_TK, mode))
@@ -179,7 +179,7 @@ def test_ranks_that_disagree_all_get_a_named_error(
             assert second == "no error"
 
 
-SMALL, LARGE = 500, 9000  # against regions of 1 KB: many messages go in several pieces
+SMALL, LARGE = 500, 9000  # against regions of 1 KB: many messages need several pieces
 
 
 def open_wires(name: str, mask_lost: bool = False) -> Wire:
@@ -190,13 +190,13 @@ def open_wires(name: str, mask_lost: bool = False) -> Wire:
 def exchange_with_refusals(
     name: str, mask_lost: bool, is_known: bool, refusals: list[list[int]]
 ) -> list[str]:
-    """Each entry of `refusals` is a round and the ranks that refuse it. Returns this rank's errors by round."""
+    """Run rounds; each entry of `refusals` is a round and the ranks that refuse it. Return this rank's errors by round."""
     wire = open_wires(name, mask_lost)
     errors = []
     for round_, refusers in enumerate(refusals):
         largest = LARGE if round_ % 2 else SMALL
         errors.append(swap_or_refuse(wire, round_, largest, refusers, is_known=is_known))
-    assert not wire.mask.values.any(), "a rank that refuses is not lost"
+    assert not wire.mask.values.any(), "a refusing rank must not count as lost"
     wire.close()
     return errors
 
@@ -224,7 +224,7 @@ def test_a_refusal_is_a_named_error_on_every_rank_and_the_next_exchange_works(
 
 
 def refuse_at_length(name: str, text: str) -> str:
-    """Rank 0 refuses with a text; the others return what they read of it."""
+    """Refuse on rank 0 with a text. The others return the text that they received."""
     wire = open_wires(name)
     try:
         if wire.rank == 0:

@@ -1,4 +1,4 @@
-"""RowExchange: every mover and number of ranks moves rows as the single-process oracle, and bad calls reach all."""
+"""RowExchange: every mover and number of ranks moves rows like the single-process oracle. Bad calls raise on all ranks."""
 
 from typing import NamedTuple
 
@@ -20,21 +20,21 @@ CPU = torch.device("cpu")
 
 
 def open_mover(name: str) -> RowMover:
-    """Over a wire; by the name nccl over collectives, here of CPU tensors over gloo."""
+    """Open a mover over a wire. The name nccl selects collectives, here of CPU tensors over gloo."""
     if name == "nccl":
         return NcclRows(dist.group.WORLD, device=CPU, timeout_s=20.0)
     return HostRows(open_wire(name, dist.group.WORLD, timeout_s=20.0), CPU)
 
 
 class Case(NamedTuple):
-    """What one rank sends."""
+    """Data that one rank sends."""
 
     planes: list[Tensor]
     is_token_in_rank_TR: Tensor
 
 
 class Seen(NamedTuple):
-    """What one rank gets from send, resend of other planes, and give_back."""
+    """Results of one rank from send, resend with other planes, and give_back."""
 
     received: Received
     again: list[Tensor]
@@ -44,12 +44,12 @@ class Seen(NamedTuple):
 
 
 def make_planes(generator: torch.Generator, T: int) -> list[Tensor]:
-    """Tensors of many dtypes and shapes, float8, bool, no columns and one dimension among them."""
+    """Return tensors of many dtypes and shapes, including float8, bool, no columns, and one dimension."""
     values = torch.randn(T, 9, generator=generator)
     return [
         values.bfloat16(),
         values[:, :5].to(torch.float8_e4m3fn),
-        values[:, :3].double().T.contiguous().T,  # columns lie together
+        values[:, :3].double().T.contiguous().T,  # column-major
         torch.randint(-(1 << 40), 1 << 40, (T, 2, 2), generator=generator),
         values > 0,
         values[:, 0].contiguous(),
@@ -74,18 +74,18 @@ def edge_cases(R: int) -> list[list[Case]]:
     uneven = [(5 * rank + 3) % 7 for rank in range(R)]
     return [
         make_cases(1, uneven),
-        make_cases(2, [0] * R),  # nobody has tokens
-        make_cases(3, [6] + [0] * (R - 1)),  # one rank has all
-        make_cases(4, uneven, density=0.0),  # nothing is sent
-        make_cases(5, uneven, density=1.1),  # everything goes everywhere
-        aim(make_cases(6, uneven), 0, wanted=False),  # nobody to rank 0
-        aim(make_cases(7, uneven, density=0.0), R - 1, wanted=True),  # all to the last
+        make_cases(2, [0] * R),  # no rank has tokens
+        make_cases(3, [6] + [0] * (R - 1)),  # one rank has all tokens
+        make_cases(4, uneven, density=0.0),  # no token is sent
+        make_cases(5, uneven, density=1.1),  # every token goes to every rank
+        aim(make_cases(6, uneven), 0, wanted=False),  # no token goes to rank 0
+        aim(make_cases(7, uneven, density=0.0), R - 1, wanted=True),  # all tokens go to the last rank
         make_cases(8, [300] * R),  # larger than before
     ]
 
 
 def answers(planes: list[Tensor], rank: int) -> list[Tensor]:
-    """Stand in for what a rank computes from its rows."""
+    """Compute a rank's answers to its rows."""
     return [planes[0].float() * (rank + 1), planes[3]]
 
 
@@ -102,14 +102,14 @@ def run_cases(name: str) -> list[Seen]:
             assert ours.shape == (received.source_token_N.shape[0], *sent.shape[1:])
         as_sent = received._replace(
             planes=[as_bytes(plane) for plane in received.planes]
-        )  # float8 does not pickle
+        )  # float8 cannot be pickled
         seen.append(Seen(as_sent, again, *back))
     mover.close()
     return seen
 
 
 def expect(cases: list[Case], rank: int) -> Seen:
-    """The oracle: everything in one process, rows concatenated by rank."""
+    """Run all ranks in one process, with rows concatenated by rank. The oracle."""
     R = len(cases)
     tokens = [[case.is_token_in_rank_TR[:, to].nonzero().squeeze(1) for to in range(R)] for case in cases]
 
@@ -125,7 +125,7 @@ def expect(cases: list[Case], rank: int) -> Seen:
     )  # fmt: skip
     back = [
         answers([plane[tokens[rank][to]] for plane in cases[rank].planes], to) for to in range(R)
-    ]  # this rank's tokens as rank `to` answers them
+    ]  # this rank's tokens as answered by rank `to`
     return Seen(
         received,
         arrived(rank, [[case.planes[0].float() + 1] for case in cases]),
@@ -164,7 +164,7 @@ def test_rows_go_where_the_oracle_sends_them(pool_of: PoolOf, name: str, world_s
 
 
 def bad_calls(name: str) -> list[str]:
-    """Calls on which ranks disagree, each followed by one on which they agree; returns what was raised."""
+    """Make calls on which ranks disagree, each followed by one on which they agree. Return the errors."""
     mover = open_mover(name)
     exchange, rank, R = RowExchange(mover), mover.rank, mover.world_size
     everywhere = torch.ones(2, R, dtype=torch.bool)

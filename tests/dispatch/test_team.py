@@ -1,4 +1,4 @@
-"""A team computes every tile of every kernel once, one kernel after the other, whoever is held up."""
+"""A team computes every tile of every kernel once, one kernel after the other, even if some threads are delayed."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from dispatch.team import WORDS, Kernel, Team, program_of, run, run_alone
 
 
 def _count(at, tile):  # type: ignore[no-untyped-def]
-    # Words: tiles, counts of each, a number that a tile of the kernel before left, what this one leaves.
+    # Words: number of tiles, counts of each, a number that a tile of the previous kernel left, the number that this one leaves.
     w = words(at, WORDS)
     if tile < 0:
         return w[0]
@@ -31,14 +31,13 @@ COUNT = Kernel(_count, 1)
 
 @pytest.fixture(params=[1, 2, 4])
 def team(request: pytest.FixtureRequest) -> Iterator[Team]:
-    """A team."""
     team = Team(request.param)
     yield team
     team.close()
 
 
 class Counted:
-    """A program of many kernels, each of which sees whether the one before it was whole."""
+    """A program of many kernels. Each checks whether the previous one was complete."""
 
     def __init__(self, tiles: list[int]) -> None:
         self.computed = [np.zeros(max(1, count), np.int64) for count in tiles]
@@ -59,7 +58,7 @@ class Counted:
         self._tiles = tiles
 
     def check(self) -> None:
-        """Every tile was computed once, when all of the kernels before had been."""
+        """Check that every tile was computed once, after all previous kernels."""
         assert not self.wrong[0]
         assert self.done[1:].tolist() == self._tiles
         assert all((each == 1).all() for each, count in zip(self.computed, self._tiles, strict=True) if count)
@@ -80,7 +79,7 @@ def test_every_tile_is_computed_once_and_kernels_keep_their_order(team: Team, ti
 
 
 def test_programs_follow_each_other_at_any_pace(team: Team) -> None:
-    """At once, and after the others went to sleep."""
+    """At once, and after the other threads went to sleep."""
     for pause_s in [0.0] * 2000 + [0.02] * 10:
         if pause_s:
             threading.Event().wait(pause_s)
@@ -94,7 +93,7 @@ def test_little_work_is_done_alone() -> None:
     run(counted.program, None, 10**9)
     counted.check()
     team = Team(2)
-    team.close()  # who sleeps for ever is of no help, and none is needed
+    team.close()  # sleeping threads cannot help, and are not needed
     counted = Counted([3])
     run(counted.program, team, 1000)
     counted.check()
@@ -118,7 +117,7 @@ def test_a_team_that_is_forgotten_ends_its_threads() -> None:
 def test_an_idle_team_uses_no_processor() -> None:
     team = Team(3)
     team.run(Counted([8]).program)
-    threading.Event().wait(0.2)  # it looks for work for a while
+    threading.Event().wait(0.2)  # it first polls for work
     begun = time.process_time()
     threading.Event().wait(0.5)
     assert time.process_time() - begun < 0.1
@@ -126,7 +125,7 @@ def test_an_idle_team_uses_no_processor() -> None:
 
 
 def test_more_threads_than_cores_still_get_on() -> None:
-    """Who has a tile may be off its core; the others let it have one."""
+    """The owner of a tile may be off its core. The others yield to it."""
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from tests.dispatch.test_team import Counted, Team\n"

@@ -1,4 +1,4 @@
-"""Which copy serves: compared with a plain loop, held to the shares in every batch and over ranks."""
+"""Choice of the copy that serves: compared with a plain loop, and with the shares in every batch and over ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ PLACEMENT = Placement(
 
 
 def choose_slowly(placement: Placement, layer: int, experts: list[int], rank: int) -> list[int]:
-    """The oracle: count, then walk along the shares."""
+    """Count, then walk along the shares. The oracle."""
     copies, start = placement.copies(layer), phases(placement.num_experts, rank)
     seen = dict.fromkeys(experts, 0)
     slots = []
@@ -70,7 +70,7 @@ def test_every_copy_gets_its_share_of_a_batch_to_within_one_token(tokens: int) -
 def test_ranks_with_one_token_each_do_not_all_pick_one_copy() -> None:
     ranks = 64
     chosen = [int(ReplicaChoice(PLACEMENT, rank).choose(0, np.array([2]))[0]) for rank in range(ranks)]
-    assert abs(chosen.count(4) - ranks / 4) <= 2, "shares 1/4 and 3/4, of a sequence that fills evenly"
+    assert abs(chosen.count(4) - ranks / 4) <= 2, "shares 1/4 and 3/4, chosen by a low-discrepancy sequence"
 
 
 def test_a_copy_with_no_share_is_never_chosen() -> None:

@@ -1,4 +1,4 @@
-"""--eplb-config: vLLM's keys are known, wrong ones named."""
+"""--eplb-config accepts vLLM's keys and names unknown ones."""
 
 import pytest
 

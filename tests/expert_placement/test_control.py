@@ -1,4 +1,4 @@
-"""Decisions: what pays is done, what does not is left, and both say their numbers in seconds."""
+"""Decisions: moves that pay are made, others are not, and both state their numbers in seconds."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import Placement, imbalance, linear_placement
 from expert_placement.plan import plan
 
-SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices of a step
+SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices per step
 COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
 STEP_S = 0.02
 
@@ -29,7 +29,7 @@ def situation(
     current: Placement = COPIES,
     **changes: Any,
 ) -> Situation:
-    """By default all steps have prompts, and half of their time is experts'."""
+    """Return a situation. By default all steps have prompts, and experts take half of their time."""
     kinds = [StepKind("prefill", prefill, 1.0 - decode_share, experts_s)] if decode_share < 1 else []
     if decode is not None:
         kinds.append(StepKind("decode", decode, decode_share, experts_s))
@@ -71,12 +71,12 @@ def test_nothing_is_done_where_experts_are_a_small_part_of_a_step() -> None:
 
 
 def test_nothing_is_done_where_a_step_waits_for_weights_and_not_for_tokens() -> None:
-    few = np.full((4, 32), 4.0)  # every slot is read, whoever has more tokens
+    few = np.full((4, 32), 4.0)  # every slot is read, regardless of which has more tokens
     few[:, [5, 13]] = 16.0
     waiting = decide(situation(decode=few, decode_share=1.0), EplbConfig())
     assert waiting.proposal is None, waiting.reason
     many = decide(situation(decode=100 * few, decode_share=1.0), EplbConfig())
-    assert many.proposal is not None, "the same proportions, but so many tokens that they decide"
+    assert many.proposal is not None, "with the same proportions but more tokens, tokens must decide"
 
 
 def test_the_kind_that_steps_spend_their_time_in_decides() -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek EPLB's function: its own example, its shapes, arrays and tensors, and never worse than theirs."""
+"""DeepSeek EPLB's function: its own example, its shapes, arrays and tensors, and never worse than the original."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ import torch
 from expert_placement import rebalance_experts
 from tests.support.placement.peers import eplb_global, eplb_hierarchical, even_imbalance
 
-EXAMPLE = np.array(  # of EPLB's README
+EXAMPLE = np.array(  # from EPLB's README
     [
         [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
         [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
     ]
 )
-THEIRS = np.array(  # what EPLB's README prints for it
+THEIRS = np.array(  # output printed in EPLB's README
     [
         [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
         [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],

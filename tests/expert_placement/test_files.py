@@ -1,4 +1,4 @@
-"""Placement files come back as they were written, histories go on after a restart, and what is neither is refused by a sentence."""
+"""Placement files round-trip, histories continue after a restart, and invalid files are rejected with a message."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_a_placement_comes_back_bit_for_bit(tmp_path: Path) -> None:
     save_placement(PLACEMENT, tmp_path / "placement.json")
     again = load_placement(tmp_path / "placement.json")
     assert again.digest() == PLACEMENT.digest() and again.version == 5
-    assert [path.name for path in tmp_path.iterdir()] == ["placement.json"], "nothing is left beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["placement.json"], "temporary files were left"
 
 
 def test_a_file_of_before_that_says_each_layers_slots_is_read(tmp_path: Path) -> None:
@@ -118,9 +118,7 @@ def test_the_way_back_survives_a_restart_and_is_bounded(tmp_path: Path) -> None:
     assert [placement.version for placement in again.before] == list(range(4, BACK + 4))
     assert again.pop().version == BACK + 3 and again.last_digest == start.digest()
     assert len(History(file).before) == BACK - 1
-    History(tmp_path / "moves").push(
-        start
-    )  # another history beside it, whose name is the beginning of this one's
+    History(tmp_path / "moves").push(start)  # another history with a name that is a prefix of this one's
     again.forget_before()
     assert not History(file).before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moves.before-0.json", "moves.jsonl"]

@@ -1,4 +1,4 @@
-"""Seconds of a step's experts: kinds of steps are kept apart, and what was measured sets the scale."""
+"""Seconds of a step's experts: kinds of steps are kept apart, and measurements set the scale."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ EVEN = linear_placement(1, 4, 2)
 
 
 def window_of(steps: int, prefill_steps: int, *, prefill: int, decode: int) -> LoadWindow:
-    """Two ranks, one layer of four experts; all choices fall on expert 0."""
+    """Return a window of two ranks and one layer of four experts. All choices are expert 0."""
     window, figures = LoadWindow(1, 4, 2, 10_000), no_figures(2)
     counts = np.zeros((1, 2, 6), dtype=np.int64)
     counts[0, :, 0] = counts[0, :, 4] = prefill, decode

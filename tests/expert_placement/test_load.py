@@ -1,4 +1,4 @@
-"""Windows of loads against a plain sum over the reports that are still in them; balancedness and its axis."""
+"""Windows of loads against a plain sum over the reports within them; balancedness and its axis."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from expert_placement.load import (
 )
 
 LAYERS, EXPERTS, RANKS = 2, 4, 3
-NUM_RANKS, US_PER_TOKEN = 4, 10e-6  # of the made-up steps that are explained
+NUM_RANKS, US_PER_TOKEN = 4, 10e-6  # of the synthetic steps that are explained
 
 
 def counts(seed: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def counts(seed: int) -> np.ndarray:
 
 
 def test_balancedness_is_mean_over_max_of_ranks_in_each_layer() -> None:
-    # Each layer is as uneven as can be, with another full rank: a sum over layers first would say 1.0.
+    # Each layer is maximally uneven, with another full rank. A sum over layers first would return 1.0.
     rank_tokens = np.array([[30, 0, 0], [0, 30, 0], [0, 0, 30]])
     np.testing.assert_allclose(measured_balancedness(rank_tokens), [1 / 3] * 3)
     # Ranks are axis 1: two ranks, three layers.
@@ -48,7 +48,7 @@ def test_a_window_holds_the_last_parts_of_its_steps(length: int) -> None:
     rng, part = np.random.default_rng(length), -(-length // PARTS)
     window, told, step = LoadWindow(LAYERS, EXPERTS, RANKS, length), [], 0
     for index in range(120):
-        step = max(0, step + int(rng.integers(-2 * part, 6 * part)))  # ranks are not told of in order
+        step = max(0, step + int(rng.integers(-2 * part, 6 * part)))  # reports of ranks arrive out of order
         given = counts(index)
         window.add(step, given, no_figures(RANKS))
         told.append((step // part, given))
@@ -90,7 +90,7 @@ def steps(
     jitter_s: float = 0.0,
     names: list[int] | None = None,
 ) -> Slowness:
-    """Walk one dispatch and one combine: everybody waits for the last, and for the wire."""
+    """Simulate one dispatch and one combine: all ranks wait for the last one, and for the wire."""
     figures = no_figures(NUM_RANKS)
     attention = np.array(attention_s)
     figures.experts_s[:] = tokens * US_PER_TOKEN * np.array(slow_experts or [1.0] * NUM_RANKS)

@@ -1,4 +1,4 @@
-"""Orders of transfers: nothing missing, nobody in a circle; and changes cut into whole placements."""
+"""Orders of transfers: complete and without deadlocks; changes are cut into complete placements."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_carrying_out_the_transfers_gives_the_new_placement(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_ranks_that_wait_for_each_other_in_this_order_all_get_through(seed: int) -> None:
-    """Play it: a transfer happens when it is the next one of both its ranks."""
+    """Simulate the order: a transfer runs when it is the next one of both its ranks."""
     current, new = pair(seed)
     queues: list[list[tuple[int, int, int]]] = [[] for _ in range(4)]
     for index, transfer in enumerate(transfers_between(current, new)):
@@ -35,7 +35,7 @@ def test_ranks_that_wait_for_each_other_in_this_order_all_get_through(seed: int)
     while any(queues):
         heads = [queue[0] for queue in queues if queue]
         ready = [head for head in heads if all(queues[rank][0] == head for rank in head[1:])]
-        assert ready, "nobody can go on"
+        assert ready, "no rank can continue"
         for rank in set(ready[0][1:]):
             queues[rank].pop(0)
 

@@ -1,4 +1,4 @@
-"""Wishes about nodes: granted where the hosts allow it, said where they do not."""
+"""Rules about nodes: applied if the hosts allow it, reported if not."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Placements: every expert has slots, never two on a rank, shares add up, and what is not so is refused by name."""
+"""Placements: every expert has slots, never two on a rank, shares add up, and violations raise a named error."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def test_a_placement_cannot_be_changed() -> None:
     slots = np.array([[0, 1]])
     placement = Placement(slots, num_experts=2, num_ranks=1)
     slots[0, 0] = 1
-    assert placement.slot_expert.tolist() == [[0, 1]], "it keeps a copy"
+    assert placement.slot_expert.tolist() == [[0, 1]], "it must keep a copy"
     with pytest.raises(ValueError, match="read-only"):
         placement.slot_expert[0, 0] = 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -96,7 +96,7 @@ def test_the_digest_speaks_of_slots_and_shares_and_not_of_the_version() -> None:
         Placement(np.array([[0, 1, 2, 0]]), 3, 2),
         Placement(slots, 4 - 1, 2, share=np.array([[1, 1, 0, 1]])),
     ]
-    assert placement.digest() == "504e589255deb192", "as in files and histories that are kept"
+    assert placement.digest() == "504e589255deb192", "the digest must match stored files and histories"
     assert len({placement.digest(), *(other.digest() for other in others)}) == 4
 
 
@@ -104,4 +104,4 @@ def test_imbalance_is_taken_over_the_ranks_of_each_layer() -> None:
     placement = linear_placement(2, 4, 2)
     load = np.array([[3.0, 3, 1, 1], [1.0, 1, 3, 3]])
     assert rank_load(placement, load).tolist() == [[6, 2], [2, 6]]
-    assert imbalance(placement, load).tolist() == [1.5, 1.5], "summed over layers the ranks would look even"
+    assert imbalance(placement, load).tolist() == [1.5, 1.5], "summed over layers, the ranks would look even"

@@ -1,5 +1,5 @@
-"""The planner keeps to its rules and makes nothing worse; shares are compared with the exact optimum, a maximum over all sets
-of ranks."""
+"""The planner follows its rules and makes nothing worse. Shares are compared with the exact optimum, a maximum over all
+sets of ranks."""
 
 from itertools import combinations
 
@@ -28,7 +28,7 @@ def lognormal(experts: int, seed: int, sigma: float = 0.8, layers: int = LAYERS)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, int, Rules, int]:
-    """A load, slots per rank, rules that can be kept, and a seed."""
+    """Draw a load, slots per rank, rules that can be satisfied, and a seed."""
     nodes = draw(st.sampled_from([1, 2, 4]))
     ranks = nodes * draw(st.integers(1, 3))
     experts = draw(st.sampled_from([4, 8, 12, 16]))
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, int, Rules, int]:
 
 
 def check_rules(placement: Placement, rules: Rules) -> None:
-    """Everything that is not checked by `Placement` itself."""
+    """Check all rules that `Placement` itself does not check."""
     node = np.repeat(rules.cluster.node_of_rank, placement.slots_per_rank)
     for layer, row in enumerate(placement.slot_expert):
         for expert in range(placement.num_experts):
@@ -70,7 +70,7 @@ def test_a_plan_keeps_to_the_rules_and_fills_every_slot(case: tuple[np.ndarray, 
     load, slots, rules, _ = case
     made = plan(load, slots, rules)
     assert made.placement.slot_expert.shape == (LAYERS, slots * rules.cluster.num_ranks)
-    assert not (made.placement.slot_expert == EMPTY).any(), "slots exact"
+    assert not (made.placement.slot_expert == EMPTY).any(), "no slot may be empty"
     check_rules(made.placement, rules)
     shares = made.placement._per_expert(made.placement.share)
     assert np.abs(shares - 1).max() < 1e-9
@@ -115,7 +115,7 @@ def test_a_budget_is_spent_where_it_helps_most() -> None:
     rules = Rules(cluster=Cluster(num_ranks=4))
     start = plan(np.ones((2, 16)), 5, rules).placement
     made = repair(load, start, rules, max_moves=3)
-    assert made.moved[0] == 0 and made.moved[1] > 0, "the first layer is level already"
+    assert made.moved[0] == 0 and made.moved[1] > 0, "the first layer is already even"
 
 
 def test_a_load_that_no_placement_can_level_comes_to_the_bound() -> None:
@@ -197,7 +197,7 @@ def test_the_bound_is_what_the_hottest_copy_must_carry(
 
 
 def least_fullest(placement: Placement, load: np.ndarray) -> float:
-    """The oracle: what only a set of ranks can serve, it must serve; the worst set per rank decides (max-flow)."""
+    """Return the exact optimum: a set of ranks must serve all load that only it can, and the worst set decides (max-flow)."""
     ranks = np.arange(placement.slot_expert.shape[1]) // placement.slots_per_rank
     where = [
         set(ranks[placement.slot_expert[0] == expert].tolist()) for expert in range(placement.num_experts)
@@ -253,7 +253,7 @@ def test_a_long_ring_is_levelled() -> None:
     load[0, : ranks // 2] = 1.02
     load[0, ranks // 2 : ranks] = 0.98
     placement = refresh(load, Placement(slots, 2 * ranks, ranks))
-    assert imbalance(placement, load)[0] < 1.002, "it was 1.01; half the surplus has to travel 16 ranks"
+    assert imbalance(placement, load)[0] < 1.002, "it was 1.01; half the surplus moves across 16 ranks"
 
 
 def test_an_expert_without_load_keeps_even_shares() -> None:

@@ -1,4 +1,4 @@
-"""Where experts are while ranks are away: nothing that is held moves, nothing is lost, and all back is home again."""
+"""Placement of experts while ranks are lost: held experts do not move, none is lost, and all return home at the end."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_members_keep_their_slots_and_take_over_what_is_lost_as_evenly_as_it_goe
     case: tuple[Placement, list[int]],
 ) -> None:
     home, members = case
-    found = surviving(home, members)  # itself checked by `Placement`: each expert is there, shares add up
+    found = surviving(home, members)  # checked by `Placement` itself: each expert is there, shares add up
     assert (found.num_ranks, found.num_experts, found.version) == (len(members), home.num_experts, 7)
     width = home.slots_per_rank
     for place, rank in enumerate(members):

@@ -1,7 +1,7 @@
-"""The versions that pyproject.toml allows, as a requirements file: `python -m tests.house.allowed_versions lowest` or `newest`.
+"""Print pyproject.toml's version ranges as a requirements file: `python -m tests.house.allowed_versions lowest` or `newest`.
 
-`make test-lowest` and `make test-newest` install them. As pinned in requirements-*.txt are torch, of which package indices have the
-newest CPU build only, triton, which belongs to it, and the tools that run the tests.
+`make test-lowest` and `make test-newest` install them. The pins of requirements-*.txt stay for torch (package indices have only
+the newest CPU build), for triton, which belongs to it, and for the tools that run the tests.
 """
 
 import sys
@@ -30,12 +30,12 @@ def main() -> None:
 def _lowest(requirements: list[Requirement]) -> Iterator[str]:
     for each in requirements:
         lowest = next((bound.version for bound in each.specifier if bound.operator == ">="), None)
-        assert lowest is not None, f"pyproject.toml gives no lowest version of {each.name}"
+        assert lowest is not None, f"pyproject.toml has no lowest version of {each.name}"
         yield f"{each.name}=={lowest}"
 
 
 def _ranges(requirements: list[Requirement]) -> Iterator[str]:
-    """The ranges themselves, of which pip takes the newest versions if it is told to upgrade."""
+    """Yield the ranges. With its upgrade option, pip installs the newest versions in them."""
     return map(str, requirements)
 
 

@@ -1,7 +1,7 @@
-"""Count habits of our prose that make a native reader read twice, by package: `python -m tests.house.prose [--lines PACKAGE]`.
+"""Count prose habits that make a native reader read twice, by package: `python -m tests.house.prose [--lines PACKAGE]`.
 
 Prose is docstrings, comments, every string literal with a blank, and the text of Markdown pages outside code blocks. The
-habits are those of rule 5a of the house style that a pattern can find. A count of zero does not make good English.
+habits are those of rule 5a of the house style that a pattern can find. A count of zero does not imply good English.
 """
 
 import argparse
@@ -49,12 +49,12 @@ HABITS = {
 }
 _PATTERN = re.compile("|".join(f"(?:{pattern})" for pattern in HABITS.values()))
 _FENCED = re.compile(r"```.*?```", re.DOTALL)
-# Patterns are data here; the change log and the laboratory book are history; these three pages are generated from the table.
+# This file holds the patterns as data. The change log and the lab log are history.
 _LEFT_OUT = {"tests/house/prose.py", "CHANGELOG.md", "docs/LOG.md"}
 
 
 class Habit(NamedTuple):
-    """One find."""
+    """One occurrence of a habit."""
 
     package: str
     file: str
@@ -63,7 +63,7 @@ class Habit(NamedTuple):
 
 
 def package_of(file: str) -> str:
-    """Return the package that a file counts for: the server's folders are one each, and so are all pages."""
+    """Return the package that a file counts for. Each folder of the server is one package, and all pages together are one."""
     parts = file.split("/")
     if file.endswith(".md"):
         return "docs"
@@ -71,7 +71,7 @@ def package_of(file: str) -> str:
 
 
 def habits() -> Iterator[Habit]:
-    """Yield every habit of the repository's prose."""
+    """Yield every habit in the repository's prose."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -95,7 +95,7 @@ def _prose_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _without_code(page: str) -> str:
-    """Blank out code blocks; line numbers stay."""
+    """Remove code blocks but keep line numbers."""
     return _FENCED.sub(lambda found: "\n" * found[0].count("\n"), page)
 
 

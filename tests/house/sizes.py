@@ -1,6 +1,6 @@
-"""`make sizes`: how full the house is. Lines, files and files per folder of each package, and the largest functions.
+"""`make sizes`: print lines, files and files per folder of each package, and the largest functions.
 
-Counts what git tracks; generated files do not count. It prints and judges nothing: docs/README.md says what is usual.
+It counts files tracked by git, without generated ones. It prints sizes but enforces none: docs/README.md states the usual ones.
 """
 
 import ast
@@ -47,7 +47,7 @@ def _tracked() -> list[Path]:
 
 
 def _folders(files: list[Path]) -> Counter[str]:
-    """Count the files of each folder; package markers are none."""
+    """Count the files of each folder, without package markers."""
     return Counter(str(file.parent) for file in files if file.name != "__init__.py")
 
 

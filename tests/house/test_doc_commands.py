@@ -1,8 +1,8 @@
-"""Every command and script of README and docs/ runs against one service of a tiny model, page by page and in order.
+"""Run every command and script of README and docs/ against one service of a tiny model, page by page and in order.
 
-What stands after `# needs: ...` in a block does not (`tests.support.service.documented`). The pages speak of port 8000 and of models
-that a reader has: here they get this service's port and the tiny model. `wideep serve` reads its flags, finds the model and checks that
-it can be served; starting each would take minutes. `make` says what it would do.
+Commands after `# needs: ...` in a block are skipped (`tests.support.service.documented`). The pages use port 8000 and models of the
+reader. Here they are replaced by this service's port and the tiny model. `wideep serve` parses its flags, finds the model and checks
+that it can serve it, because each start would take minutes. `make` prints its commands.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.house.test_docs import PAGES, ROOT
 from tests.support.service.documented import Documented, documented
 from tests.support.service.real_service import RealService, write_tiny_model
 
-TIME_OUT_S = 300.0  # of one command, some of which start a service, on a machine that does other things too
+TIME_OUT_S = 300.0  # of one command, including starts of services, on a busy machine
 WITH_COMMANDS = [page for page in PAGES if any(not each.needs for each in documented(page))]
 _WIDEEP = f"""#!{sys.executable} -P
 import sys
@@ -49,14 +49,14 @@ _BATCH_LINE = (
 
 
 class Place(NamedTuple):
-    """Where commands run."""
+    """Environment in which commands run."""
 
     service: RealService
     model: Path
-    programs: Path  # before all others on PATH
+    programs: Path  # first in PATH
 
     def adapted(self, text: str) -> str:
-        """Return a text with our port for 8000, and our model for a reader's."""
+        """Replace 8000 in a text by our port, and a reader's model by ours."""
         for theirs, ours in (
             ("127.0.0.1:8000", f"127.0.0.1:{self.service.port}"),
             ("HOST:8000", f"127.0.0.1:{self.service.port}"),
@@ -71,9 +71,9 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A service that answers, and `wideep` and `make` as described above."""
+    """Start a service, and provide `wideep` and `make` as described above."""
     folder = tmp_path_factory.mktemp("documented")
-    model = write_tiny_model(folder / "demo")  # the name that requests use for it
+    model = write_tiny_model(folder / "demo")  # the name that requests use for the model
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     programs = folder / "bin"
@@ -88,7 +88,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def run(each: Documented, place: Place, folder: Path) -> str:
-    """Run a command or a script as a reader would, but for what `Place` adapts; return what was wrong, or nothing."""
+    """Run a command or a script like a reader, changed by `Place.adapted`. Return the problem, or an empty string."""
     path = os.pathsep.join([str(place.programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     text = place.adapted(each.text)
     if each.language == "python":
@@ -150,6 +150,6 @@ def test_a_block_s_commands_are_told_from_what_they_print(tmp_path: Path) -> Non
 
 
 def test_most_commands_need_nothing_special() -> None:
-    """A marker is for what not every machine has, not for what fails."""
+    """A marker is for commands that not every machine can run, not for commands that fail."""
     every = [each for page in PAGES for each in documented(page)]
     assert sum(not each.needs for each in every) > 50

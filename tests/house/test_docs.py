@@ -1,4 +1,4 @@
-"""What README and docs/ point at is there: files, headings, flags of ours, and the messages that troubleshooting quotes."""
+"""Check that targets in README and docs/ exist: files, headings, our flags, and the messages quoted in troubleshooting."""
 
 import argparse
 import re
@@ -17,7 +17,7 @@ RECIPES = sorted(
 )
 SOURCES = ("server", "scheduler", "moe", "dispatch", "attention", "kvcache", "expert_placement")
 
-# Flags in our pages that are other programs', by program: whoever adds one says whose it is.
+# Flags in our pages that belong to other programs, by program. Add new ones here.
 OTHERS = {
     "torchrun": "--nnodes --nproc-per-node --rdzv-backend --rdzv-endpoint --rdzv-conf --local-addr --no-python --shutdown-timeout",
     "pip": "--editable --no-deps --quiet",
@@ -45,7 +45,7 @@ OTHERS = {
 
 
 def _slug(heading: str) -> str:
-    """The anchor that a forge gives a heading."""
+    """Return the anchor that a forge gives a heading."""
     words = re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", ""))
     return words.replace(" ", "-")
 
@@ -73,7 +73,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         file = page.parent / name if name else page
         is_there = file.exists() and (not anchor or anchor in _anchors(file))
         broken += [] if is_there else [target]
-    assert not broken, f"{page.name} links to what is not there"
+    assert not broken, f"{page.name} has broken links"
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=lambda page: page.name)
@@ -81,7 +81,7 @@ def test_every_flag_is_ours_or_said_to_be_another_programs(page: Path) -> None:
     allowed = {*_flags_of(build_parser()), *known_words(), *" ".join(OTHERS.values()).split()}
     named = set(re.findall(r"(?<![-\w])--[a-zA-Z][\w-]*", page.read_text()))
     unknown = sorted(named - allowed)
-    assert not unknown, f"{page.name} names flags that no command takes"
+    assert not unknown, f"{page.name} names flags that no command accepts"
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -91,7 +91,7 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     sources = "\n".join(path.read_text() for name in SOURCES for path in sorted((ROOT / name).rglob("*.py")))
-    joined = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # a message in several lines is one
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # join a message that spans several lines
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshoot.md").read_text(), re.MULTILINE)
     quoted = [text for row in rows for text in re.findall(r"`([^`]* [^`]*)`", row)]
     pieces = [piece.strip() for text in quoted for piece in text.split("...") if len(piece.strip()) > 2]

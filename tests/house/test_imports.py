@@ -1,6 +1,6 @@
-"""The order of the house (DESIGN.md): imports point down, and what the simulator runs needs no torch.
+"""The import order (DESIGN.md): imports point down, and modules that the simulator runs do not need torch.
 
-Everything is read from the syntax trees, so that imports inside functions and for type checking count as well.
+All imports are read from the syntax trees, so that those inside functions and for type checking count too.
 """
 
 import ast
@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "attention": BASE,
     **dict.fromkeys(BASE, ()),
 }
-# The server's floors, from the top down: whole folders (DESIGN.md, "The house"). A folder may import those below its floor.
+# The server's floors, from the top down: whole folders (DESIGN.md, "The house"). A folder may import from floors below its own.
 FLOORS = (
     ("__main__",),
     ("cli", "offline"),
@@ -38,8 +38,8 @@ FLOORS = (
     ("options",),
     ("machine",),
 )
-# Inside packages, from the top down: a part may import what stands below it. A module's part is the longest name here that
-# it begins with; parts on one line do not import each other.
+# Order inside packages, from the top down: a part may import from parts below it. A module belongs to the part with the
+# longest matching name prefix. Parts on one line do not import each other.
 ORDER = (
     ("server.api.openai.batches", "server.api.sglang.service_routes"),
     ("server.api",),
@@ -168,7 +168,7 @@ WITHOUT_TORCH = [
     "server.serve.worker",
     "server.tools.doctor.run",
 ]
-# Imports inside functions, by file, and why they are there.
+# Imports inside functions, by file, and the reason for each.
 DEFERRED = {
     "server/serve/launcher.py": "torch is imported while workers start",
     "server/serve/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
@@ -184,26 +184,26 @@ class Import(NamedTuple):
     file: Path
     line: int
     module: str
-    inside: str  # the function that it is in, or nothing
+    inside: str  # the enclosing function, or empty
     is_for_types: bool  # under `if TYPE_CHECKING:`, never executed
 
     def __str__(self) -> str:
-        """A place to jump to."""
+        """Return a location that editors can open."""
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
 
 
 def files() -> list[Path]:
-    """All source files of the seven packages."""
+    """Return all source files of the seven packages."""
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
-    """A file's module name."""
+    """Return the module name of a file."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def path_of(module: str) -> Path | None:
-    """The file of a module of ours, None where there is no such module."""
+    """Return the file of one of our modules, or None if the module does not exist."""
     base = ROOT.joinpath(*module.split("."))
     candidates = (base.with_suffix(".py"), base / "__init__.py")
     return next((path for path in candidates if path.is_file()), None)
@@ -211,7 +211,7 @@ def path_of(module: str) -> Path | None:
 
 @functools.cache
 def imports_of(path: Path) -> tuple[Import, ...]:
-    """Every import of a file; `from package import module` counts as both."""
+    """Return every import of a file. `from package import module` counts as both."""
     return tuple(_read_imports(path))
 
 
@@ -228,7 +228,7 @@ def _read_imports(path: Path) -> Iterator[Import]:
                     Import(path, child.lineno, alias.name, inside, is_for_types) for alias in child.names
                 )
             elif isinstance(child, ast.ImportFrom):
-                assert not child.level, f"{path}:{child.lineno}: relative imports are not used here"
+                assert not child.level, f"{path}:{child.lineno}: use absolute imports"
                 names = [child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names)]
                 yield from (
                     Import(path, child.lineno, name, inside, is_for_types)
@@ -238,19 +238,19 @@ def _read_imports(path: Path) -> Iterator[Import]:
 
 
 def _is_type_checking(node: ast.AST) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`, without an else."""
+    """Return whether a statement is `if TYPE_CHECKING:` without an else."""
     if not isinstance(node, ast.If) or node.orelse:
         return False
     return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def top(module: str) -> str:
-    """The top-level package of a module."""
+    """Return the top-level package of a module."""
     return module.partition(".")[0]
 
 
 def closure(module: str) -> dict[str, list[str]]:
-    """All modules that importing one executes, each with the way to it: functions' own imports come later."""
+    """Return all modules executed by an import of one, each with its import chain. Imports inside functions run later."""
     ways = {module: [module]}
     waiting = [module]
     while waiting:
@@ -268,12 +268,12 @@ def closure(module: str) -> dict[str, list[str]]:
 
 
 def ways_to(module: str, packages: set[str]) -> list[str]:
-    """How importing a module would load one of some packages."""
+    """Return the import chains through which a module would load one of some packages."""
     return [" > ".join(way) for name, way in closure(module).items() if top(name) in packages]
 
 
 def ways_to_torch(module: str) -> list[str]:
-    """How importing a module would load torch, or what is built on it."""
+    """Return the import chains through which a module would load torch or a package built on it."""
     return ways_to(module, {"torch", "transformers", "safetensors", "triton"})
 
 
@@ -295,13 +295,13 @@ def test_imports_point_down() -> None:
 
 
 def part_of(module: str) -> str | None:
-    """The part of its package that a module belongs to, or None if ORDER does not name one."""
+    """Return the part of its package that a module belongs to, or None if ORDER does not name one."""
     parts = [part for level in ORDER for part in level if module == part or module.startswith(f"{part}.")]
     return max(parts, key=len, default=None)
 
 
 def floor_of(module: str) -> str:
-    """The folder of the server that a module is in, or the module itself."""
+    """Return the folder of the server that a module is in, or the module itself."""
     return module.split(".")[1]
 
 
@@ -327,7 +327,7 @@ def test_imports_point_down_inside_packages() -> None:
         if module in PACKAGES:
             continue
         entries = [entry for entry in imports_of(path) if top(entry.module) == top(module) != entry.module]
-        assert part or not entries or top(module) not in ordered, f"{module} has no place in ORDER"
+        assert part or not entries or top(module) not in ordered, f"{module} is missing from ORDER"
         for entry in entries if part else ():
             imported = part_of(entry.module)
             if imported and part and imported != part and level_of[imported] <= level_of[part]:
@@ -349,7 +349,7 @@ def test_files_of_a_package_import_each_other_in_no_circle(package: str) -> None
     while free := [module for module, names in left.items() if not names & left.keys()]:
         for module in free:
             del left[module]
-    assert not left, f"among these are circles: {sorted(left)}"
+    assert not left, f"these contain import cycles: {sorted(left)}"
 
 
 def test_packages_import_no_tests_and_no_benchmarks() -> None:
@@ -379,7 +379,7 @@ def test_our_own_imports_exist() -> None:
     [*WITHOUT_TORCH, *(module_of(path) for path in sorted((ROOT / "expert_placement").rglob("*.py")))],
 )
 def test_what_must_do_without_torch_does(module: str) -> None:
-    assert path_of(module), f"{module} is gone; name its successor here"
+    assert path_of(module), f"{module} does not exist; replace it here by its successor"
     assert not ways_to_torch(module)
 
 
@@ -387,7 +387,7 @@ def test_what_must_do_without_torch_does(module: str) -> None:
     "module", ["scheduler.step.runner", "moe.model", "attention.organ", "kvcache.paged_cache"]
 )
 def test_serving_on_a_cpu_does_without_triton(module: str) -> None:
-    assert path_of(module), f"{module} is gone; name its successor here"
+    assert path_of(module), f"{module} does not exist; replace it here by its successor"
     assert not ways_to(module, {"triton"})
     assert ways_to("attention.gpu.decode", {"triton"})
 
@@ -417,4 +417,4 @@ def test_imports_inside_functions_are_few_and_have_reasons() -> None:
     inside = [entry for path in files() for entry in imports_of(path) if entry.inside]
     places = {str(entry.file.relative_to(ROOT)) for entry in inside}
     assert not [str(entry) for entry in inside if str(entry.file.relative_to(ROOT)) not in DEFERRED]
-    assert places == set(DEFERRED), "the list names a file that needs it no more"
+    assert places == set(DEFERRED), "DEFERRED differs from the deferred imports found"

@@ -1,4 +1,4 @@
-"""`make serve` on a terminal: Ctrl-C reaches the service alone, and make ends as the service does."""
+"""`make serve` on a terminal: Ctrl-C reaches only the service, and make exits with its status."""
 
 import fcntl
 import os
@@ -35,12 +35,12 @@ def test_ctrl_c_ends_make_serve_with_what_the_service_ends_with(
     def has_written(text: bytes) -> bool:
         nonlocal written
         if text not in written:
-            written += os.read(ours, 65536)  # a part of it, perhaps
+            written += os.read(ours, 65536)  # possibly only a part
         return text in written
 
     try:
         wait_until(lambda: has_written(b"up\r\n"), lambda: written.decode())
-        os.write(ours, b"\x03")  # what Ctrl-C is to a terminal
+        os.write(ours, b"\x03")  # Ctrl-C on a terminal
         assert process.wait(TIME_OUT_S) == of_make
         wait_until(lambda: has_written(b"Error" if status else b"stopped\r\n"), lambda: written.decode())
         assert (b"Error" in written) is (status != 0), written

@@ -1,4 +1,4 @@
-"""The installed package: what a script imports, wherever it runs."""
+"""The installed package: imports of a script that runs in any folder."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def test_a_folder_that_is_called_wideep_does_not_hide_the_module(tmp_path: Path) -> None:
-    """The clone itself is such a folder for a script that runs beside it."""
+    """The clone is such a folder for a script in its parent folder."""
     (tmp_path / "wideep").mkdir()
     code = "from wideep import SamplingParams; print(SamplingParams.__module__)"
     answer = subprocess.run(

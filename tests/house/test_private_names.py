@@ -1,7 +1,7 @@
-"""Product code uses public names of torch and triton: a private one may be missing in the next release, or in another build.
+"""Product code uses public names of torch and triton. A private one may be missing in the next release or another build.
 
-torch 2.11 for CUDA lacked a private name that 2.13 for the CPU had, so no service started on a GPU. What has no public name is
-listed here with the reason. Names are resolved through a file's imports, and looked for in strings as well (importlib).
+torch 2.11 for CUDA lacked a private name of 2.13 for the CPU, so no service started on a GPU. Private names without a public
+equivalent are listed here with the reason. Names are resolved through a file's imports, and searched in strings too (importlib).
 """
 
 import ast
@@ -14,7 +14,7 @@ from server.machine.roots import PACKAGES
 ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = ("torch", "triton")
 _IN_A_STRING = re.compile(r"(?:torch|triton)(?:\.\w+)*\._[a-zA-Z]\w*(?:\.\w+)*")
-# A private name, the files that may use it, and why there is no public one.
+# A private name, the files that may use it, and why no public one replaces it.
 ALLOWED = {
     "torch._C.DisableTorchFunctionSubclass": (
         ("moe/kernel_weight.py", "moe/cpu/packed_weight.py", "moe/gpu/device_weight.py"),
@@ -48,7 +48,7 @@ ALLOWED = {
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
-    """Every private name of torch or triton that a program mentions, with its line."""
+    """Yield every private name of torch or triton in a program, with its line."""
     tree = ast.parse(source)
     known = dict(_imported(tree))
     for node in ast.walk(tree):
@@ -64,7 +64,7 @@ def private_names(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """What imports bind: the name here, and the full one."""
+    """Yield the names that imports bind: the local name and the full one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -79,7 +79,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _dotted(node: ast.expr, known: dict[str, str]) -> str:
-    """The full name of an attribute of an imported module or class; "" if it is none."""
+    """Return the full name of an attribute of an imported module or class, or "" for other expressions."""
     if isinstance(node, ast.Attribute):
         owner = _dotted(node.value, known)
         return f"{owner}.{node.attr}" if owner else ""
@@ -114,7 +114,7 @@ def test_product_code_uses_public_names_of_torch_and_triton() -> None:
 
 
 def _covers(allowed: str, name: str) -> bool:
-    """Whether a name is an allowed one, stands below it, or is on the way to it."""
+    """Return whether a name is an allowed one, an attribute below one, or a prefix of one."""
     return f"{name}.".startswith(f"{allowed}.") or f"{allowed}.".startswith(f"{name}.")
 
 
@@ -151,7 +151,7 @@ PICKLING = re.compile(
 
 
 def test_no_pickle_of_another_process_is_read() -> None:
-    """Whoever can write to a store or take a peer's place on gloo's connections would run programs here."""
+    """Unpickling would let any process with access to a store or to gloo's connections run code here."""
     found = [
         str(path.relative_to(ROOT))
         for package in PACKAGES

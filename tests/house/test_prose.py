@@ -4,7 +4,7 @@ from collections import Counter
 
 from tests.house.prose import habits
 
-# The highest counts allowed, by package. Lower one after rewriting prose; `python -m tests.house.prose` prints the counts.
+# Highest counts allowed, by package. Lower one after rewriting prose; `python -m tests.house.prose` prints the counts.
 LIMITS = {
     "attention": 12,
     "benchmarks": 23,
@@ -31,7 +31,7 @@ LIMITS = {
 def test_habits_only_become_fewer() -> None:
     found = list(habits())
     counts = Counter(each.package for each in found)
-    assert counts["tests"], "the gate finds habits"
+    assert counts["tests"], "no habits found: the patterns or the file list are broken"
     over = [package for package, count in sorted(counts.items()) if count > LIMITS.get(package, 0)]
     lines = [f"{each.file}:{each.line}: {each.text}" for each in found if each.package in over]
     assert not over, "\n".join(

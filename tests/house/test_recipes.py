@@ -1,4 +1,4 @@
-"""What the recipes of docs/recipes say agrees with the program: flags, ports, paths, times, files; no daemon is needed."""
+"""The recipes of docs/recipes agree with the program in flags, ports, paths, times and files. No daemon is needed."""
 
 import functools
 import http.server
@@ -56,7 +56,7 @@ parser = functools.cache(build_parser)
 
 
 def read_node() -> ModuleType:
-    """The program node.py as a module."""
+    """Import the program node.py as a module."""
     spec = importlib.util.spec_from_file_location("wideep_node", RECIPES / "node.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,7 +66,7 @@ def read_node() -> ModuleType:
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """node.py, whose node 0 has come and speaks no HTTP yet."""
+    """Return node.py with a node 0 that has joined but does not serve HTTP yet."""
     module = read_node()
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     monkeypatch.setattr(module, "why_closed", lambda _host, _port: None)
@@ -76,7 +76,7 @@ def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
 
 
 def torchrun(node: ModuleType, command: NodeCommand, key: Path) -> list[str]:
-    """What a recipe's node becomes; the cluster key lies here, and HEAD is this machine."""
+    """Return the command that a recipe's node runs. The cluster key is here, and HEAD is this machine."""
     key.write_text("5ec2e7" * 11)
     key.chmod(0o600)
     environment = {**command.environment, "HEAD": "localhost"}
@@ -90,7 +90,7 @@ def torchrun(node: ModuleType, command: NodeCommand, key: Path) -> list[str]:
 
 
 def options_of(words: list[str]) -> Options:
-    """The options of a command line that runs `wideep`, behind a torchrun or not."""
+    """Return the options of a `wideep` command line, with or without a torchrun before it."""
     return options_from(parser().parse_args(words[len(words) - words[::-1].index("wideep") :]), {})
 
 
@@ -159,7 +159,7 @@ def test_health_has_status_0_while_the_service_answers_with_200(status: int | No
             self.end_headers()
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with http.server.HTTPServer(("127.0.0.1", 0), Front) as front:
         port = str(front.server_port)
@@ -196,7 +196,7 @@ def test_probes_ask_for_what_the_service_answers() -> None:
     assert all(probe["httpGet"]["path"] in paths for probe in probes.values())
     assert load(LEADER_WORKER_SET.with_name("servicemonitor.yaml"))["spec"]["endpoints"][0]["path"] in paths
     assert worker["readinessProbe"]["exec"]["command"] == ["wideep-node", "health"]
-    assert "livenessProbe" not in worker, "it speaks no HTTP"
+    assert "livenessProbe" not in worker, "a worker serves no HTTP"
     for path in DOCKERFILES:
         assert instructions(path)["HEALTHCHECK"][0].endswith('CMD ["wideep-node", "health"]')
 
@@ -216,7 +216,7 @@ def test_everyone_waits_longer_for_the_end_than_open_requests_have(node: ModuleT
         lines = unit_lines(unit.name)
         (stop,) = (line for line in lines if line.startswith("TimeoutStopSec="))
         assert int(stop.partition("=")[2]) > needed_s
-        assert "KillMode=mixed" in lines, "else engines get the signal too, and end at once"
+        assert "KillMode=mixed" in lines, "without it engines get the signal too and end at once"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -270,7 +270,7 @@ def test_systemd_understands_the_units() -> None:
 
 
 def instructions(path: Path) -> dict[str, list[str]]:
-    """A Dockerfile's instructions, by name."""
+    """Return a Dockerfile's instructions by name."""
     text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", path.read_text()))
     found: dict[str, list[str]] = {}
     for line in filter(None, text.splitlines()):

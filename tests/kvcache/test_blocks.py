@@ -1,4 +1,4 @@
-"""The block pool: counts, sharing, eviction order, and a random walk against a model kept in plain sets."""
+"""The block pool: counts, sharing, eviction order, and a random walk against a model of plain sets."""
 
 import random
 import time
@@ -16,7 +16,7 @@ SECRET = bytes(range(16))
 def fill(pool: BlockPool, token_ids: list[int], *, reuse: bool = True) -> list[int]:
     """Hold and publish blocks for whole-block tokens, as a sequence does.
 
-    reuse: share what the pool has; False is what happens when two compute the same prefix side by side.
+    reuse: Share blocks that the pool has. False simulates two sequences that compute the same prefix in parallel.
     """
     size = pool.block_tokens
     table = pool.match(token_ids) if reuse else []
@@ -61,7 +61,7 @@ def test_match_stops_at_the_first_difference_and_ignores_a_partial_block() -> No
     table = fill(pool, [1, 2, 3, 4, 5, 6])
     assert pool.match([1, 2, 3, 4, 9, 9]) == table[:2]
     assert pool.match([1, 2, 3, 4, 5]) == table[:2]
-    assert pool.match([3, 4]) == []  # the same tokens at another place
+    assert pool.match([3, 4]) == []  # the same tokens at another position
     assert pool.match([1]) == pool.match([]) == []
 
 
@@ -92,7 +92,7 @@ def test_a_prefix_computed_twice_stays_cached_once_whoever_leaves_first() -> Non
         pool = BlockPool(4, 1)
         tables = [fill(pool, [1, 2], reuse=False) for _ in range(2)]
         pool.release(tables[first_to_leave])
-        assert pool.num_cached == 0, "copies of what others hold are forgotten"
+        assert pool.num_cached == 0, "copies of held blocks must not stay cached"
         assert pool.match([1, 2]) == tables[1 - first_to_leave]
         pool.release(tables[1 - first_to_leave])
         assert (pool.num_cached, pool.num_free) == (2, 4)
@@ -108,7 +108,7 @@ def test_a_prefix_computed_again_replaces_its_cached_copy() -> None:
     table = fill(pool, [1, 2])
     pool.release(table)
     pool.release(new)
-    assert pool.acquire(4)[-2:] == [table[1], new[0]], "the child goes before its parent"
+    assert pool.acquire(4)[-2:] == [table[1], new[0]], "the child must be evicted before its parent"
 
 
 def test_a_hash_collision_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_random_tables_never_overlap_and_parents_outlive_children(seed: int, num
         assert pool.num_free == num_blocks - len(set(held))
         assert all(pool.num_holders(block_id) == held.count(block_id) for block_id in range(num_blocks))
         for _, token_ids in tables:
-            assert len(pool.match(token_ids)) == len(token_ids), "what is held stays findable"
+            assert len(pool.match(token_ids)) == len(token_ids), "held blocks must stay findable"
         findable = sum(pool.is_published(block_id) for block_id in range(num_blocks))
         assert findable == pool.num_cached + len(set(held))
         reachable = {
@@ -161,14 +161,14 @@ def test_what_is_forgotten_is_found_by_nobody_and_stays_with_its_holders() -> No
     assert pool.count_held([1, 2, 3, 4], 4, []) == 0
     held += pool.acquire(1)
     pool.publish(held[2], [7, 8], held[1])
-    assert pool.match([1, 2, 3, 4, 7, 8]) == [], "what follows it is not found without it"
+    assert pool.match([1, 2, 3, 4, 7, 8]) == [], "blocks must not be found without their parent"
     again = fill(pool, [1, 2, 3, 4])
     assert not set(again) & set(held)
     pool.release(held)
-    assert pool.match([1, 2, 3, 4]) == again, "what is computed since is found"
+    assert pool.match([1, 2, 3, 4]) == again, "blocks computed since then must be found"
     pool.release(again)
     assert pool.num_free == 6
-    assert len(pool.acquire(6)) == 6, "blocks that nobody can find are taken again"
+    assert len(pool.acquire(6)) == 6, "unreachable blocks must be reused"
 
 
 def test_a_hundred_thousand_blocks_cost_what_is_touched() -> None:

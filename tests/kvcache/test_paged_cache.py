@@ -1,4 +1,4 @@
-"""Pages hold what was written where the step says, and nothing else."""
+"""Pages hold the rows written at the step's positions, and nothing else."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=24, value_dim=0, latent=True)
 
 
 def make_step(*spans: Span) -> Step:
-    """A filled step."""
+    """Return a filled step."""
     step = Step(max_tokens=64, max_sequences=4, max_blocks=4, block_tokens=BLOCK_TOKENS)
     step.fill(spans)
     return step
 
 
 def rows_for(shape: LayerShape, step: Step, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random rows as a layer hands them over, padding included."""
+    """Return random rows as a layer passes them, including padding."""
     generator = torch.Generator().manual_seed(seed)
     dims = (16, 8) if shape.latent else (shape.key_dim, shape.value_dim)
     key, value = (
@@ -28,7 +28,7 @@ def rows_for(shape: LayerShape, step: Step, seed: int = 0) -> tuple[torch.Tensor
 
 
 def read(cache: PagedCache, layer: int, slot: int) -> torch.Tensor:
-    """One token's key and value from the pages, [heads, key_dim + value_dim]."""
+    """Return one token's key and value from the pages, [heads, key_dim + value_dim]."""
     block, offset = divmod(slot, BLOCK_TOKENS)
     shape = cache.shapes[layer]
     if shape.latent:
@@ -61,7 +61,7 @@ def test_padded_rows_are_not_cached(shape: LayerShape) -> None:
 
 
 def test_transposed_views_are_written_as_what_they_show() -> None:
-    """Attention modules hand over views: [1, T, G, D] with two dimensions swapped."""
+    """Attention modules pass views: [1, T, G, D] with two dimensions swapped."""
     cache, other = PagedCache([HEADS], 2), PagedCache([HEADS], 2)
     cache.step = other.step = step = make_step(Span(0, 20, [1, 0]))
     key, value = rows_for(HEADS, step)
@@ -80,7 +80,7 @@ def test_a_block_starts_clean_for_its_new_owner(shape: LayerShape) -> None:
     cache.update(*rows_for(shape, step), 0)
     assert cache.keys[0][1].isfinite().all()
     assert shape.latent or cache.values[0][1].isfinite().all()
-    assert cache.keys[0][0].isnan().all(), "another's block is left alone"
+    assert cache.keys[0][0].isnan().all(), "blocks of other sequences must not be touched"
 
 
 def test_the_padding_of_value_heads_stays_zero() -> None:

@@ -1,4 +1,4 @@
-"""The state pool, rule by rule; `tests/scheduler/policy/test_any_history.py` has any order of them."""
+"""The state pool, rule by rule. `tests/scheduler/policy/test_any_history.py` covers any order of them."""
 
 from kvcache.states import NO_STATE, Beginning, StatePool
 
@@ -15,7 +15,7 @@ def test_a_snapshot_is_found_by_the_longest_prefix_that_has_one() -> None:
 def test_promised_slots_are_nobody_else_s() -> None:
     pool = StatePool(3)
     assert pool.begin(NO_STATE, 2)
-    assert not pool.begin(NO_STATE, 2), "one is left"
+    assert not pool.begin(NO_STATE, 2), "only one slot is left"
     assert pool.take_left_over() is not None
     assert pool.take_left_over() is None
     assert pool.take() != pool.take()
@@ -30,7 +30,7 @@ def test_a_snapshot_that_is_held_needs_a_slot_beside_the_promised_ones() -> None
     pool.give(slot)
     pool.release_promises(1)
     assert pool.num_left_over == 2
-    assert not pool.begin(slot, 2), "it cannot be both the state that is read and one that is written"
+    assert not pool.begin(slot, 2), "a slot cannot be both read and written"
     assert pool.begin(slot, 1)
 
 

@@ -11,12 +11,12 @@ from kvcache.step import ROW_MULTIPLE, Span, Step
 
 
 def make_step() -> Step:
-    """Room for 100 tokens of 6 sequences with 8 blocks each."""
+    """Return a step with room for 100 tokens of 6 sequences with 8 blocks each."""
     return Step(max_tokens=100, max_sequences=6, max_blocks=8, block_tokens=16)
 
 
 def assert_describes(step: Step, spans: list[Span]) -> None:
-    """Every row, one at a time."""
+    """Check every row, one at a time."""
     rows = [
         (position, span.block_ids[position // 16] * 16 + position % 16)
         for span in spans
@@ -26,7 +26,7 @@ def assert_describes(step: Step, spans: list[Span]) -> None:
     assert step.num_padded % ROW_MULTIPLE == 0 and step.num_padded - len(rows) < max(
         ROW_MULTIPLE, len(rows) or 99
     )
-    assert step.num_padded >= ROW_MULTIPLE, "no model family takes zero rows"
+    assert step.num_padded >= ROW_MULTIPLE, "no model family accepts zero rows"
     assert step.positions.tolist() == [position for position, _ in rows] + [0] * (step.num_padded - len(rows))
     assert step.cache_slot_T[: len(rows)].tolist() == [slot for _, slot in rows]
     assert step.context_S[: len(spans)].tolist() == [span.start + span.length for span in spans]
@@ -82,7 +82,7 @@ def test_only_what_changed_of_the_tables_is_written() -> None:
         if position == 34:
             tables[1:] = [tables[2]]  # the second sequence has ended
         if position == 35:
-            tables[1] = [8, 8, 8]  # the third was preempted, and came back on other blocks
+            tables[1] = [8, 8, 8]  # the third was preempted and resumed on other blocks
         spans = [Span(position, 1, table) for table in tables]
         step.fill(spans)
         for row, table in enumerate(tables):
@@ -102,13 +102,13 @@ def test_tiles_cover_every_query_token_once_and_never_mix_sequences(tile_tokens:
         assert 1 <= count <= tile_tokens
         covered[sequence] += range(first, first + count)
     assert covered == [list(range(length)) for length in lengths]
-    assert step.tiles(tile_tokens) is step.tiles(tile_tokens), "kept until the next fill"
+    assert step.tiles(tile_tokens) is step.tiles(tile_tokens), "tiles must be kept until the next fill"
     step.fill([Span(0, 2, [0])])
     assert step.tiles(tile_tokens)[:, 2].sum() == 2
 
 
 def test_pytorch_loops_over_padded_rows_have_no_tail_that_rounds_otherwise() -> None:
-    """What the padding is for: one column is the hardest, as it has the fewest elements."""
+    """The purpose of padding. One column is the hardest case, as it has the fewest elements."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     column = torch.randn(64 * ROW_MULTIPLE, 1, generator=torch.Generator().manual_seed(0)) * 3

@@ -1,4 +1,4 @@
-"""Families' checkpoints on disk, for tests that leave them as they are; how many threads kernels use."""
+"""Checkpoints of families on disk, for tests that do not change them, and thread counts of kernels."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support.models.quantise import write_quantised
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`checkpoint(family)`: a family's checkpoint on disk, written once."""
+    """Return `checkpoint(family)`: a family's checkpoint on disk, written once."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def written(family: str) -> Path:
@@ -28,13 +28,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def mixtral(checkpoint: Callable[[str], Path]) -> Path:
-    """A checkpoint with one tensor per expert."""
+    """Return a checkpoint with one tensor per expert."""
     return checkpoint("mixtral")
 
 
 @pytest.fixture(scope="session")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """`quantised(name)`: one of CASES and its oracle's logits, written once."""
+    """Return `quantised(name)`: one of CASES and its oracle's logits, written once."""
     made: dict[str, Case] = {}
 
     def written(name: str) -> Case:
@@ -52,7 +52,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
 
 @pytest.fixture(scope="session")
 def two_threads() -> Iterator[Team]:
-    """A team of two."""
+    """Return a team of two threads."""
     team = Team(2)
     yield team
     team.close()
@@ -60,6 +60,6 @@ def two_threads() -> Iterator[Team]:
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def team(request: pytest.FixtureRequest, two_threads: Team, monkeypatch: pytest.MonkeyPatch) -> Team | None:
-    """Threads that kernels use, however little there is to do: the test's own, or a team's."""
+    """Return the threads that kernels use even for little work: only the test's own (None), or a team."""
     monkeypatch.setattr("dispatch.team.SHARED_NS", -1)
     return None if request.param == 1 else two_threads

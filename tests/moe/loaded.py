@@ -1,4 +1,4 @@
-"""What tests of loading share: a rank that says what it read, files' headers read by another reader, changed files."""
+"""Shared by tests of loading: a rank that reports its reads, an independent reader of file headers, changed files."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 
 class Header(NamedTuple):
-    """What one tensor's header says."""
+    """Header of one tensor."""
 
     dtype: str
     shape: list[int]
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 def file_bytes(
     directory: Path, num_experts: int = 8, own: Callable[[int], bool] = lambda _: True
 ) -> tuple[int, int]:
-    """Bytes of the tensors that are no experts', and of some experts."""
+    """Return the bytes of all tensors outside experts, and of some experts."""
     shared = experts = 0
     for name, header in headers(directory).items():
         _, is_expert, rest = name.partition(".experts.")
@@ -52,12 +52,12 @@ def file_bytes(
 
 
 class Loaded(NamedTuple):
-    """What one rank says about itself once loaded."""
+    """Report of one rank after loading."""
 
     bytes_read: int
     expert_bytes: int
     reserved_expert_bytes: int
-    reports: list[tuple[str, int, int]]  # stage, done, in all
+    reports: list[tuple[str, int, int]]  # stage, done, total
     logits: list[np.ndarray]  # of its share of SEQUENCES
 
 
@@ -75,7 +75,7 @@ def headers(directory: Path) -> dict[str, Header]:
 
 
 def load(directory: Path, dtype: str = "auto") -> Loaded:
-    """Assemble this rank's engine and run its share of the sequences; collective."""
+    """Assemble this rank's engine and run its share of the sequences. Collective."""
     reports: list[tuple[str, int, int]] = []
     world = dist.is_initialized()
     config = EngineConfig(
@@ -91,7 +91,7 @@ def load(directory: Path, dtype: str = "auto") -> Loaded:
 
 
 def refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Load on one rank; return the one error's message, raised before any tensor was read."""
+    """Load on one rank. Return the message of the only error, raised before any tensor was read."""
 
     def read(_self: Checkpoint, tensor: Tensor) -> Tensor:
         raise AssertionError("a tensor was read")
@@ -103,7 +103,7 @@ def refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of all tensors that are read from now on, whole or in part, as they are."""
+    """Return a list that records the names of all tensors read from now on, whole or in part."""
     read: list[str] = []
 
     def recorded(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -129,6 +129,6 @@ def rewrite(source: Path, target: Path, change: Callable[[Tensors], Tensors | No
 
 
 def assert_equal_bits(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
-    """Logits are equal to the last bit."""
+    """Check that logits are equal to the last bit."""
     for a, b in zip(ours, theirs, strict=True):
         assert np.array_equal(a, b)

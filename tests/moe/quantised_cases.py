@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Blocks of DeepSeek's size, which end short in both directions and do not stay whole where gate and up are merged.
+# Blocks of DeepSeek's size: partial blocks in both directions, and blocks split when gate and up are merged.
 UNEVEN = {"hidden_size": 192, "moe_intermediate_size": 160, "num_hidden_layers": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -30,5 +30,5 @@ class Case(NamedTuple):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor whose elements may be moved about: FP8 as bytes."""
+    """Return a tensor with movable elements: FP8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,6 +1,6 @@
-"""Experts in slots: what identifies one, slots that change their memory, and slots that get other experts.
+"""Experts in slots: identity of an expert, slots that change their memory, and slots that get other experts.
 
-Nothing is copied and nothing lost when memory changes; what is there is not read again; a failed read breaks nothing.
+A change of memory copies and loses nothing, loaded experts are not read again, and a failed read breaks nothing.
 """
 
 from pathlib import Path
@@ -83,7 +83,7 @@ OUT, IN = 20, 3
 
 
 def make_layer(held: list[int]) -> Any:
-    """A layer whose every tensor says which expert it is of."""
+    """Return a layer in which every tensor encodes its expert."""
     sides = [PackedSlots.like(torch.zeros(OUT, IN), torch.zeros(OUT), len(held)) for _ in range(2)]
     layer = SimpleNamespace(up=sides[0], down=sides[1])
     for slot, expert in enumerate(held):
@@ -97,7 +97,7 @@ def write(expert: int, into: ExpertWeights) -> None:
 
 
 def found(layer: Any) -> list[set[float]]:
-    """What each slot's tensors say."""
+    """Return the experts encoded in each slot's tensors."""
     sides = (layer.up, layer.down)
     return [
         {value for side in sides for t in side.at(slot).tensors().values() for value in t.unique().tolist()}
@@ -136,7 +136,7 @@ def test_slots_hold_what_is_wanted_whatever_they_held_and_only_what_is_new_is_re
         rows = [side.at(slot).tensors()[""] for side in sides for slot in range(side.num_slots)]
         assert addresses == [row.data_ptr() for row in rows]
         free = [w.up.address_S[0] for kind in spare._free.values() for w in kind]
-        assert len({*addresses, *free}) == 2 * len(wanted) + len(free), "memory is in one place"
+        assert len({*addresses, *free}) == 2 * len(wanted) + len(free), "memory must be in exactly one place"
         assert spare.num_free <= max(most_spare, 0)
 
 

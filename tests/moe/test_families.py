@@ -1,4 +1,4 @@
-"""Any MoE of transformers is served right or refused by a sentence before weights are read; never wrong silently."""
+"""Any MoE model of transformers is served correctly, or rejected with a message before weights are read."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from tests.support.models.families import RECURRENT_FAMILIES, make_model, write_
 from tests.support.models.family_sweep import prompts, tiny_config, write_tiny, write_tiny_wrapped
 
 TOLERANCE = 1e-4
-# Families beside those of the parity test, each with what it adds to them.
+# Families in addition to those of the parity test, each with its special feature.
 SERVED = {
     "afmoe": "gated attention, sliding windows, the mask given by keyword",
     "aria_text": "a shared expert beside choices without a norm",
@@ -52,7 +52,7 @@ SERVED = {
     "solar_open": "grouped routing",
 }
 FIELDS: dict[str, dict[str, Any]] = {"beam": {"mlp_layer_types": ["dense", "sparse", "sparse"]}}
-# Decoders inside of others, beside those of the parity test.
+# Wrapped decoders in addition to those of the parity test.
 WRAPPED: dict[str, dict[str, Any]] = {
     "deepseek_ocr2": {
         "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 32,
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bert": ({"num_hidden_layers": 1}, "bert"),
     "vit": ({}, "vit has no causal language model in transformers"),
 }
-# Real fields that are wrong or not served, on a family that is.
+# Real fields with wrong or unsupported values, in a supported family.
 MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model type": ({"model_type": "nosuch"}, "transformers cannot use .*config.json: .*`nosuch`"),
     "no model type": ({"model_type": None}, "transformers cannot use .*config.json: "),
@@ -115,7 +115,7 @@ MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor may be read, and no checkpoint opened."""
+    """Fail if a tensor is read or a checkpoint is opened."""
 
     def opened(_self: Checkpoint, directory: Path) -> None:
         raise AssertionError(f"{directory} was opened")
@@ -140,7 +140,7 @@ def check_logits(oracle: Any, tmp_path: Path) -> None:
     with torch.inference_mode():
         theirs = [oracle(torch.tensor([sequence])).logits[0].numpy() for sequence in sequences]
     for ours, wanted in zip(teacher_forced(built, sequences), theirs, strict=True):
-        assert np.std(wanted) > 500 * TOLERANCE, "logits too alike to tell right from wrong"
+        assert np.std(wanted) > 500 * TOLERANCE, "logits are too similar to detect errors"
         assert np.abs(ours - wanted).max() < TOLERANCE
     misroute(built.model)
     wrong = teacher_forced(built, sequences)
@@ -185,7 +185,7 @@ def test_configurations_that_do_not_work_are_refused_by_a_sentence(change: str, 
     ("model_type", "fields", "sentence"),
     [
         (
-            "glm_moe_dsa", {"indexer_types": ["full"]},  # as nvidia/GLM-5.3-NVFP4's, which had 74 for 78 layers
+            "glm_moe_dsa", {"indexer_types": ["full"]},  # as in nvidia/GLM-5.3-NVFP4, which had 74 for 78 layers
             r"glm_moe_dsa: indexer_types in config.json lists 1 of 3 layers",
         ),
         ("glm_moe_dsa", {"num_attention_heads": 0}, "glm_moe_dsa .*ZeroDivisionError"),
@@ -219,7 +219,7 @@ def test_a_directory_without_a_readable_configuration_is_refused(tmp_path: Path)
 def test_latents_are_attended_to_however_many_rows_the_batch_has(
     family: str, lengths: tuple[int, ...], tmp_path: Path
 ) -> None:
-    """As many cached latents as padded rows, with real ones past the last real row."""
+    """There are as many cached latents as padded rows, with real ones past the last real row."""
     oracle = write_checkpoint(family, tmp_path)
     sequences = prompts(*lengths)
     with torch.inference_mode():
@@ -256,7 +256,7 @@ EVERYTHING = Sight(0)
 
 
 def attending(options: dict[str, Any], mask: Sight | None = EVERYTHING, layer: int = 0) -> Notes:
-    """Notes of one layer's cache and attention."""
+    """Return notes of one layer's cache and attention."""
     notes = Notes("some_moe")
     heads, kv_heads = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16)
     notes.update(kv_heads, kv_heads, 0)
@@ -342,6 +342,6 @@ def test_what_a_family_keeps_in_float32_stays_so_whatever_it_computes_in() -> No
     config = make_model("deepseek_v3").config
     model = build_on_meta(config, torch.bfloat16)
     wide = {name for name, tensor in model.state_dict().items() if tensor.dtype == torch.float32}
-    kept = tuple(model._keep_in_fp32_modules_strict)  # since transformers 5.24 the weights of routers, too
+    kept = tuple(model._keep_in_fp32_modules_strict)  # since transformers 5.24 also the weights of routers
     assert wide and wide == {name for name in model.state_dict() if name.endswith(kept)}
     assert {tensor.dtype for name, tensor in model.named_parameters() if name not in wide} == {torch.bfloat16}

@@ -1,4 +1,4 @@
-"""What an expert layer counts, against a plain loop: by phase, by expert, by rank; and what it leaves out."""
+"""Counters of an expert layer against a plain loop: by phase, by expert, by rank; and choices that do not count."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ def counts(layers: int = 1) -> LoadCounts:
 
 
 def choices(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and slots of tokens; a slot in nine is no choice."""
+    """Return experts and slots of tokens. One slot in nine is no choice."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(EXPERTS, (tokens, CHOICES), generator=generator)
     slots = torch.randint(RANKS * SLOTS, (tokens, CHOICES), generator=generator)

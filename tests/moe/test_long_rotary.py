@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with a sequence's length: each sequence has those of its own, also once it grows."""
+"""Rotary embeddings that change with a sequence's length: each sequence has its own, also while it grows."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Logits of rows that are asked for after the forward."""
+"""Logits of rows requested after the forward."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def forward(model: Model, rows_R: torch.Tensor, *, keeps_hidden: bool) -> torch.
 
 @pytest.mark.parametrize("family", ["granitemoe", "gpt_oss"])
 def test_rows_asked_for_later_have_the_bits_of_the_forward(family: str, tmp_path: Path) -> None:
-    """Granite scales its logits after the projection, which only its own code knows."""
+    """Granite scales its logits after the projection, in its own code."""
     write_checkpoint(family, tmp_path)
     model = build(tmp_path, max_model_len=128).model
     everything = forward(model, torch.arange(TOKENS), keeps_hidden=False)
@@ -35,4 +35,4 @@ def test_rows_asked_for_later_have_the_bits_of_the_forward(family: str, tmp_path
     assert torch.equal(last, everything[-1:])
     for rows in (torch.arange(64), torch.arange(64, TOKENS), torch.tensor([5])):
         assert torch.equal(model.logits_of(rows), everything[rows])
-    assert torch.equal(forward(model, torch.arange(TOKENS), keeps_hidden=False), everything), "as before"
+    assert torch.equal(forward(model, torch.arange(TOKENS), keeps_hidden=False), everything), "logits differ"

@@ -1,4 +1,4 @@
-"""Drafts of multi-token-prediction layers are transformers' own, at 1 and 2 ranks; what has none is refused."""
+"""Drafts of multi-token-prediction layers equal transformers' own, at 1 and 2 ranks. Models without them are rejected."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from tests.support.placement.placements import random_placement
 TOLERANCE = 1e-4
 DEPTH = 3
 LENGTHS = (21, 9, 14)
-PREFILL = 5  # rows at once, of each text; then one at a time
+PREFILL = 5  # first rows of each text at once, the rest one at a time
 ON_TWO_RANKS = ("deepseek_v3", "qwen3_next", "mimo_v2_flash")
 TEXTS = [
     torch.randint(3, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS
@@ -41,7 +41,7 @@ Write = Callable[[str, int], Drafter]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """`written(family, num_layers)`: a checkpoint on disk, written once."""
+    """Return `written(family, num_layers)`: a checkpoint on disk, written once."""
     made: dict[tuple[str, int], Drafter] = {}
 
     def write(family: str, num_layers: int) -> Drafter:
@@ -62,7 +62,7 @@ class Drafted(NamedTuple):
 
 @torch.inference_mode()
 def wanted(drafter: Drafter, text: list[int]) -> Drafted:
-    """What transformers says."""
+    """Return the drafts of transformers."""
     num_layers, chain = len(drafter.mtp.layers), drafter.start()
     count = len(text) - DEPTH
     hidden = drafter.hidden(text)[:count]
@@ -70,10 +70,10 @@ def wanted(drafter: Drafter, text: list[int]) -> Drafted:
     first, deeper = logits.numpy(), []
     for depth in range(1, DEPTH):
         if depth < num_layers:
-            # Every layer has a cache of its own, of the rows that the first has.
+            # Every layer has its own cache, of the same rows as the first.
             logits, hidden = chain.run(depth, text[1 + depth : count + 1 + depth], hidden, 0)
         else:
-            # The one layer goes on behind its last row, as if that had been a token's.
+            # A single layer continues after its last row, as if that had been a token's.
             at = count - 1 + depth
             logits, hidden = chain.run(0, [text[at + 1]], hidden[-1:], at)
         deeper.append(logits.numpy())
@@ -81,12 +81,12 @@ def wanted(drafter: Drafter, text: list[int]) -> Drafted:
 
 
 def draft_all(model: DraftingModel, texts: Sequence[list[int]], num_layers: int) -> list[Drafted]:
-    """Likewise ours, of all texts together: some rows at once, then one at a time, then deeper."""
+    """Return our drafts of all texts together: some rows at once, then one at a time, then deeper."""
     model.forward(texts)
     starts = np.cumsum([0, *map(len, texts)])
     counts = [len(text) - DEPTH for text in texts]
     found: list[list[np.ndarray]] = [[] for _ in texts]
-    most = max(map(len, TEXTS))  # on every rank: drafts are collective
+    most = max(map(len, TEXTS))  # equal on every rank: drafts are collective
 
     def parts_of(begin: int, end: int) -> list[Rows]:
         return [
@@ -120,13 +120,13 @@ def draft_all(model: DraftingModel, texts: Sequence[list[int]], num_layers: int)
 
 
 def worst(ours: Drafted, theirs: Drafted) -> float:
-    """The largest difference of any logit."""
+    """Return the largest difference of any logit."""
     pairs = [(ours.first, theirs.first), *zip(ours.deeper, theirs.deeper, strict=True)]
     return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
 def answer(directory: Path, texts: list[list[int]], num_layers: int) -> tuple[list[Drafted], list[Drafted]]:
-    """Draft this rank's share, rightly and with permuted experts."""
+    """Draft this rank's share, correctly and with permuted experts."""
     model = open_drafting(directory)
     own = own_share(texts)
     drafted = draft_all(model, own, num_layers)
@@ -159,10 +159,10 @@ def test_drafts_equal_transformers(
 
 
 def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) -> None:
-    """A step in one program, one that scores its prompt, one of a single token: each leaves the same bits."""
+    """A step in one program, one with prompt logprobs, one of a single token: each leaves the same bits."""
     text = TEXTS[0]
     model = open_drafting(written("deepseek_v3", 1).directory)
-    assert "forward" in vars(model.model.net), "the model does not run as one program"
+    assert "forward" in vars(model.model.net), "the model must run as one program"
     model.forward([text])
     whole = model.draft(0, rows_of(0, text[1:]))[0]
     kept = model.model._hidden_TD[: len(text)].clone()
@@ -170,7 +170,7 @@ def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) ->
     scored = model.model.logits_of(torch.arange(len(text)))
     assert torch.equal(model.model._hidden_TD[: len(text)], kept)
     assert np.array_equal(model.draft(0, rows_of(0, text[1:]))[0], whole)
-    assert torch.equal(model.model.logits_of(torch.arange(len(text))), scored), "drafts leave what is scored"
+    assert torch.equal(model.model.logits_of(torch.arange(len(text))), scored), "drafts change scores"
     model.forward([text[:-2]])
     model.draft(0, rows_of(0, text[1:-1]))
     model.forward([text[-2:-1]], [len(text) - 2])
@@ -178,7 +178,7 @@ def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) ->
 
 
 def alone_and_together(directory: Path, texts: list[list[int]]) -> list[np.ndarray]:
-    """First drafts of this rank's texts, in one step."""
+    """Return the first drafts of this rank's texts, in one step."""
     model, own = open_drafting(directory), own_share(texts)
     return [drafted.first for drafted in draft_all(model, own, 1)]
 
@@ -187,7 +187,7 @@ def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Wri
     directory = written("glm4_moe", 1).directory
     together = alone_and_together(directory, TEXTS)
     alone = [alone_and_together(directory, [text])[0] for text in TEXTS]
-    # A rank without a text runs padded rows beside the other's.
+    # A rank without a text runs padded rows while the other has rows.
     idle = pool_of(2).run(alone_and_together, directory, TEXTS[:1])
     spread = pool_of(2).run(alone_and_together, directory, TEXTS)
     assert not idle[1]
@@ -197,14 +197,14 @@ def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Wri
 
 
 def moved(directory: Path, texts: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """First drafts with experts anywhere, and once they are elsewhere; choices that were counted in the layer that drafts."""
+    """Return first drafts with experts placed at random, drafts after a move, and the choices counted in that layer."""
     model, own = open_drafting(directory, slots=6), own_share(texts)
     before = [drafted.first for drafted in draft_all(model, own, 1)]
     inner, rank = model.model, dist.get_rank()
     old = inner.placement
     new = random_placement(old.num_layers, old.num_experts, old.num_ranks, old.slots_per_rank, seed=9)
     held, wanted = old.local(rank).tolist(), new.local(rank).tolist()
-    assert held[-1] != wanted[-1], "no expert of the layer that drafts moves"
+    assert held[-1] != wanted[-1], "experts of the drafting layer must move"
     inner.hold(wanted, held, SpareSlots(), 1)
     inner.serve(new, rank, inner.layers[0].dispatcher)
     after = [drafted.first for drafted in draft_all(model, own, 1)]
@@ -216,7 +216,7 @@ def test_experts_of_layers_that_draft_are_placed_counted_and_moved_like_others(
 ) -> None:
     directory = written("glm4_moe", 1).directory
     together = alone_and_together(directory, TEXTS)
-    rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # that drafted; each chooses two experts
+    rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # drafting rows; each has two experts
     for rank, (before, after, counted) in enumerate(pool_of(2).run(moved, directory, TEXTS)):
         for a, b, wanted_bits in zip(before, after, together[rank::2], strict=True):
             assert np.array_equal(a, wanted_bits) and np.array_equal(b, wanted_bits)
@@ -231,7 +231,7 @@ def test_layers_run_as_programs_and_give_the_bits_of_their_modules(family: str, 
     for block in drafting.layers.values():
         assert isinstance(getattr(vars(block)["forward"], "__self__", None), LayerProgram)
     assert isinstance(drafting.programs[0], DraftProgram)
-    draft_all(model, TEXTS, 1)  # until samples of what experts are given are kept
+    draft_all(model, TEXTS, 1)  # until samples of the experts' inputs are kept
     ours = draft_all(model, TEXTS, 1)
     drafting.programs.clear()
     for a, b in zip(ours, draft_all(model, TEXTS, 1), strict=True):
@@ -239,7 +239,7 @@ def test_layers_run_as_programs_and_give_the_bits_of_their_modules(family: str, 
 
 
 def test_swapped_norms_draft_something_else(written: Write, tmp_path: Path) -> None:
-    """The control: what joins a token with a hidden state does not take either for the other."""
+    """Control: the projection of token and hidden state does not confuse the two."""
     drafter = written("glm4_moe", 1)
 
     def swap(tensors: Tensors) -> Tensors:

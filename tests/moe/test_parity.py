@@ -1,4 +1,4 @@
-"""I1: every family we name gives transformers' own tokens, at 1, 2 and 4 ranks, prompts of all lengths together."""
+"""I1: every supported family returns transformers' own tokens, at 1, 2 and 4 ranks, with prompts of all lengths together."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe", "mistral_large4", "gemma4", 
 
 
 def most_ranks(family: str) -> int:
-    """On which a family is tested by `make test`."""
+    """Return the largest number of ranks on which `make test` tests a family."""
     return 2 if family in ON_TWO_RANKS else int(family in ON_ONE_RANK)
 
 
@@ -50,7 +50,7 @@ CASES = [
 
 
 class Oracle(NamedTuple):
-    """What transformers says, in eager float32."""
+    """Results of transformers in eager float32."""
 
     directory: Path
     prompts: list[list[int]]
@@ -66,12 +66,12 @@ class RankAnswer(NamedTuple):
     prompt_logprobs: list[list[Logprobs]]  # of the teacher-forced sequences, sent as prompts
     permuted_logits: list[
         np.ndarray
-    ]  # the control: top-k ids of experts permuted, or of the tokens of an index
+    ]  # the control: permuted top-k ids of experts, or of the tokens of an index
 
 
 @pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """A family's checkpoint on disk and its greedy continuations."""
+    """Return a family's checkpoint on disk and its greedy continuations."""
     directory = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, directory)
     generator = torch.Generator().manual_seed(7)
@@ -89,7 +89,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]) -> RankAnswer:
-    """Serve this rank's prompts, then run its teacher-forced sequences with right and with permuted routing."""
+    """Serve this rank's prompts, then run its teacher-forced sequences with correct and with permuted routing."""
     built = build(directory, max_model_len=128, max_num_batched_tokens=512)
     own = own_share(list(enumerate(prompts)))
     asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own]
@@ -106,7 +106,7 @@ def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]
 
 
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference of any logit."""
+    """Return the largest difference of any logit."""
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -152,7 +152,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     scope="module",
 )
 def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
-    """Prompts in chunks of 11 beside each other, twice, so that the second time they go on from snapshots."""
+    """Prompts in chunks of 11 run together, twice, so that the second run continues from snapshots."""
     built = build(oracle.directory, max_model_len=128, max_num_batched_tokens=15, max_num_seqs=4)
     occupy(built, leaving=14)
     waves = [
@@ -162,25 +162,25 @@ def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
     served = serve(built, *waves)
     assert built.scheduler.stats.num_preemptions > 0
     cached = {each.request_id: each.num_cached_tokens for each in served.outputs if each.num_cached_tokens}
-    assert cached and cached.items() <= {"1 1": 16, "1 2": 32, "1 4": 16}.items(), "to the last whole block"
+    assert cached and cached.items() <= {"1 1": 16, "1 2": 32, "1 4": 16}.items(), "too few cached tokens"
     for request_id, tokens in served.token_ids.items():
         index = int(request_id.split()[1])
         assert_equal_tokens(oracle.prompts[index] + tokens, oracle.sequences[index], oracle.logits[index])
 
 
 def assert_equal_logprobs(entries: list[Logprobs], sequence: list[int], logits: np.ndarray) -> None:
-    """Every token but the first has the oracle's log-probability, and the oracle's two likeliest beside it."""
+    """Check that all tokens but the first have the oracle's log-probability, together with its two likeliest tokens."""
     wanted = torch.from_numpy(logits).double().log_softmax(-1).numpy()
     assert [entry.token_id for entry in entries] == sequence[1:]
     for entry, row in zip(entries, wanted, strict=False):
         assert abs(entry.logprob - row[entry.token_id]) < TOLERANCE
         assert np.abs(np.array(entry.top_logprobs) - np.sort(row)[:-3:-1]).max() < TOLERANCE
-        rivals = np.abs(row - row[entry.token_id]) < TOLERANCE  # itself among them
+        rivals = np.abs(row - row[entry.token_id]) < TOLERANCE  # includes the token itself
         assert abs(entry.rank - 1 - np.count_nonzero(row > row[entry.token_id])) < rivals.sum()
 
 
 def assert_equal_tokens(ours: list[int], theirs: list[int], logits: np.ndarray) -> None:
-    """Tokens are equal, or first differ where the oracle's own two best are closer than the tolerance."""
+    """Check that tokens are equal up to a position where the oracle's two best are closer than the tolerance."""
     assert len(ours) == len(theirs)
     differing = [position for position, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
     if differing:

@@ -1,4 +1,4 @@
-"""Types that transformers lacks give the logits of their architecture, or say what of them it cannot express."""
+"""Types that transformers lacks return the logits of their architecture, or an error names the unsupported part."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_bailing_moe_is_glm4_moe_under_other_names(is_fp8: bool, tmp_path: Path)
 
 
 def test_that_glm4_moe_computes_what_bailing_moe_publishes(tmp_path: Path) -> None:
-    """The oracle of the test above, against the published block in plain torch, on the published tensors."""
+    """Compare the oracle of the test above with the published block in plain torch, on the published tensors."""
     oracle = write_bailing_moe(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -69,7 +69,7 @@ def test_that_glm4_moe_computes_what_bailing_moe_publishes(tmp_path: Path) -> No
 
 
 def _bailing_logits(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor) -> Tensor:
-    """modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0, written again: norms, rotary half, groups, shared experts."""
+    """Reimplement modeling_bailing_moe_v2.py of inclusionAI/Ling-mini-2.0: norms, rotary half, groups, shared experts."""
     eps, heads, kv_heads, dim = (
         config[n] for n in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -149,7 +149,7 @@ def _change(directory: Path, **changes: Any) -> None:
 
 
 def test_the_published_sizes_of_mimo_v2_5_pro_are_built(tmp_path: Path) -> None:
-    """Layers, heads and rotary bases of the published configuration; no weight is made."""
+    """Layers, heads and rotary bases of the published configuration. No weight is created."""
     write_mimo_v2(tmp_path)
     pattern = [0, *[1] * 5] * 2
     _change(
@@ -239,7 +239,7 @@ def test_scales_that_are_not_by_group_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     name = "model.layers.0.self_attn.qkv_proj.weight_scale_inv"
-    assert tensors[name].shape == (8, 2), "224 rows in 2 groups of 112: 4 blocks of 32 each, the last short"
+    assert tensors[name].shape == (8, 2), "224 rows in 2 groups of 112: 4 blocks of 32 each, the last partial"
     tensors[name] = torch.ones(7, 2)
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"qkv_proj.weight_scale_inv is \[7, 2\].*needs \[8, 2\]"):

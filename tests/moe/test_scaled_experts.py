@@ -1,4 +1,4 @@
-"""Experts whose inputs are scaled go through the experts interface, where trying shows that nothing else is computed."""
+"""Experts with scaled inputs use the experts interface if a trial shows that they compute nothing else."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def test_experts_without_the_interface_that_compute_otherwise_are_refused(
 
 @pytest.mark.parametrize("budget", [7, 16, 29, 512])
 def test_prompts_longer_than_attentions_chunks_may_be_cut_anywhere(budget: int, tmp_path: Path) -> None:
-    """Chunks of 16 tokens, and queries that are scaled by their positions, in steps of 8."""
+    """Chunks of 16 tokens, and queries scaled by position, in steps of 8."""
     oracle, sequences = write_checkpoint("llama4", tmp_path), prompts(50, 3, 33, 16, 17)
     built = build(tmp_path, max_model_len=128, max_num_batched_tokens=budget, max_num_seqs=4)
     served = serve(
@@ -67,7 +67,7 @@ def test_prompts_longer_than_attentions_chunks_may_be_cut_anywhere(budget: int, 
 
 
 def test_positions_and_chunks_show_in_logits(tmp_path: Path) -> None:
-    """The control of the test above: a model without one of them gives others."""
+    """Control of the test above: a model without one of them has other logits."""
     oracle, sequences = write_checkpoint("llama4", tmp_path), prompts(50)
     found = teacher_forced(build(tmp_path, max_model_len=64), sequences)[0]
 

@@ -1,4 +1,4 @@
-"""What `wideep models` says: every type that is known, computed as a start would, and true of what is tested."""
+"""`wideep models` lists every known type, classified as by a start, and consistent with the tested types."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.support.models.installed import SINCE_5_24, is_pinned, pinned, requir
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
-# Mistral 3 holds a decoder that has experts or has not; MiniMax-M3 as it is published has sparse layers too.
+# Mistral 3's decoder may or may not have experts. MiniMax-M3 as published also has sparse layers.
 NOT_TYPES = {"mistral3", "minimax_m3_vl"}
 
 
@@ -45,9 +45,9 @@ def test_the_page_of_published_models_agrees_with_the_list_of_types() -> None:
     assert [*map(int, said.groups())] == [len({name for name, _, _ in rows}), len(accepted), len(refused)]
     assert len(accepted) >= 65
     section = DOCS.read_text().partition("## Every type with experts")[2].partition("\n| refused")[0]
-    served = {*names_in(section)} | {"mistral3"}  # whose decoder has experts or has not
+    served = {*names_in(section)} | {"mistral3"}  # its decoder may or may not have experts
     assert {kind for _, kind in accepted} <= served
-    assert {kind for _, kind in refused} & served <= {"bailing_hybrid"}, "one type of two architectures"
+    assert {kind for _, kind in refused} & served <= {"bailing_hybrid"}, "one type has two architectures"
 
 
 @pytest.mark.slow
@@ -62,8 +62,8 @@ def test_the_list_in_the_docs_is_true_and_every_type_that_is_tested_is_served() 
     listed, found = listed_types(), {verdict.model_type: verdict.status for verdict in survey(moe_types())}
     newer = newer_types()
     if is_pinned():
-        assert listed == found, "write it again: wideep models"
-    known = {**listed, **newer}  # other versions have fewer types, or more
+        assert listed == found, "update the list with: wideep models"
+    known = {**listed, **newer}  # other versions may have fewer or more types
     assert {name: known.get(name, status) for name, status in found.items()} == found
     if release(transformers.__version__) >= (5, 24):
         assert newer.items() <= found.items()
@@ -80,9 +80,9 @@ def test_new_types_are_served(model_type: str) -> None:
 
 
 def listed_types() -> dict[str, SupportStatus]:
-    """Types of the pinned transformers, as the docs have them."""
+    """Return the types of the pinned transformers as listed in the docs."""
     section = the_list()
-    assert f"transformers {pinned('transformers')}" in section, "write it again: wideep models"
+    assert f"transformers {pinned('transformers')}" in section, "update the list with: wideep models"
     _, served, text_parts, refused = re.split(
         r"^Served \(|^Served as|^\| refused", section, flags=re.MULTILINE
     )
@@ -95,7 +95,7 @@ def listed_types() -> dict[str, SupportStatus]:
 
 
 def newer_types() -> dict[str, SupportStatus]:
-    """Types that newer versions than the pinned one have besides."""
+    """Return the additional types of versions newer than the pinned one."""
     rows = [row.split("|") for row in the_list().splitlines() if row.startswith("| 5.")]
     return {name: SupportStatus(row[2].strip()) for row in rows for name in names_in(row[3])}
 

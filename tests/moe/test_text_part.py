@@ -1,4 +1,4 @@
-"""Of models that also see images the text decoder is read and served, whatever way the checkpoint lays experts out."""
+"""The text decoder of models that also process images is read and served, with any layout of experts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_nothing_is_said_of_parts_that_are_left_out(tmp_path: Path) -> None:
 
 
 def test_experts_may_lie_the_other_way_round(tmp_path: Path) -> None:
-    """As published checkpoints of Qwen3-VL have them: [experts, inputs, outputs]."""
+    """As in published checkpoints of Qwen3-VL: [experts, inputs, outputs]."""
     model, sequences = write_checkpoint("qwen3_vl_moe", tmp_path), prompts(9, 4)
     tensors = load_file(tmp_path / WEIGHTS)
     for name, tensor in tensors.items():

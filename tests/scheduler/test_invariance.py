@@ -1,6 +1,6 @@
-"""I2: the same request gives the same bits whatever runs beside it, however it is cut, and on how many ranks.
+"""I2: a request gets the same bits in any batch, with any chunks, and on any number of ranks.
 
-Compared are tokens and the float bits of their logprobs, for greedy and seeded requests, against one rank that
+Tokens and the float bits of their logprobs are compared, for greedy and seeded requests, with one rank that
 serves each request alone in one chunk.
 """
 
@@ -42,7 +42,7 @@ Answers = dict[str, list[tuple[int, float]]]  # request id to (token, logprob) o
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded requests of many lengths; some share long prefixes."""
+    """Return greedy and seeded requests of many lengths. Some share long prefixes."""
     generator = torch.Generator().manual_seed(3)
     shared = torch.randint(3, VOCABULARY, (40,), generator=generator).tolist()
     made = []
@@ -54,7 +54,7 @@ def requests() -> list[Request]:
     return made
 
 
-# What a request may ask for besides, each in two of them: greedy and seeded, or with a shared prefix and without.
+# Further parameters, each in two requests: greedy and seeded, or with and without a shared prefix.
 EXTRAS: tuple[dict[str, Any], ...] = (
     {"logit_bias": (TokenBias(7, 3.5), TokenBias(9, -100.0))},
     {"allowed_token_ids": tuple(range(5, 200, 3)), "num_prompt_logprobs": 2, "repetition_penalty": 1.2},
@@ -85,12 +85,12 @@ def answers_of(
     prepare: Callable[[Assembled], None] = lambda _built: None,
     **settings: Any,
 ) -> Answers:
-    """Serve this rank's share of the requests; `rounds` > 1 asks again, which hits the prefix cache."""
+    """Serve this rank's share of the requests. `rounds` > 1 repeats them, which hits the prefix cache."""
     built = build(directory, **{"max_model_len": 160, **settings})
     prepare(built)
     occupied = (
         occupy(built, leaving=12) if preempts else 0
-    )  # one request of the longest length and little more
+    )  # fits one request of the longest length and little more
     share = own_share(requests())
     waves = [[one] for one in share] if alone else [share] * rounds
     answers = collect(serve(built, *waves).outputs)
@@ -102,7 +102,7 @@ def answers_of(
 
 
 def collect(outputs: list[RequestOutput]) -> Answers:
-    """Gather every request's positions; of a request that was asked twice, the second answer."""
+    """Return every request's positions, from the second answer if a request ran twice."""
     answers: Answers = {}
     ended: set[str] = set()
     for output in outputs:
@@ -120,7 +120,7 @@ def collect(outputs: list[RequestOutput]) -> Answers:
 
 
 def answers_on_rank(directory: Path, rounds: int, settings: dict[str, Any]) -> Answers:
-    """What a pool's rank runs."""
+    """Serve a share in a pool's process."""
     return answers_of(directory, False, rounds, **settings)
 
 
@@ -128,7 +128,7 @@ def answers_on_rank(directory: Path, rounds: int, settings: dict[str, Any]) -> A
 def served_alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Answers]:
-    """A checkpoint, and every request served alone by one rank without a prefix cache."""
+    """Return a checkpoint and every request served alone on one rank without a prefix cache."""
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
@@ -213,7 +213,7 @@ def test_node_limited_dispatch_changes_no_bit(
 def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
     served_alone: tuple[Path, Answers], pool_of: PoolOf
 ) -> None:
-    """FP8 rounds what experts see, so the answers are not those of `alone`, but they are one set of answers."""
+    """FP8 rounds the inputs of experts, so the answers differ from those of `alone`, but they are equal on any ranks."""
     directory, alone = served_alone
     fp8 = {"dispatch_dtype": "fp8"}
     wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **fp8)

@@ -1,4 +1,4 @@
-"""An order that comes while another is followed: nobody waits for a rank that it leaves out."""
+"""An order that arrives while another is followed: no rank waits for one that the new order leaves out."""
 
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ PLACEMENT = linear_placement(1, 2, 1)
 
 
 class Links:
-    """A dispatcher and a lock-step of an epoch in which a member is silent: only an interruption ends the wait."""
+    """A dispatcher and a lock-step of an epoch with a silent member: only an interruption ends the wait."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch, self.step = epoch, 0
@@ -28,7 +28,7 @@ class Links:
     def agree(self) -> Mock:
         if self.interruption is not None:
             raise self.interruption
-        assert self.epoch != 1, "this rank would wait for the silent one"
+        assert self.epoch != 1, "this rank would wait for the silent member"
         return Mock(decision=Decision.STOP, switch_to=None)
 
 
@@ -61,4 +61,4 @@ def test_a_rank_that_an_order_leaves_out_is_not_waited_for_whenever_it_comes(mom
     engine.regroup(Order(1, (0, 1), PLACEMENT))
     engine.run(Mock())
     assert isinstance(links[1].interruption, PeerLost) and links[1].interruption.rank == 1
-    assert links[2].interruption is None, "what it leaves out is not of its own epoch"
+    assert links[2].interruption is None, "an order must not interrupt its own epoch"

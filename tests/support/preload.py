@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from: what every rank would otherwise load for itself."""
+"""Modules that the fork server of the ranks imports once, so that ranks need not load them."""
 
 import numba
 import numpy

@@ -1,9 +1,9 @@
-"""Real processes that stand for ranks in tests: a pool that is spawned once and runs many functions.
+"""Processes that act as ranks in tests: a pool that is spawned once and runs many functions.
 
-Each rank has a gloo group over the whole pool as `torch.distributed`'s default group, torch with one thread, and
-runs module-level functions that the test names. The store is hosted here, outside the ranks, so that a rank may be
-killed and the others go on. Ranks are forked from a server that has imported torch and loaded the compiled kernels
-(`preload`): eight of them start in about a second, and they die with the process that started them.
+Each rank has a gloo group over the whole pool as `torch.distributed`'s default group and torch with one thread. It
+runs module-level functions of the tests. The store is hosted here, outside the ranks, so that the other ranks survive
+the kill of one. Ranks are forked from a server that has imported torch and loaded the compiled kernels (`preload`):
+eight of them start in about a second. They die with the process that started them.
 
     with RankPool(2) as pool:
         assert pool.run(rank_plus, 10) == [10, 11]        # def rank_plus(n): return dist.get_rank() + n
@@ -34,13 +34,13 @@ GROUP_TIMEOUT_S = 30.0
 
 
 class RankDied(NamedTuple):
-    """Stands in the results for a rank whose process ended instead of answering."""
+    """Result of a rank whose process ended before it answered."""
 
     exitcode: int | None
 
 
 class RankError(Exception):
-    """A rank's function raised, died or did not answer in time; the message has every rank's part."""
+    """A rank's function raised, died or did not answer in time. The message holds the report of every rank."""
 
 
 class _Raised(NamedTuple):
@@ -52,12 +52,12 @@ class _Skipped(NamedTuple):
 
 
 class RankPool:
-    """`world_size` processes that run the same function side by side. A context manager.
+    """`world_size` processes that run the same function in parallel. A context manager.
 
     Args:
-        world_size: number of ranks.
-        timeout_s: how long `run` and `collect` wait for all ranks before everything is killed.
-        threads: torch threads per rank.
+        world_size: Number of ranks.
+        timeout_s: Seconds that `run` and `collect` wait for all ranks before they kill them.
+        threads: Torch threads per rank.
     """
 
     def __init__(self, world_size: int, *, timeout_s: float = 60.0, threads: int = 1) -> None:
@@ -80,28 +80,28 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process id of every rank, dead or alive."""
+        """Return the process id of every rank, dead or alive."""
         return [process.pid or -1 for process in self._processes]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank is alive: a pool that lost one is to be replaced."""
+        """Return whether every rank is alive. A pool that lost a rank must be replaced."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call `function(*args)` on every rank at once and return its results by rank.
+        """Call `function(*args)` on every rank at once and return the results by rank.
 
-        The function is a module-level one; arguments and results are pickled. Its rank is `dist.get_rank()`.
+        The function must be at module level; arguments and results are pickled. Its rank is `dist.get_rank()`.
 
         Raises:
-            RankError: a rank raised, died or did not answer within `timeout_s` (then all are killed).
-            pytest.skip.Exception: a rank skips the test.
+            RankError: A rank raised, died or did not answer within `timeout_s` (then all are killed).
+            pytest.skip.Exception: A rank skips the test.
         """
         self.start(function, *args)
         return self.collect(timeout_s=timeout_s)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Send the call to every rank and return at once; `collect` waits for the answers."""
+        """Send the call to every rank and return at once. `collect` waits for the answers."""
         call = pickle.dumps((function, args))
         for connection in self._connections:
             connection.send_bytes(call)
@@ -116,9 +116,9 @@ class RankPool:
         """Wait for the answers of `ranks` (default: all) and return them in that order.
 
         Args:
-            ranks: whose answers to wait for; others (a stopped one, say) may answer to a later call.
-            may_die: ranks whose death is expected; their result is a `RankDied`.
-            timeout_s: seconds for all of them; default the pool's.
+            ranks: Ranks to wait for. The others (a stopped one, say) may answer a later call.
+            may_die: Ranks that may die. The result of a dead rank is a `RankDied`.
+            timeout_s: Seconds for all ranks together. Defaults to the pool's.
         """
         asked = list(range(self.world_size)) if ranks is None else list(ranks)
         answers = self._receive(asked, time.monotonic() + (timeout_s or self.timeout_s))
@@ -136,7 +136,7 @@ class RankPool:
         return [answers[rank] for rank in asked]
 
     def end_groups(self) -> None:
-        """Destroy every group that calls have made, on all ranks, if all are there to do it."""
+        """Destroy all groups created by calls, on all ranks, if every rank is alive."""
         if self.is_whole:
             self.run(_end_groups, timeout_s=GROUP_TIMEOUT_S)
 
@@ -145,7 +145,7 @@ class RankPool:
         os.kill(self.pids[rank], number)
 
     def close(self) -> None:
-        """End every rank, stopped ones too, and wait until they are gone."""
+        """Kill every rank, including stopped ones, and wait until all are gone."""
         for process in self._processes:
             process.kill()
         for process, connection in zip(self._processes, self._connections, strict=True):
@@ -182,7 +182,7 @@ class RankPool:
             return RankDied(self._processes[rank].exitcode)
 
     def _dump_and_kill(self) -> None:
-        """Let every live rank print its stacks to stderr (faulthandler), then end them all."""
+        """Let every live rank print its stacks to stderr (faulthandler), then kill all ranks."""
         for process in self._processes:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, signal.SIGUSR1)
@@ -191,7 +191,7 @@ class RankPool:
 
 
 def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, threads: int) -> None:
-    """A rank's life: join the group, then run calls until the pool closes."""
+    """Join the group, then run calls until the pool closes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -201,7 +201,7 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S)
     )
     connection.send_bytes(pickle.dumps(None))
-    gc.freeze()  # what is loaded stays: collections of what tests leave pass it over
+    gc.freeze()  # collections of the garbage of tests skip objects loaded so far
     while True:
         try:
             call = connection.recv_bytes()
@@ -211,19 +211,19 @@ def _serve_rank(connection: Connection, port: int, rank: int, world_size: int, t
 
 
 def _end_groups() -> None:
-    """Destroy all groups but the default one: each has threads of gloo's that wake a hundred times a second."""
+    """Destroy all groups except the default one: the gloo threads of each wake a hundred times a second."""
     made = [group for group in list(distributed_c10d._world.pg_map) if group is not dist.group.WORLD]
     for group in made:
         dist.destroy_process_group(group)
     if made:
-        gc.collect()  # engines hold theirs in cycles, and with them the threads
+        gc.collect()  # engines hold their groups in cycles, and the groups hold threads
 
 
 def _answer(call: bytes) -> bytes:
     try:
         function, args = pickle.loads(call)
         return pickle.dumps(function(*args))
-    except pytest.skip.Exception as skip:  # no Exception: it would end the rank, and the pool with it
+    except pytest.skip.Exception as skip:  # not an Exception: it would end the rank, and the pool with it
         return pickle.dumps(_Skipped(str(skip)))
     except Exception:  # noqa: BLE001 - whatever a test's function raises is the test's result
         return pickle.dumps(_Raised(traceback.format_exc()))

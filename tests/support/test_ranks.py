@@ -1,4 +1,4 @@
-"""The pool of ranks itself: results by rank, errors with their traceback, deaths and time-outs without a hang."""
+"""The pool of ranks: results by rank, errors with tracebacks, deaths and timeouts without a hang."""
 
 import os
 import signal
@@ -98,6 +98,6 @@ def test_a_hang_is_killed() -> None:
     with (
         RankPool(2) as pool,
         pytest.raises(RankError, match=r"ranks \[(0, )?1\] of 2"),
-    ):  # 0 may be slow to start
+    ):  # rank 0 may be slow to start
         pool.run(hang_on_rank_one, timeout_s=0.5)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pool.pids)

@@ -1,4 +1,4 @@
-"""The attention kernels as models launch them, compiled for GPUs without one: registers, spills, shared memory."""
+"""The attention kernels, compiled as models launch them, without a GPU: registers, spills, shared memory."""
 
 import contextlib
 from collections.abc import Callable
@@ -26,11 +26,11 @@ BF16 = torch.bfloat16
 
 
 class Case(NamedTuple):
-    """What calls the kernels, and registers that its main one may have on sm_90."""
+    """A caller of the kernels, and the registers allowed to its main one on sm_90."""
 
     launch: Callable[[torch.dtype], object]
     kernel: str
-    max_registers: int = 255  # 128: four programs of four warps have room side by side
+    max_registers: int = 255  # 128: room for four programs of four warps
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -72,7 +72,7 @@ def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> 
 
 
 def step_of(rows: int, *, is_in_chunks: bool = False) -> Any:
-    """What a step has on the device; only shapes and types count."""
+    """Return the device arrays of a step. Only shapes and types count."""
     names = ("position_P", "cache_slot_P", "state_before_P", "state_after_P", "row_before_P")
     on = SimpleNamespace(
         **{name: empty(rows) for name in names},
@@ -108,7 +108,7 @@ def launch_chosen(heads: int, dtype: torch.dtype) -> None:
 
 
 def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...], *, is_in_chunks: bool = False) -> MixerCall:
-    """A mixer's call, with a cache of four state slots."""
+    """Return a mixer's call with a cache of four state slots."""
     call = MixerCall(0)
     floats = partial(empty, dtype=torch.float32)
     step = step_of(64, is_in_chunks=is_in_chunks)
@@ -216,7 +216,7 @@ ALL = CASES | MORE_CASES
 
 
 def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
-    """The launch of the case's kernel on a device of an architecture."""
+    """Return the launch of the case's kernel on a device of an architecture."""
     kernels = (
         (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
         (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_items"), (sparse, "make_pool_keys"), (sparse, "choose_best"),
@@ -248,7 +248,7 @@ def test_every_configuration_compiles_within_its_budget(
 
 
 def test_as_many_programs_run_as_the_device_seats_or_as_there_are_parts() -> None:
-    """Whatever the contexts are: a captured launch fits them all."""
+    """A captured launch fits contexts of any length."""
     seats = splits.DecodeScratch(max_sequences=1, heads=1, value_dim=16, max_tokens=1, device=META)
     assert recorded(ALL["decode_qwen3"]).grid == (seats.multiprocessors * decode.DecodeTile().programs,)
     with recording((decode, "attend_splits"), (splits, "merge_parts")) as launched:

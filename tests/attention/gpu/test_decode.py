@@ -1,6 +1,6 @@
-"""Paged decode for GPUs against the plain oracle: in Triton's interpreter, and where there is a GPU on it.
+"""Paged decode for GPUs against the plain oracle: in Triton's interpreter, and on a GPU if there is one.
 
-The interpreter multiplies and rounds bfloat16 wrongly, so float16 stands for the short types.
+The interpreter multiplies and rounds bfloat16 incorrectly, so float16 represents the short types.
 """
 
 from typing import Any
@@ -22,13 +22,13 @@ from tests.support.gpu.attention import (
 )
 
 SPLIT = 64  # two of the kernel's tiles
-EDGES = [1, 15, 16, 17, 63, 64, 65, 150]  # of tokens, blocks, tiles and splits
+EDGES = [1, 15, 16, 17, 63, 64, 65, 150]  # in tokens: edges of blocks, tiles and splits
 FEW = [1, 33, 100]
 SMALL, SMALLEST = Heads(4, 2, 32, 32), Heads(2, 1, 32, 32)
 
 
 def decode(paged: Paged, query_SHD: Tensor, rows: slice | int, *, most_splits: int = 8, seats: int = 3, **options: Any) -> Tensor:  # fmt: skip
-    """Run the kernel on some sequences. The scratch begins as NaN: what it holds must not matter."""
+    """Run the kernel on some sequences. The scratch starts as NaN: its contents must not matter."""
     from attention.gpu.decode import DecodeScratch, paged_decode  # noqa: PLC0415 - in the interpreter
 
     context_S, table_SM = paged.of(rows)
@@ -47,7 +47,7 @@ def decode(paged: Paged, query_SHD: Tensor, rows: slice | int, *, most_splits: i
 def compare(
     device: str, contexts: list[int], heads: Heads, short: torch.dtype, options: dict[str, Any]
 ) -> None:
-    """All sequences and a padded row."""
+    """Compare all sequences and a padded row."""
     if "sinks_H" in options:
         options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
     for dtype in dtypes_on(device, short):
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_programs(
 
 
 def replay(device: str) -> None:
-    """One set of tensors, refilled in place: as a captured graph sees it."""
+    """Refill one set of tensors in place, as a captured graph sees it."""
     paged = make_paged([(70, 1), (20, 1), (40, 1)], SMALLEST).to(device)
     query = torch.randn(3, 2, 32).to(device)
     whole = decode(paged, query, 3)
@@ -140,7 +140,7 @@ def test_a_replay_with_fewer_sequences_skips_padded_rows(on_device: OnDevice) ->
 
 
 def stretch_splits(device: str) -> None:
-    """Contexts that would have more splits than allowed have longer ones."""
+    """Contexts that would exceed the number of splits get longer splits."""
     paged = make_paged([(149, 1), (299, 1)], SMALLEST).to(device)
     query = torch.randn(2, 2, 32).to(device)
     check_close(decode(paged, query, 2, most_splits=2), oracle(query, paged))

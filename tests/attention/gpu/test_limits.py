@@ -1,4 +1,4 @@
-"""Heads and latents without a GPU kernel are named when a model is built."""
+"""Heads and latents without a GPU kernel raise an error when a model is built."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 def test_the_heads_of_known_models_pass() -> None:
     check_heads(32, 4, 128, 128, BF16)  # Qwen3-30B
     check_heads(64, 8, 64, 64, BF16)  # gpt-oss
-    check_heads(128, 128, 192, 128, BF16)  # DeepSeek-V3's expanded
+    check_heads(128, 128, 192, 128, BF16)  # DeepSeek-V3, expanded
     check_latents(512, 64, BF16)
 
 
@@ -111,7 +111,7 @@ def test_what_the_kernels_lack_is_named(shapes: list[LayerShape], ranks: list[in
 
 
 def test_the_memory_beside_the_pages_is_what_is_allocated() -> None:
-    """DeepSeek-V3 with 256 sequences of up to 128k tokens: 2.1 GB, which no budget had."""
+    """DeepSeek-V3 with 256 sequences of up to 128k tokens: 2.1 GB, which earlier budgets lacked."""
     assert (
         scratch_bytes(max_sequences=256, heads=128, value_dim=512, max_tokens=131072)
         == 256 * 128 * 32 * 514 * 4

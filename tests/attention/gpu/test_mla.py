@@ -1,4 +1,4 @@
-"""Absorbed latent decode for GPUs against the plain oracle: in Triton's interpreter, and where there is a GPU on it."""
+"""Absorbed latent decode for GPUs against the plain oracle: in Triton's interpreter, and on a GPU if there is one."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.support.gpu.attention import (
 def make_latents(
     contexts: list[int], latent_dim: int, rope_dim: int, dtype: torch.dtype = torch.float32
 ) -> Paged:
-    """Pages whose values are the first part of their keys."""
+    """Return pages with values that are the first part of their keys."""
     width = latent_dim + rope_dim
     paged = make_paged([(context - 1, 1) for context in contexts], Heads(1, 1, width, 1), dtype)
     return paged._replace(values_NGBV=paged.keys_NGBD[..., :latent_dim])  # a view
@@ -55,7 +55,7 @@ def compare(
     short: torch.dtype,
     tile_heads: int = 16,
 ) -> None:
-    """All sequences and a padded row."""
+    """Compare all sequences and a padded row."""
     for dtype in dtypes_on(device, short):
         paged = make_latents(contexts, latent_dim, rope_dim, dtype).to(device)
         query = (torch.randn(len(contexts) + 1, heads, latent_dim + rope_dim) * 0.3).to(device, dtype)

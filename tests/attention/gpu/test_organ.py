@@ -1,4 +1,4 @@
-"""The organ on GPUs: prompts' latents are expanded within a bound, and no bit depends on it."""
+"""Attention on GPUs: latents of prompts are expanded within a memory limit, and no bit depends on the limit."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +16,7 @@ SPANS = [Span(20, 1, [3, 7]), Span(16, 20, [5, 1, 2]), Span(0, 9, [9]), Span(40,
 
 
 def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
-    """Attend a decode and three prompts over latents; returns the result, and the numbers that each launch was given."""
+    """Attend a decode and three prompts over latents. Return the result, and the sizes of each launch."""
     from attention.gpu import organ  # noqa: PLC0415 - in the interpreter
     from attention.gpu.prefill import paged_prefill  # noqa: PLC0415
     from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
@@ -54,14 +54,14 @@ def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
 
 def bound_expansions(device: str) -> None:
     whole, sizes = expand_within(device, 1 << 30)
-    assert len(sizes) == 1, "all heads of all prompts at once"
+    assert len(sizes) == 1, "all heads of all prompts must be expanded at once"
     of_token = 2 * (UNROTATED + ROTARY + VALUES) * 4
     for most_tokens, launches in ((BLOCK * 12, 4), (BLOCK * 6, 6), (BLOCK * 3, 10), (1, 12)):
         out, sizes = expand_within(device, of_token * most_tokens)
-        longest = BLOCK * 3  # of one sequence: one head of it is always expanded whole
+        longest = BLOCK * 3  # of one sequence: at least one of its heads is expanded as a whole
         assert max(sizes) * 2 * 4 <= of_token * max(most_tokens, longest)
         assert len(sizes) == launches and out.isfinite().all()
-        torch.testing.assert_close(out, whole, atol=1e-6, rtol=1e-5)  # a product's order is its library's
+        torch.testing.assert_close(out, whole, atol=1e-6, rtol=1e-5)  # the library chooses the order
 
 
 def test_what_is_expanded_at_once_is_bounded_and_changes_nothing(on_device: OnDevice) -> None:

@@ -1,4 +1,4 @@
-"""Chunked prefill for GPUs against the plain oracle: in Triton's interpreter, and where there is a GPU on it."""
+"""Chunked prefill for GPUs against the plain oracle: in Triton's interpreter, and on a GPU if there is one."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def prefill(paged: Paged, query_THD: Tensor, tiles: Tensor | None = None, **opti
 
 
 def compare(device: str, spans: Spans, heads: Heads, short: torch.dtype, options: dict[str, Any]) -> None:
-    """All rows; padded ones, which no tile covers, stay zero."""
+    """Compare all rows. Padded rows, which no tile covers, stay zero."""
     if "sinks_H" in options:
         options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
     for dtype in dtypes_on(device, short):
@@ -82,8 +82,8 @@ def test_prefill_equals_the_oracle(
 
 
 def cut_otherwise(device: str) -> None:
-    """Equal bits: on a GPU wherever the cut is; in the interpreter numpy's products may have other bits for a row in another
-    place of a tile, so there only cuts count that leave it in its place."""
+    """Compare bits. On a GPU, any cut gives equal bits. In the interpreter, numpy's products may differ for a row at another
+    position in a tile, so only cuts that keep its position are tested."""
     from attention.gpu.prefill import tile_tokens  # noqa: PLC0415 - in the interpreter
 
     heads = Heads(8, 1, 32, 32)

@@ -1,4 +1,4 @@
-"""Recurrences for GPUs, in Triton's interpreter and where there is a GPU on it: the CPU's cases, and no bit depends on cuts."""
+"""Recurrences for GPUs, in Triton's interpreter and on a GPU if there is one: the CPU's cases. No bit depends on cuts."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Rows = tuple[torch.Tensor, ...]
 SEEN_ELSEWHERE = (
     "convolution",
     "gated delta rule of given lengths",
-)  # their kernels run in other kinds' tests too
+)  # tests of other kinds run their kernels too
 FIRST_KINDS = [
     pytest.param(each, marks=pytest.mark.slow) if each in SEEN_ELSEWHERE else each for each in KINDS
 ]
@@ -44,7 +44,7 @@ def checked(device: str, name: str, check: Callable[[Rank], None]) -> None:
 
 
 def chunks(device: str, name: str) -> None:
-    """Prompts in chunks give what `transformers` gives; cuts at the ends of blocks, and what is beside, change no bit."""
+    """Prompts in chunks match `transformers`. Cuts at the ends of blocks, and other parts of the batch, change no bit."""
     rank = rank_on(device, name, is_invariant=False)
     check_a_batch(rank)
     at, inputs = rank.kind.time_at, rank.kind.inputs(10, 75)
@@ -61,7 +61,7 @@ def chunks(device: str, name: str) -> None:
     again = rank.run([[StatePiece(1, 4, 43)]], [part(32, 75)], starts=[32])[0]
     assert torch.equal(again, whole_text.narrow(at, 32, 43)), "from a snapshot"
     assert torch.equal(rank.cache.states[0][3], rank.cache.states[0][4])
-    # Cut within chunks, and continued by decodes, which walk.
+    # Cut within chunks, then continue with decodes, which run token by token.
     found = [rank.run([[StatePiece(NO_STATE, 5, 21)]], [part(0, 21)])[0]]
     found += rank.run([[StatePiece(5, 6, 1)]], [part(21, 22)], num_decodes=1, starts=[21])[:1]
     found += rank.run([[StatePiece(6, 7, 53)]], [part(22, 75)], starts=[22])[:1]
@@ -71,7 +71,7 @@ def chunks(device: str, name: str) -> None:
 
 
 def alike_keys(device: str) -> None:
-    """Keys that are all alike, nothing fading, everything learnt at once: where inverses by squaring lose their digits."""
+    """Equal keys, no decay, and everything learnt at once: inverses by squaring lose their digits here."""
     rank = rank_on(device, "gated delta rule", is_invariant=False)
     query, key, value, _, rate = rank.kind.inputs(3, 64)
     inputs = query, key[:, :1].expand_as(key), value, torch.zeros_like(rate), torch.ones_like(rate)
@@ -80,7 +80,7 @@ def alike_keys(device: str) -> None:
 
 
 def decodes_and_padding(device: str, name: str) -> None:
-    """Decodes of a padded step give the bits that prompts of one token give; padding is finite."""
+    """Decodes of a padded step have the bits of one-token prompts. Padding is finite."""
     rank = rank_on(device, name)
     inputs = [rank.kind.inputs(10 * index, 1) for index in range(3)]
     prompts = rank.run([whole(1) for _ in inputs], inputs)[:3]
@@ -92,8 +92,8 @@ def decodes_and_padding(device: str, name: str) -> None:
 
 
 def drafts(device: str, name: str) -> None:
-    """A decode and its drafts have the bits of decodes one after the other, and so has the state behind each of them,
-    alone and beside a prompt, which goes in chunks."""
+    """A decode and its drafts have the bits of consecutive decodes, and so do the states after each of them, alone and
+    next to a prompt, which runs in chunks."""
     rank = rank_on(device, name, is_invariant=False)
     at, inputs, prompt = rank.kind.time_at, rank.kind.inputs(10, 6), rank.kind.inputs(20, 17)
     states = rank.cache.states[0], rank.cache.tails[0]
@@ -134,7 +134,7 @@ def test_decodes_have_the_bits_of_prompts(name: str, on_device: OnDevice) -> Non
     on_device(decodes_and_padding, name)
 
 
-@pytest.mark.slow  # `alike_keys` runs the gated delta rule's kernel for chunks among the fast tests
+@pytest.mark.slow  # among the fast tests, `alike_keys` runs the gated delta rule's kernel for chunks
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_in_chunks_give_what_transformers_gives(name: str, on_device: OnDevice) -> None:
     on_device(chunks, name)

@@ -1,4 +1,4 @@
-"""Rotary embedding for GPUs against transformers' function: in the interpreter, and where there is a GPU on it."""
+"""Rotary embedding for GPUs against transformers' function: in the interpreter, and on a GPU if there is one."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""A sparse index and attention to what it chose for GPUs, in Triton's interpreter and where there is a GPU on it, against
-the plain definition: ties by position, whatever is beside a row."""
+"""A sparse index and attention to its choice for GPUs, in Triton's interpreter and on a GPU if there is one, against the
+plain definition: ties go by position, and other rows do not matter."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ TABLES = [[9], [3, 14, 0, 7, 11], [5, 1], [2, 8, 4]]
 
 
 class Filled:
-    """A step over shuffled blocks; pages of latents and of index keys, `values` > 0: so many different ones."""
+    """A step over shuffled blocks, with pages of latents and of index keys. If `values` > 0, it is the number of distinct keys."""
 
     def __init__(
         self, device: str, spans: list[tuple[int, int]], *, num_decodes: int = 0, values: int = 0
@@ -43,14 +43,14 @@ class Filled:
         self.fill(spans, num_decodes)
 
     def fill(self, spans: list[tuple[int, int]], num_decodes: int = 0, first: int = 0) -> None:
-        """Sequences from the `first` on."""
+        """Fill the step with sequences, numbered from `first` on."""
         self.spans = spans
         tables = TABLES[first : first + len(spans)]
         self.step.fill([Span(*span, table) for span, table in zip(spans, tables, strict=True)], num_decodes)
         self.step.inputs([0] * self.step.num_tokens, [])
 
     def drawn(self) -> tuple[Tensor, Tensor]:
-        """Index queries and weights of the rows; a row's are those of its position."""
+        """Return index queries and weights of the rows, which depend on their positions."""
         generator = torch.Generator().manual_seed(6)
         query, weight = (
             torch.randn(128, HEADS, DIM, generator=generator),
@@ -60,14 +60,14 @@ class Filled:
         return query.to(position.device)[position], weight.to(position.device)[position]
 
     def choose(self, count: int) -> Tensor:
-        """With programs that take turns, and see few scores at a time."""
+        """Choose with programs that take turns and each see few scores at a time."""
         from attention.gpu import sparse  # noqa: PLC0415
 
         with mock.patch.multiple(sparse, _SCORED=16, _SCORED_BY=2, _SCANNED=32):
             return sparse.choose_from_pages(self.cache, 0, *self.drawn(), SCALE, count)[0].cpu()
 
     def wanted(self, count: int) -> list[list[int]]:
-        """By the definition: slots of the cache, in the order of the text."""
+        """Return the choice by the definition: slots of the cache, in the order of the text."""
         query, weight = (each.cpu().double() for each in self.drawn())
         found: list[list[int]] = []
         for (start, length), table in zip(self.spans, self.tables(), strict=True):
@@ -91,11 +91,11 @@ def check_choice(device: str, count: int, values: int) -> None:
     chosen = filled.choose(count)
     for row, wanted in enumerate(filled.wanted(count)):
         assert chosen[row].tolist() == wanted + [-1] * (count - len(wanted)), row
-    assert (chosen[filled.step.num_tokens :] == -1).all(), "padding chooses nothing"
+    assert (chosen[filled.step.num_tokens :] == -1).all(), "padding rows must choose nothing"
 
 
 def check_rows_of_their_own(device: str) -> None:
-    """Beside others, in a step of decodes, cut, and scored a few rows at a time."""
+    """Compare rows next to others, in a step of decodes, in chunks, and scored a few at a time."""
     filled = Filled(device, SPANS, values=9)
     together = filled.choose(8)
     filled.fill([(70, 1)], num_decodes=1, first=1)
@@ -110,7 +110,7 @@ def check_rows_of_their_own(device: str) -> None:
 
 
 def check_attention(device: str, has_sinks: bool, heads: int) -> None:
-    """All chosen, and few."""
+    """Attend to all tokens, and to few."""
     from attention.gpu import organ  # noqa: PLC0415
 
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""The table of tiles: the closest device counts, a missing shape falls back, mistakes are named."""
+"""The table of tiles: the closest device is used, a missing shape falls back, errors are named."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A part for tests of the worker: some units end well, some do not."""
+"""A part for tests of the worker: some units succeed, some fail."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     if unit == "childless":
         raise EOFError
     if unit == "gone":
-        print("the last words", flush=True)  # not an answer: standard output is standard error in a worker
+        print("the last words", flush=True)  # not an answer: in a worker, standard output is standard error
         os._exit(3)
     yield Row(name=unit, figures={"ceiling": setting.ceiling("copy_tb_per_s"), "pid": os.getpid()})
     if unit == "slow":
@@ -32,7 +32,7 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def launched(name: str) -> None:
-    """What a process that compiles does with a kernel."""
+    """Act on a kernel as a compiling process does."""
     if name == "bad":
         raise ValueError("no such shape\nand more")
     if name == "gone":

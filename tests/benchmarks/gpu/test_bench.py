@@ -1,4 +1,4 @@
-"""What counts as a right answer, with stand-ins for kernels; no triton."""
+"""Criteria for a correct result, with fake kernels and without triton."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ BENCH = Bench(torch.device("cpu"), torch.float32)
 
 
 def make_call(run: Callable[[Tensor], Any], **changes: Any) -> Callable[[Bench, int], Call]:
-    """A kernel that should double its input."""
+    """Return a call of a kernel that should double its input."""
 
     def make(bench: Bench, seed: int) -> Call:
         x = bench.normal(bench.generator(seed), 64, 8)

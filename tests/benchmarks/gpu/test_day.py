@@ -1,4 +1,4 @@
-"""Budgets, passes, resumption and failures of a day, with workers that are scripts and a clock that they advance."""
+"""Budgets, passes, resumption and failures of a day, with scripted workers that advance a clock."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ ROW = Row(name="row", figures={"x": 1.0})
 
 
 class Script:
-    """What workers do, and what was asked of them; every unit takes `unit_s` of the clock."""
+    """Actions of workers, and a record of requests. Every unit takes `unit_s` on the clock."""
 
     def __init__(self, units: dict[str, list[str]], *, unit_s: float = 1.0) -> None:
         self.now_s, self.unit_s, self.module_units = 0.0, unit_s, units
@@ -42,7 +42,7 @@ class ScriptedWorker:
         return self.script.module_units[self.module]
 
     def run(self, unit: str, known: Mapping[str, float], timeout_s: float, rows: list[Row]) -> None:
-        assert not self.is_dead, "a worker that died or was given up is not asked again"
+        assert not self.is_dead, "a dead or late worker must not get further units"
         assert timeout_s > 0
         self.script.ran.append(unit)
         self.script.known.append(dict(known))
@@ -94,7 +94,7 @@ def test_failures_are_lines_and_everything_else_runs(tmp_path: Path) -> None:
         "first/a": "failed", "first/b": "failed", "first/c": "timed out", "first/d": "failed", "first/e": "done",
         "last/z": "done",
     }  # fmt: skip
-    assert script.starts == ["f", "f", "f", "f", "l"], "a new worker after b, c and d, not after a"
+    assert script.starts == ["f", "f", "f", "f", "l"], "a new worker must start after b, c and d, not after a"
     assert ledger.units["first/b"]["note"] == "the process ended with 1: segfault"
     assert day.not_reached == {"first": [], "last": []}
     assert ledger.summary() == {"units": 6, "failed": 4, "rows": 6, "wrong_rows": 0, "missed_goals": 0}
@@ -152,7 +152,7 @@ def test_a_unit_that_would_be_cut_leaves_its_time_to_others(tmp_path: Path) -> N
     script = Script({"h": ["big", "huge"], "l": ["z", "y"]}, unit_s=50.0)
     heavy = DayPart("heavy", "h", "Heavy", 100.0, least_s=100.0)
     ledger, day = run_day(script, tmp_path / "day.json", [heavy, LAST], minutes=1.7)
-    assert script.ran == ["big", "z"], "52 s are left after big, which is too little for huge"
+    assert script.ran == ["big", "z"], "52 s are left after big, too few for huge"
     assert day.not_reached == {"heavy": ["huge"], "last": ["y"]}
     again = Script(script.module_units)
     _, day = run_day(again, ledger.path, [heavy, LAST], minutes=1.0, resumes=True)
@@ -177,7 +177,7 @@ def test_a_resumed_day_takes_up_what_is_missing_and_measures_ceilings_again(tmp_
         {},
         {"ceilings/copy/row/x": 1.0},
         {"ceilings/copy/row/x": 1.0, "first/a/row/x": 1.0},
-    ], "a unit is told all figures before it, those of a failed unit's rows too"
+    ], "a unit must get all earlier figures, including those of a failed unit's rows"
     again = Script(units)
     ledger, _ = run_day(again, path, parts, resumes=True)
     assert again.ran == ["copy", "a", "c"]
@@ -185,10 +185,10 @@ def test_a_resumed_day_takes_up_what_is_missing_and_measures_ceilings_again(tmp_
     assert json.loads(path.read_text())["units"] == ledger.units
     last = Script(units)
     run_day(last, path, parts, resumes=True)
-    assert (last.ran, last.starts) == (["copy"], ["c"]), "no worker is started for a part that is done"
+    assert (last.ran, last.starts) == (["copy"], ["c"]), "no worker may start for a finished part"
     fresh = Script(units)
     run_day(fresh, path, parts)
-    assert fresh.ran == ["copy", "a", "b", "c"], "without --resume all is run again"
+    assert fresh.ran == ["copy", "a", "b", "c"], "without --resume all units must run again"
 
 
 def test_what_is_no_result_is_not_resumed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Kernels compiled side by side: one that fails, or ends its process, costs no answer but its own."""
+"""Kernels compiled in parallel: one that fails, or ends its process, does not affect the others."""
 
 import pytest
 

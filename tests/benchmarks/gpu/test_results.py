@@ -1,4 +1,4 @@
-"""The results' file and the card of a day, with a stand-in for the driver's program."""
+"""The results file and the card of a day, with a fake of the driver's program."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whole models of a day: their shapes are the published ones, and what their rows say."""
+"""Whole models of a day: their shapes match the published ones, and the contents of their rows."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_models_have_the_published_number_of_parameters(name: str, billions: flo
 
 
 def test_a_cut_deepseek_has_whole_layers() -> None:
-    """One dense layer, three of 256 experts and a shared one, as V3's config.json has them."""
+    """One dense layer, and three with 256 experts and a shared one, as in V3's config.json."""
     count = sum(weight.numel() for weight in build_on_meta(config_of("deepseek", REAL)).parameters())
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     experts = 257 * 3 * 7168 * 2048 + 256 * 7168
@@ -53,4 +53,4 @@ def test_our_engine_runs_before_the_peers_that_are_held_against_it() -> None:
         first = order.index(f"{name} wideep")
         assert first < order.index(f"{name} continuous") < order.index(f"{name} static")
     assert order.index("deepseek wideep") < order.index("deepseek static")
-    assert "deepseek continuous" not in order, "transformers cannot"
+    assert "deepseek continuous" not in order, "transformers does not support it"

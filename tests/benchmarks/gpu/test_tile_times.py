@@ -1,4 +1,4 @@
-"""Candidates of a tuner: one that cannot be launched costs itself, one that breaks the device ends the process's use."""
+"""Candidates of a tuner: a failed launch skips one candidate, a device error ends the use of the process."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ BENCH = Bench(torch.device("cpu"), torch.float32)
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, trouble: str) -> Any:
-    """Candidates 2.0, "bad" and 4.0, which take that part of the choice's time; the second one has trouble."""
+    """Try candidates 2.0, "bad" and 4.0: that many times as fast as the default. The second one fails."""
 
     def check(_bench: Bench, _name: str, tile: Any) -> Row:
         if tile == "bad":
@@ -81,6 +81,6 @@ def test_a_candidate_that_breaks_the_device_is_not_followed_by_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     candidates = tried(monkeypatch, "CUDA error: an illegal memory access was encountered")
-    assert next(candidates).times == pytest.approx(2.0), "known before the next one is tried"
+    assert next(candidates).times == pytest.approx(2.0), "times must be known before the next candidate runs"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         next(candidates)

@@ -1,4 +1,4 @@
-"""A whole day in Triton's interpreter, with tiny shapes: so the day with a GPU is not the first time that it runs."""
+"""A whole day in Triton's interpreter, with tiny shapes, so that its first run is not on a GPU."""
 
 import json
 import os

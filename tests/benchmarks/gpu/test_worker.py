@@ -1,5 +1,5 @@
-"""A worker process and its parent, over real pipes (the part is `sample_part`, which needs no torch); the suite's own tests for
-GPUs as units of a day, on trees of a test's own."""
+"""A worker process and its parent, over real pipes (the part is `sample_part`, which needs no torch), and the suite's own GPU
+tests as units of a day, on trees created by tests."""
 
 import json
 import tempfile
@@ -43,10 +43,10 @@ def test_a_worker_answers_with_rows_and_failures_and_its_death_is_told_with_its_
     with pytest.raises(FailedUnitError, match=r"^ValueError: a kernel that takes no such thing$"):
         worker.run("bad", KNOWN, LIMIT_S, rows)
     with pytest.raises(FailedUnitError, match=r"^TritonError: out of resource: shared memory$"):
-        worker.run("unfit", KNOWN, LIMIT_S, rows)  # which is no RuntimeError
+        worker.run("unfit", KNOWN, LIMIT_S, rows)  # which is not a RuntimeError
     with pytest.raises(FailedUnitError, match=r"^EOFError$"):
         worker.run("childless", KNOWN, LIMIT_S, rows)
-    worker.run("good", {}, LIMIT_S, rows)  # a failure that raised leaves the worker at work
+    worker.run("good", {}, LIMIT_S, rows)  # an exception leaves the worker running
     pid = worker.process.pid
     assert [row.figures for row in rows] == [{"ceiling": 4.25, "pid": pid}, {"ceiling": None, "pid": pid}]
     with pytest.raises(DeadWorkerError, match="the process ended with 3: the last words"):

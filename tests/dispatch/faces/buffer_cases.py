@@ -1,4 +1,4 @@
-"""Inputs of `Buffer.dispatch` for all ranks, and what one process says each rank must get: loops over tokens."""
+"""Inputs of `Buffer.dispatch` for all ranks, and the expected result of each rank, from loops over tokens in one process."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class BufferCase(NamedTuple):
-    """What one rank brings."""
+    """Inputs of one rank."""
 
     x: Tensor
     scales: Tensor | None
@@ -16,7 +16,7 @@ class BufferCase(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What one rank must get from a dispatch."""
+    """Expected result of a dispatch on one rank."""
 
     x: Tensor
     scales: Tensor | None
@@ -39,7 +39,7 @@ def make_cases(
     scale_columns: int = 0,
     only_expert: int | None = None,
 ) -> list[BufferCase]:
-    """Draw a case per entry of `tokens`; with `scale_columns` x has one byte per element and scales."""
+    """Draw a case per entry of `tokens`. With `scale_columns`, x has one byte per element and scales."""
     generator = torch.Generator().manual_seed(seed)
     cases = []
     for T in tokens:
@@ -86,7 +86,7 @@ def expect_dispatch(cases: list[BufferCase], rank: int, experts: int, alignment:
 
 
 def gather(planes: list[Tensor | None], rows: list[tuple[int, int]]) -> Tensor:
-    """Pick (rank, token) rows out of all ranks' tensors."""
+    """Pick (rank, token) rows from all ranks' tensors."""
     first = planes[0]
     assert first is not None
     picked = [planes[source][token : token + 1].view(torch.uint8) for source, token in rows]  # type: ignore[index]
@@ -97,7 +97,7 @@ def gather(planes: list[Tensor | None], rows: list[tuple[int, int]]) -> Tensor:
 def expect_combined(
     rows: list[Expected], answers: list[Tensor], rank: int, num_tokens: int, biases: tuple[Tensor, ...] = ()
 ) -> Tensor:
-    """Sum what all ranks answered to this rank's tokens: biases, then ranks in order, in float32, one rounding."""
+    """Sum all ranks' answers to this rank's tokens: biases, then ranks in order, in float32 with one rounding."""
     wide = torch.float64 if answers[0].dtype == torch.float64 else torch.float32
     totals = torch.zeros(num_tokens, *answers[0].shape[1:], dtype=wide)
     for bias in biases:
@@ -111,7 +111,7 @@ def expect_combined(
 
 
 def portable(value: Any) -> Any:
-    """Turn float8 tensors, which do not pickle, into bytes, also within tuples and lists."""
+    """Convert float8 tensors, which cannot be pickled, to bytes, also within tuples and lists."""
     if isinstance(value, Tensor):
         return value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

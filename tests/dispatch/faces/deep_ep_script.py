@@ -1,4 +1,4 @@
-"""A user's script as `deep_ep` users write them: CUDA literals, NCCL, spawned processes. It knows nothing of WideEP."""
+"""A script as `deep_ep` users write it: CUDA literals, NCCL, spawned processes. It does not refer to WideEP."""
 
 import sys
 

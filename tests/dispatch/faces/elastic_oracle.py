@@ -1,4 +1,4 @@
-"""What `ElasticBuffer` must return, from all ranks' inputs at once and one row at a time; nothing of its code is used."""
+"""Expected results of `ElasticBuffer`, from all ranks' inputs at once and row by row. None of its code is used."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ from dispatch.faces.elastic import ElasticBuffer
 
 
 class Inputs(NamedTuple):
-    """What one rank dispatches."""
+    """Inputs of a dispatch on one rank."""
 
-    x_TH: Tensor  # bfloat16, or bytes that stand for float8
+    x_TH: Tensor  # bfloat16, or the bytes of float8
     scales_TB: Tensor
     topk_idx_TK: Tensor
     weights_TK: Tensor
 
 
 class Expected(NamedTuple):
-    """What one rank receives, unexpanded."""
+    """Rows received by one rank, unexpanded."""
 
     x_NH: Tensor
     scales_NB: Tensor
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 def make_inputs(
     tokens: list[int], *, experts: int, choices: int, hidden: int, no_choice: float = 0.0, seed: int = 0
 ) -> list[Inputs]:
-    """Draw inputs for every rank; a token's choices differ, and a share of them is -1 with weight 0."""
+    """Draw inputs for every rank. A token's choices differ, and a share of them is -1 with weight 0."""
     generator = torch.Generator().manual_seed(seed)
     inputs = []
     for T in tokens:
@@ -45,7 +45,7 @@ def make_inputs(
 
 
 def expect_dispatch(inputs: list[Inputs], rank: int, experts: int) -> Expected:
-    """Pick rank's rows in the order of source rank, then token."""
+    """Select the rank's rows in the order of source rank, then token."""
     local = experts // len(inputs)
     first = rank * local
     source = [
@@ -66,7 +66,7 @@ def expect_dispatch(inputs: list[Inputs], rank: int, experts: int) -> Expected:
 
 
 def answer(rank: int, token: int, choice: int, hidden: int) -> Tensor:
-    """An expert's answer to a token's choice, in bfloat16, of a size that makes the order of additions show."""
+    """Return an expert's answer to a token's choice in bfloat16, of a size that reveals the order of additions."""
     generator = torch.Generator().manual_seed((rank * 1009 + token) * 64 + choice)
     scale = 10.0 ** float(torch.randint(-2, 3, (1,), generator=generator))
     row: Tensor = torch.randn(hidden, generator=generator) * scale
@@ -79,9 +79,9 @@ def expect_combine(
     """Sum every token's answers.
 
     Args:
-        given: the rank's inputs.
-        experts_per: experts of a group, for each level of grouping: of a rank, then of a node.
-        biases: what the sum begins with.
+        given: Inputs of the rank.
+        experts_per: Experts of a group, for each level of grouping: of a rank, then of a node.
+        biases: Initial values of the sum.
     """
     rows = []
     for token, experts in enumerate(given.topk_idx_TK.tolist()):
@@ -109,6 +109,6 @@ E, K, H, M = 8, 3, 32, 12
 
 
 def open_buffer(**options: Any) -> ElasticBuffer:
-    """A buffer over all of a pool's ranks."""
+    """Open a buffer over all ranks of a pool."""
     assert dist.group.WORLD is not None
     return ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=M, timeout_s=20.0, **options)

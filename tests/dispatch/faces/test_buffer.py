@@ -1,5 +1,5 @@
-"""`dispatch.Buffer` in normal mode equals loops in one process, bit for bit, over backends, ranks and nodes; its events and
-configs keep DeepEP's contract."""
+"""`dispatch.Buffer` in normal mode equals loops in one process, bit for bit, over backends, ranks and nodes. Its events
+and configs keep DeepEP's contract."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.dispatch.faces.buffer_cases import (
 )
 
 L = 2  # experts per rank
-BACKENDS = [  # wire, ranks, whether they are on two nodes: what a handle says of nodes knows no wire
+BACKENDS = [  # wire, ranks, whether they are on two nodes: nodes in a handle do not depend on the wire
     ("auto", 1, False),
     ("shm", 2, True),
     ("gloo", 2, False),
@@ -33,8 +33,8 @@ def edge_layers(R: int) -> list[list[BufferCase]]:
     uneven, E = [(5 * rank + 3) % 7 for rank in range(R)], R * L
     return [
         make_cases(1, uneven, experts=E),
-        make_cases(2, [0] * R, experts=E),  # nobody has tokens
-        make_cases(3, [6] + [0] * (R - 1), experts=E),  # one rank has all
+        make_cases(2, [0] * R, experts=E),  # no rank has tokens
+        make_cases(3, [6] + [0] * (R - 1), experts=E),  # one rank has all tokens
         make_cases(4, uneven, experts=E, no_choice=1.1),  # no token goes anywhere
         make_cases(5, uneven, experts=E, only_expert=E - 1, no_choice=0.0),  # all to one expert, repeated
         make_cases(6, uneven, experts=E, choices=E, no_choice=0.0),  # more choices than ranks
@@ -47,7 +47,7 @@ def edge_layers(R: int) -> list[list[BufferCase]]:
 
 
 def answer(x: torch.Tensor, rank: int) -> torch.Tensor:
-    """Stand in for the experts of a rank."""
+    """Compute a rank's answers in place of its experts."""
     return x * (rank + 1.5) if x.dtype != torch.float8_e4m3fn else x.float() * (rank + 1.5)
 
 
@@ -60,7 +60,7 @@ def biases_of(case: BufferCase, hidden: int, dtype: torch.dtype) -> tuple[torch.
 def run_layers(
     name: str, node_size: int, layers: list[list[BufferCase]] | None = None
 ) -> list[dict[str, Any]]:
-    """Dispatch, dispatch again by the handle, into a worst number, and combine; every result by name."""
+    """Dispatch, dispatch again by the handle and into a worst-case size, and combine. Return every result by name."""
     buffer = Buffer(
         dist.group.WORLD, explicitly_destroy=True, backend=name, timeout_s=20.0, node_size=node_size
     )
@@ -153,7 +153,7 @@ def test_normal_mode_has_the_oracles_bits(
 
 
 def check_padded(padded: Any, want: Any, worst: int) -> None:
-    """The first rows are those of the normal result, the others zeros without a choice."""
+    """Check that the first rows equal the normal result, and that the others are zeros without a choice."""
     x, scales = padded[0] if isinstance(padded[0], tuple) else (padded[0], None)
     N = want.x.shape[0]
     assert x.shape[0] == padded[1].shape[0] == padded[2].shape[0] == worst
@@ -164,7 +164,7 @@ def check_padded(padded: Any, want: Any, worst: int) -> None:
 
 
 def check_handle(handle: Any, want: Any, rank: int, rows: list[Any], node_size: int | None) -> None:
-    """The positions that callers index."""
+    """Check the positions that callers index."""
     R = len(rows)
     ends = torch.tensor([int((want.source_rank <= source).sum()) for source in range(R)])
     if node_size is None:
@@ -202,7 +202,7 @@ def test_the_layout_counts_tokens_once_per_rank_and_node(pool_of: PoolOf, is_int
 
 
 def results_are_the_callers_own() -> bool:
-    """What one call returned is not overwritten by the next, and a handle is good long after."""
+    """Check that a call does not overwrite earlier results, and that a handle stays valid."""
     buffer = Buffer(dist.group.WORLD, backend="shm", timeout_s=20.0)
     topk_idx = torch.arange(4).view(4, 1) % (L * 2)
     per_rank, _, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, L * 2)
@@ -294,7 +294,7 @@ def test_leaving_a_with_block_waits_and_may_release() -> None:
     with event(release_handle=True):
         pass
     assert event.event is None
-    with event:  # nothing to wait for, which is no error here
+    with event:  # waiting without an event must not be an error
         pass
 
 
@@ -312,11 +312,11 @@ def test_configs_take_deep_eps_names_and_order() -> None:
         num_max_rdma_chunked_send_tokens=16,
         num_max_rdma_chunked_recv_tokens=144,
     )
-    assert config.num_max_rdma_chunked_recv_tokens == 144  # a multiple of the send
+    assert config.num_max_rdma_chunked_recv_tokens == 144  # a multiple of the send size
 
 
 def test_hints_count_every_byte_of_every_channel() -> None:
-    """By hand: 12 channels; a token is 4096 bytes, 8 of meta, 128 choices and weights, 128 scales."""
+    """Computed by hand: 12 channels; a token has 4096 bytes, 8 of metadata, 128 choices and weights, 128 scales."""
     config, token = Config(24, 8, 256, 16, 128), 4096 + 8 + 128 * 12 + 128 * 4
     nvl = 12 * 4 * (5 * 4 + 256 * token)
     assert config.get_nvl_buffer_size_hint(4096, 4) == -(-nvl // 128) * 128

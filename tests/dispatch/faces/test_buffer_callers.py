@@ -1,6 +1,6 @@
-"""The sequences of calls that vLLM, SGLang and Megatron make, each as a small MoE layer whose bits are known.
+"""The sequences of calls of vLLM, SGLang and Megatron, each as a small MoE layer with known bits.
 
-Who calls what was read from their sources; the code here is ours. An expert multiplies by a number of its own.
+The calls were read from their sources; this code is ours. Each expert multiplies by a different number.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from dispatch import Buffer, Config, EventHandle, EventOverlap, fp8
 from tests.conftest import PoolOf
 
-L, K, H, M = 2, 3, 128, 8  # experts per rank, choices, hidden, tokens at most
+L, K, H, M = 2, 3, 128, 8  # experts per rank, choices, hidden size, maximum tokens
 
 
 def draw(rank: int, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, choices and weights of a rank; the ranks have unlike many."""
+    """Return tokens, choices and weights of a rank. Ranks have different numbers of tokens."""
     generator = torch.Generator().manual_seed(rank)
     T = M - rank
     topk_idx = torch.rand(T, E, generator=generator).topk(K).indices
@@ -24,20 +24,20 @@ def draw(rank: int, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def dense(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The layer without any exchange."""
+    """Compute the layer without an exchange."""
     return x.float() * (weights * (topk_idx + 1)).sum(1, keepdim=True)
 
 
 def weighted_experts(
     recv_x: torch.Tensor, recv_idx: torch.Tensor, weights: torch.Tensor, rank: int
 ) -> torch.Tensor:
-    """What a rank's experts make of its rows, weights applied, as callers of normal mode do."""
+    """Return the weighted output of a rank's experts for its rows, as callers of normal mode compute it."""
     factor = torch.where(recv_idx >= 0, weights * (recv_idx + rank * L + 1), 0.0).sum(1, keepdim=True)
     return (recv_x.float() * factor).bfloat16()
 
 
 def normal_layer(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, R: int) -> torch.Tensor:
-    """What normal mode must give, bit for bit: a rank's experts answer one row, and ranks are added in their order."""
+    """Return the exact result of normal mode: a rank's experts answer in one row, and ranks are added in order."""
     total = torch.zeros(x.shape, dtype=torch.float32)
     for rank in range(R):
         is_here = topk_idx // L == rank
@@ -50,7 +50,7 @@ def normal_layer(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor,
 def low_latency_layer(
     x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, *, use_fp8: bool = False
 ) -> torch.Tensor:
-    """What low-latency mode must give, bit for bit: each choice's answer times its weight, in the order of the choices."""
+    """Return the exact result of low-latency mode: each choice's answer times its weight, added in the order of choices."""
     rows = fp8.dequantise_fp8(*fp8.quantise_fp8(x), torch.float32) if use_fp8 else x.float()
     total = torch.zeros(x.shape, dtype=torch.float32)
     for k in range(K):
@@ -94,7 +94,7 @@ def vllm_high_throughput() -> bool:
 
 
 def low_latency_experts(recv_x: Any, counts: torch.Tensor, rank: int) -> torch.Tensor:
-    """Answer each expert's valid rows; the others stay undefined, here NaN."""
+    """Answer each expert's valid rows. The others stay undefined, here NaN."""
     values = (
         recv_x[0].float() * recv_x[1].float().repeat_interleave(128, dim=-1)
         if isinstance(recv_x, tuple)
@@ -140,7 +140,7 @@ def vllm_low_latency() -> bool:
 
 
 def sglang() -> bool:
-    """Both modes of one buffer in turn, configs from JSON, aligned counts, hooks, an argument of a fork unused."""
+    """Run both modes of one buffer in turn, with configs from JSON, aligned counts, hooks, and an unused argument of a fork."""
     rank, R = dist.get_rank(), dist.get_world_size()
     config = Config(num_sms=24, num_max_nvl_chunked_send_tokens=8, num_max_nvl_chunked_recv_tokens=256)
     hidden_bytes = 2 * H
@@ -195,7 +195,7 @@ def sglang() -> bool:
 
 
 class FusedDispatch(torch.autograd.Function):
-    """Dispatch; its backward combines."""
+    """Dispatch. Its backward pass combines."""
 
     @staticmethod
     def forward(
@@ -227,7 +227,7 @@ class FusedDispatch(torch.autograd.Function):
 
 
 class FusedCombine(torch.autograd.Function):
-    """Combine; its backward dispatches by the handle."""
+    """Combine. Its backward pass dispatches by the handle."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, buffer: Buffer, handle: Any) -> torch.Tensor:
@@ -244,7 +244,7 @@ class FusedCombine(torch.autograd.Function):
 
 
 def megatron() -> bool:
-    """Forward and backward of a layer: gradients of tokens and weights equal those of the dense layer."""
+    """Run a layer forward and backward. Gradients of tokens and weights must equal those of the dense layer."""
     rank, R = dist.get_rank(), dist.get_world_size()
     buffer = Buffer(dist.group.WORLD, 1 << 20, 0)
     Buffer.set_num_sms(20)

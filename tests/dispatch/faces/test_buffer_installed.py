@@ -1,4 +1,4 @@
-"""`Buffer(backend="deep_ep")` hands every call to the installed package; here to a stand-in, as no hardware is at hand."""
+"""`Buffer(backend="deep_ep")` passes every call to the installed package. A fake replaces it, for lack of hardware."""
 
 import sys
 from types import ModuleType
@@ -14,14 +14,14 @@ from tests.conftest import PoolOf
 
 
 class StandInConfig:
-    """The package's own type of config."""
+    """The package's own config type."""
 
     def __init__(self, *values: int) -> None:
         self.values = values
 
 
 class StandInBuffer:
-    """Remembers how it was made and called."""
+    """Records its construction and calls."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         self.made = (positional[1:], named)

@@ -15,7 +15,7 @@ Arguments = dict[str, Any]
 
 
 def good_call(buffer: Buffer) -> tuple[Arguments, Arguments]:
-    """Arguments of a dispatch and of a combine that work."""
+    """Return valid arguments of a dispatch and of a combine."""
     E = buffer.group_size
     topk_idx = torch.arange(T * K).view(T, K) % E
     per_rank, per_node, per_expert, mask, _ = buffer.get_dispatch_layout(topk_idx, E)
@@ -156,7 +156,7 @@ CALLS = {"dispatch": DISPATCH, "combine": COMBINE}
 
 
 def call_badly(name: str, method: str) -> dict[str, str]:
-    """The last rank makes each bad call while the others make a good one; every one is followed by good calls."""
+    """Make each bad call on the last rank and a good one on the others, then a good call on all."""
     buffer = Buffer(dist.group.WORLD, backend=name, timeout_s=20.0)
     raised = {}
     for case, (change, _) in CALLS[method].items():
@@ -194,7 +194,7 @@ def test_bad_arguments_are_named_on_every_rank(
 
 
 def overflow() -> list[str]:
-    """Rank 0 receives more than it has room for: all ranks know."""
+    """Let rank 0 receive more than it has room for. All ranks must report it."""
     buffer = Buffer(dist.group.WORLD, backend="shm", timeout_s=20.0)
     good, combine = good_call(buffer)
     texts = []

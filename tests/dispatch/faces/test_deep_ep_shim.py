@@ -1,14 +1,14 @@
-"""The opt-in `deep_ep`: a script of ours runs through it; DeepEP's own test files do, from a checkout that is given.
+"""The opt-in `deep_ep`: our script runs through it, and so do DeepEP's own test files, from a checkout.
 
     git clone https://github.com/deepseek-ai/DeepEP && git -C DeepEP checkout dd758ca
     DEEP_EP_CHECKOUT=$PWD/DeepEP python -m pytest -m slow tests/dispatch/faces/test_deep_ep_shim.py
 
-All 144 modes of its elastic test run with the deterministic option (and its references in our words, `deep_ep.utils.refs`).
-Not run: --do-cpu-sync 0 together with --deterministic, where the file compares a trimmed tensor with an untrimmed one and
-so fails by itself; --precise-unbalanced-ratio, which the shim refuses; timing, which measures nothing on a CPU.
+All 144 modes of its elastic test run with the deterministic option (with our version of its references,
+`deep_ep.utils.refs`). Not run: --do-cpu-sync 0 together with --deterministic, where the file compares a trimmed tensor with an
+untrimmed one and therefore fails; --precise-unbalanced-ratio, which the shim rejects; timing, which a CPU cannot measure.
 
-The files are run as they are (their git blobs are checked against that commit's), with small sizes by their own
-arguments. Each is also run with one received value wrong, and must then fail: else its passing would mean nothing.
+The files run unmodified (their git blobs are compared with that commit's), with small sizes set by their arguments. Each
+is also run with one received value wrong and must then fail. Otherwise its success would mean nothing.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from dispatch.ports import free_port
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "tests" / "dispatch" / "faces" / "deep_ep_script.py"
 CHECKOUT = os.environ.get("DEEP_EP_CHECKOUT", "")
-BLOBS = {  # git's names of the files' contents at dd758ca
+BLOBS = {  # git blob ids of the files at dd758ca
     "test_intranode.py": "5a1730fbfbd93a83553e356e086b82e8083ba61b",
     "test_internode.py": "6c4a9b795ff0cb219369fb51da5a5b4b073cc483",
     "test_low_latency.py": "99a78bc8ab9ee7cdf64446a7b28425a7966fcd10",
@@ -70,7 +70,7 @@ Buffer.low_latency_dispatch = spoiled_low_latency_dispatch
 def run_shim(
     *argv: str, timeout_s: float = 120.0, path: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m dispatch.deep_ep_shim argv...`, with `path` in front of the modules that it finds."""
+    """Run `python -m dispatch.deep_ep_shim argv...` with `path` first in its module search path."""
     paths = [str(p) for p in (path, ROOT) if p is not None]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "GLOO_SOCKET_IFNAME": "lo"} | environment
     return subprocess.run(
@@ -80,7 +80,7 @@ def run_shim(
 
 
 def spoil_values(directory: Path) -> Path:
-    """Make every process that has `directory` on its path change one received byte per dispatch."""
+    """Make every process with `directory` on its path change one received byte per dispatch."""
     (directory / "sitecustomize.py").write_text(CORRUPTION)
     return directory
 
@@ -96,7 +96,7 @@ def test_a_users_script_runs_with_cuda_literals_and_spawned_ranks() -> None:
 def test_a_wrong_value_makes_the_script_fail(tmp_path: Path) -> None:
     run = run_shim(str(SCRIPT), "5", path=spoil_values(tmp_path))
     assert run.returncode != 0
-    assert "wrong rows" in run.stderr or "PeerLost" in run.stderr  # of the rank that asserted, or one it left
+    assert "wrong rows" in run.stderr or "PeerLost" in run.stderr  # one rank asserted, one lost it
 
 
 def test_the_printed_path_holds_the_package_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +135,7 @@ def test_every_way_to_name_a_cuda_device_means_the_cpu() -> None:
     assert ways[5].dtype == torch.float64
     if not torch.cuda.is_available():
         with pytest.raises((RuntimeError, AssertionError)):
-            torch.ones(2, device="cuda")  # outside nothing is redirected
+            torch.ones(2, device="cuda")  # outside, nothing is redirected
 
 
 def original(name: str) -> str:
@@ -227,7 +227,7 @@ def test_deep_eps_tests_fail_on_a_wrong_value(name: str, tmp_path: Path) -> None
     assert run.returncode != 0
     assert (
         "AssertionError" in run.stderr or "PeerLost" in run.stderr
-    )  # of the rank that asserted, or one it left
+    )  # from the rank that failed, or from the one that lost it
 
 
 MODES = 144
@@ -250,7 +250,7 @@ ElasticBuffer.{name} = spoiled
 
 
 def run_elastic(options: list[str], startup: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Run DeepEP's elastic test; `startup` is executed by every process before it."""
+    """Run DeepEP's elastic test. Every process runs `startup` first."""
     (directory / "sitecustomize.py").write_text(startup)
     return run_shim(original("test_ep.py"), *SIZES["test_ep.py"], *options, timeout_s=300, path=directory)
 

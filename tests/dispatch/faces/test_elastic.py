@@ -1,4 +1,4 @@
-"""ElasticBuffer: what DeepEP's tests/elastic/test_ep.py asserts, in our words, and what else a caller relies on."""
+"""ElasticBuffer: the assertions of DeepEP's tests/elastic/test_ep.py in our code, and further promises to callers."""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Got(NamedTuple):
-    """Results of one dispatch; one-byte types as bytes, so that they can be compared and sent."""
+    """Results of one dispatch. One-byte types are viewed as bytes, so that they can be compared and sent."""
 
     x: Tensor
     scales: Tensor | None
@@ -52,7 +52,7 @@ def rows_of(given: Inputs, is_fp8: bool) -> Any:
 
 
 def dispatch_all(inputs: list[Inputs], is_fp8: bool, calls: list[dict[str, Any]]) -> list[tuple[Got, Tensor]]:
-    """Dispatch once per call; a call with "cached" goes the way of the one at that index."""
+    """Dispatch once per call. A call with "cached" uses the handle of the call at that index."""
     buffer = open_buffer(explicitly_destroy=True)
     given = inputs[buffer.rank_idx]
     done: list[tuple[Got, Tensor]] = []
@@ -157,7 +157,7 @@ def test_a_cached_dispatch_goes_the_same_way(pool_of: PoolOf, do_expand: bool) -
 
 
 class Plan(NamedTuple):
-    """One way to combine."""
+    """Options of one combine."""
 
     hybrid: bool
     multiple: bool
@@ -166,7 +166,7 @@ class Plan(NamedTuple):
 
 
 def combine_all(inputs: list[Inputs], plans: list[Plan], node_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Dispatch, answer as the oracle's experts do, combine; the same answers for every plan."""
+    """Dispatch, answer like the oracle's experts, and combine. The answers are the same for every plan."""
     results = []
     for plan in plans:
         buffer = open_buffer(
@@ -249,7 +249,7 @@ def test_groupings_differ_in_bits_so_the_oracle_can_tell_them_apart() -> None:
 
 
 def use_the_rest(node_size: int | None) -> dict[str, Any]:
-    """What is not dispatch or combine."""
+    """Call everything except dispatch and combine."""
     buffer = open_buffer(node_size=node_size)
     x, idx = torch.ones(2, 8), torch.tensor([[0, 7], [3, -1]])
     *_, handle, event = buffer.dispatch(
@@ -287,7 +287,7 @@ def test_domains_events_sizes_and_refusals(pool_of: PoolOf) -> None:
     for rank, got in enumerate(results):
         assert got["domains"] == ((2, 2), (2, 2)) and got["place"] == divmod(rank, 2)
         assert not got["copied"]
-        assert got["slots"] == [[rank, rank], [rank, -1]]  # every source sends every rank one row
+        assert got["slots"] == [[rank, rank], [rank, -1]]  # every source sends one row to every rank
         assert len(got["by_scaleup"]) == 2 and len(got["texts"]) == 5
         for text, part in zip(
             got["texts"],

@@ -1,4 +1,4 @@
-"""What ElasticBuffer refuses: by name, on every rank, and the next call works."""
+"""ElasticBuffer rejects bad calls with a named error on every rank, and the next call works."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.dispatch.faces.elastic_oracle import E, open_buffer
 
 
 def refuse_all(calls: list[dict[str, Any]]) -> list[tuple[str, str, bool]]:
-    """Rank 1 makes each bad call; all then make a good one."""
+    """Make each bad call on rank 1, then a good one on all ranks."""
     buffer = open_buffer(explicitly_destroy=True)
     x, idx = torch.ones(2, 8), torch.tensor([[0, 7], [3, -1]])
     good: dict[str, Any] = {"x": x, "topk_idx": idx, "topk_weights": torch.ones(2, 2), "num_experts": E}
@@ -28,7 +28,7 @@ def refuse_all(calls: list[dict[str, Any]]) -> list[tuple[str, str, bool]]:
             name, text = type(error).__name__, str(error)
         recv, _, _, handle, _ = buffer.dispatch(**good)
         combined, _, _ = buffer.combine(recv, handle)
-        outcomes.append((name, text, combined[:, 0].tolist() == [2, 1]))  # ranks of each token
+        outcomes.append((name, text, combined[:, 0].tolist() == [2, 1]))  # number of ranks of each token
     buffer.destroy()
     return outcomes
 

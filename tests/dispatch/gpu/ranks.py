@@ -1,6 +1,6 @@
-"""What interpreting ranks run for the tests of dispatch between devices.
+"""Functions that interpreting ranks run in tests of dispatch between devices.
 
-Kernels' modules are imported within functions: the interpreter must be chosen before, and only in these processes."""
+Kernel modules are imported within functions: the interpreter must be chosen first, and only in these processes."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ CPU, S = torch.device("cpu"), 3
 
 
 class Outcome(NamedTuple):
-    """What one rank gets of one layer."""
+    """Results of one layer on one rank."""
 
     x_PH: Tensor  # the row of each pair
     slot_offsets: Tensor
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 
 def open_wide(backend: str = "auto", **settings: Any) -> Any:
-    """A dispatcher over all ranks of the pool, its kernels interpreted. Collective."""
+    """Open a dispatcher with interpreted kernels over all ranks of the pool. Collective."""
     from dispatch.gpu.open import open_gpu_dispatcher  # noqa: PLC0415 - the interpreter is chosen before
 
     return open_gpu_dispatcher(
@@ -37,7 +37,7 @@ def open_wide(backend: str = "auto", **settings: Any) -> Any:
 
 
 def answer(sent: Dispatched, rank: int) -> Tensor:
-    """Answers to the pairs that there are; behind them what memory may hold."""
+    """Answer the existing pairs. Memory after them is NaN."""
     num_pairs = int(sent.slot_offsets[-1])
     y_PH = torch.full((sent.handle.num_pairs, sent.handle.hidden), float("nan"), dtype=sent.handle.dtype)
     y_PH[:num_pairs] = compute_pairs(sent.x_NH, sent.row_P[:num_pairs], sent.slot_offsets, rank)
@@ -45,7 +45,7 @@ def answer(sent: Dispatched, rank: int) -> Tensor:
 
 
 def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
-    """Dispatch, compute, combine; results are copied out. What stands beside a -1 must not be read."""
+    """Dispatch, compute, combine, and copy the results. Weights next to a -1 are NaN and must not be read."""
     rank = dist.get_rank()
     sent = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
     x_PH = sent.x_NH[sent.row_P[: int(sent.slot_offsets[-1])]].clone()
@@ -57,7 +57,7 @@ def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
 
 
 def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str, slots: int = S) -> None:
-    """Rows, offsets and sums are the oracle's."""
+    """Check that rows, offsets and sums equal the oracle's."""
     want = simulate(cases, slots)[rank]
     wanted = Outcome(want.x_NH[want.row_P], want.slot_offsets, want.combined_TH)
     for field, got, oracle in zip(Outcome._fields, ours, wanted, strict=True):
@@ -65,7 +65,7 @@ def check_pairs(ours: Outcome, cases: list[RankCase], rank: int, where: str, slo
 
 
 def run_on_cpu(layers: list[list[RankCase]], rows: str) -> list[Outcome]:
-    """The same through the CPU's dispatcher: what every device must equal."""
+    """Run the same layers through the CPU's dispatcher, which every device must match."""
     wire = open_wire("gloo", dist.group.WORLD, timeout_s=20.0)
     dispatcher = Dispatcher(wire, slots_per_rank=S, rows=row_format(rows))
     results = [run_layer(dispatcher, cases[wire.rank]) for cases in layers]
@@ -74,7 +74,7 @@ def run_on_cpu(layers: list[list[RankCase]], rows: str) -> list[Outcome]:
 
 
 def without_repeats(case: RankCase) -> RankCase:
-    """Low-latency mode delivers a token to a slot once: what its pairs are then."""
+    """Remove repeated slots of a token, which low-latency mode delivers once."""
     slots_TK = case.slots_TK.clone()
     for k in range(1, slots_TK.shape[1]):
         repeats = (case.slots_TK[:, :k] == case.slots_TK[:, k : k + 1]).any(dim=1)
@@ -83,7 +83,7 @@ def without_repeats(case: RankCase) -> RankCase:
 
 
 def open_interpreted(num_bytes: int = 1 << 18, **kwargs: Any) -> Any:
-    """An exchange whose kernels are interpreted. Opening is collective."""
+    """Open an exchange with interpreted kernels. Collective."""
     from dispatch.gpu.exchange import LowLatencyBlocks  # noqa: PLC0415
 
     def open_memory(size: int) -> SharedMemory:

@@ -1,4 +1,4 @@
-"""The adapter to DeepEP, with our own `Buffer`, which has its interface, in DeepEP's place: the bits of the oracle."""
+"""The adapter to DeepEP, with our own `Buffer`, which has the same interface, in place of DeepEP: the oracle's bits."""
 
 import sys
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def run_both(
 
 @pytest.mark.parametrize("rows", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_deep_eps_calls_give_the_bits_of_every_other_way(interpreting_pair: RankPool, rows: str) -> None:
-    """The modes change from step to step; memory grows in between."""
+    """The modes change from step to step, and memory grows in between."""
     tokens = [[3, 1], [2, 4], [1, 0], [0, 3]]
     layers = [make_cases(seed, n, slots_per_rank=S, hidden=256, dtype=BF16) for seed, n in enumerate(tokens)]
     layers = [[without_repeats(case) for case in cases] for cases in layers]

@@ -1,4 +1,4 @@
-"""Several ranks' dispatch between devices, interpreted over two processes: in both modes the bits of the oracle."""
+"""Dispatch between devices of several ranks, interpreted in two processes: the oracle's bits in both modes."""
 
 import threading
 from typing import Any
@@ -59,7 +59,7 @@ def run_layers(
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_both_modes_have_the_oracles_bits(interpreting_pair: RankPool, backend: str) -> None:
-    """By auto, low-latency steps go by kernels; through the hosts' memory they go the normal way."""
+    """With auto, low-latency steps use kernels. Through host memory they use normal mode."""
     modes = [NORMAL, low_latency(4)]
     results = interpreting_pair.run(run_layers, backend, "auto", modes, list(LAYERS.values()))
     for index, (name, cases) in enumerate(LAYERS.items()):
@@ -74,7 +74,7 @@ def run_fp8(layers: list[list[RankCase]]) -> tuple[list[list[Outcome]], list[Out
 
 def test_rows_in_fp8_have_the_cpus_bits(interpreting_pair: RankPool) -> None:
     layers = [draw(1, [3, 1], hidden=200, choices=2), draw(2, [2, 3], hidden=260, dtype=BF16, choices=2)]
-    layers[0][0].x_TH[0, 3] = 1e-9  # a subnormal code and a block of nothing
+    layers[0][0].x_TH[0, 3] = 1e-9  # a subnormal code and a block of zeros
     layers[0][0].x_TH[1, 128:] = 0.0
     for rank, (modes, want) in enumerate(interpreting_pair.run(run_fp8, layers)):
         for mode, ours in enumerate(modes):
@@ -84,7 +84,7 @@ def test_rows_in_fp8_have_the_cpus_bits(interpreting_pair: RankPool) -> None:
 
 
 def open_unwatched(**settings: Any) -> Any:
-    """Low-latency mode as on a GPU, where the host looks at nothing."""
+    """Open low-latency mode as on a GPU: the host reads nothing."""
     from dispatch.gpu.dispatcher import DeviceDispatcher  # noqa: PLC0415 - the interpreter is chosen before
     from dispatch.gpu.exchange import LowLatencyPairs  # noqa: PLC0415
 
@@ -100,7 +100,7 @@ def open_unwatched(**settings: Any) -> Any:
 
 
 def replay(layers: list[list[RankCase]]) -> tuple[list[Tensor], tuple[list[int], list[int]]]:
-    """Record a layer's launches under guard, then repeat them for other contents."""
+    """Record a layer's launches under the guard, then repeat them with other contents."""
     dispatcher, rank = open_unwatched(timeout_s=5.0), dist.get_rank()
     case = RankCase(*(tensor.clone() for tensor in layers[0][rank]))
     out_TH, mode = torch.zeros_like(case.x_TH), low_latency(3)
@@ -140,7 +140,7 @@ def test_a_decode_step_can_be_replayed_and_the_host_looks_at_nothing(interpretin
 
 
 def refuse_one(mode: Mode) -> tuple[str, Tensor]:
-    """Rank 1 brings a wrong type; then a layer must work."""
+    """Pass a wrong type on rank 1, then run a layer that must work."""
     cases, rank = draw(1, [3, 2]), dist.get_rank()
     dispatcher, case = open_wide(), cases[rank]
     slots_TK = case.slots_TK.int() if rank == 1 else case.slots_TK
@@ -164,12 +164,12 @@ def test_a_refusal_reaches_every_rank_and_the_next_call_works(
 
 
 def come_late() -> tuple[str, str, str]:
-    """Rank 1 does not come while rank 0 makes two calls, of which only the first waits."""
+    """Make two calls on rank 0 without rank 1. Only the first one waits."""
     dispatcher, (case, _) = open_unwatched(timeout_s=1e-5), draw(1, [3, 3])
     y_PH, said = torch.zeros(18, 16), "no error"
     if dist.get_rank() == 0:
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
-        dispatcher._normal._timeout_s = 1000.0  # longer than this test may take
+        dispatcher._normal._timeout_s = 1000.0  # longer than this test may run
         dispatcher.combine(y_PH, case.weights_TK, sent)
         said = catch(dispatcher.check)
     again = catch(dispatcher.check)
@@ -190,7 +190,7 @@ def test_a_rank_that_is_late_is_waited_for_once_and_named_by_a_check(interpretin
 
 
 def be_interrupted(is_blocking: bool) -> tuple[str, str]:
-    """Rank 1 never comes; a thread of rank 0 hears of it."""
+    """Interrupt rank 0 from a thread while rank 1 never comes."""
     from dispatch.gpu.exchange import LowLatencyPairs  # noqa: PLC0415 - the interpreter is chosen before
 
     def open_memory(size: int) -> SharedMemory:
@@ -212,7 +212,7 @@ def be_interrupted(is_blocking: bool) -> tuple[str, str]:
 
 @pytest.mark.parametrize("is_blocking", [False, True])
 def test_the_host_ends_what_a_kernel_waits_for(interpreting_pair: RankPool, is_blocking: bool) -> None:
-    """It would spin for as long as a peer may be late: a thousand seconds here."""
+    """Otherwise it would spin until the timeout: a thousand seconds here."""
     (called, checked), _ = interpreting_pair.run(be_interrupted, is_blocking)
     lost = "PeerLost: rank 1 is lost: its heart stands still"
     assert (called, checked) == (lost if is_blocking else "no error", lost)
@@ -233,5 +233,5 @@ def count_launches() -> tuple[int, int]:
 
 
 def test_a_layer_takes_eleven_launches(interpreting_pair: RankPool) -> None:
-    """Begin, send, post, wait, order, deliver; begin, answer, post, wait, sum: a decode step pays by the launch."""
+    """Begin, send, post, wait, order, deliver; begin, answer, post, wait, sum. Each launch costs time in a decode step."""
     assert interpreting_pair.run(count_launches) == [(6, 5)] * 2

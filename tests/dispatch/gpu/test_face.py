@@ -1,4 +1,4 @@
-"""DeepEP's interface over interpreted Triton kernels does what it does over the CPU exchange, bit for bit.
+"""DeepEP's interface over interpreted Triton kernels equals the one over the CPU exchange, bit for bit.
 
 The interpreter is slow, so there are two ranks, and sizes are small.
 """
@@ -25,7 +25,7 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def small_layers() -> list[Layer]:
-    """All types and forms, edges by name; layers of one shape come twice, so that both halves are used again."""
+    """Return layers of all types and forms, with edge cases. Layers of one shape come twice, so that both halves are reused."""
     return [
         Layer(make_cases(1, [3, 5], hidden=200, dtype=BF16), 5, 2),
         Layer(make_cases(2, [4, 0], hidden=130, choices=5, no_choice=0.0), 6, 2),  # float32, repeated experts
@@ -34,14 +34,14 @@ def small_layers() -> list[Layer]:
         Layer(make_cases(5, [3, 2], dtype=BF16, only_expert=3), 3, 2, is_fp8=True, round_scale=True),
         Layer(make_cases(6, [3, 2], hidden=17, dtype=F16), 3, 2),
         Layer(make_cases(7, [2, 2], hidden=129, dtype=F16), 3, 2, is_fp8=True),
-        Layer(make_cases(8, [0, 0]), 2, 2),  # nobody has tokens
+        Layer(make_cases(8, [0, 0]), 2, 2),  # no rank has tokens
         Layer(make_cases(9, [2, 3], hidden=300, dtype=BF16), 3, 2, is_fp8=True),
-        Layer(make_cases(10, [2, 2], no_choice=1.0), 2, 2),  # nobody chooses
+        Layer(make_cases(10, [2, 2], no_choice=1.0), 2, 2),  # no token has a choice
     ]
 
 
 def test_interpreted_kernels_give_the_oracles_bits_across_processes(interpreting_pair: RankPool) -> None:
-    """Every other layer with hooks, and what was sent overwritten before they run."""
+    """Every other layer uses hooks, and its input is overwritten before they run."""
     layers = small_layers()
     results = interpreting_pair.run(run_alternating, layers)
     for index, layer in enumerate(layers):
@@ -58,7 +58,7 @@ def run_alternating(layers: list[Layer]) -> list[RankResult]:
 
 
 def answer_in_another_type() -> list[torch.Tensor]:
-    """Dispatch in bfloat16, answer in float32 and in float16, through both exchanges."""
+    """Dispatch in bfloat16, then answer in float32 and in float16, through both exchanges."""
     layer = Layer(make_cases(1, [3, 2], dtype=BF16), 4, 2)
     results = []
     for name in ("triton", "gloo"):
@@ -84,7 +84,7 @@ def test_answers_may_have_another_type_and_leave_choices_out(interpreting_pair: 
 
 
 def grow_and_reuse() -> list[str]:
-    """Calls that need ever more memory, and one that is refused by a rank where the other would grow."""
+    """Make calls that need ever more memory, and one rejected by one rank when the other would grow."""
     exchange, texts = open_interpreted(num_bytes=0), []
     face = LowLatencyFace(exchange)
     for hidden, experts in ((16, 4), (200, 4), (400, 3), (400, 4), (16, 4)):
@@ -116,11 +116,11 @@ def test_memory_grows_and_a_refusal_meets_a_rank_that_would_grow(interpreting_pa
 
 
 def come_late(absent: int, enable_shrink: bool) -> tuple[str, list[int], Any] | None:
-    """All but one rank make a layer's calls."""
+    """Make a layer's calls on all ranks except one."""
     layer = Layer(make_cases(6, [3, 2], hidden=16), 3, 2)
     exchange = open_interpreted(timeout_s=0.3, mask_lost=enable_shrink)
     face = LowLatencyFace(exchange, enable_shrink=enable_shrink)
-    dist.barrier()  # nobody is late because it still imports
+    dist.barrier()  # no rank is late because of imports
     try:
         if exchange.rank == absent:
             return None
@@ -153,7 +153,7 @@ def test_a_rank_that_does_not_come_is_masked_and_adds_nothing(interpreting_pair:
 
 
 def call_without_looking() -> tuple[list[str], list[torch.Tensor]]:
-    """As on a GPU: the host looks at nothing until the barrier. Rank 1 refuses the second call."""
+    """Read nothing on the host until the barrier, as on a GPU. Rank 1 rejects the second call."""
     exchange = open_interpreted(timeout_s=20.0, is_blocking=False)
     face = LowLatencyFace(exchange)
     layer = Layer(make_cases(1, [3, 3], dtype=BF16), 4, 2)
@@ -171,7 +171,7 @@ def call_without_looking() -> tuple[list[str], list[torch.Tensor]]:
         seen.append(face.low_latency_dispatch(num_experts=4, use_fp8=False, **arguments)[1].clone())
 
     texts.append(catch(lambda: dispatch(**({"topk_idx": case.topk_TK.float()} if rank == 1 else {}))))
-    texts.append(catch(lambda: dispatch(topk_idx=torch.full_like(case.topk_TK, 99))))  # no choices
+    texts.append(catch(lambda: dispatch(topk_idx=torch.full_like(case.topk_TK, 99))))  # not valid choices
     texts.append(catch(lambda: face.clean_low_latency_buffer(4, 16, 4)))
     texts.append(catch(lambda: face.clean_low_latency_buffer(4, 16, 4)))
     assert_same(run_layer(face, layer), simulate(layer)[rank], "after")
@@ -194,13 +194,13 @@ def test_where_the_host_does_not_look_nothing_is_delivered_and_the_barrier_says_
 
 @pytest.mark.slow
 def test_what_deepep_asserts_holds(interpreting_pair: RankPool) -> None:
-    """Each form once: the interpreter takes its time over hidden size 512."""
+    """Each form runs once: the interpreter is slow with hidden size 512."""
     combinations = [(form, index % 2 == 0, index < 3) for index, form in enumerate(deepep.FORMS)]
     assert interpreting_pair.run(deepep.check_all, "triton", combinations, timeout_s=300.0) == [4, 4]
 
 
 def use_a_buffer() -> tuple[torch.Tensor, torch.Tensor, str]:
-    """`Buffer` whose low-latency calls are the interpreted kernels', between two calls of normal mode."""
+    """Make low-latency calls of `Buffer` through interpreted kernels, between two calls of normal mode."""
     layer = Layer(make_cases(1, [3, 3], dtype=BF16), 4, 2)
     case = layer.cases[dist.get_rank()]
     results = []

@@ -1,6 +1,6 @@
-"""The kernels of dispatch on GPUs compile for sm_90 without spilling, and to the instructions that they are written for.
+"""Dispatch kernels for GPUs compile for sm_90 without spills, to the intended instructions.
 
-What they compute is tried in the interpreter, by the other tests here.
+Other tests here check their results in the interpreter.
 """
 
 import re
@@ -110,7 +110,7 @@ KERNELS = {
     "sum_fp16": Kernel(sum_answers, {**SUM, "out": "*fp16"}, {**ANSWERED, "IS_BFLOAT16": False}),
     "sum_pairs": Kernel(sum_pairs, PAIRS, ANSWERED, 4),
 }
-KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as they are launched
+KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as launched
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -127,7 +127,7 @@ def test_kernels_stay_within_their_budget_on_other_gpus(name: str, arch: int, tm
 
 @pytest.mark.parametrize("name", ["send_bf16", "deliver", "deliver_blocks", "answer"])
 def test_rows_move_in_pieces_of_sixteen_bytes(name: str) -> None:
-    """The compiler does not know how the address of a peer is aligned; told nothing, it stores 2 bytes at once."""
+    """The compiler does not know the alignment of a peer's address. Without a hint it stores 2 bytes at a time."""
     ptx = compile_kernel(KERNELS[name]).ptx
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx
@@ -141,7 +141,7 @@ def test_codes_and_what_they_stand_for_move_in_pieces(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sum", "sum_pairs"])
 def test_products_are_not_fused_into_sums(name: str) -> None:
-    """One rounding more or less would give other bits than the CPU."""
+    """A different number of roundings would change the bits compared with the CPU."""
     ptx = compile_kernel(KERNELS[name]).ptx
     assert "mul.rn.f32" in ptx or "mul.f32" in ptx
     assert "fma.rn" not in ptx
@@ -152,7 +152,7 @@ def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
     assert "sys.release" in compile_kernel(KERNELS["refuse"]).ptx
     wait = compile_kernel(KERNELS["wait"]).ptx
     assert "sys.acquire" in wait
-    assert "ld.volatile.global" in wait, "the host's word is looked at anew each time"
+    assert "ld.volatile.global" in wait, "the host's word must be read from memory each time"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
 def test_peers_without_an_address_are_reached_by_nvshmem(
     name: str, functions: set[str], tmp_path: Path
 ) -> None:
-    """Assembled, not linked: the library comes with NVSHMEM."""
+    """Assembled, not linked: NVSHMEM provides the library."""
     kernel = KERNELS[name]
     ptx = compile_kernel(kernel._replace(sizes={**kernel.sizes, "HAS_REMOTE": True})).ptx
     assert set(re.findall(r"\bnvshmem\w+(?=\s*\n?\()", ptx)) == functions
@@ -220,7 +220,7 @@ def test_the_parts_of_symmetric_memory_do_not_overlap() -> None:
 
 
 def test_the_size_hint_has_room_for_deepeps_largest_calls() -> None:
-    """What callers of DeepEP give as num_rdma_bytes, so that memory need not grow."""
+    """The values that callers of DeepEP pass as num_rdma_bytes, so that memory need not grow."""
     hint = size_hint(128, 7168, 8, 256)
     room = SymmetricLayout(world_size=8, total_bytes=hint).content_bytes
     shape = LowLatencyShape(

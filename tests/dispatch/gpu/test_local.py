@@ -1,4 +1,4 @@
-"""One rank's dispatch on a device, interpreted: the bits of the oracle, and no look of the host at a tensor's contents."""
+"""Dispatch of a single rank on a device, interpreted: the oracle's bits, and no read of a tensor by the host."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
 
 
 def order_many(num_tokens: int, programs: int) -> list[Tensor]:
-    """More choices than a program looks at at once, by few programs or by many."""
+    """Order more choices than a program reads at once, with few or many programs."""
     from dispatch.gpu import pairs  # noqa: PLC0415 - the interpreter is chosen before
 
     pairs._PROGRAMS = programs
@@ -75,7 +75,7 @@ def test_many_pairs_are_ordered_as_the_layout_says(
 
 
 def run_twice() -> tuple[list[int], list[int]]:
-    """The second call of a size under guard; smaller and larger ones came between."""
+    """Run a size again under the guard, after smaller and larger ones."""
     dispatcher, (case,) = open_local(), make_cases(1, [5])
     out_TH, addresses = torch.empty_like(case.x_TH), []
     sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(8))
@@ -96,7 +96,7 @@ def test_a_call_of_a_known_size_neither_allocates_nor_looks(interpreter: RankPoo
 
 
 def grow() -> tuple[bool, bool]:
-    """A smaller order's memory lives on when a larger one has outgrown it: a graph may hold its address."""
+    """The memory of a smaller order stays alive when a larger one outgrows it: a graph may hold its address."""
     dispatcher, (small,), (large,) = open_local(), make_cases(1, [2]), make_cases(2, [50])
     before = dispatcher.dispatch(small.x_TH, small.slots_TK).row_P.clone()
     kept = dispatcher.dispatch(small.x_TH, small.slots_TK).row_P

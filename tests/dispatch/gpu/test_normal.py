@@ -1,6 +1,6 @@
-"""Normal mode between devices, over collectives (here CPU tensors over gloo): the oracle's bits, and one look of the host.
+"""Normal mode between devices, over collectives (here CPU tensors over gloo): the oracle's bits and one read by the host.
 
-The kernels of sorting and summing are interpreted, as in the other tests here.
+The kernels that sort and sum are interpreted, as in the other tests here.
 """
 
 import threading
@@ -55,7 +55,7 @@ def run_layers(layers: list[list[RankCase]]) -> tuple[list[Outcome], list[str], 
     results = [run_layer(dispatcher, cases[rank]) for cases in layers]
     case = layers[0][rank]
     weights_TK = case.weights_TK.contiguous()
-    with CountedReads() as counted:  # what stands for a GPU, the interpreter, may look at its own tensors
+    with CountedReads() as counted:  # the interpreter, which emulates a GPU, may read its tensors
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK)
         dispatcher.combine(torch.zeros(sent.handle.num_pairs, case.x_TH.shape[1]), weights_TK, sent)
     dist.barrier()
@@ -65,7 +65,7 @@ def run_layers(layers: list[list[RankCase]]) -> tuple[list[Outcome], list[str], 
 def test_collectives_give_the_oracles_bits_with_one_look_of_the_host_per_layer(
     interpreting_pair: RankPool,
 ) -> None:
-    """It was one per peer and call, some seventy per layer between eight ranks."""
+    """Earlier there was one per peer and call, some seventy per layer between eight ranks."""
     for rank, (results, reads, sent_bytes) in enumerate(interpreting_pair.run(run_layers, LAYERS)):
         for index, (ours, cases) in enumerate(zip(results, LAYERS, strict=True)):
             check_pairs(ours, cases, rank, f"layer {index}")
@@ -74,7 +74,7 @@ def test_collectives_give_the_oracles_bits_with_one_look_of_the_host_per_layer(
 
 
 def refuse_a_call(is_combine: bool) -> tuple[str, str, Tensor]:
-    """Rank 1 brings a wrong type to a dispatch or to a combine; then a layer must work."""
+    """Pass a wrong type to a dispatch or a combine on rank 1, then run a layer that must work."""
     dispatcher, rank, cases = open_normal(), dist.get_rank(), LAYERS[0]
     case, is_wrong = cases[rank], rank == 1
 
@@ -116,13 +116,13 @@ def test_ranks_that_disagree_are_told(interpreting_pair: RankPool, through_hosts
 
 
 class NeverDone:
-    """A collective that a peer does not join, as NCCL shows it: waiting for it keeps nobody."""
+    """A collective that a peer does not join, as with NCCL: waiting for it does not block the host."""
 
     def is_completed(self) -> bool:
         return False
 
     def wait(self) -> None:
-        raise AssertionError("NCCL's would return, and the next look at a result would hang")
+        raise AssertionError("NCCL's wait would return, and the next read of a result would hang")
 
 
 def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:
@@ -135,7 +135,7 @@ def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:
 
 
 def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool) -> None:
-    """In time, or when the host hears otherwise that a peer is gone."""
+    """It ends by the timeout, or when the host learns otherwise that a peer is lost."""
     for rank, said in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
         assert said.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
         assert said.endswith("DispatchError: these collectives are closed")
@@ -144,7 +144,7 @@ def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool)
 
 
 class BrokenWork:
-    """A collective that fails as NCCL's and gloo's do when a peer is gone: they do not say which."""
+    """A collective that fails like NCCL's and gloo's when a peer is lost: they do not name the peer."""
 
     def is_completed(self) -> bool:
         raise RuntimeError("Connection closed by peer")
@@ -156,7 +156,7 @@ def wait_for_broken() -> str:
 
 
 def test_a_lost_peer_is_one_also_where_nobody_can_say_which(pool_of: PoolOf) -> None:
-    """Only of a lost peer does an engine know that it can go on without it."""
+    """Only after a lost peer can an engine continue without it."""
     reason = "is lost: Connection closed by peer"
     assert pool_of(3).run(wait_for_broken) == [f"PeerLost: a peer {reason}"] * 3
     assert pool_of(2).run(wait_for_broken) == [f"PeerLost: rank {rank} {reason}" for rank in (1, 0)]

@@ -1,4 +1,4 @@
-"""Memory of NVSHMEM, with a stand-in for its Python package over a process's own memory: nothing here ran on a GPU."""
+"""NVSHMEM memory, with a fake of its Python package over the memory of a process. Nothing here ran on a GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +20,10 @@ PEER_AT = 0x7000_0000_0000
 
 
 class StandIn:
-    """What the provider calls of nvshmem.core, with its names; `reachable` are the peers that have an address."""
+    """The functions of nvshmem.core that the provider calls. `reachable` are the peers with an address."""
 
     class NvshmemError(Exception):
-        """As NVSHMEM4Py's."""
+        """Same name as NVSHMEM4Py's."""
 
     NvshmemKernelObject = SimpleNamespace(from_handle=lambda handle: ("module", handle))
 
@@ -52,12 +52,12 @@ class StandIn:
         self.initialised.append(module)
 
     def free(self, buffer: torch.Tensor) -> None:
-        dist.barrier()  # as NVSHMEM does: a peer that is gone would be waited for
-        raise AssertionError("closing is local")
+        dist.barrier()  # as NVSHMEM does: it would wait for a lost peer
+        raise AssertionError("closing must not involve other ranks")
 
 
 def open_twice(reachable: tuple[int, ...]) -> dict[str, Any]:
-    """Open, grow (open larger memory, then close both), open again, and then ask for other ranks."""
+    """Open, grow (open larger memory, then close both), open again, and then request other ranks."""
     core, process = StandIn(reachable), nvshmem._Process()
     nvshmem.find_device_library = lambda: "libnvshmem_device.bc"
 
@@ -104,7 +104,7 @@ def test_ranks_get_zeroed_memory_and_the_addresses_of_those_that_have_one(
         peer = 1 - rank
         addresses = {rank: result["own"], peer: PEER_AT + peer if reachable else 0}
         assert result["peers"] == [addresses[0], addresses[1]] and result["most"] == 0
-        assert result["again"] == (True, 300, 0, 2), "what was closed is used again, zeroed"
+        assert result["again"] == (True, 300, 0, 2), "closed memory must be reused and zeroed"
         assert result["started"] == {
             "device": None, "uid": [7] * 128, "rank": rank, "nranks": 2, "initializer_method": "uid"
         }  # fmt: skip
@@ -117,7 +117,7 @@ def test_ranks_get_zeroed_memory_and_the_addresses_of_those_that_have_one(
 
 
 def close_without_the_peer() -> str:
-    """Rank 0 closes while rank 1 does not; then rank 1 is as one that was started again, and both open."""
+    """Close on rank 0 but not on rank 1. Then rank 1 acts like a restarted rank, and both open."""
     core, process = StandIn((0, 1)), nvshmem._Process()
     memory = nvshmem.NvshmemMemory(dist.group.WORLD, 256, CPU, core, process)
     if dist.get_rank() == 0:
@@ -129,7 +129,7 @@ def close_without_the_peer() -> str:
 
 
 def test_closing_waits_for_nobody_and_a_rank_that_was_started_again_is_refused_everywhere() -> None:
-    """NVSHMEM frees together, and its processes are fixed: survivors hung in the one and a newcomer in the other."""
+    """NVSHMEM frees collectively and its processes are fixed: survivors hung in the first, newcomers in the second."""
     with RankPool(2, timeout_s=60.0) as pool:
         first, second = pool.run(close_without_the_peer)
     text = (

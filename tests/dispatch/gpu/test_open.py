@@ -1,4 +1,4 @@
-"""Which way tokens go between GPUs, decided from what all ranks have; and what is said of it."""
+"""Selection of the path for tokens between GPUs from the abilities of all ranks, and its log lines."""
 
 import sys
 

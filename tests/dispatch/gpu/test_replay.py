@@ -1,7 +1,7 @@
-"""What a CUDA graph does with low-latency calls: it repeats the launches with the arguments they were recorded with.
+"""Low-latency calls in a CUDA graph, which repeats launches with their recorded arguments.
 
-Without a GPU the launches are recorded in the interpreter and repeated from there: only what lies in memory may differ
-from call to call. The control passes the number of calls by value, as a host that counts would.
+Without a GPU, launches are recorded in the interpreter and repeated there: only memory contents may differ between
+calls. The control passes the number of calls by value, as a counter on the host would.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ Launch = Callable[[], Any]
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collect every launch, which still runs, with its arguments as they are now."""
+    """Collect every launch, which still runs, with its present arguments."""
     from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the interpreter is chosen
 
     launches: list[Launch] = []
@@ -42,7 +42,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
-    """Record one layer, then repeat its launches for other contents; other calls come in between."""
+    """Record one layer, then repeat its launches with other contents, with other calls in between."""
     exchange = open_interpreted(is_blocking=False, timeout_s=5.0)
     rank, dtype = exchange.rank, torch.bfloat16
     layers = [
@@ -57,7 +57,7 @@ def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
     rows, scales = received if isinstance(received, tuple) else (received, None)
     with recording() as back:
         face.low_latency_combine(y_LNH, case.topk_TK, case.weights_TK, handle, out=out_TH)
-    if counts_on_host:  # the control: the first launch counts
+    if counts_on_host:  # the control: the first launch has a counter
         to_experts, back = to_experts[1:], back[1:]
     results = []
     for layer in layers[1:]:
@@ -70,7 +70,7 @@ def replay_layers(is_fp8: bool, counts_on_host: bool) -> list[bool]:
             launch()
         results.append(torch.equal(out_TH, simulate(layer)[rank].combined_TH))
         if not counts_on_host:
-            face.clean_low_latency_buffer(4, 256, 4)  # one call more: the halves change their turns
+            face.clean_low_latency_buffer(4, 256, 4)  # one more call swaps the halves
     dist.barrier()
     exchange.close()
     return results

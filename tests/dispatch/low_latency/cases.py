@@ -1,4 +1,4 @@
-"""Low-latency calls for tests: what the ranks bring, what stands in for experts, and what one rank must get."""
+"""Low-latency calls for tests: inputs of the ranks, replacement of the experts, and expected results of one rank."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from tests.dispatch.oracle import make_cases as draw
 
 
 class RankCase(NamedTuple):
-    """What one rank brings to one layer."""
+    """Inputs of one rank for one layer."""
 
     x_TH: Tensor
     topk_TK: Tensor
@@ -45,7 +45,7 @@ class Layer(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """What one rank gets. Undefined rows are zeroed for comparison; float8 is shown as bytes."""
+    """Results of one rank. Undefined rows are zeroed for comparison, and float8 is viewed as bytes."""
 
     x_LNH: Tensor
     scales: Tensor | None
@@ -63,13 +63,13 @@ def make_cases(
     only_expert: int | None = None,
     **options: Any,
 ) -> list[RankCase]:
-    """Draw random cases as for the dispatcher, whose slots are experts here."""
+    """Draw random cases as for the dispatcher, with slots as experts."""
     drawn = draw(seed, list(tokens), slots_per_rank=experts_per_rank, only_slot=only_expert, **options)
     return [RankCase(*case) for case in drawn]
 
 
 def answer(x_LNH: Tensor, scales: Tensor | None, rank: int, dtype: torch.dtype) -> Tensor:
-    """Stand in for the experts: a function of (row, expert) that depends on nothing else."""
+    """Compute the experts' answers: a function of (row, expert) only."""
     L = x_LNH.shape[0]
     rows = x_LNH if scales is None else fp8.dequantise_fp8(x_LNH, scales, torch.float32)
     expert_L = torch.arange(rank * L, rank * L + L).view(L, 1, 1)
@@ -77,7 +77,7 @@ def answer(x_LNH: Tensor, scales: Tensor | None, rank: int, dtype: torch.dtype) 
 
 
 def zero_undefined(rows: Tensor, count_L: Tensor) -> Tensor:
-    """Copy, with zeros in each expert's rows from its count on; float8 as bytes."""
+    """Return a copy with zeros in each expert's rows from its count on, and float8 as bytes."""
     rows = (rows.contiguous().view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows).clone()
     for expert, count in enumerate(count_L.tolist()):
         rows[expert, count:] = 0
@@ -110,15 +110,15 @@ def assert_same(ours: RankResult, want: RankResult, where: str) -> None:
 
 
 def edge_layers(R: int) -> list[Layer]:
-    """Layers that differ in the ways that matter, edges by name."""
+    """Return layers that cover all relevant differences, with edge cases."""
     uneven = [(5 * rank + 3) % 9 for rank in range(R)]
     bf16 = torch.bfloat16
     wide = {"hidden": 256, "dtype": bf16}
     return [
         Layer(make_cases(1, uneven), 9, 2),
-        Layer(make_cases(2, [0] * R), 4, 2),  # nobody has tokens
-        Layer(make_cases(3, [7] + [0] * (R - 1)), 7, 2),  # one rank has all tokens, and as many as it may
-        Layer(make_cases(4, uneven, no_choice=1.0), 9, 2),  # nobody chooses
+        Layer(make_cases(2, [0] * R), 4, 2),  # no rank has tokens
+        Layer(make_cases(3, [7] + [0] * (R - 1)), 7, 2),  # one rank has all tokens, the maximum number
+        Layer(make_cases(4, uneven, no_choice=1.0), 9, 2),  # no token has a choice
         Layer(
             make_cases(5, [6] * R, only_expert=2 * R - 1, no_choice=0.0), 8, 2
         ),  # all to one expert, repeated

@@ -1,4 +1,4 @@
-"""What tests of the low-latency interface share."""
+"""Shared fixtures of the low-latency tests."""
 
 import pytest
 
@@ -9,5 +9,5 @@ from dispatch.wires.local import LocalWire
 
 @pytest.fixture
 def face() -> LowLatencyFace:
-    """A face of one rank."""
+    """Return a face of one rank."""
     return LowLatencyFace(CpuExchange(LocalWire()))

@@ -1,11 +1,10 @@
-"""Low-latency dispatch and combine of a whole group in one process, in plain torch: what every exchange must equal.
+"""Low-latency dispatch and combine of a whole group in one process, in plain torch: the reference of every exchange.
 
-Rows of an expert lie by source rank, then source token. (DeepEP places ranks in the order of their arrival and tokens
-in the order of their sends; its contents are the same, its order changes from run to run.) A token that names an
-expert twice is delivered once and its answer counts twice.
-What a rank does not receive is masked: a masked rank brings no rows and gives no answers.
+Rows of an expert are ordered by source rank, then source token. (DeepEP orders ranks by arrival and tokens by send; the
+contents are the same, but its order changes from run to run.) A token that names an expert twice is delivered once,
+and its answer counts twice. Data that a rank does not receive is masked: a masked rank brings no rows and no answers.
 
-Legend: R ranks, L experts per rank, M most tokens of a rank, T tokens, K choices, H hidden, B blocks of scales.
+Legend: R ranks, L experts per rank, M maximum tokens of a rank, T tokens, K choices, H hidden, B blocks of scales.
 """
 
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ COUNT_BITS = 32  # layout_range holds (begin << 32) | count
 
 
 class Delivered(NamedTuple):
-    """What one rank's experts receive. Rows at and beyond an expert's count are undefined; here they are zero."""
+    """Rows received by one rank's experts. Rows from an expert's count on are undefined; here they are zero."""
 
-    x_LNH: Tensor  # [L, R*M, H], the tokens' dtype or float8_e4m3fn
+    x_LNH: Tensor  # [L, R*M, H], the dtype of the tokens or float8_e4m3fn
     scales: Tensor | None  # FP8 only: float32 [L, R*M, B], or ue8m0 int32 [L, R*M, ceil(B / 4)]
     count_L: Tensor  # int32
     source_token_LN: Tensor  # int32 [L, R*M], DeepEP's src_info
@@ -39,7 +38,7 @@ def dispatch(
     round_scale: bool = False,
     masked: Sequence[int] = (),
 ) -> Delivered:
-    """Return what `rank` receives when source s brings x_TH_of[s] and int64 topk_TK_of[s] (-1: no choice)."""
+    """Return what `rank` receives if source s sends x_TH_of[s] with int64 choices topk_TK_of[s] (-1: no choice)."""
     L, N = shape.experts_per_rank, shape.rows_per_expert
     sources = [_travelling(x_TH, shape, round_scale) for x_TH in x_TH_of]
     values, scales = sources[0]
@@ -76,11 +75,11 @@ def combine(
     rank: int,
     masked: Sequence[int] = (),
 ) -> Tensor:
-    """Return rank's [T, H] in the dtype of the answers: the sum over k of weight times answer, from +0, multiplied,
-    then added, in float32 (float64 for float64) in the order of k, rounded once.
+    """Return the rank's [T, H] in the dtype of the answers: the sum over k of weight times answer, starting at +0. Products and
+    sums are separate operations in float32 (float64 for float64), in the order of k, rounded once at the end.
 
     Args:
-        y_LNH_of: each rank's answers, laid out as its x_LNH.
+        y_LNH_of: Each rank's answers, in the layout of its x_LNH.
     """
     dtype = y_LNH_of[0].dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -108,5 +107,5 @@ def _find_row(delivered: Delivered, local: int, source: int, token: int) -> int:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Rows as bytes: indexing is not offered for float8 everywhere."""
+    """View rows as bytes: float8 cannot be indexed everywhere."""
     return x.view(torch.uint8)

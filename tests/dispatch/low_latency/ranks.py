@@ -1,4 +1,4 @@
-"""What ranks of a pool run for the low-latency tests, and the tensors that they bring."""
+"""Functions and input tensors of a pool's ranks in the low-latency tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +21,12 @@ INTERPRETED = [pytest.mark.slow, needs_triton]
 
 @contextmanager
 def open_face(name: str, **kwargs: Any) -> Iterator[LowLatencyFace]:
-    """A face over all ranks of the pool; by the name triton over kernels in the interpreter."""
+    """Open a face over all ranks of the pool. For triton, its kernels are interpreted."""
     if name == "triton":
         exchange = open_interpreted()
         try:
             yield LowLatencyFace(exchange, **kwargs)
-            dist.barrier()  # nobody goes on while a peer still writes
+            dist.barrier()  # no rank continues while a peer still writes
         finally:
             exchange.close()
         return
@@ -40,10 +40,10 @@ def open_face(name: str, **kwargs: Any) -> Iterator[LowLatencyFace]:
 def run_layer(
     face: LowLatencyFace, layer: Layer, *, with_hooks: bool = False, spoil: bool = False
 ) -> RankResult:
-    """Dispatch, compute, combine; results are copied out.
+    """Dispatch, compute, combine, and copy the results.
 
     Args:
-        spoil: overwrite what was sent before the hooks run.
+        spoil: Overwrite the sent data before the hooks run.
     """
     rank = face.exchange.rank
     case = layer.cases[rank]
@@ -84,7 +84,7 @@ def run_layers(name: str, layers: list[Layer], with_hooks: bool) -> list[RankRes
 
 
 def one_rank_wrong(name: str, wrong_rank: int, call: str, change: dict[str, Any]) -> tuple[str, RankResult]:
-    """One rank makes a call with other arguments; then a whole layer must work."""
+    """Make a call with other arguments on one rank, then run a layer that must work."""
     torch.manual_seed(0)
     layer = Layer(make_cases(1, [3] * dist.get_world_size(), dtype=torch.bfloat16), 4, 2)
     with open_face(name) as face:
@@ -110,5 +110,5 @@ BF16 = torch.bfloat16
 
 
 def bring(tokens: int = 3, hidden: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the first two experts for each."""
+    """Return tokens, with the first two experts as choices of each."""
     return torch.randn(tokens, hidden).to(BF16), torch.tensor([[0, 1]] * tokens)

@@ -1,4 +1,4 @@
-"""Every backend and number of ranks gives the bits of the single-process oracle, with and without receive hooks."""
+"""Every backend and number of ranks yields the bits of the single-process oracle, with and without receive hooks."""
 
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ from tests.dispatch.low_latency.ranks import run_layer, run_layers
 
 @lru_cache
 def wanted(world_size: int) -> list[list[RankResult]]:
-    """What the oracle says of the edge layers, by layer and rank."""
+    """Return the oracle's results of the edge layers, by layer and rank."""
     return [simulate(layer) for layer in edge_layers(world_size)]
 
 
@@ -49,7 +49,7 @@ def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_si
 
 @pytest.mark.parametrize(("name", "world_size"), [("gloo", 2), ("shm", 4)])
 def test_receive_hooks_change_no_bit(pool_of: PoolOf, name: str, world_size: int) -> None:
-    """And what was sent may be overwritten before the hook runs."""
+    """Sent data may be overwritten before the hook runs."""
     check(pool_of, name, world_size, hooks=True)
 
 
@@ -84,7 +84,7 @@ def test_one_rank_equals_the_oracle(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("round_scale", [False, True])
 def test_the_compiled_cast_has_the_oracles_bits(dtype: torch.dtype, round_scale: bool) -> None:
-    """Every bfloat16 that is finite, among neighbours over 70 orders of magnitude."""
+    """Every finite bfloat16, among neighbours over 70 orders of magnitude."""
     compile_all(*cpu_fp8.KERNELS)
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
@@ -117,7 +117,7 @@ def test_the_compiled_cast_has_the_oracles_bits(dtype: torch.dtype, round_scale:
 
 
 def test_the_compiled_sum_keeps_the_order_of_choices() -> None:
-    """Values over 60 orders of magnitude: a fused multiply-add or another order would show."""
+    """Values over 60 orders of magnitude reveal a fused multiply-add or another order."""
     generator = torch.Generator().manual_seed(1)
     cases = make_cases(3, [64], hidden=130, choices=8, experts_per_rank=16)
     scale = 10.0 ** torch.randint(-30, 30, (64, 1), generator=generator).float()

@@ -1,7 +1,7 @@
-"""What DeepEP's own low-latency test asserts, said again: rows that carry their source, counts, ranges, sums.
+"""The assertions of DeepEP's own low-latency test in our code: rows that carry their source, counts, ranges, sums.
 
-Values are chosen so that a row says where it comes from: all channels but the last 128 hold the source rank, the last
-128 hold the token. The original file runs through `dispatch.deep_ep_shim`, from a checkout.
+Values show where a row comes from: all channels except the last 128 hold the source rank, and the last 128 hold the
+token. The original file runs through `dispatch.deep_ep_shim`, from a checkout.
 """
 
 from itertools import product
@@ -24,7 +24,7 @@ COUNT_MASK = (1 << 32) - 1
 
 
 def bring(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows that name their source, random rows, choices with some -1, weights."""
+    """Return rows that name their source, random rows, choices with some -1, and weights."""
     generator = torch.Generator().manual_seed(1 + rank)
     named = torch.full((T, H), float(rank - RANK_OFFSET), dtype=torch.bfloat16)
     named[:, -128:] = torch.arange(T).to(torch.bfloat16).view(-1, 1)
@@ -37,7 +37,7 @@ def bring(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def check_rows(
     rows_NH: Tensor, src_info: Tensor, ranges: Tensor, all_topk: Tensor, expert: int, rounded: bool
 ) -> None:
-    """Every valid row is constant but for its last channels, which hold its token; sources lie where ranges say."""
+    """Check that valid rows are constant except for the last channels, which hold the token, and that sources match ranges."""
     sources, tokens = rows_NH[:, :-128], rows_NH[:, -128:]
     assert torch.equal(sources.amin(dim=1), sources.amax(dim=1))
     if rounded:
@@ -51,7 +51,7 @@ def check_rows(
 
 
 def check_form(face: LowLatencyFace, form: tuple[bool, bool, bool], hooks: bool, is_named: bool) -> None:
-    """One dispatch, and two combines of what came."""
+    """Run one dispatch, and two combines of its result."""
     rank, world_size = face.exchange.rank, face.exchange.world_size
     named, noise, topk, weights = bring(rank, world_size)
     all_topk = torch.stack([bring(source, world_size)[2] for source in range(world_size)])
@@ -95,7 +95,7 @@ def check_form(face: LowLatencyFace, form: tuple[bool, bool, bool], hooks: bool,
 
 
 def check_all(name: str, combinations: list[tuple[tuple[bool, bool, bool], bool, bool]]) -> int:
-    """Check combinations of form, hooks and named rows; returns how many were checked."""
+    """Check combinations of form, hooks and named rows. Return the number of checks."""
     with open_face(name) as face:
         for form, hooks, is_named in combinations:
             check_form(face, form, hooks, is_named)

@@ -1,4 +1,4 @@
-"""DeepEP's low-latency interface: what it returns, hooks, statistics, masks."""
+"""DeepEP's low-latency interface: results, hooks, statistics, masks."""
 
 import time
 
@@ -106,7 +106,7 @@ def test_the_size_hint_covers_two_calls() -> None:
 
 
 def overlap_two(name: str, layers: list[Layer]) -> list[torch.Tensor]:
-    """Send two dispatches, then receive both; the same with the combines, in the other order."""
+    """Send two dispatches, then receive both. Do the same with the combines, in reverse order."""
     with open_face(name) as face:
         mine = [layer.cases[face.exchange.rank] for layer in layers]
         experts = layers[0].experts_per_rank * len(layers[0].cases)
@@ -140,7 +140,7 @@ def test_two_calls_may_be_under_way(ranks_of: RanksOf, name: str) -> None:
 
 
 def send_before_the_peer(name: str) -> float:
-    """Rank 0 posts while rank 1 has not come yet, and does something else: seconds until the post returned."""
+    """Post on rank 0 before rank 1 arrives. Return the seconds until the post returned."""
     with open_face(name) as face:
         x, topk = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)
         for _ in range(2):  # the first calls compile and connect
@@ -154,13 +154,13 @@ def send_before_the_peer(name: str) -> float:
             dist.send(torch.zeros(1), 1)
         assert hook is not None
         hook()
-        hook()  # once more does no harm
+        hook()  # a second call is harmless
         return elapsed
 
 
 @pytest.mark.parametrize("name", ["shm", "gloo", pytest.param("triton", marks=needs_triton)])
 def test_posting_does_not_wait_for_peers(ranks_of: RanksOf, name: str) -> None:
-    """If it did, this would never end: rank 1 posts only after rank 0 has returned from posting."""
+    """If it waited, this would never end: rank 1 posts only after rank 0 has returned from posting."""
     assert all(elapsed < 30 for elapsed in ranks_of(name, 2).run(send_before_the_peer, name))
 
 
@@ -183,7 +183,7 @@ def test_waits_are_noted_for_peers(ranks_of: RanksOf, name: str) -> None:
 
 
 def mask_one(name: str, layer: Layer, masked: int) -> RankResult | None:
-    """All but one rank mask that one; it takes no part."""
+    """Mask one rank on all others. The masked rank takes no part."""
     wire = open_wire(name, dist.group.WORLD, timeout_s=20.0)
     face = LowLatencyFace(CpuExchange(wire), enable_shrink=True)
     try:

@@ -1,4 +1,4 @@
-"""What DeepEP's low-latency interface refuses, on whom, and that the next call works."""
+"""Bad calls of DeepEP's low-latency interface: the errors, the ranks that raise them, and that the next call works."""
 
 from typing import Any
 
@@ -159,7 +159,7 @@ def test_ranks_that_disagree_get_a_named_error(ranks_of: RanksOf, name: str, wro
 
 
 def refused_while_hook_waits(name: str) -> tuple[str, str]:
-    """Rank 1 refuses what rank 0 has posted with a hook; both make another call before rank 0's hook runs."""
+    """Reject on rank 1 a call that rank 0 has posted with a hook. Both make another call before rank 0's hook runs."""
     layer = Layer(make_cases(1, [3, 3]), 4, 2)
     with open_face(name) as face:
         case = layer.cases[face.exchange.rank]

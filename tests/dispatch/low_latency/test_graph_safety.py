@@ -1,6 +1,6 @@
-"""After the first call of a shape the low-latency path allocates no tensor and looks at none from Python.
+"""After the first call of a shape, the low-latency path allocates no tensor and reads none from Python.
 
-The guard (`graph_safe`) refuses what would break in a captured CUDA graph. The control shows that it can fail.
+The guard (`graph_safe`) rejects operations that would break a captured CUDA graph. A control shows that it can fail.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.support.gpu.graph_safe import GraphSafe
 
 
 def addresses_of_rounds(face: LowLatencyFace, layer: Layer, rounds: int, *, use_out: bool) -> list[list[int]]:
-    """Run guarded rounds after two that may allocate; return where each one's results lie."""
+    """Run guarded rounds after two that may allocate. Return the addresses of each round's results."""
     case = layer.cases[face.exchange.rank]
     hidden, num_experts = case.x_TH.shape[1], layer.experts_per_rank * len(layer.cases)
     y_LNH = torch.zeros(layer.experts_per_rank, layer.shape().rows_per_expert, hidden, dtype=case.x_TH.dtype)
@@ -59,7 +59,7 @@ def rounds_of(name: str, layer: Layer, use_out: bool) -> list[list[int]]:
 
 
 def check_turns(rounds: list[list[int]]) -> None:
-    """Two results in turn, always at the same addresses."""
+    """Check that two results alternate, always at the same addresses."""
     assert rounds[0] != rounds[1]
     assert all(addresses == rounds[index % 2] for index, addresses in enumerate(rounds))
 

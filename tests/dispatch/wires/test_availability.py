@@ -1,4 +1,4 @@
-"""What each way to exchange tokens needs, said before anything is loaded."""
+"""Requirements of each way to exchange tokens, checked before anything is loaded."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""The mailbox: every rank collects every rank's values of the same round, or a named error."""
+"""The mailbox: every rank collects all ranks' values of the same round, or raises a named error."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_every_rank_collects_the_same_round(pool_of: PoolOf, name: str, world_si
 
 
 def post_does_not_wait(name: str) -> list[list[int]]:
-    """Rank 0 posts; only then, told through the store, does rank 1 post."""
+    """Post on rank 0. Rank 1 posts only after a signal through the store."""
     store = dist.distributed_c10d._get_default_store()
     mailbox = open_mailbox(name, dist.group.WORLD, width=1)
     if dist.get_rank() == 1:
@@ -79,7 +79,7 @@ def test_a_stopped_peer_times_out(pool_of: PoolOf, name: str) -> None:
 
 
 def interrupt_a_wait(name: str) -> tuple[str, list[list[int]]]:
-    """Rank 1 posts only when rank 0 was interrupted; both then meet in another mailbox."""
+    """Post on rank 1 only after rank 0 was interrupted. Both then meet in another mailbox."""
     store = dist.distributed_c10d._get_default_store()
     mailbox = open_mailbox(name, group := dist.new_group([0, 1]), width=1)
     said = ""

@@ -1,7 +1,7 @@
-"""What a public buffer exchanges through: where its tensors lie, and normal mode over collectives of device tensors.
+"""Which wire a public buffer opens for the device of its tensors, and normal mode over collectives of device tensors.
 
-No GPU is at hand: the collective wire runs on CPU tensors, and a guard looks for tensors that the code makes
-without saying where, which on a GPU would be on the wrong device.
+Without a GPU, the collective wire runs on CPU tensors. A guard looks for tensors that are created without a device,
+which on a GPU would be on the wrong one.
 """
 
 import sys
@@ -24,7 +24,7 @@ from tests.dispatch.faces import test_buffer as buffers
 from tests.dispatch.faces.buffer_cases import portable
 
 _FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
-HOST_TABLES = {  # functions that make tensors for the host: counts of ranks and heads of messages
+HOST_TABLES = {  # functions that create tensors for the host: counts of ranks and heads of messages
     "dispatch/rows.py: send",  # the matrix of counts
     "dispatch/gpu/nccl.py: start_headers",
     "dispatch/faces/normal.py: _count_experts",
@@ -75,7 +75,7 @@ def _group_of_one() -> Any:
 
 
 def make_groups() -> tuple[bool, bool, int, float]:
-    """A group is kept if it has the backend; else its ranks, and they alone, make one that has."""
+    """A group with the backend is kept. Otherwise exactly its ranks create one that has it."""
     kept = wires.group_with_backend(dist.group.WORLD, "cpu", "gloo", timeout_s=20.0) is dist.group.WORLD
     pair = dist.new_group([0, 2], backend="gloo")
     if dist.get_rank() == 1:
@@ -91,7 +91,7 @@ def test_ranks_of_a_group_make_one_with_the_backend_that_it_lacks(pool_of: PoolO
 
 
 class MadeAnywhere(TorchFunctionMode):
-    """Notes which of our functions make a tensor without saying on which device."""
+    """Records our functions that create a tensor without a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class MadeAnywhere(TorchFunctionMode):
 
 @contextmanager
 def collectives_instead_of_nccl() -> Iterator[None]:
-    """Buffers move rows as between GPUs, over gloo."""
+    """Let buffers move rows as between GPUs, over gloo."""
 
     def open_collective(backend: str, group: Any, *, timeout_s: float, mask_lost: bool) -> wires.Wires:
         cpu = torch.device("cpu")
@@ -123,7 +123,7 @@ def collectives_instead_of_nccl() -> Iterator[None]:
 
 
 def run_over_collectives(node_size: int) -> tuple[Any, Any, set[str]]:
-    """Normal mode over collectives and over gloo, with all forms of calls; and what made tensors anywhere."""
+    """Run normal mode over collectives and over gloo in all forms. Return also the functions that create tensors anywhere."""
     guard = MadeAnywhere()
     with collectives_instead_of_nccl(), guard:
         ours = buffers.run_layers("auto", node_size)
@@ -141,7 +141,7 @@ def test_normal_mode_over_collectives_equals_gloo_and_leaves_nothing_on_the_cpu(
 
 
 def flat(results: Any) -> Any:
-    """Turn tensors into what compares."""
+    """Turn tensors into comparable values."""
     if isinstance(results, torch.Tensor):
         whole = portable(results.contiguous())
         return str(whole.dtype), list(whole.shape), whole.view(-1).view(torch.uint8).tolist()

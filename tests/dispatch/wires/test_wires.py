@@ -1,4 +1,4 @@
-"""Every backend and number of ranks gives the bits of the single-process oracle."""
+"""Every backend and number of ranks yields the bits of the single-process oracle."""
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ BACKENDS = [(name, world_size) for world_size in (2, 4, 8) for name in ("shm", "
 
 
 def edge_layers(R: int) -> list[list[RankCase]]:
-    """Layers that differ in the ways that matter, edges by name."""
+    """Return layers that cover all relevant differences, with edge cases."""
     uneven = [(5 * rank + 3) % 9 for rank in range(R)]
     return [
         make_cases(1, uneven),
-        make_cases(2, [0] * R),  # nobody has tokens
+        make_cases(2, [0] * R),  # no rank has tokens
         make_cases(3, [7] + [0] * (R - 1)),  # one rank has all tokens
         make_cases(4, uneven, no_choice=1.0),  # padded rows only
         make_cases(5, [6] * R, only_slot=R * S - 1, no_choice=0.0),  # all tokens to one slot, repeated
@@ -31,7 +31,7 @@ def edge_layers(R: int) -> list[list[RankCase]]:
         make_cases(8, uneven, dtype=torch.bfloat16, hidden=7),
         make_cases(9, uneven, dtype=torch.float16),
         make_cases(10, uneven, dtype=torch.float64),
-        make_cases(11, [40] * R, hidden=256),  # the largest so far: buffers grow in mid-life
+        make_cases(11, [40] * R, hidden=256),  # the largest so far: buffers grow during use
         *[make_cases(seed, [(seed + rank) % 5 for rank in range(R)]) for seed in range(12, 20)],
     ]
 
@@ -93,7 +93,7 @@ def test_between_hosts_auto_takes_gloo_and_shm_is_refused_on_every_rank(
 
 
 def open_with_little_memory(name: str) -> str:
-    """Pretend that little memory is left. Never ask for much instead: it would be taken from the whole machine."""
+    """Pretend that little memory is left. Do not allocate much instead: it would affect the whole machine."""
     true_available = segment.available_bytes
     segment.available_bytes = lambda: 1 << 20
     try:

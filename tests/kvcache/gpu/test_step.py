@@ -1,4 +1,4 @@
-"""A step arrives on the device as it was filled: padded rows choose nothing, and addresses follow from the size alone."""
+"""A step arrives on the device as filled: padded rows choose nothing, and addresses depend only on the size."""
 
 import random
 
@@ -14,7 +14,7 @@ MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
 
 @pytest.fixture
 def step() -> DeviceStep:
-    """A step for the CPU, which stands for a device."""
+    """Return a step on the CPU, in place of a device."""
     return DeviceStep(
         max_tokens=64,
         max_sequences=MAX_SEQUENCES,
@@ -25,7 +25,7 @@ def step() -> DeviceStep:
 
 
 def decodes(*contexts: int) -> list[Span]:
-    """Spans of one token each, that make contexts of these lengths."""
+    """Return one-token spans that result in contexts of these lengths."""
     return [
         Span(context - 1, 1, range(10 * row, 10 * row + MAX_BLOCKS)) for row, context in enumerate(contexts)
     ]
@@ -107,7 +107,7 @@ def test_every_step_of_a_size_lies_at_the_same_addresses(step: DeviceStep) -> No
 
 
 def test_every_part_of_a_step_begins_at_sixteen_bytes(step: DeviceStep) -> None:
-    """Or kernels would be compiled again amid the service, for pointers of another alignment."""
+    """Otherwise kernels would be compiled again during service, for pointers with another alignment."""
     first = step._device.data_ptr()
     for spans, rows in (([Span(0, 5, [1])], [4]), ([Span(0, 3, [1]), Span(0, 4, [2])], [2, 4, 6])):
         step.fill(spans)
@@ -148,7 +148,7 @@ def test_blocks_of_prompts_lie_side_by_side_for_expansion_as_many_as_may_be(step
     (both,) = step.expansions(3)
     assert both.sequences == range(1, 3) and both.block_X.tolist() == [4, 5, 9]
     assert both.table_SM[1, :2].tolist() == [0, 1] and both.table_SM[2, :1].tolist() == [2]
-    for most in (1, 2):  # one sequence alone may have more
+    for most in (1, 2):  # a single sequence may have more
         first, second = step.expansions(most)
         assert (first.block_X.tolist(), second.block_X.tolist()) == ([4, 5], [9])
         assert second.table_SM[2, 0] == 0 and (first.sequences, second.sequences) == (
@@ -199,7 +199,7 @@ def test_the_tables_on_the_device_are_those_on_the_host_whatever_changes(
             table.append(200 + number)
         spans = [Span(BLOCK * len(own) - 1, 1, own) for own in tables]
         step.fill(spans, len(spans))
-        if rng.random() < 0.2:  # a step that was filled in and not run
+        if rng.random() < 0.2:  # a step that was filled and not run
             continue
         step.inputs(range(len(spans)), [])
         for row, own in enumerate(tables):
@@ -207,7 +207,7 @@ def test_the_tables_on_the_device_are_those_on_the_host_whatever_changes(
 
 
 def test_a_decode_s_drafts_are_sequences_of_one_row_on_the_same_blocks(step: DeviceStep) -> None:
-    """Beside decodes without drafts, and a prompt that stays whole."""
+    """Next to decodes without drafts, and a prompt that stays whole."""
     spans = [Span(30, 3, [4, 5, 6]), Span(7, 1, [9]), Span(15, 2, [2, 3]), Span(0, 5, [8])]
     step.fill(spans, 6)
     inputs = step.inputs(range(100, 111), [0, 1, 2, 3, 4, 5, 10])
@@ -225,7 +225,7 @@ def test_a_decode_s_drafts_are_sequences_of_one_row_on_the_same_blocks(step: Dev
 
 
 def test_other_counts_of_drafts_leave_every_row_its_own_table(step: DeviceStep) -> None:
-    """Tables stay on the device from step to step; rows change owners as drafts come and go."""
+    """Tables stay on the device between steps, and rows change owners as drafts come and go."""
     rng = random.Random(3)
     for _ in range(60):
         owners = rng.sample(range(6), rng.randint(1, 4))
@@ -244,7 +244,7 @@ def test_other_counts_of_drafts_leave_every_row_its_own_table(step: DeviceStep) 
 
 
 def test_recurrences_get_the_rows_of_whole_sequences(step: DeviceStep) -> None:
-    """A decode and its draft are walked together; a prompt beside them goes in chunks, unless bits may not depend on cuts."""
+    """A decode and its draft run together. A prompt next to them runs in chunks, unless bits must not depend on cuts."""
     step.has_states = True
     drafted = [
         Span(3, 2, [0], (StatePiece(0, 1, 1), StatePiece(1, 2, 1))),

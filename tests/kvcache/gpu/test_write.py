@@ -1,4 +1,4 @@
-"""GPU pages: written at the step's places, padded rows nowhere; in the interpreter, and compiled."""
+"""GPU pages: rows are written at the step's positions, padded rows nowhere. Interpreted and compiled."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=12, value_dim=0, latent=True)
 
 
 def write_step() -> list[bool]:
-    """Write five tokens of one sequence and one of another, padded to eight rows; say what is as it should be."""
+    """Write five tokens of one sequence and one of another, padded to eight rows. Return the checks that hold."""
     from kvcache.gpu.cache import DeviceCache, token_bytes  # noqa: PLC0415 - in the interpreter
     from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
 

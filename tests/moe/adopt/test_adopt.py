@@ -1,4 +1,4 @@
-"""What is proposed for a module takes its place only where it gives what the module gives."""
+"""A proposed replacement of a module is adopted only if it returns what the module returns."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -52,8 +52,8 @@ def is_adopted(ours: Callable[[Tensor], Tensor], tolerance: float = 0.0) -> bool
         (lambda x: x * 2.0001, 1e-3, True),
         (lambda x: (x + x).double(), 1e-3, False),  # another type
         (lambda x: (x + x)[:2], 1e-3, False),  # another shape
-        (lambda x: (x + x, x), 1e-3, False),  # one result more
-        (lambda x: x.mul_(2), 0.0, True),  # written in place: each side has rows of its own
+        (lambda x: (x + x, x), 1e-3, False),  # an additional result
+        (lambda x: x.mul_(2), 0.0, True),  # written in place: each side has its own rows
     ],
 )
 def test_a_candidate_takes_a_modules_place_where_it_gives_the_same(
@@ -134,7 +134,7 @@ def test_rows_of_a_gate_in_turn_are_put_one_after_the_other() -> None:
 
 
 class PlainRMSNorm(nn.Module):
-    """As Llama's."""
+    """As in Llama."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
@@ -146,21 +146,21 @@ class PlainRMSNorm(nn.Module):
 
 
 class OffsetRMSNorm(PlainRMSNorm):
-    """As Gemma's."""
+    """As in Gemma."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 class CentredRMSNorm(PlainRMSNorm):
-    """Not an RMSNorm, whatever its name says."""
+    """Not an RMSNorm despite its name."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
 def exchange_norms() -> tuple[int, list[bool], float]:
-    """Exchange the norms of a small model; how many, which, and how far the exchanged one is from its own."""
+    """Exchange the norms of a small model. Return how many, which, and the deviation of an exchanged one."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.norms import Norms  # noqa: PLC0415
     from moe.gpu.norm import rms_norm  # noqa: PLC0415
@@ -183,7 +183,7 @@ def test_only_norms_that_the_kernel_computes_are_exchanged(interpreter: RankPool
 
 
 class Rotated(NamedTuple):
-    """How many modules were exchanged, of how many layers, and how far the logits moved."""
+    """Number of exchanged modules, number of layers, and change of the logits."""
 
     exchanged: int
     layers: int
@@ -214,7 +214,7 @@ def exchange_rotary(family: str) -> Rotated:
     [
         ("qwen3_moe", True),
         pytest.param("glm4_moe", True, marks=pytest.mark.slow),  # rotates half of each head
-        pytest.param("gpt_oss", False, marks=pytest.mark.slow),  # its angles are of half a head
+        pytest.param("gpt_oss", False, marks=pytest.mark.slow),  # its angles cover half of a head
     ],
 )
 def test_modules_that_rotate_as_the_kernel_does_use_it(

@@ -1,4 +1,4 @@
-"""An index over pools of tokens is tried before it serves, and refused where blocks cannot keep its pools."""
+"""An index over pools of tokens is tried before it serves, and rejected if blocks cannot keep its pools."""
 
 from pathlib import Path
 from unittest import mock
@@ -18,7 +18,7 @@ def test_an_index_that_computes_something_else_is_refused(tmp_path: Path) -> Non
     own = glm.Glm5NextTextIndexer.get_pooled_states
 
     def last_of_pool(self: glm.Glm5NextTextIndexer, packed_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Pools' keys are their last tokens'."""
+        """Use the keys of pools' last tokens."""
         keys, indices, valid = own(self, packed_states)
         return packed_states[:, indices[0, :, -1].clamp(min=0), : keys.shape[-1]], indices, valid
 

@@ -1,4 +1,4 @@
-"""Which modules get the rotary kernel: those that call transformers' function, unless their forward was exchanged before."""
+"""Modules that get the rotary kernel: those that call transformers' function, unless their forward was exchanged before."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def renaming(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Attention(nn.Module):
-    """Calls the function; decorated, as all of transformers' since 5.24."""
+    """Calls the function through a decorator, as all of transformers' modules since 5.24."""
 
     @renaming
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def test_a_decorated_forward_is_proposed_for() -> None:
 
 
 def test_a_forward_that_was_exchanged_is_left_alone() -> None:
-    """An indexer chooses from pages by its exchanged forward; the kernel's would bring transformers' own back."""
+    """An indexer's exchanged forward chooses from pages. The rotary kernel's would restore transformers' own."""
     module = Attention()
     module.forward = lambda *inputs: inputs  # type: ignore[method-assign]
     assert list(rotary(module, ROWS)) == []

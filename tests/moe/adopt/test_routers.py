@@ -1,4 +1,4 @@
-"""Families' routers run the kernel where it chooses the same experts; others keep their own forward."""
+"""Routers of families use the kernel if it chooses the same experts. Others keep their own forward."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from tests.support.models.families import FAMILIES, make_model
 from tests.support.ranks import RankPool
 
-KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a module within, a bias that is an argument
+KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a nested module, a bias that is an argument
 FEW = ("deepseek_v3",)
 RULES: dict[str, dict[str, Any]] = {
     "mixtral": {"is_sigmoid": False, "normalise": True, "groups": 1},
@@ -29,7 +29,7 @@ ROWS = 6
 
 
 class Seen(NamedTuple):
-    """Of a model's routers: how many there are and were exchanged, and how far results are from their own."""
+    """Numbers of a model's routers and of exchanged ones, and the deviation of results."""
 
     num_routers: int
     exchanged: int
@@ -48,7 +48,7 @@ def is_exchanged(module: nn.Module) -> bool:
 
 
 def route_both_ways(family: str) -> Seen:
-    """Exchange a family's routers; rows through each, and through its class's own forward."""
+    """Exchange a family's routers. Run rows through each, and through its class's own forward."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.routing import route  # noqa: PLC0415
@@ -85,8 +85,8 @@ def test_a_familys_routers_choose_and_weigh_as_transformers_has_them(
 def kind_of_router(
     *, power: int = 1, warmth: float = 1.0, largest: bool = True, first: int = 0
 ) -> type[nn.Module]:
-    """A class as Mixtral's router; or one that weighs otherwise, tells other logits than its product, chooses the least
-    likely, or returns fewer things. Adoption goes by the class, so each is one of its own."""
+    """Return a class like Mixtral's router, or one with other weights, scaled logits, the least likely experts or fewer
+    results. Adoption is decided by class, so each is a separate one."""
 
     class Router(nn.Module):
         def __init__(self) -> None:
@@ -120,7 +120,7 @@ def test_a_router_that_does_something_else_keeps_its_own(interpreter: RankPool) 
 
 
 def route_by_a_devices_weight() -> tuple[bool, float, bool]:
-    """As with --batch-invariant: the weight is no parameter, and multiplies by itself."""
+    """As with --batch-invariant: the weight is not a parameter and has its own product."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter

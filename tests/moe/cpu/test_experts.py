@@ -1,4 +1,4 @@
-"""The experts organ against a plain loop over tokens and choices: layouts, gates, biases, slots that are empty."""
+"""The expert layer against a plain loop over tokens and choices: layouts, gates, biases, empty slots."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from moe.load_counts import LoadCounts
 from moe.slot_choice import slot_choices
 
 EXPERTS, HIDDEN, CHOICES = 5, 24, 2
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 40 products in another order than the library's
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of up to 40 products, in another order than the library's
 
 
 class Form(NamedTuple):
@@ -30,11 +30,11 @@ class Form(NamedTuple):
     activation: str = "silu"
     has_gate: bool = True
     has_bias: bool = False
-    is_interleaved: bool = False  # gate0, up0, gate1, up1, ... with a gate function of the module's own
+    is_interleaved: bool = False  # gate0, up0, gate1, up1, ... with the module's own gate function
 
     @property
     def has_silu(self) -> bool:
-        """Whether the fused kernel has its gate."""
+        """Return whether the fused kernel has its gate."""
         is_plain = self.has_gate and not self.is_interleaved
         return is_plain and self.activation == "silu" and self.intermediate % 16 == 0
 
@@ -50,7 +50,7 @@ FORMS = {
 
 
 def experts_module(form: Form) -> Any:
-    """A module as `transformers` decorates them, with seeded weights [E, out, in]."""
+    """Return a module as `transformers` decorates them, with seeded weights [E, out, in]."""
 
     class Experts(nn.Module):
         def __init__(self, _config: Any) -> None:
@@ -64,7 +64,7 @@ def experts_module(form: Form) -> Any:
                 return (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(gate * 1.7)
 
         def forward(self) -> None:
-            raise AssertionError("the organ answers")
+            raise AssertionError("the expert layer must answer instead")
 
     decorated = use_experts_implementation(has_gate=form.has_gate, has_bias=form.has_bias)(Experts)
     module = decorated(None)
@@ -80,7 +80,7 @@ def experts_module(form: Form) -> Any:
 def layer_of(
     module: Any, form: Form, slot_expert: list[int], dtype: torch.dtype = torch.float32
 ) -> PackedExpertLayer:
-    """All experts in this rank's slots, in the given order; -1 is an empty slot."""
+    """Return a layer with all experts in this rank's slots, in the given order; -1 is an empty slot."""
     sides = []
     for weight, bias in ((module.up_EUD, module.up_bias_EU), (module.down_EDI, module.down_bias_ED)):
         own_bias = bias if form.has_bias else [None] * EXPERTS
@@ -98,13 +98,13 @@ def layer_of(
 
 
 def counted(layer: PackedExpertLayer) -> list[int]:
-    """How often each expert was chosen so far."""
+    """Return how often each expert was chosen so far."""
     assert layer.counts is not None
     return layer.counts.expert_E.tolist()  # type: ignore[no-any-return]
 
 
 def run(layer: PackedExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Serve rows through the organ, padded as a step pads them; returns the rows without padding."""
+    """Run rows through the layer, padded as in a step. Return the rows without padding."""
     layer.step.fill([Span(0, len(x_TD), range(2))] if len(x_TD) else [])
     padding = layer.step.num_padded - len(x_TD)
     x = torch.cat((x_TD, torch.full((padding, HIDDEN), 3.0)))
@@ -112,12 +112,12 @@ def run(layer: PackedExpertLayer, module: Any, x_TD: Tensor, ids_TK: Tensor, wei
     weights = torch.cat((weights_TK, torch.ones(padding, CHOICES)))
     module.expert_layer = layer
     out = serve_experts(module, x, ids, weights)
-    assert not out[len(x_TD) :].any(), "padding comes back as zero"
+    assert not out[len(x_TD) :].any(), "padding must stay zero"
     return out[: len(x_TD)]
 
 
 def oracle(module: Any, form: Form, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """One token and one choice at a time, in plain torch."""
+    """Compute one token and one choice at a time, in plain torch."""
     out_TD = torch.zeros_like(x_TD)
     for token in range(len(x_TD)):
         for choice in range(CHOICES):
@@ -134,7 +134,7 @@ def oracle(module: Any, form: Form, x_TD: Tensor, ids_TK: Tensor, weights_TK: Te
 
 
 def routed(tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Seeded rows, distinct choices per token, and weights."""
+    """Return seeded rows, distinct choices per token, and weights."""
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(tokens, HIDDEN, generator=generator)
     ids_TK = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOICES] for _ in range(tokens)])

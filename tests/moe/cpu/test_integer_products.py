@@ -1,4 +1,4 @@
-"""int8 and int4 weights multiply rows of eight bits: what they give, in which bits, and on which instructions."""
+"""int8 and int4 weights with eight-bit rows: results, bits, and instruction sets."""
 
 import os
 import subprocess
@@ -21,24 +21,24 @@ BLOCK = 32
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
 SHAPES = [(16, 32), (48, 96), (17, 64), (250, 160)]  # N, K
 FORMATS = {"int8": int8_weight, "int4": int4_weight}
-# Instruction sets that numba is told of in place of this machine's.
+# Instruction sets that numba uses instead of this machine's.
 MACHINES = {"AVX2": "+avx2,+avx,+fma,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2", "none": ""}
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def weight_of(name: str, *shape: int) -> QuantisedWeight:
-    """Normal numbers, some blocks zero."""
+    """Return quantised normal numbers with some zero blocks."""
     weight = random(*shape)
     weight[..., 0, :BLOCK] = 0.0
     return FORMATS[name](weight)
 
 
 def quantised(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """The oracle: codes [T, K] and scales [T, K / 32], in plain torch."""
+    """Return codes [T, K] and scales [T, K / 32], computed in plain torch. The oracle."""
     blocks = x_TK.reshape(len(x_TK), -1, BLOCK)
     highest = blocks.abs().amax(-1)
     codes = (blocks * (127 / highest).unsqueeze(-1)).round()
@@ -48,7 +48,7 @@ def quantised(x_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
-    """The oracle: exact sums of integers, then both scales, block by block, in double precision."""
+    """Return exact sums of integers times both scales, block by block, in double precision. The oracle."""
     codes, scales = quantised(x_TK)
     values = weight.dequantised().double().unflatten(-1, (-1, BLOCK))
     rows = (codes.double().unflatten(-1, (-1, BLOCK)) * scales.double().unsqueeze(-1)).flatten(-2)
@@ -76,7 +76,7 @@ def test_products_are_those_of_quantised_rows(n: int, k: int, name: str, team: T
     for rows in ROWS:
         for first in (0, 200 - rows):
             here = slice(first, first + rows)
-            assert torch.equal(multiply(x[here], weight, team), whole[here]), "bits of a row are its own"
+            assert torch.equal(multiply(x[here], weight, team), whole[here]), "bits depend on other rows"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -90,7 +90,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     ours = grouped(x, codes, offsets, team, scales_S=scales, quantised=PackedCoding.of(weight))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         assert torch.equal(ours[start:end, :40], multiply(x[start:end], weight[slot])), (
-            "as linear, to the bit"
+            "the bits differ from those of linear"
         )
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_number_stays_none(value: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 def test_other_instructions_give_the_same_bits(machine: str) -> None:
-    """Of plain weights too. In another process, as numba compiles for one machine only."""
+    """Plain weights too. Runs in another process, since numba compiles for one machine per process."""
     script = (
         "import torch; from tests.moe.cpu.test_integer_products import *\n"
         "from tests.moe.cpu.test_products import multiply as plain; from moe.cpu.panels import pack\n"
@@ -165,7 +165,7 @@ def test_other_instructions_give_the_same_bits(machine: str) -> None:
 def test_integers_are_as_near_as_their_scale_allows(
     made: Callable[[Tensor], QuantisedWeight], step: float
 ) -> None:
-    """Half a step of the largest weight in the block, of int4 a whole one at one end, and what rounds scales."""
+    """Half a step of a block's largest weight, for int4 a whole step at one end, plus the rounding of scales."""
     weight = random(48, 96) * torch.logspace(-6, 3, 48)[:, None]
     made_weight = made(weight)
     largest = weight.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=-1)

@@ -1,4 +1,4 @@
-"""Programs give what the modules give, whole or cut at the experts, and nothing else runs as one."""
+"""Programs return what the modules return, whole or split at the experts. Unsupported layers do not run as programs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +17,16 @@ from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY
 
-# How many of a family's layers run as programs.
+# Number of layers of a family that run as programs.
 ADOPTED = {
     "qwen3_moe": 3,
     "mixtral": 3,
-    "glm4_moe": 3,  # the first of them dense, the others with a shared expert
+    "glm4_moe": 3,  # the first is dense, the others have a shared expert
     "gpt_oss": 0,  # angles of half a head
-    "qwen2_moe": 3,  # what all tokens share has a gate
-    "olmoe": 0,  # norms of all heads together
+    "qwen2_moe": 3,  # the shared expert has a gate
+    "olmoe": 0,  # norms over all heads together
     "deepseek_v3": 3,
-    "granitemoe": 0,  # a factor on what is added
+    "granitemoe": 0,  # residuals have a factor
     "qwen3_next": 4,  # gated delta nets, gated attention, norms that add one to their weight
     "qwen3_5_moe_text": 4,
     "deepseek_v32": 0,  # an index
@@ -34,16 +34,16 @@ ADOPTED = {
 
 
 def programs(built: Assembled) -> list[LayerProgram]:
-    """Those that layers run as."""
+    """Return the programs that layers run as."""
     found = [getattr(module.forward, "__self__", None) for module in built.model.net.modules()]
     return [each for each in found if isinstance(each, LayerProgram)]
 
 
 def forward(built: Assembled, batches: list[list[tuple[int, int]]]) -> list[Tensor]:
-    """Run steps; returns the logits of all their rows.
+    """Run steps. Return the logits of all their rows.
 
     Args:
-        batches: by step and sequence, how many tokens there are before it, and in it.
+        batches: By step and sequence, the number of earlier tokens and the number of tokens in the step.
     """
     step, cache = built.runner.step, built.runner._cache
     tokens = torch.randint(3, VOCABULARY, (8, 400), generator=torch.Generator().manual_seed(3))
@@ -62,7 +62,7 @@ def forward(built: Assembled, batches: list[list[tuple[int, int]]]) -> list[Tens
 
 
 def pieces_of(built: Assembled, number: int, row: int, start: int, length: int) -> list[StatePiece]:
-    """Each step reads what the step before wrote."""
+    """Return pieces with which each step reads the state that the previous one wrote."""
     if not built.runner.step.has_states:
         return []
     read = 2 * row + (number - 1) % 2 if start else NO_STATE
@@ -74,7 +74,7 @@ BATCHES = [[(0, 20), (0, 3), (0, 90)], [(20, 1), (3, 7), (90, 1)], [(21, 1), (10
 
 @pytest.fixture
 def opened(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Assembled]:
-    """`opened(family)`: its engine on one rank; `as_modules=True`: without programs."""
+    """Return `opened(family)`: its engine on one rank, without programs if `as_modules` is True."""
 
     def engine(family: str, *, as_modules: bool = False, **settings: Any) -> Assembled:
         with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""A packed weight answers as a plain tensor would, for every way in which transformers' modules use weights."""
+"""A packed weight behaves like a plain tensor in all the ways that transformers' modules use weights."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from torch.nn import functional
 from kvcache.step import Span, Step
 from moe.cpu.packed_weight import PackedWeight
 
-TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of 24 products in another order than the library's
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of 24 products, in another order than the library's
 
 
 def make_step(num_tokens: int = 0) -> Step:
-    """A step of so many tokens; 0 leaves it empty."""
+    """Return a step of this many tokens; 0 leaves it empty."""
     step = Step(max_tokens=64, max_sequences=4, max_blocks=4, block_tokens=16)
     if num_tokens:
         step.fill([Span(0, num_tokens, range(4))])
@@ -24,7 +24,7 @@ def make_step(num_tokens: int = 0) -> Step:
 def pair(
     rows: int = 20, columns: int = 24, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, PackedWeight]:
-    """A plain float32 weight and the same packed."""
+    """Return a plain float32 weight and the same weight packed."""
     plain = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     return plain.float(), PackedWeight(plain, make_step())
 
@@ -140,7 +140,7 @@ def test_padded_rows_of_the_packed_batch_come_back_as_zero() -> None:
 
 
 def test_what_is_not_the_packed_batch_is_computed_whole_though_it_has_as_many_rows() -> None:
-    """It has more dimensions: 30 tokens have 32 padded rows, and somebody else may have 32 too."""
+    """It has more dimensions: 30 tokens have 32 padded rows, and another tensor may have 32 rows too."""
     step = make_step(num_tokens=30)
     plain, _ = pair()
     others = torch.randn(1, 1, step.num_padded, 24, generator=torch.Generator().manual_seed(3))

@@ -14,12 +14,12 @@ from moe.cpu.products import gather_row, grouped_row, linear, linear_row, quanti
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K
 ROWS = [0, 1, 2, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
-# silu() is exp() to 2 ulp, a sum, a quotient and a product: each rounds once, torch's own likewise.
+# silu() is exp() to 2 ulp, a sum, a quotient and a product. Each rounds once, in torch too.
 SILU_RTOL = 1e-6
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -84,7 +84,7 @@ def grouped(
     quantised: PackedCoding | None = None,
     is_gated: bool = False,
 ) -> Tensor:
-    """Run the product of slots that lie one behind the other into a fresh output full of NaN."""
+    """Run the product of consecutive slots into a fresh output full of NaN."""
     scales = None if scales_S is None else scales_S[0]
     kind = format_of(panels_S[0], scales, quantised)
     address_S, scale_address_S = (
@@ -122,7 +122,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
         theirs = (x[start:end].double() @ weights[slot].double().T).float()
         torch.testing.assert_close(ours[start:end, :n], theirs, atol=2e-6 * k, rtol=1e-5)
         assert torch.equal(ours[start:end, :n], multiply(x[start:end], pack(weights[slot]), n)), (
-            "as linear, to the bit"
+            "the bits differ from those of linear"
         )
 
 
@@ -136,7 +136,7 @@ EXTREMES = torch.tensor(
 
 
 def gated(gate_up_PN: Tensor, team: Team | None = None) -> Tensor:
-    """silu(gate) * up by the kernel that multiplies, with a weight that leaves rows as they are."""
+    """Compute silu(gate) * up with the product kernel, with a weight that leaves rows unchanged."""
     rows, columns = gate_up_PN.shape
     same = pack(torch.eye(columns))[None]
     return grouped(gate_up_PN.contiguous(), same, torch.tensor([0, rows]), team, is_gated=True)
@@ -157,8 +157,8 @@ def test_a_gate_of_slots_is_that_of_their_products(team: Team | None) -> None:
 
 
 def test_gates_survive_extremes() -> None:
-    """From -88 down silu() is under 1e-36, where the kernel may give anything as small; never NaN."""
-    gates = torch.diag(EXTREMES)  # a row each: a product adds nothing to it but zeros
+    """Below -88, silu() is less than 1e-36, and the kernel may return any value that small, but never NaN."""
+    gates = torch.diag(EXTREMES)  # one per row: a product adds only zeros
     ones = torch.ones(len(EXTREMES), len(EXTREMES))
     ours = gated(torch.cat((gates, ones), dim=1)).diagonal()
     theirs = torch.nn.functional.silu(EXTREMES.double()).float()

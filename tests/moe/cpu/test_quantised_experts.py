@@ -1,4 +1,4 @@
-"""Slots of quantised experts: the organ answers as with the weights they stand for, and slots change memory whole."""
+"""Slots of quantised experts: the layer answers as with the dequantised weights, and slots change memory completely."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +24,8 @@ FORM = FORMS["biases"]  # 32 intermediate, with biases
 
 
 def quantised(weight_NK: Tensor, name: str) -> QuantisedWeight:
-    """As the loader gives it."""
-    if name in RANDOM:  # codes that have nothing to do with the weight
+    """Quantise like the loader."""
+    if name in RANDOM:  # random codes, unrelated to the weight
         return RANDOM[name](*weight_NK.shape)
     if name == "fp8":
         made = quantise_fp8(weight_NK, (16, 16))
@@ -38,7 +38,7 @@ def quantised(weight_NK: Tensor, name: str) -> QuantisedWeight:
 
 
 def layers_of(form: Form, name: str) -> tuple[PackedExpertLayer, PackedExpertLayer]:
-    """A layer with quantised experts, and one with what they stand for."""
+    """Return a layer with quantised experts, and one with the dequantised weights."""
     module = experts_module(form)
     layer, meant = (layer_of(module, form, [0, 1, 2, 3, 4]) for _ in range(2))
     for side, weights in (("up", module.up_EUD), ("down", module.down_EDI)):
@@ -56,7 +56,7 @@ def layers_of(form: Form, name: str) -> tuple[PackedExpertLayer, PackedExpertLay
 def layers(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[PackedExpertLayer, PackedExpertLayer]:
-    """In formats of every kind; most take inputs in blocks of 32."""
+    """Return both layers in formats of every kind, most with inputs in blocks of 32."""
     if request.param != "fp8":
         monkeypatch.setattr("tests.moe.cpu.test_experts.HIDDEN", 32)
     return layers_of(FORM, request.param)
@@ -95,7 +95,7 @@ def test_an_exchanged_slot_serves_the_new_codes_with_the_new_scales(layers: Laye
         spare.tensors()[name].copy_(tensor)
     old = exchange_slot(layer, 1, spare)
     for tensor in old.tensors().values():
-        tensor.view(-1).view(torch.uint8).fill_(7)  # what is spare may be written to
+        tensor.view(-1).view(torch.uint8).fill_(7)  # spare memory may be overwritten
     offsets = torch.tensor([0, 0, 7, 7, 7, 7])
     with torch.inference_mode():
         assert torch.equal(layer.compute(module, x, torch.arange(7), offsets, None), wanted[1])

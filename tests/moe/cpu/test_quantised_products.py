@@ -1,4 +1,4 @@
-"""Kernels over quantised weights give the bits that the float32 kernels give for the dequantised weight."""
+"""Kernels over quantised weights return the bits of the float32 kernels over the dequantised weight."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def random(*shape: int, seed: int = 1) -> Tensor:
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return torch.randn(*shape, generator=generator(seed))
 
 
 def fp8(*shape: int, block: int = 64) -> QuantisedWeight:
-    """Every code that is a number, in random places, with scales of all signs that change every 16 rows."""
+    """Return all codes that are numbers, shuffled, with scales of both signs that change every 16 rows."""
     *lead, n, k = shape
     codes = torch.randint(0, 256, (*lead, n, k), generator=generator(), dtype=torch.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
@@ -47,44 +47,44 @@ def fp8(*shape: int, block: int = 64) -> QuantisedWeight:
 
 
 def e8m0(*shape: int) -> Tensor:
-    """Scales of a row's own, the least one included."""
+    """Return scales that differ by row, including the smallest."""
     scales = torch.randint(110, 134, shape, generator=generator(3), dtype=torch.uint8)
     scales[..., 0, 0] = 0
     return scales
 
 
 def pairs(*shape: int) -> Tensor:
-    """Random codes of four bits, two to a byte."""
+    """Return random four-bit codes, two per byte."""
     *lead, n, k = shape
     return torch.randint(0, 256, (*lead, n, k // 2), generator=generator(), dtype=torch.uint8)
 
 
 def mxfp4(*shape: int) -> QuantisedWeight:
-    """Random codes under scales of rows' own."""
+    """Return random codes with scales that differ by row."""
     *lead, n, k = shape
     return QuantisedWeight(codes=pairs(*shape), kind="e2m1", scales=e8m0(*lead, n, -(-k // 32)), block=32)
 
 
 def mxfp8(*shape: int) -> QuantisedWeight:
-    """The same of eight bits."""
+    """Return random eight-bit codes with scales that differ by row."""
     *lead, n, k = shape
     return replace(fp8(*shape), scales=e8m0(*lead, n, -(-k // 32)), block=32)
 
 
 def fp8_rows(*shape: int, dtype: torch.dtype = torch.float32) -> QuantisedWeight:
-    """One scale per row."""
+    """Return a weight with one scale per row."""
     return replace(fp8(*shape), scales=random(*shape[:-1], 1).to(dtype), block=shape[-1])
 
 
 def int8_rows(*shape: int) -> QuantisedWeight:
-    """All codes, one bfloat16 scale per row."""
+    """Return all codes, with one bfloat16 scale per row."""
     codes = torch.randint(-128, 128, shape, generator=generator(), dtype=torch.int8)
     scales = random(*shape[:-1], 1).bfloat16()
     return QuantisedWeight(codes=codes, kind="int8", scales=scales, block=shape[-1])
 
 
 def nvfp4(*shape: int) -> QuantisedWeight:
-    """Every e4m3 scale that is a number, subnormal ones and 0 too, and a second one per row."""
+    """Return all e4m3 scales that are numbers, including subnormals and 0, with a second scale per row."""
     *lead, n, k = shape
     scales = torch.randint(0, 127, (*lead, n, -(-k // 16)), generator=generator(3), dtype=torch.uint8)
     row_scales = random(*lead, n).abs() / 16
@@ -98,14 +98,14 @@ def nvfp4(*shape: int) -> QuantisedWeight:
 
 
 def int4(*shape: int, block: int = 32, dtype: torch.dtype = torch.bfloat16) -> QuantisedWeight:
-    """Random codes around 8."""
+    """Return random codes around 8."""
     *lead, n, k = shape
     scales = (random(*lead, n, -(-k // block)) / 4).to(dtype)
     return QuantisedWeight(codes=pairs(*shape), kind="int4", scales=scales, block=block)
 
 
 def int4_zeros(*shape: int, block: int = 128) -> QuantisedWeight:
-    """Random codes around random zeros; float16 scales, of which the first is subnormal."""
+    """Return random codes around random zeros, with float16 scales, the first one subnormal."""
     weight = int4(*shape, block=block, dtype=torch.float16)
     weight.scales[..., 0, 0] = 3e-7
     zeros = torch.randint(0, 16, weight.scales.shape, generator=generator(4), dtype=torch.uint8)
@@ -135,7 +135,7 @@ def multiply(x_TK: Tensor, weight: QuantisedWeight, team: Team | None = None) ->
 
 
 def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
-    """What the float32 kernel gives for the dequantised weight."""
+    """Return the result of the float32 kernel for the dequantised weight."""
     packed = pack(weight.dequantised())
     out_TN = torch.empty(len(x_TK), packed.shape[0] * 16)
     linear(x_TK, packed, None, format_of(packed), out_TN, None)
@@ -177,7 +177,7 @@ def test_every_fp8_code_means_what_torch_says() -> None:
 
 
 def test_every_mxfp4_code_and_scale_means_what_the_format_says() -> None:
-    """Two inputs a byte, all bytes; 2^(byte - 127) for every scale below 2^8."""
+    """Two inputs per byte, all bytes; 2^(byte - 127) for every scale below 2^8."""
     assert e2m1_values(torch.tensor([0x10, 0x7A], dtype=torch.uint8)).tolist() == [0.0, 0.5, -1.0, 6.0]
     assert e8m0_values(torch.tensor([0, 127, 134], dtype=torch.uint8)).tolist() == [2.0**-127, 1.0, 128.0]
     codes = torch.arange(256, dtype=torch.uint8).repeat(2).view(32, 16)
@@ -202,7 +202,7 @@ def test_grouped_gives_every_row_its_own_slots_weight(
     assert torch.equal(ours, grouped(x, pack(weight.dequantised()), offsets))
     for slot, (start, end) in enumerate(pairwise(offsets.tolist())):
         own = weight[slot]
-        assert torch.equal(ours[start:end], multiply(x[start:end], own)), "as linear, to the bit"
+        assert torch.equal(ours[start:end], multiply(x[start:end], own)), "bits differ from linear"
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -247,7 +247,7 @@ def test_the_last_block_of_four_bits_may_be_short(name: str, k: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", MACHINES)
 def test_other_instructions_give_the_same_bits(machine: str) -> None:
-    """In another process, as numba compiles for one machine only; there every row has the dequantised weight's bits too."""
+    """In another process, since numba compiles for one machine per process. Rows also have the dequantised weight's bits."""
     script = (
         "from tests.moe.cpu.test_quantised_products import *\n"
         "for made in FORMATS.values():\n"
@@ -270,7 +270,7 @@ def test_other_instructions_give_the_same_bits(machine: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_another_scale_gives_other_bits(name: str) -> None:
-    """The control: what the tests above compare depends on every block's scale."""
+    """Control: the tests above depend on the scale of every block."""
     weight, x = FORMATS[name](16, 256), random(9, 256)
     scales = weight.scales.clone()
     if weight.scales.dtype in (torch.uint8, torch.float8_e4m3fn):

@@ -1,4 +1,4 @@
-"""Routing on CPU against plain torch: the same cases as on a GPU."""
+"""Routing on CPU against plain torch, with the same cases as on a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.moe.gpu.test_routing import HAS_BIAS, KINDS, oracle
 def test_experts_and_weights_are_those_of_the_definition(kind: str, rows: int, has_ties: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, 24, generator=generator)
-    if has_ties:  # of equal scores the lower expert is chosen
+    if has_ties:  # of equal scores, the lower expert is chosen
         logits = logits.round()
     bias = torch.rand(24, generator=generator) if kind in HAS_BIAS and not has_ties else None
     routing = Routing(**KINDS[kind])
@@ -22,7 +22,7 @@ def test_experts_and_weights_are_those_of_the_definition(kind: str, rows: int, h
     want_ids, want_weights = oracle(logits, routing, bias)
     torch.testing.assert_close(weights, want_weights, atol=1e-6, rtol=1e-5)
     if has_ties and routing.groups > routing.groups_chosen:
-        return  # sums of equal scores may differ in the last bit: which groups are best is another's choice
+        return  # sums of equal scores may differ in the last bit, so the best groups are not unique
     assert torch.equal(ids, want_ids)
 
 

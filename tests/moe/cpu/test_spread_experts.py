@@ -1,4 +1,4 @@
-"""Programs that are cut only where other ranks are waited for give the bits of those whose experts Python asks."""
+"""Programs that stop only to wait for other ranks have the bits of programs with experts called from Python."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,8 @@ from tests.conftest import PoolOf
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY
 
-# By step and rank: how many tokens there are before each sequence's, and in it; and what was agreed. The second rank
-# has nothing to do at times, and does not know in the first step how many rows will come to it.
+# By step and rank: tokens before and in each sequence's part, and the agreed number. The second rank is idle at
+# times, and does not know in the first step how many rows it will receive.
 STEPS = (
     ([[(0, 90), (0, 20)], [(0, 3)]], 0),
     ([[(90, 1), (20, 1)], [(3, 1)]], 8),
@@ -31,17 +31,17 @@ STEPS = (
 
 
 class Ran(NamedTuple):
-    """What a rank's engine made of the steps."""
+    """Results of a rank's engine."""
 
     logits: list[Tensor]
     counts: np.ndarray
     samples: list[Tensor]
     has_times: bool
-    num_met: int  # exchanges of programs
+    num_met: int  # number of exchanges by programs
 
 
 def run_steps(built: Assembled) -> list[Tensor]:
-    """Run this rank's steps; logits of all its rows. Collective."""
+    """Run this rank's steps. Return the logits of all its rows. Collective."""
     step, cache, found = built.runner.step, built.runner._cache, []
     tokens = torch.randint(3, VOCABULARY, (8, 400), generator=torch.Generator().manual_seed(dist.get_rank()))
     for of_ranks, agreed in STEPS:
@@ -57,7 +57,7 @@ def run_steps(built: Assembled) -> list[Tensor]:
 
 
 def ran(directory: Path, is_spread: bool, threads: int, region_bytes: int | None) -> Ran:
-    """Build an engine and run the steps twice; the second time nothing is sampled any more."""
+    """Build an engine and run the steps twice. Nothing is sampled in the second run."""
     met: list[SpreadExperts] = []
     with pytest.MonkeyPatch.context() as patched:
         if region_bytes is not None:
@@ -97,7 +97,7 @@ def test_experts_that_programs_meet_give_the_bits_of_those_that_python_asks(
 
 
 def rooms(directory: Path) -> list[int]:
-    """For how many tokens per rank there was room after each step."""
+    """Return the room for tokens per rank after each step."""
     built = build(directory, max_model_len=128)
     program = built.model.net.forward.__self__
     assert isinstance(program, NetProgram)
@@ -112,6 +112,6 @@ def test_a_rank_to_which_more_rows_come_than_it_knew_makes_room_for_them(
     checkpoint: Callable[[str], Path], pool_of: PoolOf
 ) -> None:
     of_ranks = pool_of(2).run(rooms, checkpoint("qwen3_moe"))
-    # In the first round Python asks, for samples. Then there is room for the rank's own 110; and for its own 30, and for the
-    # 113 of two ranks from when they have come.
+    # In the first round Python calls the experts, to take samples. Later rounds have room for a rank's own 110 or 30
+    # tokens, and for the 113 of both ranks once these have arrived.
     assert of_ranks == [[32, 128, 128, 128], [32, 64, 64, 64]]

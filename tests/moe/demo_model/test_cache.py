@@ -1,4 +1,4 @@
-"""The cache: made once, whatever dies when, and free when it is there. Builders are injected; none is real."""
+"""The cache: the model is made once, interruptions are harmless, and later uses cost nothing. All builders are fakes."""
 
 import io
 import json
@@ -30,11 +30,11 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def ignore(stage: str, fraction: float) -> None:
-    """A report to nobody."""
+    """Ignore a report."""
 
 
 class FakeBuild:
-    """Downloads a wheel if there is none, counts builds, writes a two-file model; `meanwhile` runs half-way."""
+    """Downloads a wheel if missing, counts builds, writes a two-file model. `meanwhile` runs half-way."""
 
     def __init__(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         self._meanwhile = meanwhile
@@ -55,7 +55,7 @@ def num_builds(root: Path) -> int:
 
 
 def build_until_told(target: Path, line: Connection) -> None:
-    """A process that stops half-way, says so, and goes on when it is told."""
+    """Build in a process that stops half-way, reports it, and continues after a signal."""
 
     def meanwhile() -> None:
         line.send("half-way")
@@ -65,7 +65,7 @@ def build_until_told(target: Path, line: Connection) -> None:
 
 
 def build_after_waiting(target: Path, line: Connection) -> None:
-    """A process that says when it has to wait."""
+    """Build in a process that reports when it has to wait."""
     make_once(target, FakeBuild(), lambda stage, fraction: line.send(stage))
 
 
@@ -81,7 +81,7 @@ def start(
 
 
 def receive(line: Connection) -> object:
-    assert line.poll(TIMEOUT_S), "the other process said nothing in time"
+    assert line.poll(TIMEOUT_S), "the other process did not report in time"
     return line.recv()
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str) -> None:
 
 
 class DatedBuild(FakeBuild):
-    """Builds as the first version did, whose generation_config.json had no penalty."""
+    """Builds like the first version: generation_config.json has no penalty."""
 
     def __call__(self, **folders: Any) -> None:
         super().__call__(**folders)
@@ -123,7 +123,7 @@ class DatedBuild(FakeBuild):
 
 
 def make_dated(root: Path) -> Path:
-    """Make a model as the first version left it."""
+    """Create a model as the first version left it."""
     target = make_once(demo_model_path(root), DatedBuild(), ignore)
     manifest = json.loads((target / cache.MANIFEST_NAME).read_text())
     del manifest["advice"]
@@ -148,7 +148,7 @@ def test_a_model_that_is_there_gets_new_advice_and_keeps_its_weights(tmp_path: P
 def test_new_advice_that_is_interrupted_costs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
 ) -> None:
-    """Whatever number of files was written when it was killed, the model is whole and the next start goes on."""
+    """Whichever files were written before the kill, the model is whole, and the next start continues."""
     target = make_dated(tmp_path)
     left, replace = num_written, cache._replace
 
@@ -199,7 +199,7 @@ def test_the_lock_outlives_a_dead_parent_while_its_child_holds_it(tmp_path: Path
     held: list[int] = []
 
     def die(*, lock_fd: int, **_: object) -> None:
-        held.append(os.dup(lock_fd))  # as the inherited descriptor of a child that still writes
+        held.append(os.dup(lock_fd))  # like the inherited descriptor of a child that still writes
         raise DemoModelError("killed")
 
     with pytest.raises(DemoModelError, match="killed"):
@@ -290,7 +290,7 @@ def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert demo_model_path() == tmp_path / "wideep" / "demo-v1"
     monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification has these ignored
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification ignores relative paths
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert demo_model_path() == Path("/home/someone/.cache/wideep/demo-v1")

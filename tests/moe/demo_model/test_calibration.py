@@ -1,4 +1,4 @@
-"""Calibration text and what is recorded of it."""
+"""Calibration text and the statistics recorded from it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def tiny_llama() -> LlamaForCausalLM:
 
 
 def word_tokenizer() -> Tokenizer:
-    """The word "t7" is token 7."""
+    """Return a tokenizer in which the word "t7" is token 7."""
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(tiny.VOCABULARY)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer

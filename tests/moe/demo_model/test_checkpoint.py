@@ -1,4 +1,4 @@
-"""The written checkpoint, judged by plain transformers."""
+"""The written checkpoint, as loaded by plain transformers."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_with_all_experts_chosen_the_moe_answers_as_the_dense_model(tmp_path: Pa
     expected = logits_of(dense)
     difference = (logits_of(moe) - expected).norm() / expected.norm()
     assert difference < 0.05
-    for layer in moe.model.layers:  # the control: another rotation must show
+    for layer in moe.model.layers:  # the control: another rotation must change the answer
         layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.roll(1, dims=0)
     assert (logits_of(moe) - expected).norm() / expected.norm() > 0.3
 
@@ -79,7 +79,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 
 def vocabulary() -> GgufVocabulary:
-    """All bytes, and three merges; one of them would join two digits."""
+    """Return a vocabulary of all bytes and three merges, one of which would join two digits."""
     tokens = [*SPECIAL, *sorted(ByteLevel.alphabet()), "12", "ab", "\u0120\u0120"]
     return GgufVocabulary(
         tokens=tokens,

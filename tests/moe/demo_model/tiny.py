@@ -1,4 +1,4 @@
-"""A tiny dense Llama with seeded weights, to convert in milliseconds."""
+"""A tiny dense Llama with seeded weights, which converts in milliseconds."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def config() -> LlamaConfig:
 
 
 def weights(seed: int = 0) -> dict[str, Tensor]:
-    """fp32 weights that bf16 holds exactly."""
+    """Return fp32 weights that bf16 represents exactly."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float) -> Tensor:
@@ -62,7 +62,7 @@ def dense_mlp(seed: int = 0) -> DenseMlp:
 
 
 def calibration_inputs(num_tokens: int = 200, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two topics, each around a direction of its own; the second is called code."""
+    """Return inputs of two topics, each around a different direction. The second is labelled code."""
     generator = torch.Generator().manual_seed(seed)
     is_code = torch.arange(num_tokens) % 2 == 1
     directions = torch.randn(2, HIDDEN, generator=generator)

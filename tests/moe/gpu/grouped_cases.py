@@ -1,6 +1,6 @@
-"""Grouped products to try, and what they should give: one slot at a time in float64, weights decoded from their formats.
+"""Cases of grouped products and their expected results: one slot at a time in float64, with weights decoded from their formats.
 
-Rows are float16 or float32: the interpreter multiplies and rounds bfloat16 wrongly.
+Rows are float16 or float32: the interpreter multiplies and rounds bfloat16 incorrectly.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ class Form(NamedTuple):
 
     kind: str
     scales: torch.dtype  # uint8: powers of two
-    block: int  # inputs under a scale; 0: all
-    rows: int = 1  # outputs under a scale
+    block: int  # inputs per scale; 0: all
+    rows: int = 1  # outputs per scale
     has_zeros: bool = False
     has_row_scales: bool = False
 
@@ -47,19 +47,19 @@ _SPREAD = {"e4m3": 1.0, "e2m1": 2.7, "int4": 4.6, "int8": 73.0}  # of drawn valu
 
 
 class Case(NamedTuple):
-    """One launch: rows per slot, and what the weights are."""
+    """One launch: rows per slot, and the kind of weights."""
 
     counts: list[int]
     N: int
     K: int
     gate: str = "none"
     dtype: torch.dtype = F32
-    weights: str = "plain"  # or a name of FORMS
+    weights: str = "plain"  # or a name in FORMS
     has_bias: bool = False
 
 
 class Weights(NamedTuple):
-    """As the kernel takes them, by the names of its fields, and as they are meant, in float64."""
+    """Weights as the kernel takes them, by its field names, and their decoded values in float64."""
 
     stored: dict[str, Tensor]
     form: tuple[str, str, int, int] | None
@@ -67,7 +67,7 @@ class Weights(NamedTuple):
 
 
 def make_weights(places: int, height: int, case: Case) -> Weights:
-    """Draw weights of a format, near 1 / sqrt(K)."""
+    """Draw weights in a format, near 1 / sqrt(K)."""
     K = case.K
     if case.weights == "plain":
         codes = (torch.randn(places, height, K) / K**0.5).to(case.dtype)
@@ -97,14 +97,14 @@ def draw_codes(kind: str, places: int, height: int, K: int) -> Tensor:
         codes.view(U8)[..., :16] = torch.arange(16, dtype=U8) // 2 + torch.tensor([0, 128], dtype=U8).repeat(
             8
         )
-        return codes  # begins with zeros and all subnormals
+        return codes  # starts with zeros and all subnormals
     if kind == "int8":
         return torch.randint(-128, 128, (places, height, K), dtype=torch.int8)
     return torch.randint(0, 256, (places, height, K // 2), dtype=U8)
 
 
 def widen(stored: dict[str, Tensor], kind: str, block: int, rows: int) -> Tensor:
-    """Decode by tables, everything in float64."""
+    """Decode with tables, all in float64."""
     codes = stored["codes"]
     if kind in ("e2m1", "int4"):
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
@@ -120,7 +120,7 @@ def widen(stored: dict[str, Tensor], kind: str, block: int, rows: int) -> Tensor
 
 
 def gated(x_PN: Tensor, gate: str) -> Tensor:
-    """Apply a gate as its paper writes it."""
+    """Apply a gate as its paper defines it."""
     if gate == "none":
         return x_PN
     left, right = x_PN.chunk(2, dim=1)
@@ -133,7 +133,7 @@ def gated(x_PN: Tensor, gate: str) -> Tensor:
 
 
 class Problem:
-    """A case with its data: slots out of order among more weights than slots, rows by a map that repeats some."""
+    """A case with its data: slots out of order in a larger store, and a row map with repeats."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -150,7 +150,7 @@ class Problem:
         self._wide_PK = wide[self.rows]
 
     def want(self) -> Tensor:
-        """The answer, in float64."""
+        """Return the expected result in float64."""
         parts = []
         for slot, place in enumerate(self.places.tolist()):
             x = self._wide_PK[self.offsets[slot] : self.offsets[slot + 1]]
@@ -160,7 +160,7 @@ class Problem:
         return torch.cat(parts)
 
     def arguments(self) -> dict[str, Any]:
-        """What `grouped_linear` is called with."""
+        """Return the arguments of `grouped_linear`."""
         from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
 
         form = PLAIN if self.weights.form is None else DeviceFormat(*self.weights.form)
@@ -173,7 +173,7 @@ class Problem:
         }
 
     def spoil(self) -> None:
-        """Make a scale of the last slot that has rows eight times as large."""
+        """Multiply a scale of the last slot with rows by eight."""
         slot = max(slot for slot, count in enumerate(self.case.counts) if count)
         scales = self.weights.stored["scales"]
         at = (int(self.places[slot]), 0, 0)

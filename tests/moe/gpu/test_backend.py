@@ -1,4 +1,4 @@
-"""What a GPU lacks for a model is said when the model is built, and what is compiled before the first step."""
+"""Errors about features that a GPU lacks come when the model is built. Kernels are compiled before the first step."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_scales_for_numbers_of_inputs_that_no_tile_is_made_of_are_refused() -> N
 def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_step(
     monkeypatch: pytest.MonkeyPatch, device: str, steps: list[tuple[int, int]]
 ) -> None:
-    """Many rows take another tile of the experts' kernel, which would be compiled amid the first such step."""
+    """Many rows use another tile of the experts' kernel. Without this it would be compiled during the first such step."""
     on = GpuDevice(device=torch.device("cpu"), dtype=torch.float32)
     step = backend_on(on).make_step(max_tokens=32, max_sequences=2, max_blocks=2, block_tokens=16, threads=1)
     ran: list[tuple[int, int] | str] = []

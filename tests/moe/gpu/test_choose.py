@@ -1,4 +1,4 @@
-"""Slots and counters on a device are those of the CPU's choice and counters; padded rows choose and count nothing."""
+"""Slots and counters on a device equal those of the CPU. Padded rows choose nothing and are not counted."""
 
 from typing import NamedTuple
 
@@ -25,10 +25,10 @@ class Chosen(NamedTuple):
 
 
 def ids_of(seed: int, rows: int) -> torch.Tensor:
-    """Two rows more, which are padding."""
+    """Return ids with two additional rows of padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, EXPERTS, (rows + 2, CHOICES), generator=generator)
-    ids[10:30] = 5  # one expert is wanted by many
+    ids[10:30] = 5  # many rows choose one expert
     return ids
 
 
@@ -68,7 +68,7 @@ def choose(num_ranks: int, slots_per_rank: int, rows: int) -> Chosen:
         (2, 4, 50),
         (4, 4, 50),
         pytest.param(2, 6, 690, marks=pytest.mark.slow),
-    ],  # the last: 2,076 choices, of two chunks
+    ],  # the last: 2,076 choices in two chunks
 )
 def test_slots_and_counts_are_the_cpus(
     num_ranks: int, slots_per_rank: int, rows: int, interpreter: RankPool

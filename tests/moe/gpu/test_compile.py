@@ -1,4 +1,4 @@
-"""Kernels of the MoE layer as models launch them, compiled for GPUs without one; the grouped product has its own module."""
+"""Kernels of the MoE layer, compiled as models launch them, without a GPU. The grouped product has its own module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ ROWS = 64
 
 
 class Case(NamedTuple):
-    """What calls the kernel, where that is, and registers that it may have."""
+    """A caller of the kernel, its module, and the allowed registers."""
 
     launch: Callable[[], object]
     kernel: str
@@ -48,7 +48,7 @@ def launch_norm(hidden: int) -> None:
 
 
 def launch_choice(slots_per_rank: int) -> None:
-    """Of 8 experts on 2 ranks, with copies or without."""
+    """Launch with 8 experts on 2 ranks, with or without copies."""
     placement = random_placement(1, 8, 2, slots_per_rank, 0)
     route = choose.DeviceSlotChoice(
         SlotChoice(ReplicaChoice(placement, 0), 0),
@@ -90,7 +90,7 @@ ALL = CASES | MORE_CASES
 
 
 def compiled(case: Case) -> Kernel:
-    """The case's kernel as it is launched."""
+    """Return the case's kernel as it is launched."""
     kernels = (
         (routing, "choose_experts"), (norm, "norm_rows"), (choose, "choose_and_count"),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_every_launch_compiles_within_its_budget(name: str, arch: int, tmp_path:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the names of torch's operators that run."""
+    """Records the names of torch operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +153,6 @@ TILES = {
 def test_every_entry_of_the_table_is_of_a_kernel_and_fits_its_tile() -> None:
     for device, kernels in read_table().items():
         for kernel, shapes in kernels.items():
-            assert kernel in TILES, f"{device} has tiles of {kernel}, which is no kernel"
+            assert kernel in TILES, f"{device} has tiles of an unknown kernel, {kernel}"
             for shape in shapes:
                 assert tile_of(kernel, shape, TILES[kernel], (device,))  # type: ignore[type-var]

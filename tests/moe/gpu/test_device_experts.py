@@ -1,4 +1,4 @@
-"""Quantised experts in a GPU's store mean what they mean in the checkpoint, in the kernels' order, and move with all parts."""
+"""Quantised experts in a GPU's store keep their values, in the kernels' order, and move with all their tensors."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,19 +21,19 @@ CPU = torch.device("cpu")
 
 
 def quantised(form: str, height: int, K: int) -> QuantisedWeight:
-    """All experts of one projection as loading has them: scales of each row."""
+    """Return all experts of one projection as loaded, with scales for each row."""
     stored = make_weights(EXPERTS, height, Case([1], height, K, weights=form)).stored
     stored["scales"] = stored["scales"].repeat_interleave(FORMS[form].rows, 1)[:, :height].contiguous()
     return QuantisedWeight(kind=FORMS[form].kind, block=FORMS[form].block or K, **stored)
 
 
 class Checkpoint:
-    """What a loader does for `DeviceExperts`, with weights by leaf."""
+    """Replaces the loader of `DeviceExperts`, with weights by leaf."""
 
     def __init__(self, weights: dict[str, QuantisedWeight]) -> None:
         self.weights = weights
         self.biases = {leaf: torch.randn(EXPERTS, each.shape[1]) for leaf, each in weights.items()}
-        self.changed: dict[int, QuantisedWeight] = {}  # experts that are stored otherwise
+        self.changed: dict[int, QuantisedWeight] = {}  # experts in another format
 
     def is_quantised(self, _target: str) -> bool:
         return True
@@ -50,7 +50,7 @@ class Checkpoint:
 
 
 def apply_in_turn(both: Tensor) -> Tensor:
-    """gpt-oss': gate and up take turns."""
+    """Apply gpt-oss' gate: gate and up values alternate."""
     gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(gate * 1.702)
 
@@ -65,7 +65,7 @@ MODULE: Any = SimpleNamespace(
 
 
 def read(form: str) -> tuple[Checkpoint, DeviceExperts]:
-    """A checkpoint in a form, and the stores of its one layer: two slots, two spare places."""
+    """Return a checkpoint in a form, and the stores of its one layer: two slots, two spare places."""
     torch.manual_seed(4)
     weights = {
         "gate_up_proj": quantised(form, 2 * INNER, HIDDEN),
@@ -76,7 +76,7 @@ def read(form: str) -> tuple[Checkpoint, DeviceExperts]:
 
 
 def held(slots: DeviceSlots, slot: int) -> Tensor:
-    """What a slot's weight stands for."""
+    """Return the decoded weight of a slot."""
     return slots.store.weights.wide(int(slots.places_S[slot]))
 
 

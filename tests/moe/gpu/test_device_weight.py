@@ -1,4 +1,4 @@
-"""A weight on a device multiplies as a plain one does; a row's bits are its own where that was asked for."""
+"""A weight on a device multiplies like a plain one. With batch invariance, a row's bits do not depend on other rows."""
 
 from typing import NamedTuple
 
@@ -14,18 +14,18 @@ ROWS, IN_DIM, OUT_DIM = 70, 136, 144
 
 
 class Found(NamedTuple):
-    """How far products are from torch's, and whether rows alone have the bits that they have among others."""
+    """Deviation from torch's products, and whether a row alone has the same bits as among others."""
 
     difference: float
     bias_difference: float
     embedding_difference: float
     is_invariant: bool
-    is_itself: bool  # asked for anything else it is the plain weight
-    control: float  # how far products are with another scale
+    is_itself: bool  # in any other use it is the plain weight
+    control: float  # deviation of products with another scale
 
 
 def quantised_weight(form: str) -> QuantisedWeight:
-    """Draw a weight in a format of the grouped product's cases, scales written for each row, as loading does."""
+    """Draw a weight in a format of the grouped product's cases, with scales for each row, as loaded."""
     case = Case([1], OUT_DIM, IN_DIM, weights=form)
     stored = {name: part[0] for name, part in make_weights(1, OUT_DIM, case).stored.items()}
     stored["scales"] = stored["scales"].repeat_interleave(FORMS[form].rows, 0)[:OUT_DIM].contiguous()
@@ -78,7 +78,7 @@ def test_a_devices_weight_multiplies_as_the_weight_that_it_stands_for(
 
 
 def bytes_held(form: str) -> tuple[int, int]:
-    """Of a weight on the device, and of its parts as they were read."""
+    """Return the bytes of a weight on the device, and of its tensors as read."""
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     weight, device = quantised_weight(form), torch.device("cpu")

@@ -1,5 +1,5 @@
-"""The whole GPU path in Triton's interpreter gives transformers' own logits: prompts in chunks, decodes, both together;
-also with layers that torch.compile compiles, in few graphs that break nowhere."""
+"""The whole GPU path in Triton's interpreter returns transformers' own logits: prompts in chunks, decodes, both together;
+also with layers compiled by torch.compile, in few graphs without breaks."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.support.models.quantise import write_quantised
 from tests.support.ranks import RankPool
 
 TOLERANCE = 1e-4
-LENGTHS = (19, 8)  # of the sequences; the first one goes over a block's end while it decodes
+LENGTHS = (19, 8)  # of the sequences; the first crosses a block's end while it decodes
 FAMILIES = (
     "qwen3_moe",
     "mixtral",
@@ -28,7 +28,7 @@ FAMILIES = (
     "deepseek_v3",
 )  # the last: biases, sinks, windows; latents, groups
 
-# Kinds of states; indexes whose choices leave tokens out, layers that share one, sinks.
+# Kinds of states; indexes that leave tokens out, layers that share an index, sinks.
 KEEPING_MORE = (
     "qwen3_next",
     "kimi_linear",
@@ -58,11 +58,11 @@ AS_PUBLISHED = ("compressed-tensors NVFP4", "AWQ", "compressed-tensors, int4 exp
 
 
 class Found(NamedTuple):
-    """What a rank computed, and how its layers were compiled if they were."""
+    """Results of a rank, and statistics of the compilation if its layers were compiled."""
 
     logits: list[np.ndarray]
-    permuted_logits: list[np.ndarray]  # the control: every choice goes to another expert
-    num_counted: int  # choices that the counters saw in the first run
+    permuted_logits: list[np.ndarray]  # the control: every choice uses another expert
+    num_counted: int  # choices counted in the first run
     num_graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
     operators: frozenset[str] = frozenset()  # our own, in the graphs
@@ -81,7 +81,7 @@ def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Foun
 
 
 def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
-    """The same, with layers that torch.compile compiles."""
+    """Run sequences in mixed steps, with layers compiled by torch.compile."""
     from torch._dynamo import register_backend, reset  # noqa: PLC0415 - dear to import
     from torch._dynamo.backends.registry import lookup_backend  # noqa: PLC0415
     from torch._dynamo.utils import counters  # noqa: PLC0415
@@ -95,7 +95,7 @@ def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) 
 
     reset()
     counters.clear()
-    name = f"counting_{directory.name}"  # a name is taken once in a process
+    name = f"counting_{directory.name}"  # a name can be used once per process
     register_backend(counting, name=name)
     found = answer(directory, sequences, compiler=name)
     called = (
@@ -147,7 +147,7 @@ def test_prompts_in_chunks_and_decodes_beside_them_give_transformers_logits(
 def test_each_sequence_has_the_rotary_embeddings_of_its_own_length(
     interpreter: RankPool, tmp_path: Path
 ) -> None:
-    """Of the two, one is longer than the limit."""
+    """One of the two is longer than the limit."""
     parameters = {
         "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 12,
         "short_factor": [1.0 + index / 10 for index in range(8)], "long_factor": [2.0 + index / 2 for index in range(8)],
@@ -182,13 +182,13 @@ def test_published_formats_give_the_logits_of_what_they_stand_for(
 def test_weights_quantised_on_load_give_the_logits_of_what_they_stand_for(
     form: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
-    """Rows are not quantised here, as they are on a CPU."""
+    """Rows are not quantised here, unlike on a CPU."""
     write_checkpoint("qwen3_moe", tmp_path)
     oracle, _ = quantised_oracle(tmp_path, form)
     check_oracle(oracle, tmp_path, interpreter, quantization=form)
 
 
-# Of each kind of layer: any number of rows, one row, and the first size and the first layer by themselves.
+# For each kind of layer: any number of rows, one row, and the first size and the first layer separately.
 MOST_GRAPHS = {"qwen3_moe": 4, "gpt_oss": 5, "mixtral": 4, "deepseek_v3": 8}
 
 
@@ -239,7 +239,7 @@ def test_the_engine_serves_transformers_tokens(interpreter: RankPool, tmp_path: 
 
 
 def rows_alone_and_among_others(directory: Path, is_invariant: bool) -> bool:
-    """Whether a sequence's logits have the same bits by themselves and beside another one's."""
+    """Return whether a sequence's logits have the same bits alone and next to another sequence."""
     built = build_interpreted(directory, batch_invariant=is_invariant)
     generator = torch.Generator().manual_seed(7)
     first, second = (torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (4, 30))
@@ -249,10 +249,10 @@ def rows_alone_and_among_others(directory: Path, is_invariant: bool) -> bool:
 
 
 def test_batch_invariant_rows_have_the_same_bits_beside_others(interpreter: RankPool, tmp_path: Path) -> None:
-    """The control: torch's product of four rows and of thirty-two adds in other orders, as cuBLAS' do.
+    """The control: torch's products of four and of thirty-two rows add in different orders, like cuBLAS'.
 
-    Of latent attention two products are torch's, and may differ (docs/gpu.md): with both exchanged for sums in one
-    order, deepseek_v3 passes this as well.
+    Latent attention uses two torch products, which may differ (docs/gpu.md). With both replaced by sums in a fixed
+    order, deepseek_v3 passes this too.
     """
     make_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     assert interpreter.run(rows_alone_and_among_others, tmp_path, True, timeout_s=400.0)[0]
@@ -260,7 +260,7 @@ def test_batch_invariant_rows_have_the_same_bits_beside_others(interpreter: Rank
 
 
 def samples(directory: Path) -> tuple[list[bool], list[int], bool]:
-    """Of each layer: whether it has rows after the warm-up; how many after a prompt; whether they are unlike one another."""
+    """Return per layer: whether it has rows after the warm-up, how many after a prompt, and whether all of them differ."""
     built = build_interpreted(directory)
     before = [layer.sample_TD is not None for layer in built.model.layers]
     run_steps(built, [list(range(3, 15))], [[Part(0, 0, 12)]])

@@ -11,7 +11,7 @@ from tests.support.ranks import RankPool
 
 
 def multiply(case: Case, tile_name: str) -> None:
-    """Rows by a map, and the same rows by themselves; nothing is written behind the last pair. A changed scale is seen."""
+    """Run mapped rows and the same rows directly. Nothing is written after the last pair, and a changed scale is detected."""
     from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
     from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
 
@@ -70,7 +70,7 @@ def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, cas
 
 
 def decode_from_bytes(case: Case) -> None:
-    """As on GPUs without the type, and as on those with it."""
+    """Decode like GPUs without the type, and like those with it."""
     from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
 
     problem, asked = Problem(case), list[torch.device]()
@@ -90,10 +90,10 @@ def test_gpus_without_the_type_decode_fp8_from_its_bytes(interpreter: RankPool, 
 
 
 def compare_rows(case: Case) -> None:
-    """A row among others, by itself, and with its slot's rows in another order: of real numbers, with one tile.
+    """Compare a row among others, alone, and with its slot's rows in another order: real numbers, with one tile.
 
-    Between tiles bits are not compared here: numpy multiplies otherwise for another shape, where the tensor cores' sums have
-    the order of the instruction, which `test_grouped_compile` looks at.
+    Bits are not compared between tiles here: numpy multiplies differently for other shapes. On tensor cores, sums have the
+    order of the instruction, which `test_grouped_compile` checks.
     """
     from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
     from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
@@ -101,7 +101,7 @@ def compare_rows(case: Case) -> None:
     problem = Problem(case)
     multiply = partial(grouped_linear, tile=DECODE_TILE, **problem.arguments())
     whole = multiply(problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows)
-    assert not torch.equal(whole, whole.round()), "whole numbers are added exactly in any order"
+    assert not torch.equal(whole, whole.round()), "integers would be added exactly in any order"
     num_first = case.counts[0]
     order = torch.cat((torch.arange(num_first), num_first + torch.randperm(case.counts[1])))
     moved = multiply(problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows[order])
@@ -119,7 +119,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
 
 
 def launches_everything() -> list[int]:
-    """A captured launch serves whatever rows choose: as many programs as even loads take. Returns its grids."""
+    """A captured launch serves any choice of experts: as many programs as even loads need. Return its grids."""
     from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
     from moe.gpu.formats import PlacedWeights  # noqa: PLC0415
     from moe.gpu.grouped_kernel import grouped_rows  # noqa: PLC0415

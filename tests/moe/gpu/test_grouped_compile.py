@@ -1,4 +1,4 @@
-"""The grouped product compiled as Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V3 and Kimi K2 (one of 32 ranks) would launch it, in every format."""
+"""The grouped product in every format, compiled as launched by Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V3 and Kimi K2 (32 ranks)."""
 
 import multiprocessing
 import re
@@ -21,13 +21,13 @@ ROWS, BIASES = {"rows": "*i64"}, {"biases": "*bf16"}
 
 
 class Shape(NamedTuple):
-    """S, N, K, a gate, and how weights are stored."""
+    """S, N, K, a gate, and the format of weights."""
 
     slots: int
     N: int
     K: int
     gate: str
-    types: dict[str, str]  # of what the launch has
+    types: dict[str, str]  # types of the launch's arguments
     form: DeviceFormat = PLAIN
 
 
@@ -44,7 +44,7 @@ INT8 = {"codes": "*i8", "scales": "*fp32"}, DeviceFormat("int8", "float", 7168)
 def stored(
     slots: int, N: int, K: int, gate: str, kept: tuple[dict[str, str], DeviceFormat], *, by_map: bool = True
 ) -> Shape:
-    """A shape with quantised weights."""
+    """Return a shape with quantised weights."""
     return Shape(slots, N, K, gate, {**kept[0], **(ROWS if by_map else {})}, kept[1])
 
 
@@ -74,7 +74,7 @@ FAST = [
 
 
 def kernel_of(shape: Shape, tile_name: str, arch: int = 90) -> Kernel:
-    """A launch of `grouped_linear` on an architecture."""
+    """Return a launch of `grouped_linear` on an architecture."""
     slots, N, K, gate, own_types, form = shape
     is_plain = form == PLAIN
     fallback = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}_TILE")
@@ -82,7 +82,7 @@ def kernel_of(shape: Shape, tile_name: str, arch: int = 90) -> Kernel:
     tile = tile_of(f"grouped_{tile_name.lower()}", key, fallback, (f"sm_{arch}",))
     types = {**TYPES, **own_types}
     if arch < 89 and form.kind == "e4m3":
-        types["codes"] = "*u8"  # as `grouped_linear` gives them to a GPU that has no such type
+        types["codes"] = "*u8"  # as `grouped_linear` passes them to a GPU without this type
     constants = {
         **{name: None for name in ABSENT if name not in types}, "S": slots, "S_PAD": 1 << (slots - 1).bit_length(), "N": N,
         "K": K, "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "GROUP": tile.group,
@@ -105,7 +105,7 @@ def test_common_launches_compile_within_their_budget(shape: str, tile: str, tmp_
 @pytest.mark.parametrize("tile", ["DECODE", "PREFILL"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: int, tmp_path: Path) -> None:
-    """FP8 in a process of its own: how triton converts it is settled by the first architecture that a process compiles for."""
+    """FP8 runs in its own process: triton fixes the conversion at the first architecture that a process compiles for."""
     if SHAPES[shape].form.kind != "e4m3" or arch == 80:
         check(shape, tile, arch, tmp_path)
         return
@@ -126,7 +126,7 @@ def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: in
 def test_decode_and_prefill_multiply_with_the_same_instruction(
     shape: str, arch: int, instruction: str
 ) -> None:
-    """Which takes as many features at a time in both, so that a row's sums have the same order and roundings."""
+    """It takes the same number of features in both, so that a row's sums have the same order and roundings."""
     for tile in ("DECODE", "PREFILL"):
         found = re.findall(
             r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(SHAPES[shape], tile, arch), arch).ptx

@@ -1,4 +1,4 @@
-"""Drafts of the GPU path, in Triton's interpreter, are transformers' own; captured steps would leave what they start from."""
+"""Drafts of the GPU path, interpreted, equal transformers' own. Captured steps keep their starting values in place."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "mimo_v2_flash")
 
 
 def answer(directory: Path, texts: list[list[int]]) -> list[Drafted]:
-    """Draft on the interpreter."""
+    """Draft in the interpreter."""
     return draft_all(open_drafting(directory, device="interpreter"), texts, 1)
 
 
@@ -34,10 +34,10 @@ def test_drafts_equal_transformers(family: str, interpreter: RankPool, tmp_path:
 
 
 def kept_by_address(directory: Path, text: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Drafts after a step, and after its hidden values were put back to where they lay, as a replay would."""
+    """Draft after a step, and again after its hidden values were restored at their address, as by a replay."""
     model = open_drafting(directory, device="interpreter")
     model.model.skeleton.backend.warm_up(model.model, model.cache, lambda _done, _total: None)
-    assert not model.model.load_counts.table.any(), "what warms up counts for nobody"
+    assert not model.model.load_counts.table.any(), "warm-up must not be counted"
     model.forward([text])
     place, kept = model.model._hidden_TD, model.model._hidden_TD.clone()
     first = model.draft(0, rows_of(0, text[1:]))[0]
@@ -56,7 +56,7 @@ def test_every_step_leaves_hidden_values_at_the_same_place(interpreter: RankPool
 
 
 def compiled(directory: Path) -> str:
-    """What is said of layers that draft in a model whose layers torch.compile is to compile."""
+    """Return the log about drafting layers of a model for torch.compile."""
     config = EngineConfig(
         directory=directory,
         kv_cache_bytes=1 << 20,

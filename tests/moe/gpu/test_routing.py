@@ -1,6 +1,6 @@
-"""Routing and RMSNorm for GPUs in the interpreter against plain torch.
+"""Routing and RMSNorm for GPUs in the interpreter, against plain torch.
 
-The interpreter rounds bfloat16 wrongly, so float16 stands for the short types."""
+The interpreter rounds bfloat16 incorrectly, so float16 represents the short types."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ HAS_BIAS = ("deepseek_v3", "one_group")
 
 
 def oracle(logits: Tensor, r: Any, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Written from the definition; ties go to the lower expert by a stable sort."""
+    """Route by the definition. A stable sort gives ties to the lower expert."""
     logits = logits.float()
     scores = logits.sigmoid() if r.is_sigmoid else logits if r.softmax_after else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
@@ -86,7 +86,7 @@ def test_a_row_of_nan_stays_nan_and_names_only_experts_that_there_are(interprete
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """LlamaRMSNorm's forward."""
+    """Compute LlamaRMSNorm's forward."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 

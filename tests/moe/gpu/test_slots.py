@@ -1,4 +1,4 @@
-"""Slots point into a store: what is put in one is nowhere else, an exchange moves no weights; and which tile a launch takes."""
+"""Slots point into a store: each expert is in one place, an exchange moves no weights. Also the tile that a launch uses."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from moe.gpu.tiles import check_steps, choose_tile, tile_of_launch
 
 
 def parts(value: float, *, has_bias: bool = True) -> dict[str, Tensor]:
-    """An expert's tensors, all of one value."""
+    """Return an expert's tensors, all with one value."""
     weight = {"": torch.full((4, 3), value)}
     return {**weight, "bias": torch.full((4,), value)} if has_bias else weight
 
@@ -91,7 +91,7 @@ def test_room_for_many_rows_per_slot_takes_the_tile_for_many(
 
 
 def test_eight_ranks_of_32_tokens_take_the_tile_for_few_rows() -> None:
-    """256 experts, 8 choices: 32 slots get 256 pairs, 8 each, where loads are even; there is room for 2,048, 64 each."""
+    """256 experts, 8 choices: 32 slots get 256 pairs, 8 each, with even loads. There is room for 2,048, 64 each."""
     assert choose_tile(32 * 8, 32) == tiles.DECODE_TILE
     assert choose_tile(8 * 32 * 8, 32) == tiles.PREFILL_TILE
 
@@ -101,7 +101,7 @@ def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_quantis
     made = [choose_tile(num_pairs, 1, is_quantised=is_quantised) for num_pairs in (1, 1 << 20)]
     assert made[0] != made[1]
     assert made[0].inner == made[1].inner
-    assert all(tile.columns % 64 == 0 for tile in made)  # what Hopper's instruction takes at least
+    assert all(tile.columns % 64 == 0 for tile in made)  # the minimum of Hopper's instruction
 
 
 def test_where_the_table_is_silent_the_launch_takes_the_fallback() -> None:

@@ -14,7 +14,7 @@ SMAPS = Path("/proc/self/smaps")
 
 
 def resident_kib(file: Path) -> int:
-    """How much of a file this process has in memory."""
+    """Return how much of a file this process has in memory."""
     found, is_here = 0, False
     for line in SMAPS.read_text().splitlines():
         words = line.split()
@@ -41,7 +41,7 @@ def test_memory_that_was_read_is_given_back_and_can_be_read_again(tmp_path: Path
 def write_shards(
     directory: Path, shards: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None
 ) -> None:
-    """Write files of tensors, and an index of them."""
+    """Write files of tensors and their index."""
     for file, tensors in shards.items():
         save_file(tensors, directory / file)
     if index is not None:
@@ -57,7 +57,7 @@ A, B = "model-1.safetensors", "model-2.safetensors"
 def test_the_file_that_the_index_names_counts_where_two_have_a_tensor(
     name: str, right: str, tmp_path: Path
 ) -> None:
-    """As after a save over an older one with other shards; the stale tensor may have another shape."""
+    """As after a save over an older one with other shards. The stale tensor may have another shape."""
     stale = A if right == B else B
     shards = {right: {name: torch.ones(4, 4)}, stale: {name: torch.zeros(8, 4), "other": torch.zeros(1)}}
     write_shards(tmp_path, shards, {name: right, "other": stale})

@@ -1,4 +1,4 @@
-"""Lists of modules that are not quantised: each tool's rule, and the work that long lists take."""
+"""Lists of modules that are not quantised: each tool's rule, and the cost of long lists."""
 
 import re
 import time
@@ -13,7 +13,7 @@ LAYER = "model.layers.3"
 
 
 def transformers_rule(patterns: list[str], module: str) -> bool:
-    """The oracle: `should_convert_module` of transformers 5.23."""
+    """Apply `should_convert_module` of transformers 5.23. The oracle."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return any(
         re.match(f"(?:{pattern}){boundary}", module) or module.endswith(pattern) for pattern in patterns
@@ -38,7 +38,7 @@ NAMES = [
 )  # fmt: skip
 def test_transformers_rule_is_kept(patterns: list[str]) -> None:
     excluded = Exclusions(patterns, Rule.TRANSFORMERS)
-    # "layers.3.mlp" is a layer's name without its stem, which transformers would not find at a name's start.
+    # "layers.3.mlp" is a layer's name without its stem, which transformers would not find at the start of a name.
     wanted = [f"model.{each}" if each.startswith("layers.") else each for each in patterns]
     assert [name in excluded for name in NAMES] == [transformers_rule(wanted, name) for name in NAMES]
 
@@ -83,7 +83,7 @@ def test_a_layer_is_the_same_under_every_stem(stem: str, rule: Rule, end: str, o
 
 @pytest.mark.parametrize("method", ["fp8", "modelopt", "compressed-tensors", "awq", "quark"])
 def test_a_thousand_entries_are_cheap_for_a_thousand_modules(method: str) -> None:
-    """GLM-5-FP8 lists 712 names; compiled for every weight, these would take about a minute."""
+    """GLM-5-FP8 lists 712 names. Compiled for every weight, these would take about a minute."""
     wild = "*" if method in ("modelopt", "quark") else ""
     entries = tuple(f"model.layers.{number}.input_layernorm{wild}" for number in range(1000))
     found = Quantisation(method=method, formats=(), plain_modules=entries)

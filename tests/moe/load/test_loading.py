@@ -1,6 +1,6 @@
-"""A rank reads its own weights and no byte more; layouts give equal bits. `test_refusals` has what does not fit.
+"""A rank reads its own weights and no other byte, and all layouts give equal bits. `test_refusals` has the errors.
 
-What should be read is computed here from the files' headers, by a reader that shares nothing with the product.
+The expected reads are computed here from the files' headers, by a reader that shares nothing with the product.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ EXPERTS_OF_RANKS = {8: [[0, 1], [2, 3], [4, 5], [6, 7]], 10: [[0, 1, 2], [3, 4, 
 
 @pytest.fixture(scope="module")
 def reference(mixtral: Path) -> Loaded:
-    """Mixtral on one rank."""
+    """Return Mixtral on one rank."""
     return load(mixtral)
 
 
@@ -36,7 +36,7 @@ def reference(mixtral: Path) -> Loaded:
 def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
     family: str, num_experts: int, checkpoint: Callable[[str], Path], pool_of: PoolOf
 ) -> None:
-    """Per-expert tensors that do not divide by ranks, and fused transposed ones with biases."""
+    """Per-expert tensors that do not divide evenly among ranks, and fused transposed ones with biases."""
     directory = checkpoint(family)
     ranks: list[Loaded] = pool_of(RANKS).run(load, directory)
     for rank, loaded in enumerate(ranks):
@@ -45,7 +45,7 @@ def test_each_of_four_ranks_reads_what_it_serves_and_answers_as_one_does(
         assert (loaded.bytes_read, loaded.expert_bytes) == (shared + experts, experts)
         totals = {stage: total for stage, done, total in loaded.reports if done == total}
         biases = experts - totals["experts"]  # read with their matrices, and not counted
-        assert totals["weights"] == shared and 0 <= biases < 0.03 * experts  # of a tiny model 2 %
+        assert totals["weights"] == shared and 0 <= biases < 0.03 * experts  # 2 % of a tiny model
         assert loaded.reserved_expert_bytes >= loaded.expert_bytes
     assert sum(loaded.expert_bytes for loaded in ranks) == file_bytes(directory, num_experts)[1]
     alone = load(directory)
@@ -76,7 +76,7 @@ def test_a_sharded_checkpoint_gives_the_same_bits(mixtral: Path, reference: Load
 def test_fused_and_per_expert_layouts_give_the_same_bits(
     mixtral: Path, reference: Loaded, tmp_path: Path
 ) -> None:
-    """The fused layout has the model's own parameter names."""
+    """The fused layout uses the model's own parameter names."""
 
     def fuse(tensors: Tensors) -> Tensors:
         fused = {
@@ -131,7 +131,7 @@ def test_short_weights_give_the_bits_of_the_same_values_in_float32(
 
 
 class Corrupted(NamedTuple):
-    """One rank's rows before and after an expert of another was changed, and which rows chose that expert."""
+    """One rank's rows before and after a change to an expert of another, and the rows that chose that expert."""
 
     before: list[np.ndarray]
     after: list[np.ndarray]
@@ -139,7 +139,7 @@ class Corrupted(NamedTuple):
 
 
 def corrupt(directory: Path, expert: int) -> Corrupted:
-    """Change one expert of the last layer on the rank that holds it; collective. Later layers would mix rows."""
+    """Change one expert of the last layer on its rank. Later layers would mix rows. Collective."""
     built = build(directory, max_model_len=64)
     layer, own = built.model.layers[-1], own_share(SEQUENCES)
     for (

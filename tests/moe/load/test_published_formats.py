@@ -1,4 +1,4 @@
-"""Every format as it is published: read without expanding, with the bits of the model that it stands for."""
+"""Every published format is read without expansion and has the bits of its decoded model."""
 
 import json
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from tests.support.models.families import make_model
 from tests.support.models.published import MODELOPT_NVFP4, PUBLISHED, Encoder, fp8_tensor, write_published
 from tests.support.models.quantise import Quantised, Tensors, change_file, fp8_config, quantise_fp8
 
-# So large that second scales, one per row here and one per matrix in files, are few.
+# So large that second scales, one per row here and one per matrix in files, take a small share.
 SIZES = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """`published(name)`: a checkpoint, and what it means in float32."""
+    """Return `published(name)`: a checkpoint, and its decoded values in float32."""
     root, made = tmp_path_factory.mktemp("published"), dict[str, Path]()
 
     def written(name: str) -> tuple[Path, Path]:
@@ -57,7 +57,7 @@ def test_logits_have_the_bits_of_the_model_that_is_meant(
     loaded, wanted = load(directory), load(meant)
     assert_equal_bits(loaded.logits, wanted.logits)
     experts = file_bytes(directory)[1]
-    assert abs(loaded.expert_bytes / experts - 1) < 0.02, "experts stay in memory as they are in the file"
+    assert abs(loaded.expert_bytes / experts - 1) < 0.02, "experts in memory must have the size of the file's"
     assert wanted.expert_bytes > 3 * loaded.expert_bytes
 
 
@@ -110,7 +110,7 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
 
 @pytest.mark.parametrize("name", ["MXFP8", "FP8, a scale per matrix", "FP4 experts beside FP8 in blocks"])
 def test_transformers_itself_reads_the_same_weights_from_these_files(name: str, tmp_path: Path) -> None:
-    """The second oracle, for what it reads without further packages: expanded by its own code."""
+    """The second oracle, for formats that it reads without further packages: weights expanded by its own code."""
     meant = write_published(name, tmp_path / "published", num_hidden_layers=1)
     config = json.loads((tmp_path / "published" / "config.json").read_text())["quantization_config"]
     expand = FineGrainedFP8Config(**{**config, "dequantize": True, "activation_scheme": "dynamic"})
@@ -124,7 +124,7 @@ def test_transformers_itself_reads_the_same_weights_from_these_files(name: str, 
 
 
 def fp8_blocks(weight: Tensor) -> Quantised:
-    """Blocks of 32 x 64, which tell rows from inputs."""
+    """Encode in blocks of 32 x 64, which distinguish rows from inputs."""
     made = quantise_fp8(weight, (32, 64))
     return Quantised({"weight": made.stored[""], "scale_inv": made.stored["_scale_inv"]}, made.meaning)
 
@@ -136,7 +136,7 @@ FUSED: dict[str, tuple[dict[str, Any], Encoder]] = {
 }
 
 
-# gpt-oss' modules keep [K, N], others [N, K], which transformers turns Qwen3-VL's published weights to. What one scale is for lies as the module has it: nothing else would tell.
+# gpt-oss' modules keep [K, N], others [N, K] (transformers transposes Qwen3-VL's published weights); scales follow the module.
 @pytest.mark.parametrize(
     ("name", "family", "is_turned"),
     [
@@ -156,7 +156,7 @@ FUSED: dict[str, tuple[dict[str, Any], Encoder]] = {
 def test_fused_experts_are_read_however_they_lie(
     name: str, family: str, is_turned: bool, tmp_path: Path
 ) -> None:
-    """Square ones too."""
+    """Square matrices too."""
     configured, encode = FUSED[name]
     model = make_model(family, moe_intermediate_size=64, intermediate_size=64)
     is_transposed, meant, directory = family == "gpt_oss", tmp_path / "meant", tmp_path / "fused"

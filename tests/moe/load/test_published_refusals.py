@@ -1,4 +1,4 @@
-"""What is wrong in checkpoints of published formats is said in a sentence, before any weight is read; but of codes, then."""
+"""Errors in checkpoints of published formats are reported before any weight is read; errors in codes, when these are read."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ CT_FP8, INT4, CT_NVFP4 = (
 )  # fmt: skip
 GROUPS_OF_128 = ("AWQ", "GPTQ", "compressed-tensors int4 around zeros")
 WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
-OSS = "gpt-oss"  # experts are one tensor
+OSS = "gpt-oss"  # its experts are one tensor
 NVFP4, GPTQ = "ModelOpt NVFP4", "GPTQ's second format, symmetric"
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`published(name)`: a checkpoint, written once."""
+    """Return `published(name)`: a checkpoint, written once."""
     root = tmp_path_factory.mktemp("published")
 
     def written(name: str) -> Path:
@@ -51,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def drop(name: str) -> Callable[[Tensors], None]:
-    """Take a tensor away."""
+    """Remove a tensor."""
 
     def change(tensors: Tensors) -> None:
         tensors.pop(name)
@@ -60,25 +60,25 @@ def drop(name: str) -> Callable[[Tensors], None]:
 
 
 def put(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Tensors], None]:
-    """Replace a tensor by what is made of it."""
+    """Replace a tensor by a function of it."""
     return lambda tensors: tensors.update({name: make(tensors[name])})
 
 
 def make_one_plain(tensors: Tensors) -> None:
-    """Gate stays as it was before, up is quantised."""
+    """Leave gate plain, so that only up is quantised."""
     tensors[f"{GATE}.weight"] = torch.zeros(32, 64)
     for end in ("weight_packed", "weight_scale", "weight_shape"):
         tensors.pop(f"{GATE}.{end}")
 
 
 def make_one_wide(tensors: Tensors) -> None:
-    """Gate and up of one expert have float32 scales."""
+    """Use float32 scales for gate and up of one expert."""
     for each in (UP, GATE):
         tensors[f"{each}.weight_scale"] = tensors[f"{each}.weight_scale"].float()
 
 
 def make_one_fp8(tensors: Tensors) -> None:
-    """The down projection of one expert only."""
+    """Use FP8 for the down projection of one expert only."""
     tensors[f"{EXPERT}.down_proj.weight"] = torch.zeros(64, 32).to(torch.float8_e4m3fn)
     tensors[f"{EXPERT}.down_proj.weight_scale"] = torch.ones(64, 1).half()
     tensors.pop(f"{EXPERT}.down_proj.weight_scale_2")
@@ -144,7 +144,7 @@ def bits(index: int, value: int) -> Callable[[Tensor], Tensor]:
 
 
 def times(factor: float) -> Callable[[Tensor], Tensor]:
-    """All of them, times a number."""
+    """Multiply all scales by a number."""
     return lambda tensor: tensor * factor
 
 
@@ -181,7 +181,7 @@ SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "GPTQ": ("GPTQ", f"{UP}.scales", times(NAN), "has a scale of nan"),
     "GPTQ, inputs in another order": (GPTQ, "model.layers.0.mlp.experts.5.up_proj.g_idx", lambda t: t.flip(0), "reorders inputs (desc_act"),
 }  # fmt: skip
-# What may be read before a start is refused: no codes, and nothing of weights that are not quantised.
+# Tensors that may be read before a start is rejected: no codes, and none of the weights without quantisation.
 BESIDE = ("_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", ".g_idx", ".qzeros")
 
 
@@ -242,7 +242,7 @@ def test_a_code_that_is_not_a_number_is_found_when_it_is_read(
 def test_a_rank_reads_and_checks_the_scales_of_its_own_experts(
     name: str, published: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What another rank holds it does not look at."""
+    """It does not look at the experts of other ranks."""
     broken, scale = shutil.copytree(published(name), tmp_path / "broken"), damage_of(name)
     change_file(broken, put(*scale))
     read, (loader, target) = record_reads(monkeypatch), open_loader(broken)
@@ -275,14 +275,14 @@ def test_an_expert_that_is_read_later_never_serves_with_a_damaged_scale(
 
 
 def damage_of(name: str) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """A scale of the second expert of the first layer, and what befalls it."""
+    """Return a scale of the second expert of the first layer, and a change to it."""
     if name == OSS:
         return "model.layers.0.mlp.experts.down_proj_scales", bits(64 + 5, 0xFF)
     return (f"{DOWN}.weight_scale", bits(3, 0x7F)) if name == NVFP4 else (f"{DOWN}.scales", times(NAN))
 
 
 def open_loader(directory: Path) -> tuple[Loader, str]:
-    """A loader that has read headers only, and the parameter of the first layer's down projections."""
+    """Return a loader that has read headers only, and the name of the first layer's down projections."""
     skeleton = Skeleton(directory)
     parameters = {
         f"{name}.{leaf}": int(module.num_experts)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints load without expanding and answer as transformers does on the weights they stand for."""
+"""Quantised checkpoints load without expansion and answer like transformers on the dequantised weights."""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference of any logit."""
+    """Return the largest difference of any logit."""
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -35,14 +35,14 @@ def test_logits_equal_transformers_on_the_weights_that_are_meant(
     assert worst(loaded.logits, logits) < TOLERANCE
     shared, experts = file_bytes(directory)
     assert loaded.bytes_read == shared + experts
-    assert abs(loaded.expert_bytes / experts - 1) < 0.01, "experts stay in memory as they are in the file"
+    assert abs(loaded.expert_bytes / experts - 1) < 0.01, "experts in memory must have the size of the file's"
     swapped = shutil.copytree(directory, tmp_path / "swapped")
     change_file(swapped, swap_two_scales)
     assert worst(load(swapped).logits, logits) > 100 * TOLERANCE, "the control did not fail"
 
 
 def swap_two_scales(tensors: Tensors) -> None:
-    """Let two blocks of rows of every expert have each other's scales."""
+    """Swap the scales of two blocks of rows in every expert."""
     for name, tensor in tensors.items():
         if ".experts." in name and name.endswith(("_scales", "_scale_inv")):
             axis = -2 if tensor.shape[-2] > 1 else -1
@@ -85,7 +85,7 @@ def test_the_option_dtype_leaves_quantised_weights_as_they_are(quantised: Callab
 
 
 def test_scales_in_other_types_give_the_same_bits(tmp_path: Path) -> None:
-    """float32, bfloat16 and e8m0 hold powers of two alike."""
+    """float32, bfloat16 and e8m0 all represent powers of two exactly."""
     write_quantised("qwen3_moe", tmp_path / "f32", block=(32, 32), num_hidden_layers=1)
     change_file(
         tmp_path / "f32",
@@ -101,17 +101,17 @@ def test_scales_in_other_types_give_the_same_bits(tmp_path: Path) -> None:
 
 
 def power_of_two(tensor: Tensor) -> Tensor:
-    """The nearest by exponent."""
+    """Return the nearest power of two by exponent."""
     return torch.ldexp(torch.ones_like(tensor), tensor.log2().round().int())
 
 
 def scales_of(tensors: Tensors) -> Tensors:
-    """All FP8 scales."""
+    """Return all FP8 scales."""
     return {name: tensor for name, tensor in tensors.items() if name.endswith("_scale_inv")}
 
 
 def test_fused_and_per_expert_fp8_layouts_give_the_same_bits(tmp_path: Path) -> None:
-    """transformers can write experts fused, scales likewise; blocks stay whole where gate and up are merged."""
+    """transformers can write fused experts and scales. Blocks stay whole when gate and up are merged."""
     directory = tmp_path / "each"
     write_quantised("qwen3_moe", directory, block=(32, 32), num_hidden_layers=1)
     fused = shutil.copytree(directory, tmp_path / "fused")

@@ -1,4 +1,4 @@
-"""What a quantised weight stands for, number by number, and what is refused."""
+"""Decoded values of a quantised weight, number by number, and rejected weights."""
 
 from dataclasses import replace
 
@@ -12,12 +12,12 @@ E4M3, FLOAT8 = "e4m3", torch.float8_e4m3fn
 
 
 def tensor(*rows: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows as a matrix of a type."""
+    """Return rows as a matrix of a type."""
     return torch.tensor(rows).to(dtype)
 
 
 def nvfp4() -> QuantisedWeight:
-    """Two rows of 32 inputs, 16 under one scale, and a second scale per row."""
+    """Return two rows of 32 inputs, with a scale per 16 inputs and a second scale per row."""
     codes = torch.tensor([[0x10, 0x7A] * 8, [0xFF, 0x00] * 8], dtype=torch.uint8)
     scales = tensor([1.0, 0.5], [448.0, 2.0], dtype=FLOAT8)
     return QuantisedWeight(
@@ -26,7 +26,7 @@ def nvfp4() -> QuantisedWeight:
 
 
 def int4(zeros: Tensor | None = None) -> QuantisedWeight:
-    """Two rows of 4 inputs, two under one scale."""
+    """Return two rows of 4 inputs, with a scale per two inputs."""
     codes = torch.tensor([[0x80, 0xF1], [0x12, 0x34]], dtype=torch.uint8)
     scales = tensor([2.0, 0.5], [1.0, 3.0], dtype=torch.float16)
     return QuantisedWeight(codes=codes, kind="int4", scales=scales, block=2, zeros=zeros)
@@ -117,7 +117,7 @@ INF, NAN = float("inf"), float("nan")
 def test_scales_are_numbers_below_256_in_every_type(
     dtype: torch.dtype, good: list[float], bad: list[float]
 ) -> None:
-    """Wherever the one bad scale is among good ones; e8m0 comes as bytes."""
+    """At any position among good ones. e8m0 scales come as bytes."""
 
     def stored(*rows: list[float]) -> Tensor:
         made = tensor(*rows, dtype=dtype)
@@ -148,7 +148,7 @@ def test_scales_are_numbers_below_256_in_every_type(
 def test_a_second_scale_is_a_number_that_is_not_0_and_counts_for_the_first(
     second: list[float], message: str
 ) -> None:
-    """Of the second row, whose largest is 448, 0.5 is a good one."""
+    """For the second row, with a largest scale of 448, 0.5 is valid."""
     check_scales(nvfp4().scales, "w", torch.tensor([100.0, 0.5]), "v")
     with pytest.raises(QuantisedWeightError, match=message):
         check_scales(nvfp4().scales, "w", torch.tensor(second), "v")

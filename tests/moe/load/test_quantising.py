@@ -1,4 +1,4 @@
-"""`--quantization`: what is served is the model whose weights the codes stand for, and nothing else is quantised."""
+"""`--quantization` serves the model with the weights that the codes encode. Nothing else is quantised."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -18,12 +18,12 @@ from tests.moe.loaded import SEQUENCES
 from tests.support.engines.serving import build, teacher_forced
 
 FAMILIES = ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"]  # gpt-oss' experts are stored transposed
-# A sum in another order may round a row's value to the next of its 255 codes, here and there.
+# A sum in another order may occasionally round a row's value to the next of its 255 codes.
 MEDIAN_TOLERANCE = 1e-4
 
 
 class QuantisedRows(TorchFunctionMode):
-    """Quantises what is multiplied with some weights, as the kernels do: 32 inputs under one scale."""
+    """Quantises the rows multiplied with some weights, as the kernels do: 32 inputs per scale."""
 
     PRODUCTS = (nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -41,7 +41,7 @@ class QuantisedRows(TorchFunctionMode):
 
 
 def quantised_oracle(directory: Path, form: str) -> tuple[Any, QuantisedRows]:
-    """`transformers`' own model with the weights that the codes stand for, and what quantises the rows they multiply."""
+    """Return `transformers`' own model with the decoded weights, and the mode that quantises the rows they multiply."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.set_experts_implementation("eager")
     made: list[Tensor] = []

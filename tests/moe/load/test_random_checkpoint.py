@@ -1,4 +1,4 @@
-"""A checkpoint that is drawn: its names fit a model, its tensors repeat, its rows do not depend on each other."""
+"""A random checkpoint: its names fit a model, its tensors repeat, its rows are independent."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def test_a_plan_finds_everything_that_a_model_needs(name: str) -> None:
         for leaf in dict(module.named_parameters(recurse=False))
     }
     plan = LoadPlan(model, StoredTensors(checkpoint, None), parameters)
-    assert set(plan.fused) == set(parameters), "experts are read row by row"
+    assert set(plan.fused) == set(parameters), "experts must be read row by row"
 
 
 def test_tensors_repeat_and_rows_are_drawn_alone() -> None:
@@ -61,7 +61,7 @@ def test_outputs_have_the_size_of_their_inputs() -> None:
     _, checkpoint = open_checkpoint("gpt-oss")
     experts = checkpoint.read("model.layers.0.mlp.experts.gate_up_proj")
     outputs = torch.randn(1000, 32) @ experts[0]
-    assert 0.8 < outputs.std().item() < 1.25, "the inputs of a transposed weight are its rows"
+    assert 0.8 < outputs.std().item() < 1.25, "the inputs of a transposed weight must be its rows"
     assert (checkpoint.read("model.norm.weight") == 1).all()
     assert checkpoint.read("model.layers.0.self_attn.q_proj.bias").std().item() < 0.2
     assert spread("model.embed_tokens.weight", 32) == 1.0

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, are damaged or are not served: one error tells all of it before any tensor is read."""
+"""Checkpoints that are inconsistent, damaged or unsupported: one error lists all problems before any tensor is read."""
 
 import json
 import re
@@ -27,12 +27,12 @@ BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 
 @pytest.fixture
 def files(checkpoint: Callable[[str], Path], quantised: Callable[[str], Case]) -> Callable[[str], Path]:
-    """`files(name)`: a family's checkpoint, or a quantised one."""
+    """Return `files(name)`: a family's checkpoint, or a quantised one."""
     return lambda name: quantised(name).directory if name in (FP8, MXFP4) else checkpoint(name)
 
 
 def drop(*names: str) -> Callable[[Tensors], None]:
-    """Take tensors away."""
+    """Remove tensors."""
 
     def change(tensors: Tensors) -> None:
         for name in names:
@@ -42,29 +42,29 @@ def drop(*names: str) -> Callable[[Tensors], None]:
 
 
 def put(name: str, make: Callable[[Tensor], Tensor], source: str = "") -> Callable[[Tensors], None]:
-    """Replace a tensor by what is made of it, or of another."""
+    """Replace a tensor by a function of it, or of another one."""
     return lambda tensors: tensors.update({name: make(tensors[source or name])})
 
 
 def of_experts(dtype: torch.dtype) -> Callable[[Tensors], None]:
-    """Give all experts another type."""
+    """Change the type of all experts."""
     return lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items() if ".experts." in n})
 
 
 def take_an_expert_away(tensors: Tensors) -> None:
-    """The last, from blocks and scales."""
+    """Remove the last expert from blocks and scales."""
     for name in (BLOCKS, BLOCKS.replace("blocks", "scales")):
         tensors[name] = tensors[name][:7]
 
 
 def quantise_in_part(tensors: Tensors) -> None:
-    """One matrix of an expert is not quantised."""
+    """Leave one matrix of an expert unquantised."""
     tensors[UP] = tensors[UP].float()
     del tensors[f"{UP}_scale_inv"]
 
 
 def give_experts_twice(tensors: Tensors) -> None:
-    """Fused and one by one."""
+    """Store experts both fused and one by one."""
     tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(8, 64, 32)
     tensors["model.layers.1.mlp.experts.0.w1.weight"] = torch.zeros(32, 64)
 
@@ -124,7 +124,7 @@ def test_what_does_not_go_together_is_named_before_anything_is_read(
 def test_one_error_lists_all_that_does_not_fit(
     mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared tensors and experts alike, of all layers."""
+    """Shared tensors and experts, in all layers."""
 
     def break_everything(tensors: Tensors) -> None:
         drop("model.norm.weight", EXPERT.format(0, 7, "w3"), EXPERT.format(2, 5, "w2"))(tensors)
@@ -188,18 +188,18 @@ def test_long_lists_are_cut_and_counted(
 
 
 def cut(directory: Path) -> None:
-    """Cut the file short."""
+    """Truncate the file."""
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
 def no_tensors(directory: Path) -> None:
-    """Only another format is left."""
+    """Leave only a file in another format."""
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
 def index(content: str) -> Callable[[Path], None]:
-    """Put an index beside the file."""
+    """Add an index to the file."""
 
     def change(directory: Path) -> None:
         (directory / "model.safetensors.index.json").write_text(content)
@@ -240,7 +240,7 @@ def test_damaged_files_are_named(
 def test_an_index_that_names_a_tensor_that_the_type_has_not_is_refused(
     has_tensor: bool, mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether its file has the tensor or not."""
+    """With or without the tensor in its file."""
     broken, name = shutil.copytree(mixtral, tmp_path / "broken"), "model.layers.9.self_attn.q_proj.weight"
     if has_tensor:
         change_file(broken, lambda tensors: tensors.update({name: torch.zeros(64, 64)}))
@@ -396,19 +396,19 @@ def test_no_configuration_is_no_quantisation() -> None:
 
 
 def grouped(**weights: Any) -> dict[str, Any]:
-    """A configuration of compressed-tensors with one group."""
+    """Return a configuration of compressed-tensors with one group."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
 def rotated(*locations: str) -> dict[str, Any]:
-    """A transform_config with one transform at some places."""
+    """Return a transform_config with one transform at some places."""
     listed = [{"ignore": [], "inverse": False, "location": each, "targets": ["Linear"]} for each in locations]
     return {"config_groups": {"R1": {"apply": listed, "type": "hadamard", "head_dim": 128}}}
 
 
 def test_rotations_that_are_in_the_stored_weights_are_nothing_to_do() -> None:
-    """As poolside/Laguna-XS.2-FP8 has them: vLLM transforms activations at "input" and "output" only."""
+    """As in poolside/Laguna-XS.2-FP8: vLLM transforms activations at "input" and "output" only."""
     config = {
         **grouped(num_bits=4, type="int", group_size=32),
         "transform_config": rotated("weight_output", "weight_input"),

@@ -1,4 +1,4 @@
-"""Ranks are lost, come back, sleep and move experts while drafts are tried and made: no bit of any answer changes."""
+"""Ranks fail, rejoin, sleep and move experts while drafts are proposed and verified. No bit of any answer changes."""
 
 import itertools
 from functools import partial
@@ -25,7 +25,7 @@ from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
 
 PASSES = "scheduler.step.draft_passes.DraftPasses"
-OWN_LAYER = -1  # the multi-token-prediction layer's experts are the last of the model's
+OWN_LAYER = -1  # the multi-token-prediction layer's experts come last in the model
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -34,7 +34,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 def requests(count: int, max_tokens: int = 60) -> list[Request]:
-    """Requests of several lengths and ways to sample."""
+    """Return requests with several lengths and sampling parameters."""
     lengths = (3, 40, 17, 90, 26, 1)
     return [
         request(
@@ -52,27 +52,27 @@ def requests(count: int, max_tokens: int = 60) -> list[Request]:
 
 
 def plain(directory: Path, wanted: list[Request], **settings: Any) -> Answers:
-    """What one rank answers without drafts."""
+    """Return the answers of one rank without drafts."""
     return collect(serve(build(directory, max_model_len=320, **settings), wanted).outputs)
 
 
 @pytest.fixture(scope="module")
 def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose own layer drafts right about half of the time."""
+    """Return a checkpoint with a multi-token-prediction layer that is right about half of the time."""
     directory = tmp_path_factory.mktemp("foreseen")
     write_mtp_checkpoint("deepseek_v3", directory, change=partial(foresee, share=SHARE))
     return directory
 
 
 def num_accepted(crew: Crew) -> int:
-    """Drafts that were right, on the ranks that serve at the end."""
+    """Return the number of accepted drafts on the ranks that serve at the end."""
     return sum(crew.stats[rank].drafts.num_accepted_tokens for rank in crew.members)
 
 
 def lose_and_regain(
     directory: Path, given: str, doom: Doom, known: Answers | None, expected: Answers, **settings: Any
 ) -> None:
-    """Serve on three ranks, of which one dies and comes back, with drafts everywhere."""
+    """Serve on three ranks with drafts on all of them. One rank dies and rejoins."""
     wanted = requests(12)
     with serving(
         directory,
@@ -97,7 +97,7 @@ def lose_and_regain(
     assert num_accepted(crew) > 20
 
 
-# Over gloo every exchange is Python's, so that a rank can be killed amid one.
+# Over gloo every exchange runs in Python, so that a rank can be killed during one.
 DOOMS: dict[str, tuple[str, Doom]] = {
     "amid the step that tries drafts": ("gloo", Doom(12)),
     "before the step's tokens are taken": (
@@ -128,7 +128,7 @@ def test_a_rank_lost_while_own_layers_draft_changes_no_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss", "deepseek_v32"])
 def test_a_rank_lost_between_draft_and_verification_changes_no_bit(family: str, tmp_path: Path) -> None:
-    """Of a recurrent model too, whose states go back to the last token that was right."""
+    """Also with a recurrent model: its states return to the last accepted token."""
     write_checkpoint(family, tmp_path)
     expected = plain(tmp_path, requests(12))
     backend, doom = DOOMS["amid the step that tries drafts"]
@@ -158,7 +158,7 @@ def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Pat
 
 
 def moving(directory: Path, given: str, known: Answers | None, count: int) -> tuple[MovedRank, bool, int]:
-    """Serve with drafts while experts move, those of the drafting layers too; says whether slots hold what they must."""
+    """Serve with drafts while experts move, also those of drafting layers. Return also whether slots hold their experts."""
     speculative = parse_speculative_config(given)
     built = build_with_copies(directory, 6, speculative=speculative)
     counts = [0, 0]
@@ -192,7 +192,7 @@ def test_drafts_while_experts_move_change_no_bit(foreseen: Path, method: str, po
 
 
 def waking(directory: Path, given: str) -> tuple[Answers, int]:
-    """Serve waves of requests: ranks sleep between them, and one has none in two of them."""
+    """Serve waves of requests. Ranks sleep between waves, and one has no request in two of them."""
     built = build(directory, max_model_len=320, speculative=parse_speculative_config(given))
     counts = [0, 0]
     always_draft(None, counts, built)
@@ -221,7 +221,7 @@ def test_ranks_that_sleep_wake_or_have_nothing_to_draft_change_no_bit(
 def test_an_abort_while_a_step_with_drafts_is_broken_off_ends_that_request_alone(
     foreseen: Path, plain_foreseen: Answers
 ) -> None:
-    """Its drafts run once more in the next epoch, and nobody takes what they gave."""
+    """The drafts of all others run again in the next epoch. Results of the aborted request are discarded."""
     doom = Doom(function="scheduler.policy.scheduler.Scheduler.commit", calls=6)
     wanted = requests(9)
     with Crew(
@@ -276,7 +276,7 @@ def test_a_deadline_or_an_abort_amid_drafts_leaves_what_was_delivered(
 
 @pytest.mark.parametrize("max_model_len", [43, 44, 48, 50, 100])
 def test_drafts_end_where_the_context_or_max_tokens_does(foreseen: Path, max_model_len: int) -> None:
-    """At every place within a step, and of a block."""
+    """At every position within a step and within a block."""
     wanted = [each for each in requests(6, 60) if len(each.prompt_ids) < max_model_len - 1]
     wanted += [
         request(f"few {count}", range(3, 20), max_tokens=count, num_logprobs=0, num_prompt_logprobs=0)

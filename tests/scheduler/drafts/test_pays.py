@@ -1,4 +1,4 @@
-"""How many drafts are tried follows from what they were worth and what rows cost."""
+"""The number of drafts follows from their past gain and from the cost of rows."""
 
 import pytest
 
@@ -29,11 +29,11 @@ def test_one_slow_step_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("share", "row_s", "num_running", "wanted"),
     [
-        (1.0, 0.1, 1, 4),  # rows cost little: as many as may be
+        (1.0, 0.1, 1, 4),  # rows are cheap: as many as allowed
         (0.0, 0.1, 1, 0),
-        (0.5, 100.0, 1, 0),  # rows cost nearly a step each
+        (0.5, 100.0, 1, 0),  # each row costs nearly a step
         (0.9, 1.0, 1, 4),
-        (0.9, 1.0, 64, 0),  # a large batch pays by rows
+        (0.9, 1.0, 64, 0),  # a large batch pays for rows
         (0.3, 1.0, 1, 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""Answers with drafts have the bits of answers without: tokens and logprobs, whatever is asked for and runs beside."""
+"""Drafts change no bit of an answer: tokens and logprobs, for any parameters and any other requests in the batch."""
 
 import random
 from functools import partial
@@ -40,14 +40,14 @@ FAMILIES = (
 
 
 class Foresight:
-    """Drafts answers that are known already, with mistakes; a `scheduler.drafts.drafter.Source`."""
+    """Drafts known answers, with mistakes. A `scheduler.drafts.drafter.Source`."""
 
     def __init__(self, answers: Answers) -> None:
         self._known = {key: [token for token, _ in rows] for key, rows in answers.items()}
         self._random = random.Random(5)
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Draft up to so many tokens, most of them right."""
+        """Draft up to `most` tokens, most of them correct."""
         begin = sequence.num_output_tokens
         end = begin + self._random.randint(0, most)
         known = self._known[sequence.request.request_id][begin:end]
@@ -55,8 +55,7 @@ class Foresight:
             each if self._random.random() < 0.85 else self._random.randrange(VOCABULARY) for each in known
         ]
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing is remembered."""
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 def drafter_of(built: Assembled) -> Drafter:
@@ -66,17 +65,15 @@ def drafter_of(built: Assembled) -> Drafter:
 
 
 class NoCosts(StepCosts):
-    """As if rows and drafts cost nothing."""
+    """Makes rows and drafts free."""
 
-    def note(self, rows: int, seconds: float) -> None:
-        """Nothing."""
+    def note(self, rows: int, seconds: float) -> None: ...
 
-    def note_passes(self, count: int, seconds: float) -> None:
-        """Nothing."""
+    def note_passes(self, count: int, seconds: float) -> None: ...
 
 
 def always_draft(answers: Answers | None, counts: list[int], built: Assembled) -> None:
-    """Try drafts whatever steps cost; from answers that are known, if any are given."""
+    """Try drafts at any step cost, from known answers if given."""
     drafter = drafter_of(built)
     drafter.costs = NoCosts()
     if answers is not None:
@@ -94,7 +91,7 @@ def always_draft(answers: Answers | None, counts: list[int], built: Assembled) -
 def drafted(
     directory: Path, known: Answers | None, given: str, rounds: int = 2, **settings: Any
 ) -> tuple[Answers, list[int]]:
-    """Serve with drafts: the answers, and how many drafts were accepted and tried."""
+    """Serve with drafts. Return the answers and the numbers of accepted and proposed drafts."""
     counts = [0, 0]
     speculative = parse_speculative_config(given)
     prepare = partial(always_draft, known, counts)
@@ -105,7 +102,7 @@ def drafted(
 def served_alone(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Answers]:
-    """A checkpoint, and every request served alone, without drafts."""
+    """Return a checkpoint and the answers to every request served alone, without drafts."""
     directory = tmp_path_factory.mktemp(request.param)
     write_checkpoint(request.param, directory)
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
@@ -168,14 +165,14 @@ MTP_FAMILIES = (
     "deepseek_v3",
     *(pytest.param(family, marks=pytest.mark.slow) for family in ("glm4_moe", "qwen3_next", "mimo_v2_flash")),
 )
-SHARE = 0.02  # of what layers add: drafts are right about half of the time
+SHARE = 0.02  # scale of the output of layers: drafts are right about half of the time
 
 
 @pytest.fixture(scope="module", params=MTP_FAMILIES)
 def served_without_drafts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Answers]:
-    """A checkpoint with multi-token-prediction layers, and every request served alone, without drafts."""
+    """Return a checkpoint with multi-token-prediction layers and every request served alone, without drafts."""
     directory = tmp_path_factory.mktemp(request.param)
     num_layers = 3 if request.param == "mimo_v2_flash" else 1
     write_mtp_checkpoint(
@@ -200,7 +197,7 @@ def test_drafts_of_the_model_s_own_layers_change_no_bit(
 def test_drafts_of_own_layers_on_several_ranks_change_no_bit(
     served_without_drafts: tuple[Path, Answers], world_size: int, pool_of: PoolOf
 ) -> None:
-    """Ranks draft different numbers of tokens, or run out of requests while others draft."""
+    """Ranks draft different numbers of tokens, or finish their requests while others draft."""
     directory, alone = served_without_drafts
     parts = pool_of(world_size).run(drafted, directory, None, MTP, 1)
     assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
@@ -208,7 +205,7 @@ def test_drafts_of_own_layers_on_several_ranks_change_no_bit(
 
 
 def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Path, Answers]) -> None:
-    """Longer answers than the other tests', so that blocks run out in every family."""
+    """Answers are longer than in the other tests, so that blocks run out in every family."""
     directory, _ = served_without_drafts
     wanted = [
         request(str(at), range(3, 12 + 5 * at), max_tokens=60, num_logprobs=0, temperature=at / 4, seed=at)
@@ -231,7 +228,7 @@ def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Pa
 def test_drafts_change_no_bit_however_rows_travel(
     served_without_drafts: tuple[Path, Answers], given: str, mode: DispatchMode, pool_of: PoolOf
 ) -> None:
-    """Few rows a step, so that drafts fill what decodes leave."""
+    """Steps have few rows, so that drafts fill the space left by decodes."""
     directory, alone = served_without_drafts
     run = partial(drafted, dispatch_mode=mode, max_num_batched_tokens=20, max_num_seqs=3)
     parts = pool_of(2).run(run, directory, None if given == MTP else alone, given, 1)

@@ -1,4 +1,4 @@
-"""Drafts from texts: what followed the longest match, or what followed most often."""
+"""Drafts from texts: the continuation of the longest match, or the most frequent continuation."""
 
 import random
 
@@ -17,7 +17,7 @@ from scheduler.drafts.texts import (
 def index_of(*texts: list[int], key: int = 2) -> TextIndex:
     index = TextIndex(key)
     for number, text in enumerate(texts):
-        for token_id in text:  # as they grow
+        for token_id in text:  # sequences grow token by token
             index.extend(number, [token_id])
     return index
 

@@ -1,4 +1,4 @@
-"""Connections to hosts that do not answer are shut down; all others go on."""
+"""Connections to hosts that do not answer are shut down. All others continue."""
 
 import os
 import select
@@ -12,7 +12,7 @@ from scheduler.epochs.connections import break_silent, is_silent
 
 
 def tcp_info(state: int, answered_ms: int, *, repeats: int = 0, probes: int = 0) -> bytes:
-    """What the kernel says of a connection, as linux/tcp.h lays it out: eight bytes, then numbers of 32 bits."""
+    """Return the kernel's record of a connection as in linux/tcp.h: eight bytes, then 32-bit numbers."""
     numbers = [0] * 24
     numbers[12] = answered_ms
     return struct.pack("=8B24I", state, 0, repeats, probes, *[0] * 4, *numbers)
@@ -23,12 +23,12 @@ def tcp_info(state: int, answered_ms: int, *, repeats: int = 0, probes: int = 0)
     [
         (tcp_info(1, 3001, probes=2), True),
         (tcp_info(1, 3001, repeats=2), True),
-        (tcp_info(1, 90_000, probes=1), False),  # idle until now, and the first question is on its way
+        (tcp_info(1, 90_000, probes=1), False),  # idle until now, and the first probe is in flight
         (tcp_info(1, 90_000, repeats=1), False),
-        (tcp_info(1, 90_000), False),  # idle, and not asked yet,
+        (tcp_info(1, 90_000), False),  # idle, and not probed yet
         (tcp_info(1, 2999, probes=2), False),
         (tcp_info(10, 90_000, probes=2), False),  # it listens
-        (tcp_info(1, 90_000, probes=2)[:40], False),  # a kernel that does not say
+        (tcp_info(1, 90_000, probes=2)[:40], False),  # an older kernel with a shorter record
     ],
 )
 def test_silence_is_an_open_connection_without_an_answer_for_too_long(info: bytes, expected: bool) -> None:
@@ -45,20 +45,20 @@ def test_a_silent_connection_is_shut_down_and_its_waiter_is_told(monkeypatch: py
             monkeypatch.setattr(connections, "_descriptors", lambda: [*mine, 10_000])
             num_open = len(os.listdir("/proc/self/fd"))
             monkeypatch.setattr(connections, "is_silent", lambda _info, _timeout_s: False)
-            assert break_silent(2.0) == 0, "from now on the other host is asked for answers"
+            assert break_silent(2.0) == 0, "the first call must only enable probes"
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
             assert break_silent(2.0) == 0
             connection.sendall(b"x")
             assert accepted.recv(1) == b"x"
             monkeypatch.setattr(connections, "is_silent", lambda _info, timeout_s: timeout_s == 3.0)
-            assert break_silent(2.0) == 2, "both ends are this process's"
+            assert break_silent(2.0) == 2, "both ends are in this process"
             assert connection.recv(1) == b""
-            assert len(os.listdir("/proc/self/fd")) == num_open, "nothing is left open"
+            assert len(os.listdir("/proc/self/fd")) == num_open, "descriptors were left open"
             for descriptor in pipe:
                 os.close(descriptor)
             local.sendall(b"y")
-            assert other.recv(1) == b"y", "what is no TCP is left alone"
+            assert other.recv(1) == b"y", "sockets other than TCP must not be touched"
 
 
 def test_a_connection_that_was_idle_before_anybody_asked_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_a_connection_that_was_idle_before_anybody_asked_goes_on(monkeypatch: py
         accepted, _ = server.accept()
         with accepted:
             monkeypatch.setattr(connections, "_descriptors", lambda: [connection.fileno()])
-            select.select([accepted], [], [], 0.3)  # nothing comes: it is idle for longer than the time-out
+            select.select([accepted], [], [], 0.3)  # no data arrives: it is idle longer than the timeout
             assert (break_silent(0.1), break_silent(0.1)) == (0, 0)
 
 

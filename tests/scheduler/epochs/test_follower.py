@@ -1,4 +1,4 @@
-"""From epoch to epoch: what is told of faults, and which orders are followed to their end."""
+"""From epoch to epoch: reports of faults, and orders that are followed to their end."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def lockstep_of(epoch: int, step: int) -> LockStep:
 
 
 class FakeRegrouping:
-    """Follows orders as it is told; a `None` in its plan succeeds."""
+    """Follows orders with the outcomes of its plan. None means success."""
 
     members: tuple[int, ...] = (0, 1)
 
@@ -49,7 +49,7 @@ class FakeRegrouping:
 
 
 class Told:
-    """What a front would be told, and the orders that it gives in answer."""
+    """Reports to a front, and the orders that it gives in return."""
 
     def __init__(self, regrouping: FakeRegrouping, *, answers: bool = True) -> None:
         self.epochs = EpochFollower(regrouping, timeout_s=0.01)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Who is stuck and who only waits for it: heartbeats of the step loop's progress, and what the front makes of them."""
+"""Stuck ranks and ranks that wait for them: heartbeats of the step loop's progress, and the front's conclusions."""
 
 import errno
 import threading
@@ -11,7 +11,7 @@ TIMEOUT_S = 2.0
 
 
 class Clock:
-    """Goes on as the test says."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -21,7 +21,7 @@ class Clock:
 
 
 class Rank:
-    """A rank's heart, and its exchanges as the test moves them."""
+    """A rank's heartbeat and exchanges, driven by the test."""
 
     def __init__(self, rank: int, clock: Clock) -> None:
         self.begun = self.ended = 0
@@ -51,7 +51,7 @@ class Service:
     def let_pass(
         self, seconds: float, *, silent: tuple[int, ...] = (), computing: tuple[int, ...] = ()
     ) -> list[tuple[float, int]]:
-        """Beat four times a second; returns who was suspected when. Those that compute get a tenth of a processor."""
+        """Beat four times a second. Return the suspects with times. Ranks in `computing` use a tenth of a processor."""
         found = []
         for beat in range(int(seconds * 4)):
             self.clock.now_s += 0.25
@@ -63,7 +63,7 @@ class Service:
         return found
 
     def walk(self, num_exchanges: int, every_s: float = 0.25) -> None:
-        """All go through exchanges together."""
+        """Move all ranks through exchanges together."""
         for _ in range(num_exchanges):
             for rank in self.ranks:
                 rank.wait()
@@ -95,14 +95,14 @@ def test_what_is_said_of_it_names_the_step_and_who_confirms() -> None:
 def test_nobody_is_suspected_without_another_rank_that_confirms_it() -> None:
     service = Service(2)
     service.walk(MOVES_TO_LEARN + 1)
-    assert not service.let_pass(20.0), "both compute: perhaps a long step"
+    assert not service.let_pass(20.0), "both compute, perhaps in a long step"
     service.ranks[0].wait()
-    assert not service.let_pass(20.0, silent=(0,)), "the one that would wait says nothing"
-    assert service.let_pass(3.0), "it does now"
+    assert not service.let_pass(20.0, silent=(0,)), "the rank that would wait sends no heartbeats"
+    assert service.let_pass(3.0), "it sends heartbeats again"
 
 
 def test_ranks_that_wait_for_each_other_are_not_suspected() -> None:
-    """A link is cut: the kernel tells, not the heartbeats."""
+    """When a link is cut, the kernel detects it, not the heartbeats."""
     service = Service(2)
     service.walk(MOVES_TO_LEARN + 1)
     for rank in service.ranks:
@@ -123,30 +123,30 @@ def test_idle_ranks_and_ranks_of_other_epochs_are_not_suspected() -> None:
 
 def test_a_slow_machine_is_given_the_time_that_it_takes() -> None:
     service = Service(2)
-    service.walk(MOVES_TO_LEARN + 1, every_s=1.5)  # of big prompts on a busy core
+    service.walk(MOVES_TO_LEARN + 1, every_s=1.5)  # large prompts on a busy core
     service.ranks[0].wait()
-    assert not service.let_pass(PATIENCE * 1.5 - 2.0), "it moved last 1.5 s ago"
+    assert not service.let_pass(PATIENCE * 1.5 - 2.0), "it last moved 1.5 s ago"
     assert service.let_pass(2.0)
 
 
 def test_a_pause_of_the_whole_process_is_not_the_steps() -> None:
-    """Swapped out, without a processor, or behind the interpreter's lock: the heart stood still as well."""
+    """Swapped out, without a processor, or blocked by the GIL: the heartbeat pauses too."""
     service = Service(2)
     service.walk(MOVES_TO_LEARN + 1)
     service.ranks[0].wait()
     assert not service.let_pass(1.0)
     service.clock.now_s += 10.0
     assert not service.let_pass(0.5)
-    assert service.let_pass(2.0), "but what was before and is after it counts"
+    assert service.let_pass(2.0), "time before and after the pause must count"
 
 
 def test_a_step_that_uses_the_processor_has_longer_than_one_that_sleeps() -> None:
-    """A prompt's logprobs after short steps, say."""
+    """For example, prompt logprobs after short steps."""
     service = Service(2)
     service.walk(MOVES_TO_LEARN + 1)
     service.ranks[0].wait()
     assert not service.let_pass(COMPUTING * TIMEOUT_S - 0.25, computing=(1,))
-    assert service.let_pass(1.0, computing=(1,)), "but not for ever"
+    assert service.let_pass(1.0, computing=(1,)), "the extra time must be limited"
 
 
 def test_a_step_that_sleeps_is_found_as_soon_if_it_has_computed_before() -> None:
@@ -212,7 +212,7 @@ def test_the_thread_beats_on_where_no_descriptor_was_free_for_a_moment() -> None
 
 def test_heartbeats_can_be_switched_off() -> None:
     heart = Heart(0, timeout_s=0.0, most_patience_s=1.0)
-    heart.on_heartbeat = lambda _: pytest.fail("it beats")
+    heart.on_heartbeat = lambda _: pytest.fail("it sent a heartbeat")
     heart.start()
     heart.stop()
     assert "heart" not in {thread.name for thread in threading.enumerate()}

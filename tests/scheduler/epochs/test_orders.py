@@ -1,4 +1,4 @@
-"""Orders from any thread, followed by one, and members that wait for each other in the store no longer than there is use in it."""
+"""Orders from any thread with one follower. Members wait for each other in the store only while their order is current."""
 
 import threading
 
@@ -41,8 +41,8 @@ def test_who_waits_is_woken_by_an_order_and_by_the_end() -> None:
     orders.give(order(1))
     orders.stop()
     waiting.join(30)
-    assert came in ([order(1), None], [None, None])  # the end, too, may have come first
-    assert orders.is_over(1), "there is no use in it any more"
+    assert came in ([order(1), None], [None, None])  # the end may also have come first
+    assert orders.is_over(1), "an order is over after the end"
 
 
 def test_a_rank_that_nobody_orders_says_so_and_ends() -> None:
@@ -53,7 +53,7 @@ def test_a_rank_that_nobody_orders_says_so_and_ends() -> None:
 
 
 class Clock:
-    """Goes on by what is waited."""
+    """A clock that moves by the time waited."""
 
     def __init__(self, over_at_s: float = float("inf")) -> None:
         self.now_s, self._over_at_s = 0.0, over_at_s
@@ -62,13 +62,13 @@ class Clock:
         return self.now_s
 
     def is_over(self, wait_s: float = 0.0) -> bool:
-        """Let time pass."""
+        """Advance the clock."""
         self.now_s += wait_s
         return self.now_s >= self._over_at_s
 
 
 def test_one_member_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it met somebody"))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it met another member"))
     meet(HashStore(), 3, (2,), 2, Clock().is_over)
 
 
@@ -79,7 +79,7 @@ def test_who_waits_in_vain_names_those_that_did_not_come() -> None:
         meet(store, 4, (0, 2, 3, 5), 0, clock.is_over, clock=clock)
     assert ARRIVAL_TIMEOUT_S <= clock.now_s < ARRIVAL_TIMEOUT_S + 0.1
     assert store.check(["epoch/4/here/0"])
-    with pytest.raises(OvertakenError):  # else it would meet one that is not there any more
+    with pytest.raises(OvertakenError):  # otherwise it would meet a member that has left
         meet(store, 4, (0, 2), 2, Clock().is_over)
 
 
@@ -104,7 +104,7 @@ def test_members_do_the_same_when_an_order_comes_to_some_before_and_to_others_af
             PrefixStore(f"epoch/{epoch}", store).set(f"here/{rank}", "1")
     meet(store, 4, (0, 1), 0, Clock().is_over)
     meet(store, 4, (0, 1), 1, Clock(over_at_s=0.0).is_over)
-    assert met == [0, 1], "the one that entered first would wait out its time"
+    assert met == [0, 1], "the member that entered first would wait for its timeout"
     for rank, over_at_s in ((0, 0.0), (1, float("inf"))):
         with pytest.raises(OvertakenError):
             meet(store, 5, (0, 1), rank, Clock(over_at_s=over_at_s).is_over)

@@ -1,4 +1,4 @@
-"""Ranks are killed and come back while requests run: the same tokens, no request lost, nothing left behind."""
+"""Ranks are killed and rejoin while requests run: the tokens stay the same, no request is lost, and nothing leaks."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def requests(first: int, count: int, max_tokens: int = 60) -> list[Request]:
-    """Requests of all lengths and ways to sample, named by their numbers."""
+    """Return requests of several lengths and sampling parameters, named by number."""
     made = []
     for number in range(first, first + count):
         generator = torch.Generator().manual_seed(number)
@@ -39,19 +39,19 @@ def requests(first: int, count: int, max_tokens: int = 60) -> list[Request]:
 
 
 def undisturbed(directory: Path, wanted: list[Request]) -> dict[str, list[int]]:
-    """The tokens of one rank that serves them all."""
+    """Return the tokens of one rank that serves all requests."""
     return serve(build(directory, max_model_len=320), wanted).token_ids
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint("gpt_oss", directory)  # with biases
+    write_checkpoint("gpt_oss", directory)  # has biases
     return directory
 
 
 def check_left(crew: Crew) -> None:
-    """Stop in order: pools are full again, and no group, thread or memory is left."""
+    """Stop in an orderly way: pools are full again, and no group, thread or memory leaks."""
     crew.stop()
     for rank in crew.members:
         left, stats = crew.left[rank], crew.stats[rank]
@@ -63,9 +63,9 @@ def check_left(crew: Crew) -> None:
 def serving(
     directory: Path, num_ranks: int, wanted: list[Request], *, at_first: int | None = None, **settings: Any
 ) -> Iterator[Crew]:
-    """A crew with requests, dealt to its ranks in turn (`at_first`: only so many of them).
+    """Yield a crew with requests, dealt to its ranks in turn (`at_first`: submit only this many at the start).
 
-    At the end all requests get the tokens that an undisturbed rank gives, and nothing is left behind.
+    At the end, all requests have the tokens of an undisturbed rank, and nothing leaks.
     """
     with Crew(directory, num_ranks, **settings) as crew:
         for rank in range(num_ranks):
@@ -76,7 +76,7 @@ def serving(
     assert crew.tokens == undisturbed(directory, wanted)
 
 
-@pytest.mark.slow  # a service's ranks die in the fast tests, in test_service
+@pytest.mark.slow  # fast tests cover deaths of ranks in test_service
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_rank_dies_amid_a_step_and_comes_back_and_all_requests_have_their_tokens(
     checkpoint: Path, backend: str
@@ -120,14 +120,14 @@ def test_a_sleeping_rank_is_left_alone_serves_alone_and_is_joined_while_it_serve
         ("gpt_oss", {"dispatch_mode": DispatchMode.LOW_LATENCY}),
         ("gpt_oss", {"dispatch_mode": DispatchMode.NORMAL, "all2all_backend": "gloo"}),
         ("gpt_oss", {"max_num_batched_tokens": 16, "max_num_seqs": 4}),
-        ("deepseek_v3", {}),  # with shared experts
-        ("qwen2_moe", {}),  # other sizes
+        ("deepseek_v3", {}),  # has shared experts
+        ("qwen2_moe", {}),  # has other sizes
     ],
 )
 def test_ranks_are_lost_one_by_one_and_come_back(
     tmp_path: Path, family: str, settings: dict[str, Any]
 ) -> None:
-    """3 -> 2 -> 1 -> 2 -> 3, with requests all the time."""
+    """3 -> 2 -> 1 -> 2 -> 3 ranks, always with requests."""
     write_checkpoint(family, tmp_path)
     wanted = requests(0, 18, max_tokens=80)
     with serving(tmp_path, 3, wanted, at_first=9, **settings) as crew:
@@ -174,7 +174,7 @@ def test_a_member_that_dies_before_or_while_it_meets_the_others_is_passed_over_b
             crew.until(lambda: 2 in crew.lost)
         else:  # rank 0 waits for rank 2 in vain
             crew.kill(2)
-        if function not in ("", "meet"):  # else it waits as long as it is not told
+        if function not in ("", "meet"):  # otherwise it waits until the next order
             crew.until(lambda: any(fault.epoch == 1 for rank, fault in crew.faults if rank == 0))
         crew.order([0])
         for lost in (1, 2):
@@ -242,11 +242,11 @@ def test_requests_may_be_aborted_and_ranks_asked_to_stop_while_no_epoch_serves(c
 
 @pytest.mark.slow
 def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go_on(checkpoint: Path) -> None:
-    """No collective's time-out is waited for: ranks say where they are, and one of them that it waits for another."""
+    """No collective's timeout is needed: heartbeats show where ranks are, and that one of them waits for another."""
     settings: dict[str, Any] = {"timeout_s": 500.0, "heartbeat_timeout_s": 0.4}
-    wanted = requests(0, 3, max_tokens=220)  # long enough that the machine's pace is known before the end
+    wanted = requests(0, 3, max_tokens=220)  # long enough to measure the machine's pace
     with serving(checkpoint, 3, wanted, dooms={1: Doom(is_stuck=True)}, **settings) as crew:
-        crew.until(lambda: bool(crew.suspects()), timeout_s=400.0)  # a busy machine's steps earn it patience
+        crew.until(lambda: bool(crew.suspects()), timeout_s=400.0)  # slow steps extend the allowed time
         (suspect,) = crew.suspects()
         assert suspect.rank == 1 and "for it" in suspect.reason, suspect
         assert not crew.faults
@@ -257,14 +257,14 @@ def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_not_waited_for_once_it_is_left_out(checkpoint: Path) -> None:
-    """Neither a collective's time-out nor its process' end is waited for: the order says that it is given up."""
+    """Neither a collective's timeout nor the end of its process is needed: the order leaves it out."""
     with serving(checkpoint, 3, requests(0, 6), all2all_backend="shm", timeout_s=60.0) as crew:
         crew.until(crew.has_begun)
         os.kill(crew.processes[1].pid, signal.SIGSTOP)
         begun_s = time.monotonic()
         crew.order([0, 2])
         crew.until(lambda: crew.serve_in(1))
-        assert time.monotonic() - begun_s < 30.0, "half of the time-out"
+        assert time.monotonic() - begun_s < 30.0, "it took more than half of the timeout"
         crew.replay(1, to=0)
         crew.until(crew.is_done)
         crew.kill(1)
@@ -307,5 +307,5 @@ def test_experts_that_are_on_the_move_when_an_epoch_ends_stay_and_move_in_a_late
 
 
 def serves(report: PlacementReport, version: int) -> bool:
-    """Whether a rank says that it has switched."""
+    """Return whether a report confirms the switch to a version."""
     return report.state is MoveState.SERVING and report.version == version

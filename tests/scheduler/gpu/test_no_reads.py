@@ -1,4 +1,4 @@
-"""A decode step on the GPU path reads nothing back from the device: a graph could not be captured otherwise."""
+"""A decode step on the GPU path reads nothing back from the device. Otherwise no graph could be captured."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_guard_lets_work_on_the_device_pass() -> None:
 
 
 def decode_without_reads(directory: Path) -> list[float]:
-    """Run a prompt, then two decodes of which the second is guarded; its logits twice, unguarded and guarded."""
+    """Run a prompt, then two decodes, the second one guarded. Return the logits of both."""
     built = build_interpreted(directory)
     model, step, cache = built.model, built.runner.step, built.runner._cache
     step.fill([Span(0, 4, [3])])

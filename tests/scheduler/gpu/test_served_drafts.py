@@ -1,4 +1,4 @@
-"""Drafts on the GPU path, in Triton's interpreter: tokens and logprobs are those of the same path without drafts."""
+"""Drafts on the GPU path, in Triton's interpreter: tokens and logprobs equal those of the same path without drafts."""
 
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,11 @@ from tests.support.models.mtp import write_mtp_checkpoint
 from tests.support.ranks import RankPool
 
 INTERPRETER_S = 400.0
-NEARLY_RIGHT = 0.01  # of what layers add: most drafts are right
+NEARLY_RIGHT = 0.01  # scale of the output of layers: most drafts are right
 
 
 def requests() -> list[Request]:
-    """Greedy and seeded, one with rules, one that scores its prompt."""
+    """Return greedy and seeded requests, one with token rules, one with prompt logprobs."""
     return [
         request("greedy", range(3, 9), max_tokens=7, num_logprobs=1),
         request("drawn", range(9, 14), max_tokens=7, num_logprobs=0, temperature=1.0, seed=3, presence_penalty=0.5),
@@ -36,7 +36,7 @@ def requests() -> list[Request]:
 def answers(
     directory: Path, given: str | None, known: Answers | None, settings: dict[str, Any]
 ) -> tuple[Answers, list[int]]:
-    """Serve all requests side by side; and how many drafts were right and tried."""
+    """Serve all requests together. Return also the numbers of accepted and proposed drafts."""
     counts = [0, 0]
     speculative = parse_speculative_config(given) if given else None
     built = build_interpreted(directory, speculative=speculative, batch_invariant=True, **settings)
@@ -48,7 +48,7 @@ def answers(
 
 
 def both(directory: Path, given: str, foresees: bool) -> tuple[Answers, Answers, list[int]]:
-    """Without drafts and with."""
+    """Serve without and with drafts."""
     plain, _ = answers(directory, None, None, {})
     found, counts = answers(directory, given, plain if foresees else None, {})
     return plain, found, counts
@@ -81,7 +81,7 @@ def test_drafts_change_no_token_of_recurrent_models(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_drafts_of_own_layers_change_no_bit(family: str, interpreter: RankPool, tmp_path: Path) -> None:
-    """Of latent attention two products are torch's, whose last bits depend on their rows (docs/gpu.md): there no token."""
+    """Latent attention uses two torch products with bits that depend on the number of rows (docs/gpu.md); tokens stay equal."""
     write_mtp_checkpoint(family, tmp_path, change=partial(foresee, share=NEARLY_RIGHT))
     plain, found, (num_right, num_tried) = interpreter.run(
         both, tmp_path, MTP, False, timeout_s=INTERPRETER_S
@@ -93,7 +93,7 @@ def test_drafts_of_own_layers_change_no_bit(family: str, interpreter: RankPool, 
 
 
 def check_tokens(plain: Answers, found: Answers) -> None:
-    """Tokens are equal, and logprobs to what torch's products of other numbers of rows change."""
+    """Compare tokens exactly, and logprobs up to the effect of the number of rows on torch's products."""
     for name, rows in plain.items():
         assert [token for token, _ in found[name]] == [token for token, _ in rows]
         wanted = [logprob for _, logprob in rows]

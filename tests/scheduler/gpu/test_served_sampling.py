@@ -1,4 +1,4 @@
-"""An engine on the GPU path serves the tokens that the CPU would choose of its logits, and its host reads once a step."""
+"""An engine on the GPU path serves the tokens that the CPU would choose from its logits, and its host reads once per step."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -23,7 +23,7 @@ from tests.support.requests.logprobs import close
 pytestmark = [
     pytest.mark.slow,
 ]
-END = 2  # the families' end-of-sequence id
+END = 2  # end-of-sequence id of the families
 BYTES = Vocabulary(
     tokens=(b"<pad>", b"<begin>", b"<end>", *(bytes([byte]) for byte in range(3, VOCABULARY))),
     special_ids=frozenset({0, 1, END}),
@@ -45,24 +45,23 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Found(NamedTuple):
-    """What an engine delivered, what was sampled beside, and what each step read of the device."""
+    """Outputs of an engine, the CPU's samples from the same logits, and the reads of each step."""
 
     token_ids: dict[str, list[int]]
-    pairs: dict[str, list[tuple[Logprobs | None, Logprobs | None]]]  # of logprobs, ours and the CPU's
+    pairs: dict[str, list[tuple[Logprobs | None, Logprobs | None]]]  # logprobs, ours and the CPU's
     wanted_ids: dict[str, list[int]]
     prompt_pairs: list[tuple[Logprobs, Logprobs]]
     reads: list[tuple[bool, list[str]]]  # whether the step had prompts, and its reads
 
 
 class TwoSamplers:
-    """Samples with one, notes what the CPU makes of the same logits, whose reads do not count."""
+    """Samples on the device, and records the CPU's samples from the same logits. The CPU's reads do not count."""
 
     def __init__(self, sampler: Sampler, reads: list[str]) -> None:
         self._sampler, self._reads = sampler, reads
         self.found = Found({}, {}, {}, [], [])
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
-        """Return the first one's."""
         raw_RV = logits_RV.clone()
         ours = self._sampler.sample(logits_RV, contexts)
         count = len(self._reads)
@@ -77,7 +76,6 @@ class TwoSamplers:
         return ours
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
-        """Return the first one's."""
         ours = self._sampler.score(logits_CV, next_ids, num_top)
         wanted = HostSampler().score(logits_CV, next_ids, num_top)
         self.found.prompt_pairs.extend(zip(ours, wanted, strict=True))
@@ -85,7 +83,7 @@ class TwoSamplers:
 
 
 def answers(directory: Path) -> Found:
-    """Serve all requests side by side."""
+    """Serve all requests together."""
     built = build_interpreted(
         directory, load_vocabulary=lambda: BYTES, max_num_seqs=len(FIELDS), max_num_batched_tokens=64
     )
@@ -112,7 +110,7 @@ def answers(directory: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def found(interpreter: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What a model of one layer served."""
+    """Return the results of a one-layer model."""
     directory = tmp_path_factory.mktemp("served")
     make_model("mixtral", num_hidden_layers=1).save_pretrained(directory)
     served: Found = interpreter.run(answers, directory, timeout_s=400.0)[0]

@@ -1,4 +1,4 @@
-"""Ranks of the GPU path, interpreted: two of them serve the tokens of transformers, and one that is started again meets nobody."""
+"""Two interpreted ranks of the GPU path serve the tokens of transformers. A restarted rank can serve alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
-    """Two ranks of their own: the interpreter must be chosen before anything in a process imports triton."""
+    """Start two separate ranks: processes must choose the interpreter before any import of triton."""
     with RankPool(2, timeout_s=120.0) as pool:
         pool.run(interpret)
         yield pool
@@ -51,7 +51,7 @@ def tokens_served(
             "shm and shared memory, as kernels are interpreted",
             "qwen2_moe",
             "aot_eager",
-        ),  # shared experts
+        ),  # with shared experts
     ],
 )
 def test_ranks_on_gpus_serve_transformers_tokens(
@@ -83,13 +83,11 @@ def test_node_limited_dispatch_is_refused_by_name(pair: RankPool, tmp_path: Path
 
 
 class Silent:
-    """The doorbell of a rank that is alone and never sleeps."""
+    """The doorbell of a single rank that never sleeps."""
 
-    def ring(self, step: int) -> None:
-        """Nobody sleeps."""
+    def ring(self, step: int) -> None: ...
 
-    def wait(self, step: int) -> None:
-        """Likewise."""
+    def wait(self, step: int) -> None: ...
 
 
 def serve_as_newcomer(directory: Path, prompt: list[int]) -> list[int]:

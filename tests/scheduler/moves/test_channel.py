@@ -1,4 +1,4 @@
-"""The pace of moves: so many bytes and so much work per step while steps run, no limit while none does."""
+"""The pace of moves: limited bytes and work per step while steps run, unlimited between them."""
 
 import threading
 
@@ -26,7 +26,7 @@ def test_a_step_lets_its_bytes_go_and_no_more() -> None:
     pace.step()
     assert second.wait(5)
     third = begin(pace, 60)
-    assert not third.wait(0.05), "what the first step left over is lost"
+    assert not third.wait(0.05), "the unused budget of the first step must be lost"
     pace.rest()
     assert third.wait(5)
 
@@ -38,7 +38,7 @@ def test_nothing_waits_while_no_step_runs() -> None:
 
 
 class Clocks:
-    """The time, and what the mover has worked, as the test says."""
+    """Time and work time of the mover, set by the test."""
 
     def __init__(self) -> None:
         self.now_s = self.worked_s = 0.0
@@ -52,7 +52,7 @@ def test_work_beyond_a_steps_part_is_made_up_for_by_steps_without_any() -> None:
     pace = clocks.pace()
     pace.step()
     pace.take(0)
-    clocks.worked_s += 2.5 * BUSY_PART * step_s  # such as hashing a piece and trying an expert out
+    clocks.worked_s += 2.5 * BUSY_PART * step_s  # such as hashing a piece and trying out an expert
     waiting = begin(pace, 0)
     for _ in range(2):
         clocks.now_s += step_s

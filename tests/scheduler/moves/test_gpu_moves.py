@@ -1,4 +1,4 @@
-"""Experts move between slots of a GPU while the model serves: verified, switched by one number each, equal bits after."""
+"""Experts move between slots of a GPU while the model serves: verified, switched by one number each, with equal bits."""
 
 import queue
 from pathlib import Path
@@ -22,14 +22,14 @@ STEPS = [[Part(0, 0, 6)], [Part(0, 6, 7)]]
 
 
 class Moved(NamedTuple):
-    """Logits before and after a move, what the tensors of a slot are, and what the relocation said."""
+    """Logits before and after a move, the tensors of a slot, and the report of the relocation."""
 
     before: np.ndarray
     after: np.ndarray
     states: list[MoveState]
-    follows: bool  # the slot holds all of the expert that the new placement has there
-    names: set[str]  # of what belongs to an expert's weight
-    is_spoiled: bool  # damaged experts give other logits: the comparison sees them
+    follows: bool  # the slot holds all tensors of its expert in the new placement
+    names: set[str]  # names of the tensors of an expert's weight
+    is_spoiled: bool  # control: damaged experts change the logits
 
 
 def move(directory: Path, sequence: list[int]) -> Moved:
@@ -62,13 +62,13 @@ def move(directory: Path, sequence: list[int]) -> Moved:
 
 
 def check_move(directory: Path, interpreter: RankPool) -> Moved:
-    """Move, and compare."""
+    """Move experts and compare."""
     generator = torch.Generator().manual_seed(2)
     sequence = torch.randint(3, VOCABULARY, (7,), generator=generator).tolist()
     moved: Moved = interpreter.run(move, directory, sequence, timeout_s=400.0)[0]
     assert moved.states == [MoveState.VERIFIED, MoveState.SERVING]
     assert moved.follows and np.array_equal(moved.before, moved.after)
-    assert moved.is_spoiled, "the comparison sees no change"
+    assert moved.is_spoiled, "the comparison does not detect damaged experts"
     return moved
 
 

@@ -1,4 +1,4 @@
-"""Quantised experts move with their scales: equal bits while they do, and a flipped bit of a scale never serves."""
+"""Quantised experts move with their scales: bits stay equal during moves, and a flipped bit of a scale never serves."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ PUBLISHED = ("ModelOpt NVFP4", "GPTQ's second format, symmetric")  # with second
     params=["mxfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp8", *PUBLISHED))],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quantised checkpoint."""
+    """Return a quantised checkpoint."""
     directory = tmp_path_factory.mktemp("checkpoint")
     if request.param in PUBLISHED:
         write_published(request.param, directory)
@@ -44,7 +44,7 @@ def test_quantised_experts_move_whole_and_answers_keep_their_bits(checkpoint: Pa
 
 
 def flipping(directory: Path) -> tuple[MovedRank, bool, int]:
-    """Serve while a move begins in which rank 0's scales arrive with a flipped bit."""
+    """Serve while a move starts in which a bit of rank 0's scales is flipped in transit."""
     built = build_with_copies(directory, 6)
     before, start = slot_digests(built), built.relocation.placement
     scales = read_slot(built.model.layers[0], 0).tensors()["up_scales"]
@@ -69,5 +69,5 @@ def test_a_flipped_bit_of_a_scale_never_serves(checkpoint: Path, pool_of: PoolOf
     assert flipped == 1, "no scales were sent"
     assert receiver.states() == [(1, MoveState.FAILED)]
     assert receiver.reports[0].cause is Cause.CHECK_SUM
-    assert sender_same and receiver_same, "slots and placement are those from before the move"
+    assert sender_same and receiver_same, "slots or placement differ from those before the move"
     assert {key: rows for moved in (sender, receiver) for key, rows in answers(moved).items()} == wanted

@@ -1,4 +1,4 @@
-"""Experts move while requests are served: equal bits, whole placements, and nothing unverified ever serves."""
+"""Experts move while requests are served: bits stay equal, placements are complete, and only verified experts serve."""
 
 import os
 import queue
@@ -56,7 +56,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def slot_digests(built: Any) -> list[list[bytes]]:
-    """The check sums of all of this rank's slots."""
+    """Return the checksums of all slots of this rank."""
     return [
         [digest(read_slot(layer, slot).tensors()) for slot in range(layer.up.num_slots)]
         for layer in built.model.layers
@@ -66,7 +66,7 @@ def slot_digests(built: Any) -> list[list[bytes]]:
 def fresh_digests(
     directory: Path, placement: Placement, rank: int, **settings: Any
 ) -> list[list[bytes | None]]:
-    """What a rank's slots must hold by the checkpoint: one rank loads all experts."""
+    """Return the checksums of a rank's slots from the checkpoint: one rank loads all experts."""
     whole = build(directory, rank=0, world_size=1, max_model_len=160, **settings)
     return [
         [None if expert < 0 else digest(read_slot(layer, expert).tensors()) for expert in row]
@@ -75,7 +75,7 @@ def fresh_digests(
 
 
 def moving(directory: Path, count: int, settings: dict[str, Any]) -> tuple[MovedRank, bool]:
-    """Serve while going through placements; says whether every slot holds the checkpoint's bytes at the end."""
+    """Serve while moving through placements. Return also whether every slot holds the checkpoint's bytes at the end."""
     built = build_with_copies(directory, 6, **settings)
     wanted = targets(built.relocation.placement, count)
     moved = Moves(built, wanted).serve(own_share(requests()), own_share(requests()))
@@ -104,7 +104,7 @@ def test_answers_keep_their_bits_while_experts_move_again_and_again(
         assert moved.states() == [(v, state) for v in (1, 2, 3, 4) for state in (VERIFIED, SERVING)]
     assert len({moved.digest for moved, _ in parts}) == 1
     switched = [[r.step for r in moved.reports if r.state is SERVING] for moved, _ in parts]
-    assert all(steps == switched[0] for steps in switched), "all ranks switch at the same step"
+    assert all(steps == switched[0] for steps in switched), "ranks switched at different steps"
     assert sum(report.num_bytes for moved, _ in parts for report in moved.reports) > 0
 
 
@@ -124,12 +124,12 @@ def test_thirty_rebalances_under_load_change_no_token_and_lose_no_request(
 
 
 def own_ids(moved: MovedRank) -> set[str]:
-    """The requests that a rank served."""
+    """Return the requests that a rank served."""
     return {output.request_id for output in moved.served.outputs}
 
 
 def flipping_second(data: torch.Tensor, sent: list[int]) -> torch.Tensor:
-    """Turn one bit over of the second message of more than 2 KiB."""
+    """Flip one bit of the second message of more than 2 KiB."""
     if len(data) > 2048:
         sent.append(len(data))
         if len(sent) == 2:
@@ -139,7 +139,7 @@ def flipping_second(data: torch.Tensor, sent: list[int]) -> torch.Tensor:
 
 
 def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
-    """Let something go wrong once in what rank 0 sends."""
+    """Corrupt one message of rank 0."""
     if torch.distributed.get_rank() != 0:
         return
     if how == "flipped bit":
@@ -158,7 +158,7 @@ def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
         with pytest.MonkeyPatch.context() as brief:
             if how == "missing tensor":
                 brief.setattr(ExpertWeights, "tensors", lacking)
-            else:  # sound bytes with a sound check sum, of another expert
+            else:  # correct bytes with a correct checksum, but of another expert
                 tried = true_read(place.layer, slot)
                 brief.setattr(
                     expert_transfer, "read_slot", lambda layer, _slot: true_read(layer, (slot + 1) % 6)
@@ -172,7 +172,7 @@ def spoil(built: Any, how: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
-    """Serve while a first move is spoilt and a second one is not."""
+    """Serve while a first move is corrupted and a second one is not."""
     built = build_with_copies(directory, 6)
     before, start = slot_digests(built), built.relocation.placement
     spoilt, sound = targets(start, 1)[0], targets(start, 2)[1]
@@ -180,7 +180,7 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
         spoil(built, how, patch)
         moves = Moves(built, [spoilt], doomed=[1])
         moved = moves.serve(own_share(requests()))
-        moves.wait_for_end(1)  # a rank that has nothing to do ends all ranks' serving
+        moves.wait_for_end(1)  # an idle rank ends serving on all ranks
     unchanged = slot_digests(built) == before and moved.digest == start.digest()
     built.relocation._channel = getattr(built.relocation._channel, "channel", built.relocation._channel)
     reason = next((r.reason for r in moved.reports if r.state is FAILED), "")
@@ -206,7 +206,7 @@ def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
     wanted = answers(MovedRank(serve(alone, requests(), requests())))
     parts = pool_of(2).run(failing, checkpoint, how)
     assert {key: rows for moved, _, _ in parts for key, rows in answers(moved).items()} == wanted
-    assert all(unchanged for _, unchanged, _ in parts), "slots and placement are those from before the move"
+    assert all(unchanged for _, unchanged, _ in parts), "slots or placement differ from those before the move"
     assert parts[0][0].states() == [(1, VERIFIED), (1, DROPPED)]
     assert parts[1][0].states() == [(1, FAILED)]
     assert parts[1][0].reports[0].cause is cause
@@ -214,7 +214,7 @@ def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
 
 
 def buggy(directory: Path) -> tuple[MovedRank, bool]:
-    """Serve while a bug of rank 0's mover ends a first move amid a transfer, and a second one is tried."""
+    """Serve while a bug in rank 0's mover ends a first move during a transfer. Then try a second move."""
     built = build_with_copies(directory, 6)
     before, start = slot_digests(built), built.relocation.placement
     true_read = read_slot
@@ -249,7 +249,7 @@ def test_a_bug_amid_a_transfer_drops_the_change_on_all_ranks_and_serving_goes_on
 
 
 def tripping() -> list[tuple[int, MoveState, Cause, str]]:
-    """Let the mover fail after all transfers, where nobody waits; later changes are as good as ever."""
+    """Let the mover fail after all transfers, when no rank waits. Later changes must work."""
     start, reports = linear_placement(1, 4, 1), queue.Queue[PlacementReport]()
     alone = relocation.Relocation(0, start, [], NoPeers(), Pace(1 << 20))
     alone.on_report = reports.put
@@ -264,7 +264,7 @@ def tripping() -> list[tuple[int, MoveState, Cause, str]]:
 
 
 def test_the_thread_that_moves_is_made_ready_before_it_moves_anything() -> None:
-    """On a GPU its kernels are launched on the device that is the thread's own, which is the first one if nobody says."""
+    """On a GPU, kernels are launched on the current device of the thread, which is the first one by default."""
     start, seen = linear_placement(1, 4, 1), queue.Queue[str]()
     alone = relocation.Relocation(
         0, start, [], NoPeers(), Pace(1 << 20), enter_thread=lambda: seen.put(threading.current_thread().name)
@@ -274,7 +274,7 @@ def test_the_thread_that_moves_is_made_ready_before_it_moves_anything() -> None:
     assert [seen.get(timeout=30) for _ in range(2)] == ["expert-mover", "VERIFIED"]
 
 
-@pytest.mark.usefixtures("checkpoint")  # in its turn, before a test ends the pool
+@pytest.mark.usefixtures("checkpoint")  # in order, before a test ends the pool
 def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> None:
     for first, second in pool_of(2).run(tripping):
         assert first[:3] == (1, FAILED, Cause.BUG) and "IndexError" in first[3]
@@ -282,7 +282,7 @@ def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> 
 
 
 def dying(directory: Path) -> tuple[str, bool, list[tuple[int, MoveState]]]:
-    """Serve, and begin a move in which rank 1 dies; the survivor says what became of its slots and placement."""
+    """Serve and start a move in which rank 1 dies. The survivor reports the state of its slots and placement."""
     built = build_with_copies(directory, 6, timeout_s=5.0)
     before, start = slot_digests(built), built.relocation.placement
     received = count(1)

@@ -1,4 +1,4 @@
-"""Where experts start: evenly, with redundant copies, or as a file says; and the mistakes that are refused."""
+"""First placement of experts: even, with redundant copies, or from a file; and mistakes that are rejected."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.support.placement.placements import random_placement
 
 
 def start(layers: int, experts: int, ranks: int, redundant: int = 0, file: Path | None = None) -> Placement:
-    """All ranks on one host."""
+    """Return the first placement with all ranks on one host."""
     eplb = EplbConfig(num_redundant_experts=redundant)
     return start_placement(layers, experts, ranks, eplb=eplb, hosts=("one",) * ranks, file=file)
 
@@ -69,7 +69,7 @@ def test_a_file_that_is_not_there_is_refused_by_its_name(tmp_path: Path) -> None
 
 
 def agreed(seeds: list[int]) -> str:
-    """Check one placement per rank; returns what was said."""
+    """Check one placement per rank. Return the message."""
     placement = random_placement(2, 8, dist.get_world_size(), 6, seed=seeds[dist.get_rank()])
     try:
         check_agreed(placement, dist.group.WORLD)

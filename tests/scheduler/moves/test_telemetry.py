@@ -1,4 +1,4 @@
-"""A rank's load reports: what they add up to over real steps on two ranks, when they are due, what they cost to send."""
+"""A rank's load reports: their totals over real steps on two ranks, when they are due, and their cost."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class FakeDispatcher:
         self.world_size, self.waits = world_size, Waits(2_000_000_000, 500_000_000, 100_000_000)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
-        """Bytes by dispatches and combines."""
+        """Return bytes by dispatches and combines."""
         return [0, 7], [0, 9]
 
 
@@ -49,12 +49,12 @@ def test_a_report_is_due_after_a_while_or_before_a_sleep_and_only_if_steps_ran()
     reporter, runner, _ = telemetry()
     assert reporter.is_due(5.0)
     reporter.report(1, 0, 5.0)
-    assert not reporter.is_due(99.0), "nothing ran since"
+    assert not reporter.is_due(99.0), "no step ran since the last report"
     runner.num_steps = 1
     assert not reporter.is_due(5.0 + 0.9 * REPORT_EVERY_S)
     assert reporter.is_due(5.0 + 0.1, is_sleeping=True)
     runner.num_steps = 0
-    assert reporter.is_due(5.0, is_sleeping=True), "so that the front knows that it has everything"
+    assert reporter.is_due(5.0, is_sleeping=True), "a rank must report before it sleeps"
     runner.num_steps = 1
     assert reporter.is_due(5.0 + REPORT_EVERY_S)
 
@@ -73,9 +73,9 @@ def test_a_report_says_what_was_counted() -> None:
     assert report.between_steps_s == pytest.approx(0.25)
     of_prefill = report.prefill_steps, report.prefill_experts_s, report.prefill_step_s
     assert of_prefill == pytest.approx((2, 0.125, 1.0))
-    assert report.counts[1, 0, 3] == 5, "modulo 2^32"
+    assert report.counts[1, 0, 3] == 5, "counters wrap at 2^32"
     counts.table += 1
-    assert report.counts[0, 0, 0] == 0, "a report is a copy"
+    assert report.counts[0, 0, 0] == 0, "a report must be a copy"
 
 
 def test_all_ranks_together_send_a_bounded_number_of_bytes_a_second() -> None:

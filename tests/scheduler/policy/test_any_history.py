@@ -1,4 +1,4 @@
-"""Whatever happens around a request, it gets what it would get alone, once, and every block comes back."""
+"""Under any events, a request gets its output as if alone, exactly once, and every block is returned."""
 
 import random
 
@@ -17,13 +17,13 @@ CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
 
 
 def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len: int) -> None:
-    """Exactly one end; the tokens alone would give, or the first of them where the request was cut short."""
+    """Check for exactly one end, and for the tokens of a request served alone, or a prefix of them if it was cut short."""
     assert [one.finish_reason is not None for one in outputs].count(True) == 1
     tokens = [token for one in outputs for token in one.token_ids]
     of_prompt = [one.prompt_logprobs for one in outputs if one.token_ids]
     if of_prompt:
         wanted = request.params.num_prompt_logprobs is not None and not request.replayed_ids
-        assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "with the first token, whole"
+        assert of_prompt[0] == (prompt_logprobs_of(request) if wanted else []), "due with the first token"
         assert not any(of_prompt[1:])
     if len(request.prompt_ids) > max_model_len:
         assert (tokens, outputs[-1].finish_reason) == ([], FinishReason.ERROR)
@@ -36,7 +36,7 @@ def check_outcome(request: Request, outputs: list[RequestOutput], max_model_len:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, aborts, deadlines, steps planned up to two ahead, in every order."""
+    """Arrivals, aborts, deadlines and steps planned up to two ahead, in any order."""
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -157,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[which % len(self.requests)]
         output = self.rank.scheduler.withdraw(request.request_id)
         if output is not None and output.is_returned:
-            assert request.request_id not in self.rank.outputs, "something was done for it"
+            assert request.request_id not in self.rank.outputs, "a returned request has outputs"
             self.rank.scheduler.add(request)
 
     @rule(passed_s=st.integers(1, 6))
@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rank"):
             return
         self.rank.drain()
-        assert self.guesses is None or not self.guesses.known, "ended requests are remembered"
+        assert self.guesses is None or not self.guesses.known, "ended requests were not forgotten"
         for request in self.requests:
             check_outcome(request, self.rank.outputs[request.request_id], self.max_model_len)
 
@@ -218,4 +218,4 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
             check_outcome(request, rank.outputs[request.request_id], 60)
         num_preemptions += scheduler.stats.num_preemptions
         num_hits += scheduler.stats.prefix_hit_tokens
-    assert num_preemptions > 20 and num_hits > 1000, "the runs were not under the pressure that they test"
+    assert num_preemptions > 20 and num_hits > 1000, "the runs had too few preemptions or cache hits"

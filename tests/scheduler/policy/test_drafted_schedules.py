@@ -1,4 +1,4 @@
-"""Ten thousand schedules of accepted and rejected drafts: each request gets what it gets alone, and nothing leaks."""
+"""Ten thousand schedules of accepted and rejected drafts: each request gets its output as if alone, and nothing leaks."""
 
 import random
 
@@ -14,7 +14,7 @@ from tests.support.models.fake_model import VOCABULARY, FakeRank
 
 
 def run_schedule(seed: int) -> Guesses:
-    """Serve a handful of requests under pressure, with drafts; every rule is checked on the way."""
+    """Serve a few requests under pressure with drafts. Every rule is checked at each step."""
     rng = random.Random(seed)
     block_tokens, num_blocks = rng.choice([1, 2, 4]), rng.randint(8, 20)
     most_seqs, num_drafts = rng.randint(1, 4), rng.randint(1, 6)
@@ -51,7 +51,7 @@ def run_schedule(seed: int) -> Guesses:
             output = scheduler.abort(rng.choice(requests).request_id)
             rank.collect([output] if output else [])
     rank.drain()
-    assert not guesses.known, "ended requests are remembered"
+    assert not guesses.known, "ended requests were not forgotten"
     for request in requests:
         check_outcome(request, rank.outputs[request.request_id], length)
     return guesses
@@ -63,11 +63,11 @@ def run_schedule(seed: int) -> Guesses:
 def test_any_schedule_of_drafts_gives_each_request_what_it_gets_alone(first: int) -> None:
     guesses = [run_schedule(seed) for seed in range(first, first + 1000)]
     tried, accepted = sum(each.num_tried for each in guesses), sum(each.num_accepted for each in guesses)
-    assert 0.3 * tried < accepted < 0.9 * tried and tried > 5000, "drafts were not accepted and rejected"
+    assert 0.3 * tried < accepted < 0.9 * tried and tried > 5000, "too few drafts were accepted or rejected"
 
 
 def test_a_token_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a scheduler that keeps a draft that was not sampled."""
+    """Control: a scheduler keeps a draft that was not sampled."""
     take = Scheduler._take
 
     def keeps_drafts(self: Scheduler, item, drawn):  # type: ignore[no-untyped-def]

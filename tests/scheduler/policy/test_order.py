@@ -1,4 +1,4 @@
-"""Who begins first, who is preempted first, and that nobody is forgotten."""
+"""Order of starts and preemptions, and absence of starvation."""
 
 import random
 from collections import Counter
@@ -10,13 +10,13 @@ from tests.support.models.fake_model import FakeRank
 
 
 def begun_in(rank: FakeRank, *, most_steps: int = 2000) -> list[str]:
-    """Run to the end; returns who began, in order."""
+    """Run to the end. Return the requests in the order of their start."""
     begun: dict[str, None] = {}
     for _ in range(most_steps):
         if not rank.scheduler.has_work:
             return list(begun)
         begun |= dict.fromkeys(name for name, start, *_ in step(rank) if start == 0)
-    raise AssertionError("it does not come to an end")
+    raise AssertionError("the scheduler does not finish")
 
 
 def test_requests_of_one_priority_begin_in_order_of_arrival() -> None:
@@ -53,11 +53,11 @@ def test_the_least_urgent_is_preempted_though_it_began_first_and_comes_back_befo
     seen: list[list[str]] = []
     while rank.scheduler.has_work:
         seen.append([name for name, *_ in step(rank)])
-    assert rank.scheduler.stats.num_preemptions == 1, "blocks ran out once"
+    assert rank.scheduler.stats.num_preemptions == 1, "blocks must run out exactly once"
     without = next(place for place, names in enumerate(seen) if "a" not in names)
-    assert set(seen[without]) == {"b", "c"}, "the one that began first is the least urgent"
+    assert set(seen[without]) == {"b", "c"}, "the preempted one must be the least urgent"
     returned = next(place for place, names in enumerate(seen) if place > without and "a" in names)
-    assert not any("d" in names for names in seen[:returned]), "its client is in the middle of an answer"
+    assert not any("d" in names for names in seen[:returned]), "an interrupted answer comes first"
     assert all(rank.end_of(name) is FinishReason.LENGTH for name in "abcd")
 
 
@@ -70,7 +70,7 @@ def test_one_that_wants_many_blocks_is_not_passed_by_small_ones_for_ever() -> No
     for number in range(30):
         rank.scheduler.add(request_of(f"s{number}", 2, max_tokens=2))
     begun = [name for name in begun_in(rank) if name not in "abc"]
-    assert begun[0] == "L" and len(begun) == 31, "small ones that came later wait for it"
+    assert begun[0] == "L" and len(begun) == 31, "small requests that came later must wait for it"
 
 
 def test_a_key_s_flood_leaves_another_key_the_next_place() -> None:
@@ -80,7 +80,7 @@ def test_a_key_s_flood_leaves_another_key_the_next_place() -> None:
     step(rank)
     rank.scheduler.add(request_of("b", 4, key_id="other"))
     begun = begun_in(rank)
-    assert begun.index("b") <= 2, "who runs already is not stopped for it"
+    assert begun.index("b") <= 2, "running requests must not be stopped for it"
 
 
 def test_a_key_that_was_away_has_no_credit_for_it() -> None:
@@ -126,7 +126,7 @@ def test_lower_priorities_go_before_keys_that_were_served_less() -> None:
 
 
 def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_takes() -> None:
-    """The paper's bound, with what requests that run at once take in all: preempted ones go on beside the counters."""
+    """The paper's bound, for the total of all requests that run at once: resumed ones are not charged to the counters."""
     widest = 0
     for seed in range(6):
         rng = random.Random(seed)
@@ -137,7 +137,7 @@ def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_tak
         prompts, served, added = dict[str, int](), Counter[str](), Counter[str]()
         for _ in range(200):
             for key, (prompt, output) in sizes.items():
-                while sum(name[0] == key for name in prompts) <= seqs:  # both always have some waiting
+                while sum(name[0] == key for name in prompts) <= seqs:  # both always have waiting ones
                     name = f"{key}{added[key]}"
                     prompts[name] = rng.randint(1, prompt)
                     rank.scheduler.add(
@@ -145,11 +145,11 @@ def test_of_two_keys_that_wait_none_is_ahead_by_more_than_twice_what_a_batch_tak
                     )
                     added[key] += 1
             for name, start, _, samples in step(rank):
-                begins = start == 0  # for the first time: what runs anew after a preemption is not charged
+                begins = start == 0  # first start only: rerun prompts after a preemption are not charged
                 served[name[0]] += (prompts.pop(name, 0) if begins else 0) + OUTPUT_WEIGHT * samples
             widest = max(widest, abs(served["p"] - served["q"]))
             assert abs(served["p"] - served["q"]) <= 2 * most
-    assert widest > 20, "the schedules are even by themselves"
+    assert widest > 20, "the schedules are even without the rule"
 
 
 def test_nobody_starves_whatever_comes_later() -> None:
@@ -172,7 +172,7 @@ def test_nobody_starves_whatever_comes_later() -> None:
             key: [begun_at[n] - at for n, at in added_at.items() if n[0] == key and n in begun_at]
             for key in "abc"
         }
-        assert max(waits["a"]) > 100, "one key asks for more than there is"
-        assert max(waits["b"] + waits["c"]) < 60, "the others wait their turn only"
+        assert max(waits["a"]) > 100, "one key must request more than the capacity"
+        assert max(waits["b"] + waits["c"]) < 60, "the others must wait for their turn only"
         rank.drain()
         assert all(rank.end_of(name) is FinishReason.LENGTH for name in added_at)

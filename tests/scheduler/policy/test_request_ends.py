@@ -1,4 +1,4 @@
-"""How requests end in the local scheduler, and when their prompts' logprobs are delivered."""
+"""How requests end in the local scheduler, and when prompt logprobs are delivered."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tests.support.models.fake_model import prompt_logprobs_of, serve_alone
 
 
 def position_of_first_new_token(prompt: tuple[int, ...], most: int) -> tuple[int, int]:
-    """A token that greedy output first has at index >= 2, and that index."""
+    """Return a token that greedy output has first at index >= 2, and that index."""
     output, _ = serve_alone(request_of("x", prompt, max_tokens=most), 64)
     for index in range(2, most):
         if output[index] not in output[:index]:
@@ -32,7 +32,7 @@ def test_a_stop_token_among_the_first_min_tokens_does_not_end_the_request() -> N
     prompt = (1, 2, 3, 4, 5)
     token, index = position_of_first_new_token(prompt, 20)
     ends = []
-    for min_tokens in (index, index + 1):  # as many before it as asked for; one too few
+    for min_tokens in (index, index + 1):  # as many tokens before it as required, then one too few
         rank = rank_of()
         rank.scheduler.add(
             request_of("a", prompt, max_tokens=20, stop_token_ids=(token,), min_tokens=min_tokens)
@@ -51,7 +51,7 @@ def test_cached_tokens_of_a_replayed_request_come_with_its_first_new_token() -> 
     rank.scheduler.add(again)
     assert step(rank) == [("b", 8, 2, True)]
     rank.drain()
-    # Prompt tokens only: the second cached block ends with two replayed ones.
+    # Prompt tokens only: the second cached block ends with two replayed tokens.
     assert [output.num_cached_tokens for output in rank.outputs["b"]] == [6, 0, 0, 0, 0]
 
 
@@ -90,7 +90,7 @@ def test_abort_during_a_step_keeps_the_blocks_until_its_commit() -> None:
     assert rank.plan().items == [], "b must not get blocks that the running step writes"
     rank.finish()
     assert rank.pool.num_free == rank.pool.num_blocks
-    assert "a" not in rank.outputs, "commit says nothing more of a request that ended"
+    assert "a" not in rank.outputs, "commit must return no output of an ended request"
     rank.drain()
     assert rank.end_of("b") is FinishReason.LENGTH
 
@@ -135,7 +135,7 @@ def test_logprobs_are_delivered_with_their_tokens() -> None:
 
 
 def scoring(request: Request) -> Request:
-    """The same, with its prompt's logprobs wanted."""
+    """Return the request with prompt logprobs."""
     return replace(request, params=replace(request.params, num_prompt_logprobs=0))
 
 
@@ -149,10 +149,10 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_although_it_is_cached() 
     rank.drain()
     assert rank.outputs["b"][0].prompt_logprobs == prompt_logprobs_of(again)
     assert rank.outputs["b"][0].num_cached_tokens == 0
-    assert rank.scheduler.stats.prefix_query_tokens == queried, "what is not looked up is no miss"
+    assert rank.scheduler.stats.prefix_query_tokens == queried, "a prefix that is not looked up is no miss"
     rank.scheduler.add(replace(request_of("a", 13, max_tokens=1), request_id="c"))
     rank.drain()
-    assert rank.outputs["c"][0].num_cached_tokens == 12, "others find it as before"
+    assert rank.outputs["c"][0].num_cached_tokens == 12, "other requests must still hit the prefix"
 
 
 def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
@@ -161,10 +161,10 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again() -> None:
     step(rank)
     second = scoring(request_of("b", 14, max_tokens=2))
     rank.scheduler.add(second)
-    while not rank.scheduler.stats.num_preemptions:  # a token of it at a time, while the other grows
+    while not rank.scheduler.stats.num_preemptions:  # b gets one token per step, while a grows
         step(rank, prefill_budget=1)
-        assert "b" not in rank.outputs, "it was to be preempted in the middle of its prompt"
+        assert "b" not in rank.outputs, "it must be preempted in the middle of its prompt"
     assert rank.num_scored > 4
     rank.drain()
     assert rank.outputs["b"][0].prompt_logprobs == prompt_logprobs_of(second)
-    assert rank.num_scored == 13, "each once"
+    assert rank.num_scored == 13, "each prompt token must be scored once"

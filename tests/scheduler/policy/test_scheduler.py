@@ -1,4 +1,4 @@
-"""The local scheduler, rule by rule: order, budgets, seats, refusals, planning ahead, prefixes, preemption."""
+"""The local scheduler, rule by rule: order, budgets, seats, rejections, planning ahead, prefixes, preemption."""
 
 import random
 from dataclasses import replace
@@ -158,7 +158,7 @@ def test_commit_refuses_a_wrong_number_of_tokens_and_a_wrong_order() -> None:
 
 
 def test_the_next_step_knows_how_many_tokens_of_prompts_wait() -> None:
-    """At most a step's; what is left of a prompt that runs, then those that wait."""
+    """At most the tokens of one step: first the rest of a running prompt, then waiting ones."""
     rank = rank_of(batched=16)
     seen = [rank.scheduler.next_step.num_prefill]
     for request_id, length in (("a", 5), ("b", 9), ("c", 40)):
@@ -182,7 +182,7 @@ def test_who_waits_for_a_seat_or_for_blocks_is_no_prompt_of_the_next_step() -> N
         coming = rank.scheduler.next_step
         seen.append((coming.has_prefill, coming.num_prefill))
         rank.finish()
-    assert seen == [(False, 0)] * 3 + [(True, 4), (False, 0)], "the last token of b is known to be its last"
+    assert seen == [(False, 0)] * 3 + [(True, 4), (False, 0)], "the last token of b must be known as last"
     full = rank_of(8, seqs=4, length=32, caching=False)
     full.scheduler.add(request_of("a", 20, max_tokens=9))
     step(full)
@@ -276,13 +276,13 @@ def test_a_preempted_sequence_goes_before_those_that_never_ran_and_reuses_its_ca
             starts[request_id] += [start] if num_tokens > 1 else []
     assert rank.scheduler.stats.num_preemptions > 0
     assert admitted == ["a", "b", "c"]
-    assert starts["b"][1] > 0, "its prefix was still cached when it came back"
+    assert starts["b"][1] > 0, "its prefix must still be cached when it resumes"
 
 
 def test_admission_leaves_a_block_free_for_every_running_sequence() -> None:
     rank = rank_of(6, length=24)
-    rank.scheduler.add(request_of("a", 11))  # three blocks, one row to spare
-    rank.scheduler.add(request_of("b", 11))  # three blocks are left, but one is a's
+    rank.scheduler.add(request_of("a", 11))  # three blocks with one free row
+    rank.scheduler.add(request_of("b", 11))  # three blocks are left, but one is for a
     rank.scheduler.add(request_of("c", 4))  # would fit, but came later
     assert step(rank) == [("a", 0, 11, True)]
     rank.scheduler.abort("b")
@@ -300,13 +300,13 @@ def test_a_newcomer_is_not_starved_by_a_steady_stream_of_others() -> None:
         step(rank)
         if rank.outputs.get("late"):
             return
-    raise AssertionError("a long prompt waited for ever behind short ones that arrived later")
+    raise AssertionError("a long prompt starved behind short ones that arrived later")
 
 
 def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its cost must not depend on the prompt's length: all ranks pay it in lock-step."""
+    """The cost must not depend on the prompt's length: all ranks pay it in lock-step."""
     num_hashes = 0
     key = PrefixIndex._key
 
@@ -321,7 +321,7 @@ def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_ste
     step(rank)
     rank.scheduler.add(
         request_of("b", (*shared, *range(7)) * 2, max_tokens=2)
-    )  # 15 blocks of its 34 are held
+    )  # 15 of its 34 blocks are held
     step(rank)
     monkeypatch.setattr(PrefixIndex, "_key", counted)
     waits = []
@@ -331,12 +331,12 @@ def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_ste
         published = sum((start + length) // 4 - start // 4 for _, start, length, _ in items)
         waits.append(num_hashes - before - published)
     assert len(waits) > 20 and max(waits[:-1]) <= 2, (
-        "the plan and the look ahead each look at what could have become held"
+        "plan and look-ahead may each check one block that could have become cached"
     )
 
 
 def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
-    """The remembered look and the one it stands for, whatever is published, evicted and ended meanwhile."""
+    """Compare the remembered lookup with a full one, whatever blocks are published, evicted and freed."""
     num_waits = num_starts = 0
     for seed in range(30):
         rng = random.Random(seed)
@@ -362,7 +362,7 @@ def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
 
 
 def would_fit(pool: BlockPool, sequence: Sequence, num_spare_blocks: int) -> bool:
-    """Share all that is cached and count, as long prompts cannot afford in every step."""
+    """Share all cached blocks and count, which is too slow for long prompts in every step."""
     matched = pool.match(sequence.token_ids[:-1])
     pool.share(matched)
     fits = pool.blocks_for(len(sequence.token_ids)) - len(matched) + num_spare_blocks <= pool.num_free

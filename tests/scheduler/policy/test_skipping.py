@@ -1,4 +1,4 @@
-"""Steps that are skipped leave a scheduler as it would be had they been run, but for the numbers of blocks."""
+"""Skipped steps leave a scheduler in the state that running them would, apart from block numbers."""
 
 import random
 from collections import Counter
@@ -33,7 +33,7 @@ def _requests(seed: int) -> list[Request]:
 
 
 class _Run:
-    """Requests that come at certain steps, served with or without skipping."""
+    """Requests that arrive at given steps, served with or without skipping."""
 
     def __init__(self, seed: int, caching: bool, *, skips: bool) -> None:
         self.pool, self.scheduler = _scheduler(caching)
@@ -85,8 +85,8 @@ def test_skipped_steps_end_requests_when_steps_that_run_do(caching: bool) -> Non
         assert Counter(reason for _, reason in fast.ends.values()) == {FinishReason.LENGTH: 12}
         skipped += fast.num_skipped
         preempted += fast.scheduler.stats.num_preemptions
-    assert skipped > 1000, "there was something to skip"
-    assert preempted > 0, "blocks ran out in some runs"
+    assert skipped > 1000, "no steps were skipped"
+    assert preempted > 0, "blocks must run out in some runs"
 
 
 def test_nothing_is_skipped_while_a_prompt_runs_or_something_could_begin() -> None:
@@ -94,8 +94,8 @@ def test_nothing_is_skipped_while_a_prompt_runs_or_something_could_begin() -> No
     assert scheduler.num_plain_steps == 0
     for request in _requests(0)[:2]:
         scheduler.add(request)
-    assert scheduler.num_plain_steps == 0, "one that waits could begin"
+    assert scheduler.num_plain_steps == 0, "a waiting request could start"
     batch = scheduler.schedule(prefill_budget=1)
     assert scheduler.num_plain_steps == 0, "a batch is in flight"
     scheduler.commit(batch, [], [])
-    assert scheduler.num_plain_steps == 0, "a prompt is half done"
+    assert scheduler.num_plain_steps == 0, "a prompt is unfinished"

@@ -1,4 +1,4 @@
-"""What --speculative-config accepts, and what it says of the rest."""
+"""Values that --speculative-config accepts, and its messages for all others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Rules for single tokens against a slow oracle that goes by their definitions."""
+"""Rules for single tokens against a slow oracle that follows their definitions."""
 
 import math
 
@@ -18,7 +18,7 @@ TOKENS = st.lists(TOKEN, max_size=4, unique=True).map(tuple)
 def applied(
     params: SamplingParams, output_ids: tuple[int, ...] = (), prompt_ids: tuple[int, ...] = (0,)
 ) -> list[float]:
-    """A flat row after the rules."""
+    """Return a flat row after the rules."""
     rules = TokenRules.of(params)
     logits_V = np.arange(VOCABULARY, dtype=np.float32)
     if rules is not None:
@@ -30,13 +30,13 @@ def applied(
 def left(
     params: SamplingParams, output_ids: tuple[int, ...] = (), prompt_ids: tuple[int, ...] = (0,)
 ) -> set[int]:
-    """The tokens that may be sampled."""
+    """Return the tokens that may be sampled."""
     values = applied(params, output_ids, prompt_ids)
     return {token for token, value in enumerate(values) if value > -math.inf}
 
 
 def oracle(params: SamplingParams, output_ids: tuple[int, ...]) -> set[int]:
-    """The tokens that may be sampled, rule by rule, each giving way where it would leave nothing."""
+    """Return the tokens that may be sampled, rule by rule. A rule that would leave no token does not apply."""
     may = set(range(VOCABULARY))
     bad = {
         word[-1]
@@ -79,7 +79,7 @@ def test_what_may_be_sampled_is_what_the_definitions_say(
 
 def test_a_bad_word_that_the_prompt_begins_is_not_one() -> None:
     params = SamplingParams(max_tokens=9, bad_words=((3, 4),))
-    assert 4 in left(params, (), prompt_ids=(1, 3)), "as in vLLM: words are made of generated tokens"
+    assert 4 in left(params, (), prompt_ids=(1, 3)), "as in vLLM, bad words match generated tokens only"
     assert 4 not in left(params, (3,), prompt_ids=(1,))
 
 
@@ -92,7 +92,7 @@ def test_biases_are_added_and_bring_nothing_back() -> None:
 
 
 def test_ids_past_the_logits_do_no_harm() -> None:
-    """A tokenizer may know more tokens than the model has logits."""
+    """A tokenizer may have more tokens than the model has logits."""
     params = SamplingParams(
         max_tokens=9,
         min_tokens=1,

@@ -1,4 +1,4 @@
-"""Sampling where a GPU's model computes, on CPU tensors: the CPU sampler's tokens and logprobs, with one read a step."""
+"""Sampling on a GPU model's device, on CPU tensors here: the CPU sampler's tokens and logprobs, with one read per step."""
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ RULED: list[dict[str, object]] = [
 
 @dataclass
 class EvenIds:
-    """A structure that allows even ids only."""
+    """A structure that allows only even ids."""
 
     has_ended: bool = False
     failure: str | None = None
@@ -66,8 +66,7 @@ class EvenIds:
     is_late: bool = False
     is_ready: bool = True
 
-    def begin_step(self) -> None:
-        """Nothing is computed."""
+    def begin_step(self) -> None: ...
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         logits_V[1::2] = -np.inf
@@ -80,14 +79,14 @@ class EvenIds:
 
 
 def sequence(output_ids: tuple[int, ...] = (), *, is_structured: bool = False, **params: object) -> Sequence:
-    """A request with prompt 1, 2, 3."""
+    """Return a sequence with prompt 1, 2, 3."""
     made = plain_sequence(output_ids, **params)
     made.matcher = EvenIds() if is_structured else None
     return made
 
 
 def choose(rows: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """Tokens, found without a read."""
+    """Return the tokens, found without a read."""
     made, given = make_plan(sequences, rows.shape[1], CPU), rows.clone()
     with NoReads():
         ids = choose_tokens(given, made)
@@ -96,7 +95,7 @@ def choose(rows: torch.Tensor, sequences: list[Sequence]) -> list[int]:
 
 
 class Both(NamedTuple):
-    """What both samplers gave, and what the host read of the device for one of them."""
+    """Results of both samplers, and the host's reads from the device for one of them."""
 
     ours: Sampled
     wanted: Sampled
@@ -137,7 +136,7 @@ def test_a_row_is_sampled_and_measured_alike_alone_and_in_any_batch(monkeypatch:
 
 
 def test_odd_rows_get_the_tokens_that_they_get_on_the_cpu() -> None:
-    """Equal logits, NaN, infinities, nothing but -inf, and one token that has all the weight."""
+    """Equal logits, NaN, infinities, only -inf, and one token with all the weight."""
     rows = torch.zeros(6, VOCABULARY)
     rows[1, [9, 40]] = float("nan")
     rows[2] = -INFINITE
@@ -184,7 +183,7 @@ def test_any_mix_of_fields_is_the_cpus(seed: int) -> None:
 
 
 def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted() -> None:
-    """All that the second row's rule allows is -inf of the model's own, so that the rule gives way."""
+    """The second row's rule allows only tokens that the model gives -inf, so the rule does not apply."""
     rows = logits(3, seed=6)
     rows[1, [5, 6]] = -INFINITE
     rows[2, 5] = -INFINITE
@@ -198,7 +197,7 @@ def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted() -> 
 
 
 def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next step would overwrite what the device has not copied yet."""
+    """Otherwise the next step would overwrite data that the device has not copied yet."""
     waits: list[int] = []
     monkeypatch.setattr(DeviceSampler, "_wait", lambda _: waits.append(1))
     assert DeviceSampler(CPU).sample(torch.empty(0, VOCABULARY), []) == Sampled([], [])
@@ -231,7 +230,7 @@ TOKENS = [3, 499, 0, 7, 250]
 
 
 def odd_logits() -> torch.Tensor:
-    """Rows with equal logits at the border of the likeliest, both zeros, -inf, and one token that has all the weight."""
+    """Return rows with equal logits at the top-k border, both zeros, -inf, and one token with all the weight."""
     rows = logits(5, seed=8)
     rows[1] = rows[1].round()
     rows[2, ::2], rows[2, 1::2] = 0.0, -0.0
@@ -242,8 +241,8 @@ def odd_logits() -> torch.Tensor:
 
 @pytest.mark.parametrize("with_rank", [False, True])
 def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, with_rank: bool) -> None:
-    """Rows that ask for several numbers of likeliest tokens, or for ids, in another order than they lie in."""
-    monkeypatch.setattr("scheduler.sampling.device_sampler.MOST_ROWS", 2)  # so that rows come in parts
+    """Rows request different numbers of top tokens, or ids, in an order other than that of the batch."""
+    monkeypatch.setattr("scheduler.sampling.device_sampler.MOST_ROWS", 2)  # rows come in several parts
     rows, order = odd_logits(), [4, 1, 0, 3, 2]
     kinds: list[tuple[int, tuple[int, ...]]] = [(9, ()), (40, ()), (2, ()), (20, (3, 2, 499)), (0, ())]
     asked = [LogprobQuery(place, place, *kinds[place]) for place in order]
@@ -251,9 +250,7 @@ def test_numbers_ids_and_ranks_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPa
     assert len(found) == measured_size(asked, VOCABULARY)
     told = read_measured(found, asked, TOKENS, VOCABULARY, with_rank=with_rank)
     for place, each, ours in zip(order, asked, told, strict=True):
-        row = rows[
-            place
-        ].numpy()  # of equal logits the CPU may pick others at the border; here the lower ids are
+        row = rows[place].numpy()  # of equal logits at the border the CPU may pick others; here lower ids win
         ids = each.ids or np.lexsort((np.arange(VOCABULARY), -row))[: each.num_top].tolist()
         wanted: Logprobs = RowLogprobs(row).of(TOKENS[place], 0, ids=ids, with_rank=with_rank)
         assert close(ours, wanted), (ours, wanted)

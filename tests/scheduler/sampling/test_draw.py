@@ -1,4 +1,4 @@
-"""Drawn tokens lie where a full sort of the row says, for every way of leaving tokens out, whoever shares the rows."""
+"""Drawn tokens match a full sort of the row, for every truncation and any other rows in the batch."""
 
 from typing import Any
 
@@ -26,12 +26,12 @@ ROWS = {"as models have": 3.0, "peaked": 12.0, "flat": 0.05}
 
 
 def asked(**fields: Any) -> SamplingParams:
-    """Parameters with a temperature of 1 where none is said."""
+    """Return parameters, with a default temperature of 1."""
     return SamplingParams(**{"max_tokens": 1, "temperature": 1.0, **fields})
 
 
 def intervals(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """What is left of a row, likeliest first (of equal ones the lower id), and where each token's share of [0, 1] ends."""
+    """Return the remaining tokens, likeliest first (lower id on ties), and the end of each token's share of [0, 1]."""
     x = logits_V.astype(np.float64)
     weights = np.exp((x - x.max()) / max(params.temperature, 1e-5))
     order = np.lexsort((np.arange(weights.size), -weights.astype(np.float32)))
@@ -46,8 +46,8 @@ def intervals(logits_V: np.ndarray, params: SamplingParams) -> tuple[np.ndarray,
 
 
 def distance(token: int, uniform: float, logits_V: np.ndarray, params: SamplingParams) -> float:
-    """How far the random number is from the share of the token that was drawn; infinite where it has none."""
-    if not params.top_k and params.top_p >= 1 and params.min_p <= 0:  # a plain row is walked by ids
+    """Return the distance of the random number from the drawn token's share, or infinity if it has none."""
+    if not params.top_k and params.top_p >= 1 and params.min_p <= 0:  # a plain row is walked in order of ids
         x = logits_V.astype(np.float64)
         weights = np.exp((x - x.max()) / max(params.temperature, 1e-5))
         ids, ends = np.arange(weights.size), np.cumsum(weights) / weights.sum()
@@ -64,7 +64,7 @@ def distance(token: int, uniform: float, logits_V: np.ndarray, params: SamplingP
 @pytest.mark.parametrize("shape", ROWS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_token_is_drawn_where_a_full_sort_has_it(way: str, shape: str, size: int) -> None:
-    """Up to rounding: weights are float32, and which of nearly equal ones comes first may differ."""
+    """Up to rounding: weights are float32, and nearly equal tokens may come in another order."""
     generator, params = np.random.default_rng(size), asked(**WAYS[way])
     rows = (generator.standard_normal((6, size)) * ROWS[shape]).astype(np.float32)
     seeds = [int(seed) for seed in generator.integers(0, 2**63, 6)]

@@ -1,4 +1,4 @@
-"""Sampling against slow, obvious oracles, and its independence of the batch."""
+"""Sampling against slow, obvious oracles, and its independence from the batch."""
 
 import math
 from collections.abc import Sequence as Rows
@@ -17,7 +17,7 @@ VOCABULARY = 500
 
 
 def sequence(output_ids: tuple[int, ...] = (), **params: object) -> Sequence:
-    """A sequence with prompt 1, 2, 3."""
+    """Return a sequence with prompt 1, 2, 3."""
     made = Sequence.from_request(
         Request(
             request_id="r",
@@ -31,12 +31,12 @@ def sequence(output_ids: tuple[int, ...] = (), **params: object) -> Sequence:
 
 
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
-    """Seeded logits with a spread as models have."""
+    """Return seeded logits with a realistic spread."""
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
 
 
 def histogram(row: torch.Tensor, draws: int = 4000, **params: object) -> np.ndarray:
-    """Frequencies of tokens over seeds."""
+    """Return the frequencies of tokens over seeds."""
     counts = np.zeros(VOCABULARY)
     for seed in range(draws):
         counts[sample(row.clone(), [sequence(seed=seed, **params)]).token_ids[0]] += 1
@@ -105,13 +105,13 @@ def test_penalties_come_in_vllm_s_order_repetition_first() -> None:
     row = torch.zeros(1, VOCABULARY)
     row[0, 9], row[0, 10] = 4.0, 2.9
     both = {"temperature": 0.0, "repetition_penalty": 2.0, "presence_penalty": -1.0}
-    # 4 / 2 + 1 = 3 beats 2.9; the other way round (4 + 1) / 2 = 2.5 would not.
+    # 4 / 2 + 1 = 3 beats 2.9. In the other order, (4 + 1) / 2 = 2.5 would not.
     assert sample(row.clone(), [sequence((9,), **both)]).token_ids == [9]
 
 
 def test_the_nucleus_is_of_the_mass_that_min_p_leaves() -> None:
     row = torch.tensor([[0.5, 0.3, 0.05, 0.05, 0.05, 0.05]]).log()
-    # Without min_p 0.75 of the mass takes both heads; of the 0.8 that min_p leaves, 0.62 is the first alone.
+    # Without min_p, 0.75 of the mass needs both heads. min_p leaves 0.8, and the first head alone has 0.62.
     assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.75)).tolist()) == {0, 1}
     assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.62, min_p=0.5)).tolist()) == {0}
     assert set(np.flatnonzero(histogram(row, draws=300, top_p=0.62)).tolist()) == {0, 1}
@@ -134,13 +134,12 @@ def test_rules_hold_in_greedy_and_in_drawn_tokens() -> None:
 
 
 class OneWay:
-    """A structure in which only token 5 may come."""
+    """A structure that allows only token 5."""
 
     has_ended = is_late = False
     is_ready, failure = True, None
 
-    def begin_step(self) -> None:
-        """Nothing is computed."""
+    def begin_step(self) -> None: ...
 
     def mask(self, logits_V: np.ndarray, after: Rows[int] = ()) -> None:
         kept = logits_V[5]
@@ -150,8 +149,7 @@ class OneWay:
     def look_ahead(self, drafts: Rows[int]) -> int:
         return len(drafts) if set(drafts) <= {5} else [each == 5 for each in drafts].index(False)
 
-    def advance(self, token_id: int) -> None:
-        """Nothing changes."""
+    def advance(self, token_id: int) -> None: ...
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -208,7 +206,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     ruled = {"allowed_token_ids": (4,), "logit_bias": (TokenBias(4, 50.0),)}
     [entry] = sample(row.clone(), [sequence(num_logprobs=1, **ruled)]).logprobs
     assert entry is not None and entry.top_ids == [int(wanted.argmax())]
-    assert math.isclose(entry.logprob, float(wanted[4]), abs_tol=1e-6), "not of what rules made of them"
+    assert math.isclose(entry.logprob, float(wanted[4]), abs_tol=1e-6), "rules must not change logprobs"
     assert sample(row.clone(), [sequence()]).logprobs == [None]
 
 
@@ -235,8 +233,8 @@ def test_prompt_logprobs_have_the_rank_among_all_tokens() -> None:
     assert prompt_logprobs(rows, [0, 499, best], 1)[0].top_ids == entries[0].top_ids[:1]
 
 
-# Whatever a client may ask for within the ranges that the front lets through, a row is sampled: one request's odd numbers
-# must not end the rank, and with it everybody's service.
+# With any values in the ranges that the front accepts, a row is sampled. Odd numbers in one request must not end the
+# rank, and with it the service of all others.
 FEW = 64
 TINY = (5e-324, 1e-320, 1e-45, 1e-30, 1e-6)
 ROWS = {
@@ -250,7 +248,7 @@ ROWS = {
 
 
 def values(low: float, high: float) -> st.SearchStrategy[float]:
-    """Anything in a range, its ends and the tiniest numbers above 0 often."""
+    """Return a strategy for a range that favours its ends and the tiniest numbers above 0."""
     tiny = [each for each in TINY if low <= each <= high]
     return st.floats(low, high) | st.sampled_from([low, high, *tiny])
 
@@ -273,7 +271,7 @@ PARAMS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities
 @settings(max_examples=120, deadline=None)
 @given(params=PARAMS)
 def test_every_row_is_sampled_whatever_is_asked(row: str, params: dict[str, object]) -> None:

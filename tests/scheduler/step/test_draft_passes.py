@@ -1,4 +1,4 @@
-"""Several layers draft one behind the other: each is given the token before the one that it drafts."""
+"""Several layers draft in sequence: each gets the token before the one that it drafts."""
 
 from functools import partial
 from pathlib import Path
@@ -9,11 +9,11 @@ from tests.scheduler.drafts.test_served_drafts import MTP, always_draft, drafter
 from tests.support.engines.serving import build, request, serve
 from tests.support.models.mtp import write_mtp_checkpoint
 
-NEARLY_RIGHT = 0.002  # of what layers add: nearly all drafts are right if they are made of the right tokens
+NEARLY_RIGHT = 0.002  # scale of layer outputs: nearly all drafts are right if their inputs are
 
 
 def test_the_last_of_three_layers_drafts_as_well_as_the_first(tmp_path: Path) -> None:
-    """Also behind a step in which a sequence had one row."""
+    """Also after a step in which a sequence had one row."""
     write_mtp_checkpoint("mimo_v2_flash", tmp_path, num_layers=3, change=partial(foresee, share=NEARLY_RIGHT))
     built = build(tmp_path, max_model_len=160, speculative=parse_speculative_config(MTP))
     always_draft(None, [0, 0], built)

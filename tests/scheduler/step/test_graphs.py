@@ -1,4 +1,4 @@
-"""Which steps are replayed, what a capture runs, and where results lie; a recording stand-in is in CUDA's place."""
+"""Which steps are replayed, what a capture runs, and where results are stored. A recording fake replaces CUDA."""
 
 import gc
 from contextlib import nullcontext
@@ -15,13 +15,13 @@ from scheduler.step.graphs import WARM_UPS, CudaRecorder, DecodeGraphs, GraphErr
 
 
 class FakeRecorder:
-    """Runs a function to capture it, and again for every replay, into one tensor."""
+    """Runs a function once to capture it, and again for every replay, into one tensor."""
 
     def __init__(self) -> None:
         self.captured: list[int] = []
 
     def capture(self, run: Run) -> Run:
-        """Remember the size by the result's rows."""
+        """Record the size by the result's rows."""
         result = run()
         self.captured.append(len(result))
 
@@ -32,7 +32,7 @@ class FakeRecorder:
 
 
 class FakeModel:
-    """Its logits tell which tokens and positions it saw, and it counts its calls."""
+    """Its logits encode the tokens and positions that it received. It counts its calls."""
 
     def __init__(self, step: DeviceStep) -> None:
         self.step, self.calls = step, 0
@@ -48,14 +48,14 @@ class FakeModel:
 
 @pytest.fixture
 def step() -> DeviceStep:
-    """A small step."""
+    """Return a small step."""
     return DeviceStep(
         max_tokens=32, max_sequences=8, max_blocks=2, block_tokens=16, device=torch.device("cpu")
     )
 
 
 def run(graphs: DecodeGraphs, step: DeviceStep, positions: list[int], **options: Any) -> Tensor:
-    """Run a step that decodes a token 50 + position at each position."""
+    """Run a step that decodes token 50 + position at each position."""
     step.fill([Span(position, 1, [0, 1]) for position in positions], len(positions))
     inputs = step.inputs([50 + position for position in positions], range(len(positions)))
     return graphs(inputs.token_T, None, inputs.row_R, **options)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_a_replay_sees_the_step_that_was_filled_last(step: DeviceStep) -> None:
 
 
 def test_steps_with_drafts_replay_the_sizes_of_their_rows(step: DeviceStep) -> None:
-    """A graph knows of rows only: of one sequence's or of several, as many as come."""
+    """A graph depends only on the number of rows, of one sequence or of several."""
     model = FakeModel(step)
     graphs = DecodeGraphs(model.forward, step, None)  # type: ignore[arg-type]
     graphs.capture(step.sizes, FakeRecorder())
@@ -99,7 +99,7 @@ def test_steps_with_drafts_replay_the_sizes_of_their_rows(step: DeviceStep) -> N
         assert found.tolist() == [[50 + row, position] for row, position in enumerate(positions)]
         assert graphs.num_replays == replays
         assert step.num_padded == min(size for size in step.sizes if size >= rows)
-    # What a replay runs here is the model once more.
+    # A replay runs the model once more here.
     assert model.calls == captured + replays
 
 
@@ -121,7 +121,7 @@ def test_other_steps_run_as_they_are(step: DeviceStep, why: str) -> None:
 
 
 def test_among_several_ranks_only_steps_that_all_agreed_on_are_replayed() -> None:
-    """A rank that decodes beside another's prompt would else wait in a way of tokens that nobody takes."""
+    """A rank that decodes while another runs a prompt would otherwise wait for a number of tokens that no rank sends."""
     step = DeviceStep(
         max_tokens=32,
         max_sequences=20,
@@ -142,10 +142,10 @@ def test_among_several_ranks_only_steps_that_all_agreed_on_are_replayed() -> Non
 
 
 class FakeCapture:
-    """Stands for `torch.cuda.graph`, whose end raises too where something in it did."""
+    """Replaces `torch.cuda.graph`, whose exit also raises if its body did."""
 
     def __init__(self, graph: Any, *, pool: Any, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local", "other threads may use CUDA meanwhile"
+        assert capture_error_mode == "thread_local", "other threads may use CUDA during the capture"
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +157,7 @@ class FakeCapture:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
-    """One whose CUDA is pretended."""
+    """Return a recorder with a fake CUDA."""
     for name in ("graph_pool_handle", "Stream", "current_stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
@@ -174,7 +174,7 @@ def test_a_capture_comes_after_warm_ups_and_nothing_is_collected_amid_it(recorde
 
     replay = recorder.capture(run)
     assert collects == [*[True] * WARM_UPS, False] and gc.isenabled()
-    assert replay() is replay(), "the result's memory is the graph's"
+    assert replay() is replay(), "the result must be in the graph's memory"
 
 
 def test_a_step_that_cannot_be_captured_says_why_and_what_to_do(recorder: CudaRecorder) -> None:

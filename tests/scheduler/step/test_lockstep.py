@@ -1,4 +1,4 @@
-"""What ranks derive from each other's headers, and that a rank keeps to what it said."""
+"""What ranks derive from each other's headers, and that a rank keeps its announcements."""
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +28,7 @@ def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0,
 
 
 class FakeMailbox:
-    """Ranks that say the same as this one, and one more."""
+    """Another rank with a given header, next to this one."""
 
     def __init__(self, other: Header) -> None:
         self.posted: list[int] = []
@@ -40,11 +40,9 @@ class FakeMailbox:
     def collect(self, timeout_s: float) -> list[list[int]]:
         return [self.posted, list(self.other)]
 
-    def interrupt(self, error: Exception) -> None:
-        """Nobody is waited for."""
+    def interrupt(self, error: Exception) -> None: ...
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def test_all_run_when_one_has_work_and_sleep_when_none_has() -> None:
@@ -77,7 +75,7 @@ def test_a_rank_waits_for_what_another_has_more_of_and_costs_most() -> None:
     prompts = header(decodes=4, prefill=64)
     assert cause_of_waiting(prompts, [prompts, header(decodes=4, prefill=500)], None) == "prefill"
     assert cause_of_waiting(prompts, [prompts, header(decodes=5, prefill=500)], 64) == "decodes", "64 each"
-    assert cause_of_waiting(prompts, [own, prompts], None) == "contexts", "it is the one with the prompt"
+    assert cause_of_waiting(prompts, [own, prompts], None) == "contexts", "it is the rank with the prompt"
 
 
 def test_a_forced_mode_is_taken_whatever_ranks_have() -> None:
@@ -117,8 +115,8 @@ def test_an_agreement_says_how_many_prompt_tokens_the_other_ranks_announced(
 def test_no_step_has_more_tokens_than_its_rank_announced(
     arrivals: list[tuple[int, int]], num_blocks: int
 ) -> None:
-    """Requests arrive between the announcement and the step, blocks run out, requests are preempted: a step that was
-    announced as decode-only fits what all agreed on, and everybody is served."""
+    """Requests arrive between announcement and step, blocks run out, requests are preempted. A step announced as
+    decode-only still fits the agreed size, and all requests are served."""
     scheduler = Scheduler(
         BlockPool(num_blocks, block_tokens=4), max_num_seqs=8, max_num_batched_tokens=24, max_model_len=24
     )
@@ -139,7 +137,7 @@ def test_no_step_has_more_tokens_than_its_rank_announced(
         outputs = scheduler.commit(batch, [7] * samples, [None] * samples)
         ended += sum(output.finish_reason is not None for output in outputs)
         steps += 1
-        assert steps < 2000, "somebody is never served"
+        assert steps < 2000, "a request is never served"
 
 
 def test_ranks_switch_when_all_are_ready_for_the_same_placement() -> None:

@@ -1,4 +1,4 @@
-"""A device's name leads to the way in which models are built for it, or to an error that names what there is."""
+"""A device name selects how models are built for it. Unknown names raise an error that lists the supported ones."""
 
 from pathlib import Path
 from typing import Any

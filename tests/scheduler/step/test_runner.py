@@ -1,4 +1,4 @@
-"""What a step waited for is counted by cause, wires left out; what lies between two steps is counted, sleep left out."""
+"""Waits of a step are counted by cause, without wire time. Time between two steps is counted, without sleep."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,9 @@ BEFORE = Waits(1000, 2000, 300)
     ("dispatch_ns", "combine_ns", "wire_ns", "cause", "expected"),
     [
         (70, 0, 0, "prefill", {"prefill": 70}),
-        (0, 40, 0, "prefill", {"experts": 40}),  # what combines wait for, whatever dispatches do
-        (70, 40, 20, "contexts", {"contexts": 60, "experts": 30}),  # each has half of the wires
-        (5, 40, 20, "decodes", {"experts": 30}),  # never less than nothing
+        (0, 40, 0, "prefill", {"experts": 40}),  # waits of combines, whatever dispatches do
+        (70, 40, 20, "contexts", {"contexts": 60, "experts": 30}),  # each has half of the wire time
+        (5, 40, 20, "decodes", {"experts": 30}),  # never negative
         (70, 5, 20, "other", {"other": 60}),
         (0, 0, 0, "other", {}),
     ],
@@ -35,11 +35,11 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
     assert _told(runner) == expected
     runner.dispatcher = _runner_of(twice).dispatcher
     runner._note_waits(once, cause)
-    assert _told(runner) == {name: 2 * value for name, value in expected.items()}, "it is a counter"
+    assert _told(runner) == {name: 2 * value for name, value in expected.items()}, "it must be a counter"
 
 
 def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # begin and end of four
+    times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # start and end of four
     monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
     parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None, waits=Waits(0, 0, 0))
     runner = Runner(parts, parts, parts, parts, parts, parts)

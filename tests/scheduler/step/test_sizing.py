@@ -1,4 +1,4 @@
-"""How a rank's cache memory becomes blocks and states."""
+"""How a rank's cache memory is divided into blocks and states."""
 
 from pathlib import Path
 

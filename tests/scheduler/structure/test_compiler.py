@@ -1,4 +1,4 @@
-"""The thread that compiles: who waits, who is told, what is kept."""
+"""The compiler threads: which requests wait, who is notified, and what is cached."""
 
 import json
 import queue
@@ -38,7 +38,7 @@ def request_of(
 
 
 class Gate:
-    """Loads the vocabulary when it is opened, and counts how often."""
+    """Loads the vocabulary once the gate is open, and counts the loads."""
 
     def __init__(self) -> None:
         self.opened, self.num_loads = threading.Event(), 0
@@ -76,7 +76,7 @@ def test_a_request_comes_back_with_a_matcher_of_its_own() -> None:
 
 
 def taken(line: _Line, *names: str) -> list[str]:
-    """Queue requests, named by owner, number and kind, and return the order in which one thread takes them."""
+    """Queue requests, named by owner, number and kind. Return the order in which one thread takes them."""
     jobs = {}
     for name in names:
         text = (
@@ -102,13 +102,13 @@ def test_a_thread_is_kept_free_of_an_owners_second_long_structure() -> None:
         asked = replace(request_of(name, Structure("regex", "a" * (LONG_CHARS + 1))), key_id="A")
         line.add(asked, lambda _ready: None)
     first = line.take()
-    assert first is not None and line.take() is None, "the other thread stays free"
+    assert first is not None and line.take() is None, "the other thread must stay free"
     for name, owner in (("A3", "A"), ("B1", "B")):
         line.add(replace(request_of(name, Structure("regex", "a")), key_id=owner), lambda _ready: None)
     short = [line.take(), line.take()]
     assert [job and job.request.request_id for job in short] == ["A3", "B1"]
     line.end(first)
-    assert line.take() is None, "behind a short one of the same owner"
+    assert line.take() is None, "it must wait behind a short one of the same owner"
     assert short[0] is not None
     line.end(short[0])
     second = line.take()
@@ -191,7 +191,7 @@ def test_a_request_that_was_forgotten_does_not_come_back() -> None:
 
 
 def test_whoever_hears_that_a_request_does_not_wait_finds_it_handed_over() -> None:
-    """An abort, or the wish to have it back, must not overtake it."""
+    """An abort or a withdrawal must not overtake the request."""
     compiler, _ = compiler_of()
     order: queue.Queue[str] = queue.Queue()
     has_asked = threading.Event()
@@ -205,7 +205,7 @@ def test_whoever_hears_that_a_request_does_not_wait_finds_it_handed_over() -> No
 
     def take(_ready: Structured | RequestOutput) -> None:
         asking.start()
-        has_asked.wait(0.2)  # it is answered behind this
+        has_asked.wait(0.2)  # the answer comes after this
         order.put("handed over")
 
     compiler.submit(request_of("1", Structure("regex", "a")), take)

@@ -1,4 +1,4 @@
-"""Drafts under a structure: what may be tried, what a row behind a draft may sample, and answers equal to plain decoding."""
+"""Drafts under a structure: which may be tried, what a row after a draft may sample, and answers equal to plain decoding."""
 
 import json
 import random
@@ -44,7 +44,7 @@ FORMS_TO_FOLLOW = {
 
 
 def allowed(matcher: GrammarMatcher, after: Series[int] = ()) -> set[int]:
-    """What may come behind drafts."""
+    """Return the tokens allowed after drafts."""
     row = np.zeros(NUM_MATCHED, dtype=np.float32)
     matcher.mask(row, after)
     assert not matcher.failure
@@ -65,14 +65,14 @@ def test_a_mask_behind_drafts_is_that_of_a_matcher_that_has_followed_them(
             matcher.advance(token_id)
             plain.advance(token_id)
         count = matcher.look_ahead(drafts[begin:])
-        assert count >= len(drafts) - begin - 1, "only what completes the form cannot be tried"
+        assert count >= len(drafts) - begin - 1, "only drafts that complete the structure cannot be tried"
         for place in range(count):
             plain.advance(drafts[begin + place])
             assert allowed(matcher, drafts[begin : begin + place + 1]) == allowed(plain)
         fresh = matcher_of(form, ignore_eos=ignore_eos)
         for token_id in drafts[:begin]:
             fresh.advance(token_id)
-        assert allowed(matcher) == allowed(fresh), "a look ahead leaves the matcher where it was"
+        assert allowed(matcher) == allowed(fresh), "a look-ahead must not move the matcher"
 
 
 @pytest.mark.parametrize("end", [END, OTHER_END])
@@ -107,12 +107,12 @@ TWO_WAYS = Structure(
     "grammar",
     'start: "x" A | "y" B\nA: /[ab]/\nB: /([a-z]{0,60}[0-9]|[a-m]{1,50}z|[k-z]+q){1,40}/\n',
 )
-TIGHT = {"step_lexer_fuel": 100, "max_lexer_states": 30}  # the second way is beyond either
+TIGHT = {"step_lexer_fuel": 100, "max_lexer_states": 30}  # the second way exceeds both
 
 
 @pytest.fixture(params=TIGHT)
 def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Forms:
-    """Compiles forms under a limit that one of two ways on is beyond."""
+    """Compile structures under a limit that one of two continuations exceeds."""
     limits = {name: getattr(grammar.LIMITS, name) for name in LIMITS} | {request.param: TIGHT[request.param]}
     monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(**limits, verbose_errors=False))
     return Forms(VOCABULARY)
@@ -124,7 +124,7 @@ LIMITS = (
 
 
 def asking(name: str) -> Request:
-    """A request for either way."""
+    """Return a request that allows both continuations."""
     return request(name, (3, 4), structure=TWO_WAYS, stop_token_ids=(END,))
 
 
@@ -135,20 +135,20 @@ def test_a_limit_that_only_a_wrong_draft_reaches_cuts_drafts_and_fails_nothing(
     matcher, plain = forms.matcher_for(asking("1")), forms.matcher_for(asking("2"))
     if masks_first:
         allowed(matcher)
-    assert matcher.look_ahead(ids_of("xa")) == 1, "the second completes the form"
+    assert matcher.look_ahead(ids_of("xa")) == 1, "the second token completes the structure"
     assert matcher.look_ahead(ids_of("yz")) == 0
     assert allowed(matcher) == {ord("x"), ord("y")}
     matcher.advance(ord("x"))
-    assert matcher.look_ahead(ids_of("a")) == 0, "it drafts no more"
+    assert matcher.look_ahead(ids_of("a")) == 0, "it must not draft any more"
     assert allowed(matcher) == {ord("a"), ord("b")}
     matcher.advance(ord("b"))
     assert matcher.has_ended and not matcher.failure
     plain.advance(ord("x"))
-    assert allowed(plain) == {ord("a"), ord("b")}, "nor does it harm another request of the same form"
+    assert allowed(plain) == {ord("a"), ord("b")}, "another request with the structure is unaffected"
 
 
 def test_a_request_that_reaches_a_limit_fails_alone(forms: Forms) -> None:
-    """Also while another of the same form is half done, and for those that come later."""
+    """Also while another with the same structure is in progress, and for later ones."""
     failing, other = forms.matcher_for(asking("1")), forms.matcher_for(asking("2"))
     other.advance(ord("x"))
     failing.advance(ord("y"))
@@ -166,7 +166,7 @@ def test_a_request_that_reaches_a_limit_fails_alone(forms: Forms) -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @drawn(st.sampled_from(sorted(FORMS_TO_FOLLOW)), st.integers(0, 1 << 30))
 def test_any_drafts_leave_an_answer_what_it_is(name: str, seed: int) -> None:
-    """A random walk whose drafts are the walk's own tokens, damaged anywhere."""
+    """A random walk with the walk's own tokens as drafts, damaged at random."""
     form, _ = FORMS_TO_FOLLOW[name]
     generator = random.Random(seed)
     plain, tried = matcher_of(form), matcher_of(form)
@@ -191,7 +191,7 @@ def test_any_drafts_leave_an_answer_what_it_is(name: str, seed: int) -> None:
 
 
 def _walk(matcher: GrammarMatcher, generator: random.Random, most: int) -> list[int]:
-    """Tokens that may come next, found without changing the matcher."""
+    """Return tokens that may come next, found without changing the matcher."""
     drafts: list[int] = []
     while len(drafts) < most and matcher.look_ahead(drafts) == len(drafts):
         drafts.append(generator.choice(sorted(allowed(matcher, drafts))))
@@ -208,7 +208,7 @@ MORE = {
 
 
 def structured() -> list[Request]:
-    """Requests with forms and without, and some that end in other ways, cut short or not for a while."""
+    """Return requests with and without structures, some with further end conditions or a minimum length."""
     made = requests(num_logprobs=0)
     for at, (name, form) in enumerate(MORE.items()):
         made.append(request(name, (7, 9, 11), structure=form, max_tokens=60, stop_token_ids=(END_ID,)))
@@ -224,7 +224,7 @@ def structured() -> list[Request]:
         "min_tokens": 9,
     }
     made.append(request("patient", (8, 9), max_tokens=40, temperature=1.0, seed=3, **patient))
-    bytes_ = tuple(range(3, 250, 5))  # of which one ends the answer
+    bytes_ = tuple(range(3, 250, 5))  # one of them ends the answer
     made.append(
         request(
             "stopped", (8, 8), max_tokens=40, stop_token_ids=bytes_, temperature=1.0, seed=4, min_tokens=5
@@ -234,27 +234,26 @@ def structured() -> list[Request]:
 
 
 def tokens_of(served: Served) -> Tokens:
-    """Every answer, with the bits of its logprobs, and how it ended."""
+    """Return every answer with the bits of its logprobs and its finish reason."""
     ends = {output.request_id: output.finish_reason for output in served.outputs if output.finish_reason}
     return {name: (token_ids, ends.get(name)) for name, token_ids in served.token_ids.items()}
 
 
 class Damaged:
-    """Drafts what is known to come, damaged anywhere, and goes on beyond an answer's end; a `Source`."""
+    """Drafts the known answer, damaged at random and beyond its end. A `Source`."""
 
     def __init__(self, known: Tokens) -> None:
         self._known, self._random = known, random.Random(7)
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Draft as many as may be."""
+        """Draft as many tokens as allowed."""
         begin = sequence.num_output_tokens
         drafts = [*self._known[sequence.request.request_id][0][begin:], END_ID, ord("x"), ord("1")][:most]
         if self._random.random() < 0.4:
             drafts[self._random.randrange(len(drafts))] = self._random.randrange(NUM_TOKENS)
         return drafts
 
-    def forget(self, sequence: Sequence) -> None:
-        """Nothing is remembered."""
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 def served_with(
@@ -264,7 +263,7 @@ def served_with(
     wanted: list[Request] | None = None,
     **settings: Any,
 ) -> tuple[Tokens, int]:
-    """Serve this rank's share; the answers, and how many drafts were right."""
+    """Serve this rank's share. Return the answers and the number of accepted drafts."""
     speculative = parse_speculative_config(config) if config else None
     built = build(
         directory, load_vocabulary=lambda: BYTES, max_model_len=160, speculative=speculative, **settings
@@ -282,7 +281,7 @@ def served_with(
 
 @pytest.fixture(scope="module")
 def foreseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose own layer drafts right about half of the time."""
+    """Return a checkpoint with a multi-token-prediction layer that is right about half of the time."""
     directory = tmp_path_factory.mktemp("foreseen")
     write_mtp_checkpoint("deepseek_v3", directory, change=partial(foresee, share=SHARE))
     return directory

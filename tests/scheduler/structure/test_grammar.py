@@ -1,4 +1,4 @@
-"""Which texts a form takes, kind by kind."""
+"""Texts that a structure accepts, kind by kind."""
 
 import json
 
@@ -21,7 +21,7 @@ PERSON = {
 
 
 def schema(content: object) -> Structure:
-    """A schema's form."""
+    """Return the structure of a schema."""
     return Structure("json_schema", json.dumps(content))
 
 

@@ -1,4 +1,4 @@
-"""Masks are computed beside the steps: no step waits for long, the quick ones come first, and an ambiguous grammar ends its request."""
+"""Masks are computed in parallel to steps: no step waits long, quick ones come first, and an ambiguous grammar ends its request."""
 
 import queue
 import threading
@@ -44,7 +44,7 @@ def test_a_step_waits_for_all_its_masks_together_and_no_longer_than_it_may() -> 
         assert time.monotonic() - begun_s < 20 * 0.05
     may_end.set()
     assert [each.result(60) for each in late] == [MASK] * 20
-    assert all(masks.wait(each) for each in late), "what is there is not waited for"
+    assert all(masks.wait(each) for each in late), "finished masks must not be waited for"
     masks.close()
 
 
@@ -105,7 +105,7 @@ def test_a_late_mask_leaves_its_row_and_is_the_same_later() -> None:
 
 
 def follow_to_the_end(name: str) -> tuple[str | None, float, float]:
-    """Return why a grammar's request ends, the longest mask and the longest token, in seconds of processor time."""
+    """Return why a grammar's request ends, and the longest mask and the longest token in seconds of processor time."""
     masks = MaskThreads(wait_s=60.0, num_threads=1)
     matcher = with_threads(Structure("grammar", AMBIGUOUS[name]), masks)
     mask_s, token_s = 0.0, 0.0
@@ -114,7 +114,7 @@ def follow_to_the_end(name: str) -> tuple[str | None, float, float]:
         masks.begin_step()
         matcher.begin_step()
         matcher.mask(np.zeros(NUM_TOKENS, np.float32))
-        if matcher.is_late:  # a form whose masks are slow is not waited for: the scheduler parks its request
+        if matcher.is_late:  # requests with slow masks are parked by the scheduler and not waited for
             assert matcher._coming is not None and matcher._coming.result(60)
             matcher.begin_step()
             matcher.mask(np.zeros(NUM_TOKENS, np.float32))
@@ -148,7 +148,7 @@ def test_an_ambiguous_grammar_ends_its_request_before_it_costs_much(name: str) -
 
 
 def test_limits_let_large_schemas_through() -> None:
-    """An object of 500 optional properties, walked into: it needs two thirds of a step's items."""
+    """An object of 500 optional properties needs two thirds of a step's items."""
     names = [f"property_{number}" for number in range(500)]
     properties = ", ".join(f'"{name}": {{"type": "string"}}' for name in names)
     schema = f'{{"type": "object", "additionalProperties": false, "properties": {{{properties}}}}}'

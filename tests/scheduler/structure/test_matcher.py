@@ -1,5 +1,5 @@
-"""What may come next, when an answer ends, who wins where a request contradicts itself; and whatever the schema, what is
-sampled under it is valid."""
+"""Which tokens may come next, when an answer ends, and which of two conflicting parameters wins. Answers sampled under
+any schema are valid."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ from tests.support.requests.structures import (
 
 
 def longer(token: bytes) -> int:
-    """A longer token's id."""
+    """Return the id of a longer token."""
     return 259 + LONGER.index(token)
 
 
@@ -42,9 +42,7 @@ def follow(matcher: GrammarMatcher, text: str) -> GrammarMatcher:
 
 def test_every_spelling_of_what_may_come_is_allowed() -> None:
     allowed = allowed_by(matcher_of(Structure("choice", '["abc", "axe"]')))
-    assert allowed == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}, (
-        "a token that the vocabulary has twice is allowed twice"
-    )
+    assert allowed == {ord("a"), longer(b"ab"), NUM_TOKENS - 1}, "duplicates of a token must all be allowed"
 
 
 def test_a_token_may_cross_from_one_part_into_the_next() -> None:
@@ -109,7 +107,7 @@ def test_a_token_that_is_not_allowed_is_a_failure_that_stays() -> None:
     matcher.advance(ord("a"))
     row = np.zeros(NUM_TOKENS, dtype=np.float32)
     matcher.mask(row)
-    assert "98" in (matcher.failure or "") and not row.any(), "the row is left as it was"
+    assert "98" in (matcher.failure or "") and not row.any(), "the row must stay unchanged"
 
 
 def test_a_form_that_no_token_can_go_on_with_is_a_failure() -> None:
@@ -183,7 +181,7 @@ def test_what_is_sampled_under_a_schema_is_valid_under_it(
         Structure("json_schema", json.dumps(schema)), seed=seed, temperature=temperature, top_p=0.95, top_k=40
     )
     assert sequence.matcher is not None and not sequence.matcher.failure
-    assert sequence.finish_reason(1 << 20) is FinishReason.STOP, "every one of these forms is finite"
+    assert sequence.finish_reason(1 << 20) is FinishReason.STOP, "all these structures are finite"
     jsonschema.validate(json.loads(answer_of(sequence)), schema)
 
 

@@ -1,4 +1,4 @@
-"""Schemas as trees: references that hold after a move, and branches of a oneOf that exclude each other."""
+"""Schemas as trees: references that stay valid after a move, and mutually exclusive branches of a oneOf."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ def ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/$defs/{name}"}
 
 
-# Branches, and a text that fits exactly one of them; None: they overlap, or nobody can tell.
+# Branches, and a text that matches exactly one of them. None: they overlap, or it cannot be decided.
 BRANCHES: list[tuple[list[Any], str | None]] = [
     ([{"type": "null"}, ref("Cat")], '{"kind": "cat"}'),
     ([ref("Int"), ref("Word")], "5"),
@@ -88,7 +88,7 @@ def test_a_one_of_is_taken_if_its_branches_exclude_each_other(branches: list[Any
         compile_structure(form, TOKENIZER)
     if not any(
         name in json.dumps(branches) for name in ("missing", "example.com", "Loop")
-    ):  # which have errors of their own
+    ):  # which have errors of another kind
         assert "two branches of a oneOf" in str(caught.value)
 
 
@@ -147,7 +147,7 @@ def test_branches_that_exclude_each_other_share_no_value() -> None:
         if excludes([pieces[left], pieces[right]], document):
             proven += 1
             assert not fits[left] & fits[right], (pieces[left], pieces[right])
-    assert proven > 200, "most of these differ by type, and are seen to"
+    assert proven > 200, "most of these differ by type, which must be detected"
 
 
 def test_hundreds_of_branches_are_compared_in_one_pass() -> None:

@@ -1,4 +1,4 @@
-"""Forms in the engine: beside other requests, through preemption, replay, aborts and failures."""
+"""Structures in the engine: next to other requests, through preemption, replay, aborts and failures."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from tests.support.engines.serving import Served, build, own_share, request, ser
 from tests.support.models.families import VOCABULARY as NUM_TOKENS
 from tests.support.models.families import write_checkpoint
 
-END = 2  # the families' end-of-sequence id
+END = 2  # end-of-sequence id of the families
 BYTES = Vocabulary(
     tokens=(b"<pad>", b"<begin>", b"<end>", *(bytes([byte]) for byte in range(3, NUM_TOKENS))),
     special_ids=frozenset({0, 1, END}),
@@ -49,14 +49,14 @@ Texts = dict[str, tuple[str, FinishReason | None]]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint."""
+    """Write a tiny checkpoint."""
     path = tmp_path_factory.mktemp("structured")
     write_checkpoint("qwen3_moe", path)
     return path
 
 
 def requests(**params: Any) -> list[Request]:
-    """Requests with forms, greedy and seeded, each beside one that has none."""
+    """Return structured requests, greedy and seeded, each followed by one without a structure."""
     made = []
     for index, (name, form) in enumerate(FORMS.items()):
         for kind, more in (
@@ -71,7 +71,7 @@ def requests(**params: Any) -> list[Request]:
 
 
 def texts(served: Served) -> Texts:
-    """Every answer and how it ended."""
+    """Return every answer with its finish reason."""
     ends = {output.request_id: output.finish_reason for output in served.outputs if output.finish_reason}
     return {
         name: ("".join(map(chr, (each for each in token_ids if each != END))), ends.get(name))
@@ -87,7 +87,7 @@ def serve_all(
     preempts: bool = False,
     **settings: Any,
 ) -> Texts:
-    """Serve requests on one rank or more, and leave nothing behind."""
+    """Serve requests on one or more ranks. Check that nothing leaks."""
     built = build(directory, load_vocabulary=lambda: BYTES, max_model_len=160, **settings)
     served = serve(built, *([[one] for one in share] if alone else [share]))
     stats = built.scheduler.stats
@@ -96,13 +96,13 @@ def serve_all(
 
 
 def serve_share(directory: Path) -> Texts:
-    """What a pool's rank runs."""
+    """Serve this rank's share in a pool."""
     return serve_all(directory, own_share(requests()))
 
 
 @pytest.fixture(scope="module")
 def served_alone(directory: Path) -> Texts:
-    """Every request served alone."""
+    """Return the answers to every request served alone."""
     return serve_all(directory, requests(), alone=True)
 
 
@@ -146,7 +146,7 @@ def test_forms_change_nobody_elses_tokens_and_nobody_changes_theirs(
 def test_answers_do_not_depend_on_when_their_masks_are_ready(
     directory: Path, served_alone: Texts, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step waits here, so that masks are late whenever they have not won the race against the model."""
+    """No step waits here, so masks are late unless they finish before the model."""
     built = build(directory, load_vocabulary=lambda: BYTES, max_model_len=160, **settings)
     sat_out: list[str] = []
     park = built.scheduler._roster.park
@@ -165,7 +165,7 @@ def test_answers_do_not_depend_on_when_their_masks_are_ready(
 
 
 class SlowMasks(MaskThreads):
-    """Lets every third mask be late: it is computed when it has been asked for."""
+    """Makes every third mask late: it is computed only when requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,6 @@ class SlowMasks(MaskThreads):
         self._late: dict[Future[Mask], Callable[[], Mask]] = {}
 
     def start(self, compute: Callable[[], Mask], last_s: float) -> "Future[Mask]":
-        """See base class."""
         self._num_started += 1
         if self._num_started % 3:
             return super().start(compute, last_s)
@@ -182,7 +181,6 @@ class SlowMasks(MaskThreads):
         return late
 
     def wait(self, mask: "Future[Mask]") -> bool:
-        """See base class."""
         if mask in self._late:
             computed = super().start(self._late.pop(mask), 0.0)
             computed.add_done_callback(lambda done: mask.set_result(done.result()))
@@ -250,11 +248,9 @@ class Broken:
         self.failure: str | None = None
         self._num_left = num_tokens
 
-    def begin_step(self) -> None:
-        """Nothing is computed."""
+    def begin_step(self) -> None: ...
 
-    def mask(self, logits_V: Any) -> None:
-        """Allow all."""
+    def mask(self, logits_V: Any) -> None: ...
 
     def advance(self, token_id: int) -> None:
         """Count down to the failure."""

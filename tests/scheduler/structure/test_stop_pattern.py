@@ -1,4 +1,4 @@
-"""Regexes that end a text find the end of their first match, wherever the text is cut, and never take long."""
+"""Stop regexes find the end of their first match wherever the text is split, in bounded time."""
 
 import random
 import re
@@ -26,7 +26,7 @@ REGEXES = [
 
 
 def first_end(regex: str, text: str) -> int | None:
-    """The oracle: the shortest beginning of the text that ends with a match."""
+    """Return the length of the shortest prefix that ends with a match. The oracle."""
     whole = re.compile(f"(?s:.*)(?:{regex.replace('(?i)', '(?i:') + (')' if '(?i)' in regex else '')})")
     return next((end for end in range(1, len(text) + 1) if whole.fullmatch(text[:end])), None)
 
@@ -83,7 +83,7 @@ def test_choices_have_matchers_of_their_own() -> None:
 def test_a_regex_that_backtracks_forever_elsewhere_is_followed_all_the_same(
     regex: str, end: int | None
 ) -> None:
-    """Python's `re` does not come back from the first one."""
+    """Python's `re` does not return on the first one."""
     assert StopPattern(regex).open().push("a" * 1000) == end
 
 

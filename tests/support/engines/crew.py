@@ -1,7 +1,7 @@
-"""Ranks that may be lost and come back, each a real process with the real step loop, and a front's stand-in for orders.
+"""Ranks that may fail and rejoin, each a process with the real step loop, and a stand-in for the front.
 
-The stand-in runs in the test: it hosts the store, counts epochs, hands out orders and requests, submits those of a lost
-rank again elsewhere with the tokens they had delivered, and notes all that ranks say.
+The stand-in runs in the test. It hosts the store, counts epochs, sends orders and requests, resubmits the requests of a
+lost rank to another rank with the tokens already delivered, and records every message of the ranks.
 
     with Crew(checkpoint, 3) as crew:
         crew.submit(0, requests)
@@ -44,7 +44,7 @@ Prepare = Callable[[Assembled], None]
 
 
 class Fault(NamedTuple):
-    """A rank's word that it waits for an order."""
+    """Message of a rank that waits for an order."""
 
     epoch: int
     reason: str
@@ -52,26 +52,26 @@ class Fault(NamedTuple):
 
 
 class End(NamedTuple):
-    """What a rank leaves behind when it was asked to stop."""
+    """What a rank leaves behind when it stops."""
 
     threads: list[str]
     shared_files: list[str]  # mapped memory of exchanges
-    sockets: int  # open ones beyond those to the store
+    sockets: int  # open sockets besides those to the store
     held_experts: list[list[int]]
 
 
 class Doom(NamedTuple):
-    """Where a rank kills itself: in the middle of a step, or of following an order."""
+    """Point at which a rank kills itself: within a step, or while it follows an order."""
 
-    steps: int = 0  # that it completes before
+    steps: int = 0  # completed before it dies
     layer: int = 1
-    function: str = ""  # whose call it does not survive, with its module
-    calls: int = 0  # of that function, which it survives before
-    is_stuck: bool = False  # its step never ends instead, once heartbeats know the machine's pace
+    function: str = ""  # function whose call kills it, with its module
+    calls: int = 0  # calls of that function that it survives
+    is_stuck: bool = False  # the step hangs instead, once heartbeats have measured the machine's pace
 
 
 class Crew:
-    """A service's ranks as processes. A context manager; `members` are those of the newest order."""
+    """A service's ranks as processes. A context manager. `members` are the ranks of the newest order."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Crew:
         """Start all ranks.
 
         Args:
-            without_room: ranks that at first have no memory to take experts over.
-            heartbeat_timeout_s: also of the watch that `suspects` asks; 0: ranks make no heartbeats.
-            prepare: called with what a rank's process has assembled.
-            settings: of the engines.
+            without_room: Ranks that have no memory to take over experts at first.
+            heartbeat_timeout_s: Timeout of the heartbeats and of the watch behind `suspects`. 0 disables heartbeats.
+            prepare: Called with the assembled engine in a rank's process.
+            settings: Settings of the engines.
         """
         self._prepare = prepare
         self._settings = {"heartbeat_timeout_s": heartbeat_timeout_s, **settings}
@@ -107,10 +107,8 @@ class Crew:
         self.serves: dict[int, int] = {}  # rank: epoch
         self.faults: list[tuple[int, Fault]] = []
         self.tokens: dict[str, list[int]] = {}
-        self.logprobs: dict[
-            str, list[tuple[int, float]]
-        ] = {}  # of requests that ask for them, with the tokens
-        self.ends: dict[str, str] = {}  # reasons, by request
+        self.logprobs: dict[str, list[tuple[int, float]]] = {}  # with the tokens, for requests that want them
+        self.ends: dict[str, str] = {}  # finish reasons, by request
         self.stats: dict[int, RankStats] = {}
         self.reports: list[PlacementReport] = []
         self.left: dict[int, End] = {}
@@ -120,12 +118,12 @@ class Crew:
             for rank in range(world_size):
                 self.start(rank)
             self.until(lambda: len(self.ready) == world_size)
-        except BaseException:  # nobody else has it yet
+        except BaseException:  # the caller does not have the object yet
             self.close()
             raise
 
     def start(self, rank: int, *, is_joining: bool = False, **settings: Any) -> None:
-        """Start a rank's process, which loads its share; `ready` has it once it could serve."""
+        """Start a rank's process, which loads its share of the model. `ready` holds the rank once it can serve."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preload"])
         ours, theirs = context.Pipe()
@@ -140,26 +138,26 @@ class Crew:
         self.processes[rank], self._pipes[rank] = process, ours
 
     def submit(self, rank: int, requests: Sequence[Request]) -> None:
-        """Give requests to a rank."""
+        """Submit requests to a rank."""
         for request in requests:
             self._requests[request.request_id] = rank, request
             self.tokens.setdefault(request.request_id, [])
             self._send(rank, "submit", request)
 
     def kill(self, rank: int) -> None:
-        """End a rank's process at once, and note that."""
+        """Kill a rank's process and record the loss."""
         self.processes[rank].kill()
         self.until(lambda: rank in self.lost)
 
     def bring_back(self, *ranks: int) -> None:
-        """Start lost ranks again, and wait until they could serve."""
+        """Restart lost ranks, and wait until they can serve."""
         for rank in ranks:
             self.start(rank, is_joining=True)
         self.until(lambda: self.ready >= set(ranks))
 
     def order(self, members: Sequence[int], *, to: Sequence[int] | None = None) -> None:
-        """Order the next epoch; `to`: told to these ranks only."""
-        assert self.home is not None, "a rank says where experts are before it is ready"
+        """Order the next epoch. `to` limits the order to these ranks."""
+        assert self.home is not None, "a rank must report its placement before it is ready"
         self.epoch, self.members = self.epoch + 1, tuple(members)
         self._watch.begin_epoch(self.epoch, members)
         placement = surviving(self.home, members).with_version(100 + self.epoch)
@@ -168,16 +166,16 @@ class Crew:
             self._send(rank, "order", order)
 
     def suspects(self) -> list[Suspect]:
-        """Who is stuck, as far as heartbeats say."""
+        """Return the ranks that are stuck according to their heartbeats."""
         return self._watch.suspects(time.monotonic())
 
     def move(self, target: Placement) -> None:
-        """Begin a change of placement on all members."""
+        """Start a change of placement on all members."""
         for rank in self.members:
             self._send(rank, "move", target)
 
     def replay(self, lost: int, to: int) -> None:
-        """Submit a lost rank's open requests again, with what they had delivered."""
+        """Resubmit a lost rank's open requests with the tokens it had delivered."""
         for key, (rank, request) in list(self._requests.items()):
             if rank == lost and key not in self.ends:
                 known = {name: getattr(request, name) for name in ("request_id", "prompt_ids", "params")}
@@ -186,29 +184,28 @@ class Crew:
                 self._send(to, "submit", again)
 
     def abort(self, request_id: str) -> None:
-        """End a request early."""
         self._send(self._requests[request_id][0], "abort", request_id)
 
     def is_done(self, *keys: str) -> bool:
-        """Whether requests have ended; without keys all of them."""
+        """Return whether these requests have ended. Without keys, check all requests."""
         return all(key in self.ends for key in keys or self._requests)
 
     def has_begun(self) -> bool:
-        """Whether every request has a token."""
+        """Return whether every request has a token."""
         return all(self.tokens.values())
 
     def serve_in(self, epoch: int) -> bool:
-        """Whether all members serve in an epoch."""
+        """Return whether all members serve in an epoch."""
         return all(self.serves.get(rank) == epoch for rank in self.members)
 
     def stop(self) -> None:
-        """Let all members end in order, and wait for what they leave behind."""
+        """Stop all members in an orderly way, and collect what they leave behind."""
         for rank in self.members:
             self._send(rank, "stop", None)
         self.until(lambda: all(rank in self.left for rank in self.members))
 
     def until(self, is_true: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Take what ranks say until something is true; ranks that say nothing but heartbeats for so long hang."""
+        """Process messages of the ranks until the condition holds. Fail if only heartbeats arrive for `timeout_s`."""
         heard_s = time.monotonic()
         while not is_true():
             ranks = {pipe: rank for rank, pipe in self._pipes.items()}
@@ -216,10 +213,10 @@ class Crew:
             heard = [self._take(ranks[pipe]) for pipe in ready]  # type: ignore[index]
             if any(heard):
                 heard_s = time.monotonic()
-            assert time.monotonic() - heard_s < timeout_s, f"nothing came; {vars(self)}"
+            assert time.monotonic() - heard_s < timeout_s, f"no message arrived; {vars(self)}"
 
     def close(self) -> None:
-        """End every process."""
+        """Kill every process."""
         for process in self.processes.values():
             process.kill()
             process.join(10)
@@ -238,7 +235,7 @@ class Crew:
         self._pipes[rank].send((verb, what))
 
     def _take(self, rank: int) -> bool:
-        """Take what a rank said; False where that was a heartbeat."""
+        """Process one message of a rank. Return False for a heartbeat."""
         try:
             verb, what = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -269,7 +266,7 @@ class Crew:
         return True
 
     def _note(self, output: RequestOutput) -> None:
-        assert output.request_id not in self.ends, f"{output.request_id} goes on after its end"
+        assert output.request_id not in self.ends, f"{output.request_id} has output after its end"
         self.tokens[output.request_id] += output.token_ids
         rows = [(each.token_id, each.logprob) for each in output.logprobs]
         self.logprobs.setdefault(output.request_id, []).extend(rows)
@@ -353,7 +350,7 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
 
 
 def _doom(built: Assembled, doom: Doom) -> None:
-    """Let the rank kill itself."""
+    """Make the rank kill itself."""
     if doom.function:
         owner, _, name = doom.function.rpartition(".")
         true, calls = getattr(pkgutil.resolve_name(owner), name), count()

@@ -1,4 +1,4 @@
-"""A drafter for tests of the policy: guesses what comes next, often right, from the model's own oracle."""
+"""A drafter for tests of the policy: it guesses the next tokens, often correctly, from the model's own oracle."""
 
 import random
 
@@ -7,20 +7,20 @@ from tests.support.models.fake_model import VOCABULARY, next_token
 
 
 class Guesses:
-    """Tries any number of drafts, each right with a chance of its own; a `scheduler.policy.scheduler.DraftsTokens`."""
+    """Propose a random number of drafts, each correct with a given probability. A `policy.scheduler.DraftsTokens`."""
 
     def __init__(self, num_drafts: int, seed: int) -> None:
         self.num_drafts, self.num_ahead = num_drafts, seed % 3
         self.num_tried = self.num_accepted = 0
-        self.known: set[str] = set()  # sequences that have been told of and not forgotten
+        self.known: set[str] = set()  # sequences that were noted and not forgotten
         self._random = random.Random(seed)
 
     def limits(self, sequences: list[Sequence]) -> list[int]:
-        """The most for all, so that ranks agree on it; `propose` makes fewer."""
+        """Return the maximum for all sequences, so that ranks agree on it. `propose` makes fewer."""
         return [self.num_drafts] * len(sequences)
 
     def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Guess up to so many."""
+        """Guess up to `most` tokens."""
         text, chance = list(sequence.token_ids), self._random.choice([0.0, 0.5, 0.9, 1.0])
         count = self._random.randint(0, min(most, self.num_drafts))
         for _ in range(count):
@@ -29,12 +29,10 @@ class Guesses:
         return tuple(text[len(sequence.token_ids) :])
 
     def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Count."""
         assert 0 <= num_accepted <= num_drafts
         self.known.add(sequence.request.request_id)
         self.num_tried += num_drafts
         self.num_accepted += num_accepted
 
     def forget(self, sequence: Sequence) -> None:
-        """Take from those known."""
         self.known.discard(sequence.request.request_id)

@@ -30,15 +30,15 @@ class MovedRank:
 
     served: Served = field(default_factory=Served)
     reports: list[PlacementReport] = field(default_factory=list)
-    digest: str = ""  # of the placement that served at the end
+    digest: str = ""  # of the last placement that served
 
     def states(self) -> list[tuple[int, MoveState]]:
-        """Versions and what became of them, in order."""
+        """Return versions and their states, in order."""
         return [(report.version, report.state) for report in self.reports]
 
 
 class Intercepted:
-    """A channel between movers; a test changes what is sent, or does something before what is received."""
+    """A channel between movers. A test changes the data it sends, or acts before it receives."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Intercepted:
 
 
 def targets(placement: Placement, count: int) -> list[Placement]:
-    """Placements to go through, one after the other."""
+    """Return placements to move through in turn."""
     made, before = [], placement
     for index in range(count):
         new = random_placement(
@@ -73,7 +73,7 @@ def targets(placement: Placement, count: int) -> list[Placement]:
 
 
 def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> Assembled:
-    """Assemble an engine whose ranks have slots to spare; a `max_bytes_per_step` is --eplb-config's."""
+    """Assemble an engine whose ranks have spare slots. `max_bytes_per_step` is a field of --eplb-config."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     redundant = slots_per_rank * world_size - 8  # all tiny families of these tests have 8 experts
     eplb = EplbConfig(
@@ -83,24 +83,24 @@ def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> 
 
 
 class Moves:
-    """Goes through placements while an engine serves: each begins some steps after the one before came to its end.
+    """Moves through placements while an engine serves. Each move starts some steps after the end of the previous one.
 
-    Takes the doorbell's place: ranks that would sleep take the next wave of requests, else wait for experts to come.
+    It replaces the doorbell: ranks that would sleep take the next wave of requests, or wait for experts.
     """
 
     def __init__(
         self, built: Assembled, wanted: Sequence[Placement], *, every: int = 3, doomed: Sequence[int] = ()
     ) -> None:
-        """`doomed` are versions that the test lets fail on some rank, so that all ranks must drop them."""
+        """`doomed` are versions that the test makes fail on some rank, so that all ranks must drop them."""
         self.moved = MovedRank()
         self._built, self._every, self._doomed = built, every, set(doomed)
         self._coming, self._steps = list(wanted), 0
-        self._open: int | None = None  # version under way
-        self._news = threading.Event()  # a report came since it was last looked for
+        self._open: int | None = None  # version in progress
+        self._news = threading.Event()  # set when a report arrives
         built.relocation.on_report = self._take_report
 
     def serve(self, *waves: Sequence[Request]) -> MovedRank:
-        """Serve waves of requests until they and the moves are done; collective."""
+        """Serve waves of requests until they and the moves are done. Collective."""
         engine: Any = self._built.engine
         engine.waves.extend(list(wave) for wave in waves)
         engine._doorbell = self
@@ -109,7 +109,7 @@ class Moves:
         return self.moved
 
     def wait_for_end(self, version: int) -> None:
-        """Wait until this rank has reported that a move came to its end, as its next header would let it."""
+        """Wait until this rank has reported the end of a move, as its next header would report it."""
 
         def has_ended() -> bool:
             self._built.relocation.version_to_post()
@@ -118,10 +118,10 @@ class Moves:
         self._until(has_ended, f"placement {version} has no end")
 
     def ring(self, step: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def wait(self, step: int) -> None:
-        """Go on with the next wave, or once this rank has something to tell."""
+        """Start the next wave, or wait until this rank has something to report."""
         engine: Any = self._built.engine
         if engine.waves:
             for request in engine.waves.popleft():
@@ -132,16 +132,16 @@ class Moves:
             engine.stop()
 
     def _until(self, condition: Callable[[], bool], problem: str) -> None:
-        """Wait for what a report makes true. The condition takes the relocation's lock, under which reports come, so no
-        lock is held meanwhile."""
+        """Wait until a report makes the condition true. Hold no lock: the condition takes the relocation's, under which
+        reports are made."""
         until_s = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < until_s, f"{problem}; there were {self.moved.states()}"
+            assert time.monotonic() < until_s, f"{problem}; states: {self.moved.states()}"
             self._news.wait(LOOK_EVERY_S)
             self._news.clear()
 
     def _has_something_to_say(self) -> bool:
-        """Also what it has said before: others, who were not ready then, may be now, and nobody rings here."""
+        """Return True also for a report already made: other ranks may be ready now, and no doorbell rings here."""
         relocation: Any = self._built.relocation
         return self._open is None or relocation.has_news or relocation._posted_version == self._open
 

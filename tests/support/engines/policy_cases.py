@@ -21,7 +21,7 @@ def request_of(
     priority: int = 0,
     key_id: str = "",
 ) -> Request:
-    """A request; an int is a prompt of that many tokens, different for each id."""
+    """Return a request. An int is a prompt of that many tokens, different for each id."""
     if isinstance(prompt, int):
         prompt = tuple((ord(request_id[0]) + index) % VOCABULARY for index in range(prompt))
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop_token_ids)
@@ -57,7 +57,7 @@ def rank_of(
 
 
 def step(rank: FakeRank, prefill_budget: int | None = None) -> list[tuple[str, int, int, bool]]:
-    """Plan and finish one step; return its items as (request, start, tokens, samples)."""
+    """Plan and finish one step. Return its items as (request, start, tokens, samples)."""
     batch = rank.plan(prefill_budget)
     if batch.items:
         rank.finish()

@@ -1,4 +1,4 @@
-"""Engines in tests: the real step loop on every rank of a pool, fed with prompts and run until all are served."""
+"""Engines in tests: the real step loop on every rank of a pool, run on given prompts until all are served."""
 
 import time
 from collections import deque
@@ -26,29 +26,28 @@ from scheduler.policy.request import Logprobs, RankStats, Request, RequestOutput
 from scheduler.structure.compiler import LoadVocabulary, no_vocabulary
 
 COMPILE_TIMEOUT_S = 60.0
-PATIENCE_S = 100.0  # of collectives, below the pools': a machine that is busy with others loses no rank
+PATIENCE_S = 100.0  # timeout of collectives, below the pools': a busy machine loses no rank
 
 
 class WaveDoorbell:
-    """Where all ranks would sleep, each submits its next wave of requests instead, and stops after the last."""
+    """Replaces the doorbell: when all ranks would sleep, each submits its next wave of requests. Stops after the last."""
 
     engine: Engine
     waves: deque[list[Request]]
 
     def ring(self, step: int) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def wait(self, step: int) -> None:
-        """Submit or stop instead of sleeping."""
         if not self.waves:
             self.engine.stop()
             return
         for request in self.waves.popleft():
             self.engine.submit(request)
-        # Requests with forms come back from threads; without them the engine would find nothing to do, and stop.
+        # Structured requests return from threads. Without them the engine would find no work, and stop.
         until_s = time.monotonic() + COMPILE_TIMEOUT_S
         while self.engine._structures._waiting:
-            assert time.monotonic() < until_s, "structures are not compiled"
+            assert time.monotonic() < until_s, "the structures were not compiled in time"
             time.sleep(0.0005)
 
 
@@ -63,7 +62,7 @@ class Served:
 
 
 def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, **settings: Any) -> Assembled:
-    """Assemble this rank's engine; alone unless `torch.distributed` is up in a pool."""
+    """Assemble this rank's engine. It runs alone unless `torch.distributed` is up in a pool."""
     if dist.is_initialized():
         settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
     doorbell = WaveDoorbell()
@@ -80,7 +79,7 @@ def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, *
 
 
 def serve(built: Assembled, *waves: Sequence[Request]) -> Served:
-    """Run this rank's requests to their ends, wave after wave, and end the engine; collective.
+    """Run this rank's requests to their ends, wave after wave, then stop the engine. Collective.
 
     All ranks must have the same number of waves.
     """
@@ -99,13 +98,13 @@ def serve(built: Assembled, *waves: Sequence[Request]) -> Served:
 
 
 def occupy(built: Assembled, *, leaving: int) -> int:
-    """Take KV blocks until so many are free; returns how many were taken."""
+    """Take KV blocks until `leaving` are free. Return the number of blocks taken."""
     pool = built.scheduler._pool
     return len(pool.acquire(pool.num_free - leaving))
 
 
 def request(request_id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
-    """A greedy request unless `params` say otherwise."""
+    """Return a request, greedy unless `params` override it."""
     values = {"temperature": 0.0, "max_tokens": 48, **params}
     return Request(
         request_id=request_id, prompt_ids=tuple(prompt_ids), params=SamplingParams(**values), arrival_s=0.0
@@ -113,14 +112,14 @@ def request(request_id: str, prompt_ids: Sequence[int], **params: Any) -> Reques
 
 
 def own_share(items: Sequence[Any]) -> list[Any]:
-    """This rank's items of a list that is dealt out in turn."""
+    """Return this rank's items of a list that is dealt to the ranks in turn."""
     if not dist.is_initialized():
         return list(items)
     return list(items[dist.get_rank() :: dist.get_world_size()])
 
 
 def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Run whole sequences in one step and return every row's logits, [tokens, V] each; collective."""
+    """Run whole sequences in one step. Return the logits of every row, [tokens, V] per sequence. Collective."""
     step, cache = built.runner.step, PagedCache(built.model.skeleton.cache_shapes, 64)
     spans, used, limit = [], 0, limit_of(built.model.net.config)
     for sequence in sequences:
@@ -140,20 +139,20 @@ class _Misrouted(ReplicaChoice):
     """Sends every choice to another expert's slot."""
 
     def __init__(self, choice: ReplicaChoice) -> None:
-        """Take the placement of another choice."""
+        """Copy the placement of another choice."""
         super().__init__(choice.placement, rank=0)
         self._tables = [table._replace(slot=np.roll(table.slot, -1)) for table in self._tables]
 
 
 def misroute(model: Model) -> None:
-    """Spoil a model: a control for tests that compare its outputs."""
+    """Corrupt a model's routing, as a control for tests that compare outputs."""
     for layer in model.layers:
         choice = layer.choice
         layer.choice = SlotChoice(_Misrouted(choice.replicas), choice.layer)
 
 
 def misindex(model: Model) -> bool:
-    """Let every row attend to the tokens that another row's index chose, where there is one: likewise a control."""
+    """Let each row attend to the tokens that the index chose for another row, as a control. Return False without an index."""
     found = sparse_index.indexers(model.net) + pooled_index.modules(model.net)
 
     def exchanged(chosen: torch.Tensor) -> torch.Tensor:

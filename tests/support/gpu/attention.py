@@ -1,4 +1,4 @@
-"""Inputs and truth for the tests of paged attention on GPUs. Nothing here imports triton."""
+"""Inputs and reference results for tests of paged attention on GPUs. Nothing here imports triton."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
@@ -24,26 +24,26 @@ class Heads(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """A step over shuffled blocks, and token-major pages that hold NaN wherever there is no token of a sequence."""
+    """A step over shuffled blocks. Its token-major pages hold NaN in all rows without a token."""
 
     step: Step
     keys_NGBD: Tensor
     values_NGBV: Tensor
 
     def of(self, sequences: int | slice) -> tuple[Tensor, Tensor]:
-        """Contexts and block tables of the first sequences, or of some, on the pages' device."""
+        """Return contexts and block tables of the first sequences, or of a slice, on the pages' device."""
         rows = slice(0, sequences) if isinstance(sequences, int) else sequences
         device = self.keys_NGBD.device
         return self.step.context_S[rows].to(device), self.step.block_table_SM[rows].to(device)
 
     def to(self, device: str) -> Self:
-        """The same with its pages on a device."""
+        """Return a copy with its pages on a device."""
         return self._replace(keys_NGBD=self.keys_NGBD.to(device), values_NGBV=self.values_NGBV.to(device))
 
 
 def some_fast(cases: Mapping[str, Any], *fast: str) -> list[Any]:
-    """Cases for `pytest.mark.parametrize`, slow but for those named: the interpreter is dear."""
-    assert set(fast) <= set(cases), "there is no such case"
+    """Return cases for `pytest.mark.parametrize`. All but those in `fast` are marked slow: the interpreter is slow."""
+    assert set(fast) <= set(cases), "unknown case"
     return [
         pytest.param(case, id=name, marks=() if name in fast else pytest.mark.slow)
         for name, case in cases.items()
@@ -51,12 +51,12 @@ def some_fast(cases: Mapping[str, Any], *fast: str) -> list[Any]:
 
 
 def dtypes_on(device: str, dtype: torch.dtype) -> list[torch.dtype]:
-    """A case's type, and on a GPU bfloat16 too, which the interpreter multiplies and rounds wrongly."""
+    """Return a case's type, and on a GPU bfloat16 too, which the interpreter multiplies and rounds incorrectly."""
     return [dtype] if device == "cpu" else [dtype, torch.bfloat16]
 
 
 def make_paged(spans: list[tuple[int, int]], heads: Heads, dtype: torch.dtype = torch.float32) -> Paged:
-    """Put sequences, given as (tokens cached, tokens of this step), on shuffled blocks of the CPU."""
+    """Place sequences, given as (tokens cached, tokens of this step), on shuffled blocks of the CPU."""
     torch.manual_seed(sum(map(sum, spans)))
     counts = [-(-sum(span) // BLOCK) for span in spans]
     order = torch.randperm(sum(counts) + 2).tolist()
@@ -94,6 +94,6 @@ def oracle(query_THD: Tensor, paged: Paged, **options: Any) -> Tensor:
 
 
 def check_close(ours: Tensor, want: Tensor) -> None:
-    """Equal up to the order of float32 sums and a GPU's exp2, and the rounding of weights and results in short types."""
+    """Check equality up to the order of float32 sums, a GPU's exp2, and rounding of weights and results in short types."""
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[ours.dtype]
     torch.testing.assert_close(ours.float().cpu(), want.float().cpu(), atol=tolerance, rtol=tolerance)

@@ -1,5 +1,5 @@
-"""What would break in a captured CUDA graph is refused on the CPU: operators that synchronise, whose result depends on
-contents, or that return memory of their own. Launches of interpreted kernels are let through: on a GPU they are one."""
+"""Reject on the CPU what would break a captured CUDA graph: operators that synchronise, whose result depends on contents,
+or that allocate memory. Launches of interpreted kernels are allowed: on a GPU each is one operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _WIRES = ("c10d.alltoall_base_", "c10d.send", "c10d.recv_")  # into memory that 
 
 
 class GraphSafe(TorchDispatchMode):
-    """Raise for every operator that is not a view or a copy into memory that exists, unless it `lets_through`."""
+    """Raise on any operator that is neither a view nor a copy into existing memory, unless `lets_through` allows it."""
 
     lets_through = False
 
@@ -26,7 +26,7 @@ class GraphSafe(TorchDispatchMode):
 
 @contextmanager
 def graph_safe_launches() -> Iterator[None]:
-    """Guard all operators but those with which Triton's interpreter stands for a GPU."""
+    """Guard all operators except those by which Triton's interpreter emulates a GPU."""
     from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 - after the interpreter is chosen
 
     run, guard = InterpretedFunction.run, GraphSafe()

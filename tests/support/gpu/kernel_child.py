@@ -1,4 +1,4 @@
-"""Runs CPU kernels named on the command line, in that order, and checks each against torch: a process of its own."""
+"""Run the CPU kernels named on the command line in order, and check each against torch. Runs as a separate process."""
 
 import sys
 
@@ -10,7 +10,7 @@ from tests.moe.cpu.test_products import grouped
 
 
 def check(kernel: str) -> None:
-    """Run `linear` or `grouped` over both weight types."""
+    """Run `linear` or `grouped` with both weight types."""
     for dtype in (torch.float32, torch.bfloat16):
         weight, x = torch.randn(32, 24).to(dtype), torch.randn(7, 24)
         packed, out = pack(weight), torch.empty(7, 32)

@@ -1,4 +1,4 @@
-"""Engines whose GPU path Triton's interpreter runs: to be built in a process of the `interpreter` fixture only."""
+"""Engines whose GPU path runs in Triton's interpreter. Build them only in a process of the `interpreter` fixture."""
 
 import os
 from collections.abc import Sequence
@@ -33,9 +33,9 @@ def build_interpreted(directory: Path, **settings: Any) -> Assembled:
 def run_steps(
     built: Assembled, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[Part]]
 ) -> list[np.ndarray]:
-    """Run given tokens in given steps and return every token's logits: [tokens, V] of each sequence.
+    """Run given tokens in given steps. Return the logits of every token, [tokens, V] per sequence.
 
-    A part of one token that does not begin its sequence is a decode; decodes come first in their step.
+    A part of one token that does not start its sequence is a decode. Decodes come first in their step.
     """
     model, step, cache = built.model, built.runner.step, built.runner._cache
     per_sequence = -(-int(built.max_model_len) // step.block_tokens)
@@ -45,7 +45,7 @@ def run_steps(
     for parts in steps:
         spans = []
         for sequence, start, end in parts:
-            # From the pool's end, backwards: a block table must be followed, not guessed.
+            # From the end of the pool, backwards: kernels must follow block tables and cannot guess.
             blocks = built.num_blocks - 1 - sequence * per_sequence - np.arange(-(-end // step.block_tokens))
             read = slots[sequence] if start else NO_STATE
             slots[sequence] = 2 * sequence + (read % 2 == 0)  # the other one of two
@@ -66,7 +66,7 @@ def run_steps(
 
 
 def mixed_steps(lengths: Sequence[int]) -> list[list[Part]]:
-    """Two sequences: chunks of one prompt, the other's prompt beside the first's decodes, then decodes of both."""
+    """Return steps of two sequences: chunks of one prompt, the other prompt next to its decodes, then decodes of both."""
     first, second = lengths
     steps = [[Part(0, 0, 5)], [Part(0, 5, first - 3)]]
     steps += [[Part(0, first - 3, first - 2), Part(1, 0, second - 2)]]

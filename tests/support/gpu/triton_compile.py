@@ -1,6 +1,6 @@
-"""Compiles Triton kernels without a GPU, up to the assembler's report: registers, spills, shared memory.
+"""Compile Triton kernels without a GPU, up to the assembler's report: registers, spills, shared memory.
 
-Import it only where triton compiles (not in a process that interprets).
+Import it only in processes where triton compiles, not in one that interprets.
 """
 
 import re
@@ -19,24 +19,24 @@ SHARED_LIMITS = {
     89: 99 << 10,
     90: 227 << 10,
     100: 227 << 10,
-}  # bytes that one program may have, by architecture
+}  # maximum bytes of one program, by architecture
 
 
 class Kernel(NamedTuple):
-    """A kernel as it is launched, and what it may use."""
+    """A kernel as it is launched, and its limits."""
 
     function: Any
-    types: dict[str, str]  # of arguments; the others are constexpr
+    types: dict[str, str]  # types of arguments; all others are constexpr
     sizes: dict[str, Any]
     warps: int = 8
     max_registers: int = 80
     stages: int = 2
     fuses: bool = False  # whether products may be fused into sums
-    aligned: bool | frozenset[str] = False  # pointers and sizes that 16 divides, by name; True: all pointers
+    aligned: bool | frozenset[str] = False  # names of pointers and sizes divisible by 16; True: all pointers
 
 
 class Compiled(NamedTuple):
-    """What came out. The kernel's text, and bytes of shared memory."""
+    """Result of a compilation: the kernel's PTX text, and its shared memory in bytes."""
 
     ptx: str
     shared_bytes: int
@@ -49,7 +49,7 @@ def _is_aligned(kernel: Kernel, name: str) -> bool:
 
 
 def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
-    """Compile without a GPU, up to the assembler's text."""
+    """Compile a kernel to PTX without a GPU."""
     names = [parameter.name for parameter in kernel.function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
@@ -76,7 +76,7 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
 
 
 def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, int]:
-    """Return registers per thread and spilled bytes, as the assembler reports them."""
+    """Return registers per thread and spilled bytes as reported by the assembler."""
     (folder / "kernel.ptx").write_text(ptx)
     name = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
     command = [get_ptxas(arch).path, "-v", *flags, f"--gpu-name={name}", "kernel.ptx", "-o", "kernel.o"]
@@ -87,7 +87,7 @@ def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, 
 
 
 def check_budget(kernel: Kernel, folder: Path, arch: int = 90) -> None:
-    """Compile and assemble; nothing spilled, no more registers than allowed, shared memory that the architecture has."""
+    """Compile and assemble a kernel. Check spills, registers and shared memory against their limits."""
     compiled = compile_kernel(kernel, arch)
     registers, spilled = assemble(compiled.ptx, folder, arch=arch)
     assert spilled == 0, f"{spilled} bytes spilled with {registers} registers"

@@ -1,4 +1,4 @@
-"""A model's forwards and drafts without an engine: whole texts, then drafts of some of their rows."""
+"""Run a model's forwards and drafts without an engine: whole texts first, then drafts of some of their rows."""
 
 import os
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from scheduler.step.groups import hosts_of, open_groups
 from scheduler.step.parts import backend_of, open_dispatcher
 from tests.support.placement.placements import random_placement
 
-BLOCKS = 4  # of a text
+BLOCKS = 4  # of one text
 
 
 class Rows(NamedTuple):
-    """Rows of one text in a draft, one after the other.
+    """Consecutive rows of one text in a draft.
 
     Attributes:
-        text: which. first: position of the first. tokens: after each. hidden: row of the call before of each.
+        text: Index of the text. first: Position of the first row. tokens: After each row. hidden: Row of the previous call.
     """
 
     text: int
@@ -43,7 +43,7 @@ class DraftingModel(NamedTuple):
     def forward(
         self, texts: Sequence[list[int]], firsts: Sequence[int] = (), *, keeps_hidden: bool = False
     ) -> np.ndarray:
-        """Run these tokens of texts, from position `firsts` (0) on: [rows, V] logits; collective."""
+        """Run these tokens of texts, from the positions `firsts` (default 0) on. Return logits [rows, V]. Collective."""
         firsts = firsts or [0] * len(texts)
         parts = [
             Rows(at, first, text, []) for at, (text, first) in enumerate(zip(texts, firsts, strict=True))
@@ -56,7 +56,7 @@ class DraftingModel(NamedTuple):
         return logits.cpu().numpy()
 
     def draft(self, depth: int, parts: Sequence[Rows]) -> list[np.ndarray]:
-        """Run drafts of rows: logits [rows, V] of each part; collective."""
+        """Run drafts of rows. Return logits [rows, V] for each part. Collective."""
         step = self.model.step
         self._fill(parts)
         tokens = [token for part in parts for token in part.tokens]
@@ -80,15 +80,15 @@ class DraftingModel(NamedTuple):
 
 
 def rows_of(first: int, tokens: list[int], row: int = 0) -> list[Rows]:
-    """Rows of the only text that go on from rows `row` and behind of the call before."""
+    """Return rows of the only text that continue from row `row` of the previous call."""
     return [Rows(0, first, tokens, list(range(row, row + len(tokens))))]
 
 
 def open_drafting(directory: Path, *, device: str = "cpu", slots: int = 0) -> DraftingModel:
-    """Load this rank's share of a model with its multi-token-prediction layers; alone unless in a pool.
+    """Load this rank's share of a model with its multi-token-prediction layers. It runs alone unless in a pool.
 
     Args:
-        slots: of a layer on each rank, with experts anywhere in them; 0: evenly placed.
+        slots: Slots per layer on each rank, with experts placed at random. 0 places them evenly.
     """
     if device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"

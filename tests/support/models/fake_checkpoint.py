@@ -1,4 +1,4 @@
-"""Writes a model directory that preflight accepts: a config with experts and a safetensors file of a few bytes."""
+"""Write a model directory that preflight accepts: a config with experts and a safetensors file of a few bytes."""
 
 import json
 import struct
@@ -25,7 +25,7 @@ def write_safetensors(
 
 
 def write_checkpoint(directory: Path, **config: Any) -> Path:
-    """Write a tiny MoE checkpoint; keyword arguments are added to its config."""
+    """Write a tiny MoE checkpoint. Keyword arguments are added to its config."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
     (directory / "tokenizer.json").write_text("{}")

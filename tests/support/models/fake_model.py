@@ -1,7 +1,7 @@
-"""A stand-in for a rank's model: a KV memory that remembers who wrote what, and a next token that depends on all of it.
+"""A stand-in for a rank's model: a KV memory that records who wrote each row, and a next token that depends on all rows.
 
-The fake writes (position, token) rows into blocks as a batch says, then reads a sequence's whole history back
-through its block table. A row lost, shared wrongly or overwritten is found at once, and would change the tokens.
+The fake writes (position, token) rows into the blocks of a batch. It then reads a sequence's whole history back through
+its block table. A row that is lost, shared incorrectly or overwritten is detected at once, and would change the tokens.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ VOCABULARY = 7
 
 
 def next_token(token_ids: list[int]) -> int:
-    """A token that depends on every token before it."""
+    """Return a token that depends on every token before it."""
     digest = hashlib.blake2b(bytes(token_ids), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
 def serve_alone(request: Request, max_model_len: int) -> tuple[list[int], FinishReason]:
-    """The oracle: what a request must get, by its definition, replayed tokens left out."""
+    """Return the correct output of a request by definition, without replayed tokens. The oracle."""
     generated: list[int] = []
     params = request.params
     while True:
@@ -43,7 +43,7 @@ def serve_alone(request: Request, max_model_len: int) -> tuple[list[int], Finish
 
 @dataclass
 class Launched:
-    """A batch on the fake device, with the block tables as they were copied there."""
+    """A batch on the fake device, with its block tables as copied at launch."""
 
     batch: StepBatch
     tables: list[list[int]]
@@ -54,7 +54,7 @@ class Launched:
 
 
 class FakeRank:
-    """Runs a scheduler's batches, up to `depth` planned at once, and checks every rule on the way."""
+    """Runs a scheduler's batches, with up to `depth` planned at once, and checks every rule at each step."""
 
     def __init__(
         self,
@@ -70,27 +70,27 @@ class FakeRank:
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.num_scored = 0  # prompt tokens whose logprobs were computed
-        # (block, row) -> (position, token), and whether it was computed as long sequences are.
+        # (block, row) -> (position, token), and whether the row was computed as part of a long sequence.
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
         self._is_long: dict[tuple[int, int], bool] = {}
-        self._states: dict[int, list[int]] = {}  # slot -> the tokens that it holds the state of
+        self._states: dict[int, list[int]] = {}  # slot -> the tokens that its state covers
 
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             earlier = self.outputs.setdefault(output.request_id, [])
-            assert all(one.finish_reason is None for one in earlier), "something was delivered after the end"
+            assert all(one.finish_reason is None for one in earlier), "output was delivered after the end"
             earlier.append(output)
 
     def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> StepBatch:
         promised = self.scheduler.next_step.num_decodes
         batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
-        assert batch.num_tokens - batch.num_prefill_tokens <= promised, "ranks have agreed on fewer tokens"
+        assert batch.num_tokens - batch.num_prefill_tokens <= promised, "more decode tokens than agreed"
         self._check_budgets(batch, prefill_budget)
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
             widest = max(len(item.sequence.block_ids) for item in batch.items)
             most = self.pool.blocks_for(self.scheduler._max_model_len)
-            assert widest <= most, f"a sequence holds {widest} blocks; a step's tables have room for {most}"
+            assert widest <= most, f"a sequence holds {widest} blocks; a step's tables hold at most {most}"
             self._check_writers()
         return batch
 
@@ -104,21 +104,21 @@ class FakeRank:
         self.collect(self.scheduler.commit(launched.batch, token_ids, [None] * len(token_ids), scored))
 
     def drain(self, max_steps: int = 5000) -> None:
-        """Step until nothing is left."""
+        """Step until no work is left."""
         for _ in range(max_steps):
             if self.launched:
                 self.finish()
             elif self.scheduler.has_work:
                 self.collect(self.scheduler.expire(float("-inf")))
                 batch = self.plan()
-                assert batch.items or not self.scheduler.has_work, "nothing is planned, yet there is work"
+                assert batch.items or not self.scheduler.has_work, "no step is planned although work is left"
             else:
                 break
         else:
-            raise AssertionError("the scheduler does not come to an end")
+            raise AssertionError("the scheduler does not finish")
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         if self.states is not None:
-            assert self.states.num_left_over == self.states.num_slots, "states, or promises of them, leaked"
+            assert self.states.num_left_over == self.states.num_slots, "states or their reservations leaked"
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [token for output in self.outputs.get(request_id, []) for token in output.token_ids]
@@ -127,22 +127,22 @@ class FakeRank:
         return self.outputs[request_id][-1].finish_reason
 
     def _run(self, item: Scheduled, table: list[int]) -> list[int]:
-        """Write the item's rows; returns what its last ones sample."""
+        """Write the item's rows. Return the tokens that its last rows sample."""
         size = self.pool.block_tokens
         is_ended = item.sequence.status is SequenceStatus.ENDED
         known = [*item.sequence.token_ids, *item.drafts]
-        known += [0] * (item.end if is_ended else 0)  # a pending token may never come
+        known += [0] * (item.end if is_ended else 0)  # a pending token may never arrive
         for position in range(item.start, item.end):
             place = table[position // size], position % size
             self._rows[place], self._is_long[place] = (position, known[position]), item.sequence.is_long
         history = [self._rows[table[position // size], position % size] for position in range(item.end)]
-        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence saw what is not its own"
+        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence read rows of another"
         ways = {self._is_long[table[position // size], position % size] for position in range(item.end)}
-        assert len(ways) == 1, "a sequence saw what was computed in another way"
+        assert len(ways) == 1, "a sequence mixes rows of long and short computation"
         if item.samples:
             is_long = self.rotary_limit is not None and item.end > self.rotary_limit
             assert is_ended or ways == {is_long}
-        for _ in range(2):  # a step that broke off is run again
+        for _ in range(2):  # an interrupted step is run again
             self._run_states(item, known)
         text = [token for _, token in history]
         return [next_token(text[: item.end - back]) for back in range(item.num_samples - 1, -1, -1)]
@@ -152,10 +152,10 @@ class FakeRank:
         position = item.start
         for piece in item.pieces:
             before = [] if piece.read == NO_STATE else self._states[piece.read]
-            assert len(before) == position, "a state of another position"
+            assert len(before) == position, "the state belongs to another position"
             position += piece.length
             is_whole = before == known[: len(before)] or item.sequence.status is SequenceStatus.ENDED
-            assert is_whole, "a sequence goes on from a state that is not its own"
+            assert is_whole, "a sequence continues from the state of another one"
             self._states[piece.write] = known[:position]
         assert position == item.end or not item.pieces
         drafted = [piece.length for piece in item.pieces[-1 - len(item.drafts) :]]
@@ -166,12 +166,10 @@ class FakeRank:
         assert prefill_budget is None or batch.num_prefill_tokens <= prefill_budget
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
         assert all(item.num_tokens > 0 for item in batch.items)
-        assert all(item.samples for item in batch.items[:-1]), (
-            "one prompt at most is left half done, the latest"
-        )
+        assert all(item.samples for item in batch.items[:-1]), "only the last prompt may be left unfinished"
 
     def _check_writers(self) -> None:
-        """No block is written by two sequences, by one that shares it, or after it was published."""
+        """Check that no block has two writers, is written while shared, or is written after publication."""
         writer_of: dict[int, Sequence] = {}
         for launched in self.launched:
             for index, item in enumerate(launched.batch.items):
@@ -187,18 +185,18 @@ class FakeRank:
             for item in launched.batch.items
             for piece in item.pieces
         ]
-        assert len(written) == len(set(written)), "a state is written twice"
+        assert len(written) == len(set(written)), "a state slot is written twice"
 
 
 def prompt_logprobs_of(request: Request) -> list[Logprobs]:
-    """What a request that wants its prompt's logprobs must get."""
+    """Return the logprobs that a request for prompt logprobs must get."""
     return [
         _logprobs_at(list(request.prompt_ids), position) for position in range(1, len(request.prompt_ids))
     ]
 
 
 def _scored(item: Scheduled) -> list[Logprobs]:
-    """The logprobs of the prompt tokens behind the item's rows, as far as the sequence wants them."""
+    """Return the logprobs of the prompt tokens after the item's rows, if the sequence requests them."""
     sequence = item.sequence
     return [
         _logprobs_at(sequence.token_ids, position + 1) for position in sequence.unscored(item.start, item.end)

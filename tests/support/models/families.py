@@ -1,7 +1,7 @@
-"""Tiny seeded checkpoints of the MoE families we name, written to disk by `transformers` itself.
+"""Tiny seeded checkpoints of the supported MoE families, written to disk by `transformers` itself.
 
-Weights are drawn wide, so that logits differ by far more than rounding; every family keeps what is special about
-it: node-limited groups, shared experts, sinks, sliding windows, partial rotary, QK norms, biases.
+Weights are drawn wide, so that logits differ by far more than rounding. Every family keeps its special features:
+node-limited groups, shared experts, sinks, sliding windows, partial rotary, QK norms, biases.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ MLA: dict[str, Any] = {
     "topk_method": "group_limited_greedy",
     "routed_scaling_factor": 1.5,
 }
-# Less wide: `transformers`' delta rule in chunks is further from float64 than ours, which is token by token.
+# Drawn less wide: the chunked delta rule of `transformers` is further from float64 than ours, which is token by token.
 GATED_DELTA: dict[str, Any] = {
     "initializer_range": 0.08,
     "num_hidden_layers": 4,
@@ -76,7 +76,7 @@ KIMI_DELTA: dict[str, Any] = {
     "linear_num_heads": 4,
     "linear_head_dim": 16,
 }
-# Layers that keep a state per sequence among others that keep keys and values.
+# Layers that keep a state per sequence, mixed with layers that keep keys and values.
 RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": GATED_DELTA,
     "qwen3_5_moe_text": GATED_DELTA,
@@ -149,7 +149,7 @@ RECURRENT_FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 8,
     },
 }
-# Enough heads that no two tokens score exactly 0, between which `transformers` does not say whom it takes.
+# Enough heads that no two tokens score exactly 0. `transformers` does not define which of two equal tokens it chooses.
 INDEXED: dict[str, Any] = {
     **MLA,
     "num_local_experts": 8,
@@ -159,7 +159,7 @@ INDEXED: dict[str, Any] = {
     "index_n_heads": 24,
     "index_head_dim": 32,
 }
-# Attention to tokens that an index chooses, fewer than tests' contexts have.
+# Attention to tokens chosen by an index, fewer than the contexts of tests have.
 SPARSE_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": INDEXED,
     "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
@@ -225,7 +225,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Others whose multi-token-prediction layers are served.
+# Further families with multi-token-prediction layers that we serve.
 DRAFTING_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**MLA, "n_group": 1, "topk_group": 1},
     "mellum": {
@@ -258,7 +258,7 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 8,
     "attn_scale": 0.5,
 }
-# Text decoders inside of models that also see images: what their text part has.
+# Text decoders inside models that also process images: features of the text part.
 WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": GATED_DELTA,
     "qwen3_vl_moe": {**FAMILIES["qwen3_moe"], "rope_parameters": MULTIMODAL_ROTARY},
@@ -336,7 +336,7 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
     "dots3_note": SPARSE_FAMILIES["dots3_note_text"],
     "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
 }
-TOWER = {  # sizes of what sees images
+TOWER = {  # sizes of the image tower
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -358,7 +358,7 @@ TOWER = {  # sizes of what sees images
 
 
 def make_config(family: str, **settings: Any) -> PreTrainedConfig:
-    """A family's configuration; skips the test if the installed `transformers`, another than the pinned one, lacks the family."""
+    """Return a family's configuration. Skip the test if an installed `transformers` other than the pinned one lacks it."""
     require_type(family)
     if family in WRAPPED_FAMILIES:
         default = AutoConfig.for_model(family)
@@ -368,7 +368,7 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
             **WRAPPED_FAMILIES[family],
             **settings,
         }
-        tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has none by itself
+        tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has no default
         vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
         if getattr(tower, "_heterogeneity_spec", None) is None:
             vision.pop("per_layer_config", None)
@@ -396,7 +396,7 @@ def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     seed_special_tensors(model, seed)
     if (
         family == "llama4"
-    ):  # reads it off the output of its decoder, which has none, and fails (transformers 5.24)
+    ):  # reads it from the output of its decoder, which lacks it, and fails (transformers 5.24)
         model.get_decoder().register_forward_hook(
             lambda _module, _inputs, out: setattr(out, "image_outputs", None)
         )
@@ -404,7 +404,7 @@ def make_model(family: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
 
 
 def seed_special_tensors(model: PreTrainedModel, seed: int) -> None:
-    """Give values to what `transformers` starts at zero or leaves empty: biases, sinks, router corrections."""
+    """Fill tensors that `transformers` initialises to zero or leaves empty: biases, sinks, router corrections."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -415,7 +415,7 @@ def seed_special_tensors(model: PreTrainedModel, seed: int) -> None:
 def write_checkpoint(
     family: str, directory: Path, seed: int = 0, *, vocab_size: int = VOCABULARY, **options: Any
 ) -> PreTrainedModel:
-    """Write a family's checkpoint and return its oracle. `options` go to save_pretrained (max_shard_size)."""
+    """Write a family's checkpoint and return its oracle. `options` are passed to save_pretrained (max_shard_size)."""
     model = make_model(family, seed, vocab_size=vocab_size)
     model.save_pretrained(directory, **options)
     return model

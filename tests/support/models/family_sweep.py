@@ -1,4 +1,4 @@
-"""Tiny configurations of any model type that `transformers` has, for sweeps: sizes by name, the rest as it comes."""
+"""Tiny configurations of any `transformers` model type, for sweeps. Sizes are set by name; other fields keep defaults."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 16,
     "sliding_window": 8,
 }
-# Of towers for images and sounds, which nothing of ours computes.
+# Sizes of image and audio towers, which we do not compute.
 TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "audio_hidden_size": 32,
@@ -50,20 +50,20 @@ TOWER: dict[str, Any] = {
     "downsample_channels": [16, 32],
     "global_attn_indexes": [0],
 }
-KEPT = ("tie_word_embeddings",)  # fields left as the family has them
+KEPT = ("tie_word_embeddings",)  # fields that keep the family's value
 
 
 def tiny_config(model_type: str, **fields: Any) -> PreTrainedConfig:
-    """A small configuration; `fields` are set over the common sizes."""
+    """Return a small configuration. `fields` override the common sizes."""
     default = AutoConfig.for_model(model_type)
     sizes = {name: size for name, size in SIZES.items() if hasattr(default, name) and name not in KEPT}
     if hasattr(default, "kv_lora_rank"):
-        sizes["num_key_value_heads"] = 4  # MLA has as many as heads
+        sizes["num_key_value_heads"] = 4  # MLA has one per query head
     return AutoConfig.for_model(model_type, **{**sizes, **fields})
 
 
 def write_tiny(model_type: str, directory: Path, **fields: Any) -> PreTrainedModel:
-    """Write a seeded checkpoint; returns the oracle, eager in float32. `fields`: of its configuration."""
+    """Write a seeded checkpoint. Return the oracle, eager in float32. `fields` override the configuration."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         tiny_config(model_type, **fields), attn_implementation="eager", dtype=torch.float32
@@ -75,10 +75,10 @@ def write_tiny(model_type: str, directory: Path, **fields: Any) -> PreTrainedMod
 
 
 def write_tiny_wrapped(model_type: str, directory: Path, **text: Any) -> PreTrainedModel:
-    """Write a seeded checkpoint of a conditional-generation class; likewise.
+    """Write a seeded checkpoint of a conditional-generation class. Return the oracle, eager in float32.
 
     Args:
-        text: its decoder's configuration, over the common sizes.
+        text: Fields of the decoder's configuration. They override the common sizes.
     """
     parts = AutoConfig.for_model(model_type).to_dict()
     towers = {
@@ -99,7 +99,7 @@ def write_tiny_wrapped(model_type: str, directory: Path, **text: Any) -> PreTrai
 
 
 def _shrunk(part: dict[str, Any]) -> dict[str, Any]:
-    """A tower's configuration with small sizes, and those of its own parts; what follows from sizes is left out."""
+    """Return a tower's configuration with small sizes, also in its nested configurations. Drop fields derived from sizes."""
     nested = {
         name: _shrunk(each)
         for name, each in part.items()
@@ -110,6 +110,6 @@ def _shrunk(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    """Seeded token ids."""
+    """Return seeded token ids, one prompt per length."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]

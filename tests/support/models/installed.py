@@ -1,4 +1,4 @@
-"""The installed `transformers` and the pinned one: some types of models exist in newer versions only."""
+"""Compare the installed `transformers` with the pinned one: some model types exist only in newer versions."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def pinned(package: str) -> str:
 
 
 def is_pinned() -> bool:
-    """Whether the installed `transformers` is the pinned one, which has all tested types but `SINCE_5_24`."""
+    """Return whether the installed `transformers` is the pinned one, which has all tested types except `SINCE_5_24`."""
     return str(transformers.__version__) == pinned("transformers")
 
 

@@ -1,8 +1,8 @@
-"""Tiny checkpoints with multi-token-prediction layers, named as their publishers name them, and what `transformers` drafts.
+"""Tiny checkpoints with multi-token-prediction layers under their publishers' names, and the drafts of `transformers`.
 
-`transformers` has one class for these layers, `MtpModel`. It reads some families' names of them, and knows how many there
-are from some families' configurations; for the others it is told here what their files say. The tensors of each are written under
-published names by rules of this file, which share nothing with the product's.
+`transformers` has one class for these layers, `MtpModel`. It reads the layer names of some families, and the number of layers
+from the configurations of some. For the other families, this module passes it what their files contain. Tensors are written
+under published names by rules of this file, which share nothing with the product's.
 """
 
 import copy
@@ -29,14 +29,14 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """How a family's files have these layers.
+    """How a family's files store these layers.
 
     Attributes:
-        config: what is added to a family's configuration, before the model is built.
-        mtp_config: what `MtpModel` must be told besides, because the configuration's class does not say it.
-        prefix: of a layer's names; {at}: from 0, {number}: from the decoder's last on.
-        names: those that differ from `MtpModel`'s own.
-        is_fused: all experts of a layer are one tensor.
+        config: Fields added to a family's configuration before the model is built.
+        mtp_config: Fields that `MtpModel` also needs, because the configuration's class lacks them.
+        prefix: Prefix of a layer's names. {at} counts from 0, {number} continues after the decoder's last layer.
+        names: Names that differ from `MtpModel`'s.
+        is_fused: All experts of a layer are one tensor.
     """
 
     config: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ _QWEN_NAMES = {
 _LAST_IS_FULL = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
-# What `MtpModel` and our own reading agree on; the layers that a family's last norm is of are such as MTP layers have.
+# Configurations on which `MtpModel` and our reader agree. The last decoder layer is of the same kind as the MTP layers.
 PUBLISHED: dict[str, Published] = {
     "deepseek_v3": Published(),
     "glm4_moe": Published(),
@@ -105,10 +105,9 @@ PUBLISHED: dict[str, Published] = {
 
 
 class _MoreNames(MtpModel):
-    """`MtpModel`, told the names that it does not know: Hy3's and MiMo-V2's last norm, and MiMo-V2's second."""
+    """`MtpModel` with the names that it lacks: Hy3's and MiMo-V2's last norm, and MiMo-V2's second norm."""
 
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list[Any]:
-        """See `MtpModel`."""
         known: list[Any] = super().get_weight_conversions(main_model)
         return [
             *known,
@@ -117,7 +116,7 @@ class _MoreNames(MtpModel):
         ]
 
     def create_masks_for_mtp_layer(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """See `MtpModel`, which has no mask for layers that index their tokens: it is that of all before."""
+        """Build masks also for layers with an index, for which `MtpModel` has none: the mask of full attention."""
         kinds = getattr(self.config, "layer_types", None)
         if kinds is not None and "indexed_attention" in kinds:
             self.config.layer_types = ["full_attention"] * len(kinds)
@@ -126,12 +125,12 @@ class _MoreNames(MtpModel):
         return masks
 
 
-# By which `transformers` finds the conversions that it knows.
+# `transformers` finds the conversions that it knows by class name and module.
 _MoreNames.__name__, _MoreNames.__module__ = MtpModel.__name__, MtpModel.__module__
 
 
 class NemotronMtp(nn.Module):
-    """Nemotron-H's one layer, of two of its blocks, for which `transformers` has no class: `MtpModel`'s face over its blocks."""
+    """Nemotron-H's one layer of two blocks, with `MtpModel`'s interface: `transformers` has no class for it."""
 
     def __init__(self, main_model: PreTrainedModel) -> None:
         super().__init__()
@@ -156,7 +155,6 @@ class NemotronMtp(nn.Module):
         input_ids: Tensor,
         use_cache: bool,
     ) -> Tensor:
-        """See `MtpModel`."""
         layer: Any = self.layers[0]
         embedded = self._main[0].get_input_embeddings()(input_ids)
         x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(hidden)], dim=-1))
@@ -172,7 +170,7 @@ class NemotronMtp(nn.Module):
         return logits
 
     def published(self) -> Tensors:
-        """Its tensors under the names that the files have."""
+        """Return its tensors under the names in published files."""
         tensors: Tensors = {}
         for name, tensor in self.layers[0].state_dict().items():
             own = re.sub(r"^blocks\.(\d+)\.", r"\1.", name)
@@ -182,35 +180,35 @@ class NemotronMtp(nn.Module):
 
 
 class Drafter(NamedTuple):
-    """A checkpoint, and `transformers`' two models of it."""
+    """A checkpoint, and the two models of `transformers` for it."""
 
     directory: Path
     model: PreTrainedModel
     mtp: Any  # MtpModel
 
     def hidden(self, tokens: list[int]) -> Tensor:
-        """What the decoder gives for a text, [tokens, D]."""
+        """Return the decoder's hidden states of a text, [tokens, D]."""
         output = self.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         hidden_TD: Tensor = output.hidden_states[-1][0]
         return hidden_TD
 
     def start(self) -> "Chain":
-        """A text's caches, empty."""
+        """Return a chain with empty caches for one text."""
         is_known = isinstance(self.mtp, MtpModel)
         return Chain(self, MtpCache(config=self.mtp.config) if is_known else DynamicCache())
 
 
 class Chain(NamedTuple):
-    """One text's drafts."""
+    """Drafts of one text."""
 
     drafter: Drafter
     cache: DynamicCache
 
     def run(self, layer: int, tokens: list[int], hidden_TD: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Run a layer; returns its logits [tokens, V] and its hidden states.
+        """Run a layer. Return its logits [tokens, V] and its hidden states.
 
         Args:
-            tokens: after each row's position. first: the first row's position.
+            tokens: Token after each row's position. first: Position of the first row.
         """
         mtp = self.drafter.mtp
         positions = torch.arange(first, first + len(tokens))[None] + 1 + layer
@@ -232,7 +230,7 @@ def write_mtp_checkpoint(
     """Write a family's checkpoint with such layers.
 
     Args:
-        change: what is done to the file's tensors before it is written; the oracle reads it too.
+        change: Changes the file's tensors before they are written. The oracle reads the changed tensors too.
     """
     published = PUBLISHED[family]
     model = make_model(family, seed, **{**published.config, **settings})
@@ -254,7 +252,7 @@ def write_mtp_checkpoint(
 
 
 def read_back(family: str, directory: Path, *, num_layers: int = 1) -> Drafter:
-    """Let `transformers` read a checkpoint's two parts."""
+    """Let `transformers` read both parts of a checkpoint."""
     published = PUBLISHED[family]
     model = type(make_model(family, **published.config)).from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
@@ -262,13 +260,13 @@ def read_back(family: str, directory: Path, *, num_layers: int = 1) -> Drafter:
     model.eval().set_experts_implementation("eager")
     _tell(model, published, num_layers)
     count = model.config.get_text_config().num_hidden_layers
-    # Its pattern names the layers of the published sizes only.
+    # Its pattern matches only the layer numbers of the published sizes.
     if "{number}" in published.prefix:
         model._keys_to_ignore_on_load_unexpected = [
             rf"model\.layers\.{count + at}\." for at in range(num_layers)
         ]
     mtp = _MoreNames.from_pretrained(model)
-    for layer in mtp.layers:  # some give what their index chose as well, which `MtpLayer` does not expect
+    for layer in mtp.layers:  # some also return the choice of their index, which `MtpLayer` does not expect
         layer.mtp_block.register_forward_hook(
             lambda _block, _inputs, output: output[0] if isinstance(output, tuple) else output
         )
@@ -283,7 +281,7 @@ def _tell(model: PreTrainedModel, published: Published, num_layers: int) -> None
 
 
 def _forget(directory: Path, published: Published) -> None:
-    """Take out of the file what published configurations do not say."""
+    """Remove from the file the fields that published configurations lack."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for part in (config, config.get("text_config", {})):
@@ -293,13 +291,13 @@ def _forget(directory: Path, published: Published) -> None:
 
 
 def _draw(mtp: Any, seed: int) -> None:
-    """Draw norms around what they start at, so that each shows, and everything else as the family does."""
+    """Draw norms near their initial values, so that each has an effect, and all other tensors as the family does."""
     seed_special_tensors(mtp, seed)
     generator, spread = torch.Generator().manual_seed(seed), float(mtp.config.initializer_range)
     with torch.no_grad():
         for name, tensor in mtp.layers.named_parameters():
             drawn = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() > 1:  # `MtpModel` leaves experts as they are
+            if tensor.dim() > 1:  # `MtpModel` does not initialise experts
                 tensor.copy_(drawn * spread)
             elif "norm" in name:
                 tensor.add_(drawn * 0.2)
@@ -325,7 +323,7 @@ def _published(mtp: MtpModel, published: Published, num_hidden_layers: int) -> T
 
 
 def _experts_apart(name: str, tensor: Tensor) -> Tensors:
-    """One tensor per expert and projection."""
+    """Return one tensor per expert and projection."""
     stem, _, leaf = name.rpartition(".experts.")
     if leaf == "gate_up_proj":
         halves = [(expert, *rows.chunk(2)) for expert, rows in enumerate(tensor)]

@@ -1,7 +1,7 @@
-"""A guard that refuses what makes the host wait for a device: reading a tensor's values, shapes that depend on them.
+"""A guard that rejects operations that make the host wait for a device: reads of a tensor's values, data-dependent shapes.
 
-On CPU tensors, which stand for a device's, such reads are silent; so they are refused by name, above and below the
-dispatcher. Triton's interpreter reads what kernels read, and is let alone.
+On CPU tensors, which stand in for a device's, such reads raise nothing. The guard therefore rejects them by name, above and
+below the dispatcher. Triton's interpreter may read what kernels read.
 """
 
 import sys
@@ -30,7 +30,7 @@ class HostReadError(AssertionError):
     """The host read a tensor's values."""
 
 
-Meet = Callable[[str], None]  # is told of every read
+Meet = Callable[[str], None]  # called on every read
 
 
 def _refuse(read: str) -> None:
@@ -76,7 +76,7 @@ class _Below(TorchDispatchMode):
 
 
 class NoReads:
-    """Context in which the host reads no tensor."""
+    """Context in which the host may not read tensors."""
 
     def __init__(self, meet: Meet = _refuse) -> None:
         self._modes = (_Above(meet), _Below(meet))
@@ -92,10 +92,10 @@ class NoReads:
 
 
 class CountedReads(NoReads):
-    """Context that notes the host's reads.
+    """Context that records the host's reads.
 
     Attributes:
-        reads: what was read, in order; a read that is made of others is all of them.
+        reads: Reads in order. A read that is built from other reads counts as all of them.
     """
 
     def __init__(self) -> None:

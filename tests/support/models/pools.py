@@ -1,4 +1,4 @@
-"""An index over pools of tokens to test on every device: texts, keys, gates, and the definition."""
+"""Test an index over pools of tokens on every device: texts, keys, gates, and the definition."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from kvcache.step import Span, Step
 
 HEADS, DIM, SCALE = 5, 32, 0.3
 TABLES = [[9], [3, 14, 0, 7, 11], [5, 1], [2, 8, 4]]
-TEXTS = [1, 71, 19, 45]  # tokens of each
+TEXTS = [1, 71, 19, 45]  # number of tokens of each
 
 
 class Index:
-    """Sequences' keys, gates, queries and weights; a cache that is filled step by step."""
+    """Keys, gates, queries and weights of sequences, and a cache that is filled step by step."""
 
     def __init__(
         self,
@@ -27,17 +27,17 @@ class Index:
         device: str = "cpu",
         is_alike: bool = False,
     ) -> None:
-        """`choose`: `choose_pools` of a device. `is_alike`: pools have the same tokens, and so equal scores."""
+        """`choose`: `choose_pools` of a device. `is_alike`: pools have the same tokens, and therefore equal scores."""
         generator, size = torch.Generator().manual_seed(3), pooling.pool_tokens
         self.pooling, self.step, self.cache, self.choose, self.device = pooling, step, cache, choose, device
         self.rows = [torch.randn(count, 2 * DIM, generator=generator) for count in TEXTS]
-        if is_alike:  # pools of the same tokens over and over: equal scores
+        if is_alike:  # pools with the same tokens repeated: equal scores
             self.rows = [own[:size].repeat(-(-len(own) // size), 1)[: len(own)] for own in self.rows]
         self.queries = [torch.randn(count, HEADS, DIM, generator=generator) for count in TEXTS]
         self.weights = [torch.randn(count, HEADS, generator=generator) for count in TEXTS]
 
     def run(self, parts: list[tuple[int, int, int]], num_decodes: int = 0) -> list[list[list[int]]]:
-        """Run (sequence, start, end)s in one step; returns what every row chose, by sequence."""
+        """Run (sequence, start, end) parts in one step. Return the choice of every row, by sequence."""
         self.step.fill(
             [Span(start, end - start, TABLES[sequence]) for sequence, start, end in parts], num_decodes
         )
@@ -51,12 +51,12 @@ class Index:
         self.cache.update_indexer(packed(self.rows)[None], 0, more=DIM // self.pooling.pool_tokens)
         arguments = packed(self.queries), packed(self.weights), SCALE, self.pooling
         chosen = self.choose(self.cache, 0, *arguments)[0].cpu()
-        assert (chosen[self.step.num_tokens :] == -1).all(), "padding chooses nothing"
+        assert (chosen[self.step.num_tokens :] == -1).all(), "padding rows must choose nothing"
         lengths = [end - start for _, start, end in parts]
         return [own.tolist() for own in torch.split(chosen[: self.step.num_tokens], lengths)]
 
     def wanted(self, sequence: int, position: int) -> list[int]:
-        """By the definition."""
+        """Return the choice by the definition."""
         size, own = self.pooling.pool_tokens, self.rows[sequence].double()
         pools = (position + 1) // size
         keys, gates = (each.view(pools, size, DIM) for each in own[: pools * size].split(DIM, 1))
@@ -73,18 +73,18 @@ class Index:
 
 
 def pooling_of(size: int, num_chosen: int, device: str = "cpu") -> Pooling:
-    """A seeded one."""
+    """Return seeded pooling weights."""
     bias = torch.randn(size, DIM, generator=torch.Generator().manual_seed(4))
     return Pooling(size, num_chosen, bias.to(device))
 
 
 def shape_of(size: int) -> LayerShape:
-    """What a layer keeps that has such an index."""
+    """Return what a layer with such an index keeps."""
     return LayerShape(num_kv_heads=1, key_dim=16, latent=True, index_dim=2 * DIM + DIM // size)
 
 
 def check_choice(index: Index) -> None:
-    """All texts at once choose what the definition says."""
+    """Check that all texts in one step choose what the definition chooses."""
     found = index.run([(sequence, 0, count) for sequence, count in enumerate(TEXTS)])
     for sequence, rows in enumerate(found):
         for position, row in enumerate(rows):
@@ -92,7 +92,7 @@ def check_choice(index: Index) -> None:
 
 
 def check_cuts(whole: Index, cut: Index) -> None:
-    """Cuts, decodes and what runs beside change nothing, pools' keys included."""
+    """Check that chunks, decodes and other parts of a step change nothing, including the keys of pools."""
     wanted = whole.run([(sequence, 0, count) for sequence, count in enumerate(TEXTS)])[1]
     found = (
         cut.run([(1, 0, 7)])[0] + cut.run([(2, 0, 19), (1, 7, 8)])[1] + cut.run([(1, 8, 50), (3, 0, 45)])[0]
@@ -101,4 +101,4 @@ def check_cuts(whole: Index, cut: Index) -> None:
         found += cut.run([(1, position, position + 1)], num_decodes=1)[0]
     assert found == wanted
     pages = [each.cache.indexes[0].cpu()[TABLES[1]].view(torch.int32) for each in (whole, cut)]
-    assert torch.equal(*pages), "pools' keys have the same bits"
+    assert torch.equal(*pages), "the keys of pools differ"

@@ -1,8 +1,8 @@
 """Checkpoints in tests as compressed-tensors, ModelOpt, AutoAWQ, GPTQModel, Quark, MiniMax and DeepSeek publish them.
 
-Each format is written from its description by an encoder that shares nothing with the product: a matrix [N, K] becomes the
-tensors that stand for it in a file, by the end of their names, and what they mean. `write_published` writes a family's
-checkpoint so, with the configuration that such checkpoints have, and beside it the same in float32.
+Each format has an encoder written from its description, which shares no code with the product. It turns a matrix [N, K] into
+the tensors of a file, by suffix of their names, and the values they encode. `write_published` writes a family's checkpoint
+in a format, with the configuration of such checkpoints, and the same model in float32 in a second directory.
 """
 
 import json
@@ -22,19 +22,19 @@ IGNORED = ("lm_head", "mlp.gate", "embed_tokens")
 
 
 def by_blocks(weight: Tensor, block: int) -> Tensor:
-    """[N, K] to [N, blocks, block]."""
+    """Reshape [N, K] to [N, blocks, block]."""
     return weight.reshape(len(weight), -1, block or weight.shape[-1])
 
 
 def fp8_channel(weight: Tensor) -> Quantised:
-    """compressed-tensors' FP8 under a bfloat16 scale per output."""
+    """Encode as compressed-tensors' FP8 with a bfloat16 scale per output."""
     scales = (weight.abs().amax(-1, keepdim=True) / 448).bfloat16()
     codes = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return Quantised({"weight": codes, "weight_scale": scales}, codes.float() * scales.float())
 
 
 def with_bound(encode: Encoder) -> Encoder:
-    """FBGEMM's bound of the scales of rows beside a weight, which nobody reads."""
+    """Add FBGEMM's bound on the row scales, which must be ignored."""
 
     def encode_both(weight: Tensor) -> Quantised:
         made = encode(weight)
@@ -44,7 +44,7 @@ def with_bound(encode: Encoder) -> Encoder:
 
 
 def fp8_tensor(scale_name: str = "weight_scale", shape: tuple[int, ...] = ()) -> Encoder:
-    """One float32 scale per matrix, and one of rows, which nobody reads."""
+    """Encode with one float32 scale per matrix. Add an activation scale, which must be ignored."""
 
     def encode(weight: Tensor) -> Quantised:
         scale = weight.abs().max() / 448
@@ -56,13 +56,13 @@ def fp8_tensor(scale_name: str = "weight_scale", shape: tuple[int, ...] = ()) ->
 
 
 def fp8_block(weight: Tensor) -> Quantised:
-    """compressed-tensors' FP8 in blocks of 128 x 128."""
+    """Encode as compressed-tensors' FP8 in blocks of 128 x 128."""
     made = quantise_fp8(weight, (128, 128))
     return Quantised({"weight": made.stored[""], "weight_scale": made.stored["_scale_inv"]}, made.meaning)
 
 
 def fp8_block_of_powers(weight: Tensor) -> Quantised:
-    """DeepSeek-V4's, under powers of two."""
+    """Encode as DeepSeek-V4 does, with scales that are powers of two."""
     powers = quantise_fp8(weight, (128, 128)).stored["_scale_inv"].log2().ceil().exp2()
     n, k = weight.shape
     wide = powers.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
@@ -71,7 +71,7 @@ def fp8_block_of_powers(weight: Tensor) -> Quantised:
 
 
 def fp8_four_dimensions(weight: Tensor) -> Quantised:
-    """ModelOpt's, whose scales are [rows, 1, columns, 1]."""
+    """Encode as ModelOpt does, with scales of shape [rows, 1, columns, 1]."""
     made = fp8_block(weight)
     return Quantised(
         {**made.stored, "weight_scale": made.stored["weight_scale"][:, None, :, None]}, made.meaning
@@ -79,14 +79,14 @@ def fp8_four_dimensions(weight: Tensor) -> Quantised:
 
 
 def int8_channel(weight: Tensor) -> Quantised:
-    """W8A8's weights."""
+    """Encode the weights of W8A8."""
     scales = (weight.abs().amax(-1, keepdim=True) / 127).bfloat16()
     codes = (weight / scales.float()).round().clamp(-128, 127)
     return Quantised({"weight": codes.to(torch.int8), "weight_scale": scales}, codes * scales.float())
 
 
 def in_words(numbers: Tensor, bits: int = 4) -> Tensor:
-    """Put unsigned numbers [..., n] into int32, the first in the lowest bits."""
+    """Pack unsigned numbers [..., n] into int32, the first in the lowest bits."""
     per_word = 32 // bits
     words = numbers.to(torch.int64).unflatten(-1, (-1, per_word))
     packed = (words << (bits * torch.arange(per_word))).sum(-1)
@@ -94,7 +94,7 @@ def in_words(numbers: Tensor, bits: int = 4) -> Tensor:
 
 
 def packed_integers(block: int, *, bits: int = 4, is_symmetric: bool = True) -> Encoder:
-    """compressed-tensors' pack-quantized: signed numbers, stored as unsigned ones; zeros are packed over outputs."""
+    """Encode as compressed-tensors' pack-quantized: signed numbers stored as unsigned. Zeros are packed over outputs."""
 
     def encode(weight: Tensor) -> Quantised:
         blocks, half = by_blocks(weight, block), 2 ** (bits - 1)
@@ -120,14 +120,14 @@ def packed_integers(block: int, *, bits: int = 4, is_symmetric: bool = True) -> 
 
 
 def e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes, two to a byte, and what they mean."""
+    """Return the nearest codes, two per byte, and the values they encode."""
     code = (values.abs()[..., None] - E2M1).abs().argmin(-1)
     code = (code + 8 * (values < 0)).to(torch.uint8)
     return (code[..., ::2] | (code[..., 1::2] << 4)).flatten(1), torch.cat((E2M1, -E2M1))[code.long()]
 
 
 def nvfp4(names: tuple[str, str, str], *, divides: bool) -> Encoder:
-    """Sixteen codes under an e4m3 scale, and one float32 over all, which multiplies (ModelOpt) or divides."""
+    """Encode 16 e2m1 codes per e4m3 scale, and one global float32 scale, which multiplies (ModelOpt) or divides."""
 
     def encode(weight: Tensor) -> Quantised:
         blocks = by_blocks(weight, 16)
@@ -154,7 +154,7 @@ MODELOPT_NVFP4 = nvfp4(("weight", "weight_scale", "weight_scale_2"), divides=Fal
 def mx(
     names: tuple[str, str], *, bits: int, code_type: torch.dtype | None = None, scale_type: torch.dtype = torch.uint8
 ) -> Encoder:  # fmt: skip
-    """Thirty-two codes under a power of two."""
+    """Encode 32 codes per scale that is a power of two."""
 
     def encode(weight: Tensor) -> Quantised:
         blocks = by_blocks(weight, 32)
@@ -176,7 +176,7 @@ AWQ_COLUMNS = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def around_zeros(weight: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes [N, K], float16 scales [N, B], zeros [N, B] and what they mean."""
+    """Return codes [N, K], float16 scales [N, B], zeros [N, B] and the values they encode."""
     blocks = by_blocks(weight, block)
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
     scales = ((high - low) / (2**bits - 1)).half()
@@ -191,7 +191,7 @@ def around_zeros(weight: Tensor, block: int, bits: int) -> tuple[Tensor, Tensor,
 
 
 def awq(block: int) -> Encoder:
-    """AutoAWQ's gemm: [K, N / 8] words, whose half bytes are outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    """Encode as AutoAWQ's gemm: int32 [K, N / 8]. The eight half bytes hold outputs 0, 2, 4, 6, 1, 3, 5, 7."""
 
     def encode(weight: Tensor) -> Quantised:
         codes, scales, zeros, meaning = around_zeros(weight, block, 4)
@@ -207,7 +207,7 @@ def awq(block: int) -> Encoder:
 
 
 def gptq(block: int, *, bits: int = 4, is_v2: bool = False, is_symmetric: bool = False) -> Encoder:
-    """[K / 8, N] words over inputs; zeros [B, N / 8], one less than they mean in the first format."""
+    """Encode as int32 [K / 8, N], packed over inputs. Zeros [B, N / 8] are stored minus one in the first format."""
 
     def encode(weight: Tensor) -> Quantised:
         middle = 2 ** (bits - 1)
@@ -236,16 +236,16 @@ class Published(NamedTuple):
     """How a checkpoint is published."""
 
     experts: Encoder
-    attention: Encoder | None  # of all other linear layers; None: they stay float
+    attention: Encoder | None  # of all other linear layers; None keeps them float
     config: dict[str, Any]  # quantization_config
-    file: dict[str, Any] | None = None  # hf_quant_config.json in place of it
-    has_head: bool = False  # the output projection is quantised as attention is
+    file: dict[str, Any] | None = None  # hf_quant_config.json instead of `config`
+    has_head: bool = False  # the output projection is quantised like attention
 
 
 def groups(
     layout: str, *schemes: tuple[list[str], dict[str, Any]], activations: dict[str, Any] | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """compressed-tensors' configuration."""
+    """Return the configuration of compressed-tensors."""
     listed = {
         f"group_{number}": {
             "input_activations": activations, "output_activations": None, "targets": targets,
@@ -261,7 +261,7 @@ def groups(
 
 
 def weights_of(bits: int, kind: str, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
-    """One of compressed-tensors' quantisations."""
+    """Return one quantisation scheme of compressed-tensors."""
     return {
         "num_bits": bits,
         "type": kind,
@@ -426,10 +426,10 @@ PUBLISHED: dict[str, Published] = {
 
 
 def write_published(name: str, directory: Path, family: str = "qwen3_moe", **settings: Any) -> Path:
-    """Write a family's checkpoint as PUBLISHED says.
+    """Write a family's checkpoint in the format PUBLISHED[name].
 
     Returns:
-        The directory beside it that holds, in float32, what the quantised weights mean.
+        The directory next to it with the decoded weights in float32.
     """
     published, meant = PUBLISHED[name], directory.with_name(f"{directory.name}-meant")
     make_model(family, **settings).save_pretrained(meant)

@@ -1,4 +1,4 @@
-"""Checkpoints of types that transformers lacks, in their published form, with an oracle of its class for the architecture."""
+"""Published checkpoints of types that transformers lacks. The oracle is its class of the same architecture."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ from tests.support.models.quantise import quantise_fp8
 
 BLOCK = (32, 32)
 HEADS, GROUPS, HEAD_DIM, VALUE_DIM, WINDOW = 4, 2, 32, 16, 8
-PATTERN = [0, 1, 1]  # of layers: 1 slides
+PATTERN = [0, 1, 1]  # of layers: 1 is a sliding layer
 
 
 def write_kimi_k2(directory: Path) -> PreTrainedModel:
-    """Write DeepSeek-V3's files under Kimi-K2's type, which names code of its own."""
+    """Write DeepSeek-V3's files under Kimi-K2's type, which refers to remote code."""
     oracle = make_model("deepseek_v3")
     oracle.save_pretrained(directory)
     _rewrite_config(
@@ -36,12 +36,12 @@ def write_mimo_v2(
     is_fp8: bool = False,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Write MiMo-V2.5's files (vLLM's mimo_v2.py, and tools that convert them, say how): fused and in FP8 by groups.
+    """Write MiMo-V2.5's files, fused and in FP8 by groups (format from vLLM's mimo_v2.py and conversion tools).
 
     Args:
-        is_fused: query, key and value are one tensor.
-        sliding_kv_heads: in sliding layers. MiMo-V2.5-Pro has as many as in others; the oracle then has each twice.
-        changes: fields of config.json.
+        is_fused: Query, key and value are one tensor.
+        sliding_kv_heads: Heads of sliding layers. MiMo-V2.5-Pro has equally many in all layers; the oracle then repeats each.
+        changes: Fields of config.json.
     """
     rotary = {"rope_type": "default", "partial_rotary_factor": 0.25}
     oracle = make_model(
@@ -105,14 +105,14 @@ def _write_mimo_config(
 
 
 def _fuse(tensors: dict[str, Tensor], sliding_kv_heads: int, *, is_fp8: bool) -> dict[str, Tensor]:
-    """Put query, key and value into one tensor by groups; returns what the three mean then, if in FP8."""
+    """Fuse query, key and value into one tensor by groups. Return the decoded three if in FP8."""
     meanings: dict[str, Tensor] = {}
     for layer, slides in enumerate(PATTERN):
         names = [f"model.layers.{layer}.self_attn.{each}_proj.weight" for each in "qkv"]
         parts = [tensors.pop(name) for name in names]
         kv_heads = sliding_kv_heads if slides else GROUPS
         repeats = parts[1].shape[0] // HEAD_DIM // kv_heads
-        if repeats > 1:  # the oracle has each key and value head several times
+        if repeats > 1:  # the oracle repeats each key and value head
             dims = (HEAD_DIM, VALUE_DIM)
             once = [
                 part.unflatten(0, (-1, dim))[::repeats].flatten(0, 1)
@@ -145,7 +145,7 @@ def _rewrite_config(directory: Path, *gone: str, **changes: Any) -> None:
 
 
 def write_bailing_moe(directory: Path, *, is_fp8: bool = False, **changes: Any) -> PreTrainedModel:
-    """Write GLM-4.5's weights under the names of Ling 2.0 (modeling_bailing_moe_v2.py), query, key and value as one."""
+    """Write GLM-4.5's weights under the names of Ling 2.0 (modeling_bailing_moe_v2.py), with fused query, key and value."""
     oracle = make_model(
         "glm4_moe", use_qk_norm=True, attention_bias=False, n_group=4, topk_group=2, routed_scaling_factor=2.5, rms_norm_eps=1e-3,
         rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
@@ -195,7 +195,7 @@ def _bailing_name(name: str) -> str:
 
 
 def write_step(directory: Path, *, is_wrapped: bool) -> PreTrainedModel:
-    """Write Step-3.7's files, or Step-3.5's: heads by kind of layer, gates for each of them, experts that are clamped."""
+    """Write Step-3.7's files, or Step-3.5's: heads by kind of layer, a gate for each head, clamped experts."""
     oracle = write_tiny_wrapped(
         "step3p7", directory, n_routed_experts=8, moe_intermediate_size=32, share_expert_dim=32, sliding_window=8,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],

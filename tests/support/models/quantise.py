@@ -1,7 +1,7 @@
-"""Quantised checkpoints in tests: a float checkpoint's weights as FP8 or MXFP4 files have them, and what they mean.
+"""Quantised checkpoints in tests: the weights of a float checkpoint as FP8 or MXFP4 files store them, and their decoded values.
 
-Written from the formats' descriptions, sharing nothing with the product: the oracle is `transformers` on the weights
-that the quantised ones stand for, in float32.
+Written from the formats' descriptions; shares no code with the product. The oracle is `transformers` on the decoded
+weights in float32.
 """
 
 import json
@@ -22,14 +22,14 @@ FP8_KEPT = ("lm_head", "gate", "embed_tokens")  # modules that stay float in Dee
 
 
 class Quantised(NamedTuple):
-    """One weight: what the file holds, by suffix of its name, and what it means."""
+    """One weight: the tensors of the file, by suffix of the name, and the values they encode."""
 
     stored: Tensors
     meaning: Tensor
 
 
 def quantise_fp8(weight_NK: Tensor, block: tuple[int, int]) -> Quantised:
-    """Scale blocks so that their largest weight is e4m3's largest, 448."""
+    """Scale each block so that its largest weight becomes 448, the maximum of e4m3."""
     n, k = weight_NK.shape
     rows, columns = -(-n // block[0]), -(-k // block[1])
     padded = torch.zeros(rows * block[0], columns * block[1])
@@ -44,7 +44,7 @@ def quantise_fp8(weight_NK: Tensor, block: tuple[int, int]) -> Quantised:
 
 
 def quantise_mxfp4(weight_EKN: Tensor) -> Quantised:
-    """As gpt-oss' files: blocks of 32 inputs, scales that are powers of two, the even input in the lower half."""
+    """Encode as gpt-oss does: blocks of 32 inputs, scales that are powers of two, even inputs in the lower half byte."""
     experts, k, n = weight_EKN.shape
     blocks = weight_EKN.transpose(1, 2).reshape(experts, n, k // 32, 32)
     exponent = blocks.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
@@ -58,7 +58,7 @@ def quantise_mxfp4(weight_EKN: Tensor) -> Quantised:
 
 
 def is_fp8(name: str, tensor: Tensor) -> bool:
-    """Whether a checkpoint in FP8 has a tensor as codes."""
+    """Return whether an FP8 checkpoint stores a tensor as codes."""
     module = name.removesuffix(".weight").rpartition(".")[2]
     return name.endswith(".weight") and tensor.dim() == 2 and module not in FP8_KEPT
 
@@ -70,10 +70,10 @@ def _is_mxfp4(name: str, tensor: Tensor) -> bool:
 def write_quantised(
     family: str, directory: Path, *, block: tuple[int, int] | None = None, **settings: Any
 ) -> PreTrainedModel:
-    """Write a family's checkpoint in FP8 with such blocks, or in MXFP4 where `block` is None.
+    """Write a family's checkpoint in FP8 with blocks of this size, or in MXFP4 if `block` is None.
 
     Returns:
-        The oracle: eager, in float32, with the weights that the quantised ones stand for.
+        The oracle: eager, in float32, with the decoded weights.
     """
     make_model(family, **settings).save_pretrained(directory)
     file, meanings = directory / "model.safetensors", {}
@@ -98,7 +98,7 @@ def write_quantised(
 
 
 def fp8_config(block: tuple[int, int] = (128, 128)) -> dict[str, Any]:
-    """`quantization_config` as Qwen's FP8 checkpoints have it; DeepSeek's lack the list of modules."""
+    """Return `quantization_config` as in Qwen's FP8 checkpoints. DeepSeek's lack the list of modules."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",

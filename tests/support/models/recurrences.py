@@ -1,4 +1,4 @@
-"""Recurrences to test on every device: inputs, `transformers`' own functions as the oracle, and what each keeps."""
+"""Test recurrences on every device: inputs, `transformers`' own functions as the oracle, and the state that each keeps."""
 
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -27,7 +27,7 @@ def draw(device: str, seed: int, *shape: int) -> Tensor:
 
 
 class Kind:
-    """One recurrence: its inputs for some tokens, a device's function, the oracle, and what it keeps."""
+    """One recurrence: its inputs for some tokens, a device's function, the oracle, and the shape of its state."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Kind:
         oracle: Callable[..., Tensor],
         time_at: int,
     ) -> None:
-        """`inputs` of (seed, tokens); `run` of (a device's module of recurrences, call, *inputs); `time_at`: the dimension
-        of theirs and of the answer that tokens run along."""
+        """`inputs` takes (seed, tokens). `run` takes (a device's module of recurrences, call, *inputs). `time_at` is the token
+        dimension of the inputs and the output."""
         self.state, self.inputs, self.run, self.oracle, self.time_at = state, inputs, run, oracle, time_at
 
 
@@ -156,7 +156,7 @@ def lightning(device: str) -> Kind:
         return query, key, draw(device, seed + 3, 1, tokens, HEADS, VALUE_DIM)
 
     def oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """By the definition: what a token sees of another fades with the distance."""
+        """Attend by the definition: the weight of an earlier token decays with its distance."""
         places = torch.arange(query.shape[1], device=query.device)
         fading = torch.exp(-slopes[:, None, None] * (places[:, None] - places)).tril()
         scores = torch.einsum("bqhk,bthk->bhqt", query, key) * fading
@@ -171,7 +171,7 @@ def lightning(device: str) -> Kind:
     )
 
 
-KINDS: dict[str, Callable[[str], Kind]] = {  # of a device
+KINDS: dict[str, Callable[[str], Kind]] = {  # by device
     "convolution": lambda device: convolution(device, None),
     "convolution with silu": lambda device: convolution(device, "silu"),
     "gated delta rule": lambda device: delta(device, decay_per_channel=False, is_normed=True),
@@ -189,8 +189,8 @@ class Rank:
     """Runs steps of one recurrent layer.
 
     Args:
-        ours: a device's module of recurrences.
-        step, cache: of that device; the cache has 16 state slots.
+        ours: Module of recurrences of a device.
+        step, cache: Of that device. The cache has 16 state slots.
     """
 
     def __init__(self, kind: Kind, ours: Any, step: Step, cache: PagedCache) -> None:
@@ -206,9 +206,9 @@ class Rank:
         num_decodes: int = 0,
         starts: Sequence[int] = (),
     ) -> list[Tensor]:
-        """Answers of each sequence's tokens, which are put behind each other, and of padding behind them all.
+        """Return the outputs of each sequence's tokens. Sequences are concatenated, and padding follows them all.
 
-        `starts`: their first tokens' positions, 0 where nothing is said.
+        `starts` are the positions of their first tokens, 0 by default.
         """
         at = self.kind.time_at
         spans = [
@@ -226,12 +226,12 @@ class Rank:
 
 
 def whole(length: int, write: int = NO_STATE) -> list[StatePiece]:
-    """A sequence that begins here."""
+    """Return the pieces of a sequence that starts here."""
     return [StatePiece(NO_STATE, write, length)]
 
 
 def check_a_batch(rank: Rank) -> None:
-    """Sequences of a batch give what `transformers` gives for each alone."""
+    """Check that each sequence of a batch gets the result of `transformers` for that sequence alone."""
     inputs = [rank.kind.inputs(10 * index, length) for index, length in enumerate(LENGTHS)]
     for found, own in zip(rank.run([whole(length) for length in LENGTHS], inputs), inputs, strict=False):
         wanted = rank.kind.oracle(*own)
@@ -239,7 +239,7 @@ def check_a_batch(rank: Rank) -> None:
 
 
 def check_cuts(rank: Rank) -> None:
-    """Cuts, what runs beside, and states that are kept in the midst change no bit."""
+    """Check that chunks, other parts of the batch, and states saved in between change no bit."""
     at, inputs = (
         rank.kind.time_at,
         [rank.kind.inputs(10 * index, length) for index, length in enumerate(LENGTHS)],
@@ -249,7 +249,7 @@ def check_cuts(rank: Rank) -> None:
     first, *rest = [
         tuple(x.narrow(at, begin, length) for x in longest) for begin, length in ((0, 9), (9, 1), (10, 27))
     ]
-    # Beside others, alone, and with two states left in the midst; what one step wrote the next reads, elsewhere in its batch.
+    # In a batch, alone, and with two states saved in between. The next step reads what one step wrote, at another batch index.
     parts = [rank.run([whole(5), [StatePiece(NO_STATE, 3, 9)]], [inputs[2], first])[1]]
     parts += rank.run([[StatePiece(3, 7, 1)]], [rest[0]], num_decodes=1)[:1]
     parts += rank.run([[StatePiece(7, 1, 6), StatePiece(1, 2, 10), StatePiece(2, 0, 11)]], [rest[1]])[:1]
@@ -258,5 +258,5 @@ def check_cuts(rank: Rank) -> None:
     found = rank.run([[StatePiece(2, 5, 11)]], [again])[0]
     assert torch.equal(found, wanted[1].narrow(at, 26, 11)), "from a snapshot"
     for slots in (rank.cache.tails[0], rank.cache.states[0]):
-        assert torch.equal(slots[0], slots[5]), "a step that is run again leaves the same state"
-        assert not slots[6].any(), "nobody else's slot is written"
+        assert torch.equal(slots[0], slots[5]), "a repeated step must leave the same state"
+        assert not slots[6].any(), "a slot of another sequence was written"

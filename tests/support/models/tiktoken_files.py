@@ -1,7 +1,7 @@
 """A made-up tiktoken tokenizer in the form that Kimi publishes, and tiktoken's algorithm in plain Python as its oracle.
 
-Ranks are learnt from a text as byte-pair encoding learns them, and some are drawn at random, so that there are tokens
-that merges do not reach.
+Some ranks are learnt from a text by byte-pair encoding. Others are drawn at random, so that some tokens are out of reach
+of merges.
 """
 
 import base64
@@ -51,7 +51,7 @@ raise AssertionError("code of a checkpoint was run")
 
 
 def made_up_ranks(num_learnt: int = 120, num_drawn: int = 40, seed: int = 5) -> dict[bytes, int]:
-    """Return ranks of all single bytes, of pairs as learnt from a text, and of tokens drawn at random."""
+    """Return ranks of all single bytes, of pairs learnt from a text, and of tokens drawn at random."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     pieces = [[bytes([byte]) for byte in piece.encode()] for piece in _PATTERN.findall(_TEXT * 2)]
     for _ in range(num_learnt):
@@ -83,7 +83,7 @@ def write_tiktoken(
     chat_template: str | None = None,
     split: Iterable[str] = PUBLISHED_SPLIT,
 ) -> Path:
-    """Write tiktoken.model, tokenizer_config.json, tokenization_kimi.py and config.json; returns `directory`."""
+    """Write tiktoken.model, tokenizer_config.json, tokenization_kimi.py and config.json. Return `directory`."""
     ranks = made_up_ranks() if ranks is None else ranks
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
     (directory / "tiktoken.model").write_bytes(b"".join(lines))
@@ -125,7 +125,7 @@ def oracle(ranks: dict[bytes, int]) -> Callable[[str], list[int]]:
 
 
 def _merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
-    """Merge the two neighbours of lowest rank, the first of several, until none are a token."""
+    """Merge the adjacent pair of lowest rank, the first one on ties, until no pair is a token."""
     while True:
         found = [
             (ranks[left + right], place)

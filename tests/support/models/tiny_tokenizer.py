@@ -1,6 +1,6 @@
-"""A tiny byte-level tokenizer with a chat template, and the config files that make its directory a model's.
+"""A tiny byte-level tokenizer with a chat template, and the config files that turn its directory into a model's.
 
-Every byte is a token, so that characters split over tokens, and a few words are tokens of their own.
+Every byte is a token, so that characters can be split over tokens. A few words are also tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ def write_tokenizer(
     chat_template: str | None = CHAT_TEMPLATE,
     special_tokens: Sequence[str] = (),
 ) -> Path:
-    """Write the files; returns `directory`. More special tokens come after the two that there always are."""
+    """Write the files. Return `directory`. `more` special tokens follow the two default ones."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

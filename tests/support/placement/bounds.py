@@ -1,4 +1,4 @@
-"""Bounds that no placement and no shares beat, to compare the planner with."""
+"""Lower bounds on the imbalance of any placement and any shares, to compare the planner with."""
 
 import numpy as np
 
@@ -6,10 +6,10 @@ from expert_placement.placement import EMPTY, Placement, rank_load
 
 
 def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np.ndarray:
-    """A bound that no placement beats, whatever its shares: [layers] float64.
+    """Return a lower bound on the imbalance of every placement with any shares: [layers] float64.
 
-    One copy of an expert with r copies carries at least 1 / r of its load, so the fullest rank carries at least the
-    smallest t for which ceil(load / t) copies of every expert find slots. 1 where slots are many.
+    With r copies of an expert, at least one copy carries 1 / r or more of its load. The fullest rank therefore carries at
+    least the smallest t for which ceil(load / t) copies of every expert fit into the slots. The bound is 1 with many slots.
     """
     bound = np.ones(len(load))
     for layer, row in enumerate(load):
@@ -17,7 +17,7 @@ def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np
         if mean <= 0:
             continue
         low, high = 0.0, float(row.max())
-        for _ in range(50):  # bisection: to 2^-50 of the hottest expert
+        for _ in range(50):  # bisection, to 2^-50 of the hottest expert
             middle = 0.5 * (low + high)
             fits = np.maximum(np.ceil(row / middle), 1).sum() <= num_ranks * slots_per_rank
             low, high = (low, middle) if fits else (middle, high)
@@ -26,15 +26,15 @@ def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np
 
 
 def least_by_shares(placement: Placement, load: np.ndarray) -> np.ndarray:
-    """A bound that no shares beat where the slots stay as they are: [layers] float64, fullest rank over mean rank.
+    """Return a lower bound over all shares for fixed slots: [layers] float64, fullest rank over mean rank.
 
-    What only a set of ranks has copies of, they must serve: the mean of such a set is below its fullest rank (max-flow,
-    min-cut). The sets looked at are the fullest one, two, three ... ranks under the placement's own shares. Under the
-    best shares one of these sets is the worst there is, so that `plan.refresh` meets its own bound.
+    Load of experts whose copies are all within a set of ranks must be served there, so the mean of the set is at most its
+    fullest rank (max-flow, min-cut). The sets are the fullest one, two, three ... ranks under the placement's own shares.
+    Under the best shares, one of these sets gives the tightest bound, so `plan.refresh` reaches its own bound.
     """
     ranks = rank_load(placement, load)
     place_LR = np.argsort(np.argsort(-ranks, axis=1, kind="stable"), axis=1)  # 0: the fullest rank
-    whole_LE = np.zeros(load.shape, dtype=np.int64)  # the smallest set that has all copies of an expert
+    whole_LE = np.zeros(load.shape, dtype=np.int64)  # the smallest set that holds all copies of an expert
     layer, slot = np.nonzero(placement.slot_expert != EMPTY)
     place = place_LR[layer, slot // placement.slots_per_rank]
     np.maximum.at(whole_LE, (layer, placement.slot_expert[layer, slot]), place)

@@ -1,4 +1,4 @@
-"""Load reports for tests: seeded counters that grow, of ranks that a test names, and what GET /experts/load answers."""
+"""Load reports for tests: seeded counters that grow, for ranks that a test names, and answers of GET /experts/load."""
 
 import json
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from server.http.json_parts import encode
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
 SIGMA = 0.7  # of log(load) over the experts of a layer: DeepSeek-V3 has 0.56 to 0.86
-TIME_S = 1_790_000_000.0  # when the first entry of a history was made
+TIME_S = 1_790_000_000.0  # time of the first entry of a history
 
 
 def expert_map(version: int = 0) -> ExpertMap:
-    """Experts in order on two ranks; layers 2, 3 and 5 of a model of seven."""
+    """Return experts in order on two ranks, for layers 2, 3 and 5 of a seven-layer model."""
     slot_expert = np.tile(np.arange(EXPERTS), (LAYERS, 1))
     return ExpertMap(version, EXPERTS, RANKS, (2, 3, 5), 7, slot_expert)
 
 
 def counts(seed: int, high: int = 50) -> np.ndarray:
-    """[layers, 2, experts + ranks] whose ranks' part follows from the experts'."""
+    """Return counters [layers, 2, experts + ranks]. The part of the ranks follows from that of the experts."""
     experts = np.random.default_rng(seed).integers(0, high, (LAYERS, 2, EXPERTS))
     ranks = experts.reshape(LAYERS, 2, RANKS, SLOTS).sum(axis=3)
     return np.concatenate((experts, ranks), axis=2)
 
 
 def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadReport:
-    """A rank's counters at a step, with some figures that grow with it."""
+    """Return a rank's counters at a step, with figures that grow with the step."""
     fields: dict[str, object] = {
         "rank": rank,
         "step": step,
@@ -54,7 +54,7 @@ def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadRe
 
 
 def told(load: ExpertsLoad) -> dict[str, Any]:
-    """What GET /experts/load answers."""
+    """Return the answer of GET /experts/load."""
     content: dict[str, Any] = json.loads(encode(answer(load.snapshot())))
     return content
 
@@ -69,7 +69,7 @@ def load_answer(
     first_layer: int = 0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """What GET /experts/load answers of lognormal experts in order; no tokens at all where `tokens_per_layer` is 0."""
+    """Return the answer of GET /experts/load for lognormal experts in order, or without tokens if `tokens_per_layer` is 0."""
     load, placement = ExpertsLoad("made-up"), linear_placement(num_layers, num_experts, num_ranks)
     layers = tuple(range(first_layer, first_layer + num_layers))
     load.take_experts(ExpertMap(0, num_experts, num_ranks, layers, layers[-1] + 1, placement.slot_expert))
@@ -79,13 +79,13 @@ def load_answer(
     total, none = np.concatenate((experts, ranks), axis=2), (0,) * num_ranks
     for rank in range(num_ranks):
         load.note_rank(rank, f"node-{rank // 8}")
-    if tokens_per_layer:  # rank 0 has counted everything
+    if tokens_per_layer:  # rank 0 has counted all tokens
         load.take_load(report(0, 500, total, dispatch_bytes=none, combine_bytes=none))
     return {**told(load), "history": list(history)}
 
 
 def series(mean: Sequence[float], begin_s: float = TIME_S) -> dict[str, Any]:
-    """Return a series of a point every two seconds; the worst layer is a fifth below the mean."""
+    """Return a series with a point every two seconds. The worst layer is a fifth below the mean."""
     every_s, values = 2.0, list(mean)
     view = {"mean": values, "median": values, "worst": [0.8 * value for value in values]}
     times = [begin_s + every_s * index for index in range(len(values))]

@@ -1,7 +1,7 @@
-"""Other programs' placement policies, re-implemented from their published descriptions to be compared with.
+"""Placement policies of other programs, reimplemented from their published descriptions for comparison.
 
-Not one line is theirs, and none of this is in the product. All take a load [layers, experts] and return slots
-[layers, slots]; copies share evenly, as these programs assume.
+They contain no code of these programs, and the product uses none of them. Each takes a load [layers, experts] and returns
+slots [layers, slots]. Copies share load evenly, as these programs assume.
 """
 
 import heapq
@@ -10,14 +10,14 @@ import numpy as np
 
 
 def eplb_global(load: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
-    """DeepSeek EPLB, global policy: copies by largest load per copy, then the heaviest to the lightest GPU."""
+    """DeepSeek EPLB, global policy: add copies by largest load per copy, then pack heaviest first onto the lightest GPU."""
     return np.stack([_replicate_and_pack(row, num_slots, num_ranks)[0].reshape(-1) for row in load])
 
 
 def eplb_hierarchical(
     load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> np.ndarray:
-    """DeepSeek EPLB, hierarchical policy: whole groups to nodes, then copies and GPUs within each node."""
+    """DeepSeek EPLB, hierarchical policy: pack whole groups onto nodes, then place copies on GPUs within each node."""
     size, slots_per_node, ranks_per_node = (
         load.shape[1] // num_groups,
         num_slots // num_nodes,
@@ -36,7 +36,7 @@ def eplb_hierarchical(
 
 
 def zigzag(load: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
-    """ADRS's evolved packing: EPLB's copies, sorted and dealt out forwards and backwards in turn."""
+    """ADRS's evolved packing: EPLB's copies, sorted, then dealt out forwards and backwards in turn."""
     rows = []
     for row in load:
         experts = _replicate(row, num_slots)
@@ -48,7 +48,7 @@ def zigzag(load: np.ndarray, num_slots: int, num_ranks: int) -> np.ndarray:
 
 
 def pack(weight: np.ndarray, num_packs: int) -> np.ndarray:
-    """Longest processing time first, equally many in each pack: [packs, items per pack] indices."""
+    """Pack the longest first, with equally many items per pack. Return [packs, items per pack] indices."""
     room = len(weight) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     heap = [(0.0, index) for index in range(num_packs)]
@@ -61,7 +61,7 @@ def pack(weight: np.ndarray, num_packs: int) -> np.ndarray:
 
 
 def _replicate(row: np.ndarray, num_slots: int) -> np.ndarray:
-    """Give each further slot to the expert with the largest load per copy; returns the slots' experts."""
+    """Give each further slot to the expert with the largest load per copy. Return the experts of the slots."""
     copies = [1] * len(row)
     heap = [(-float(value), expert) for expert, value in enumerate(row)]
     heapq.heapify(heap)
@@ -82,10 +82,10 @@ def _replicate_and_pack(row: np.ndarray, num_slots: int, num_ranks: int) -> tupl
 
 
 def swift(load: np.ndarray, slots: np.ndarray, num_ranks: int, most_swaps: int = 100) -> np.ndarray:
-    """vllm-ascend's Swift balancer: keep first copies, choose redundant ones anew, then swap with the hottest card.
+    """vllm-ascend's Swift balancer: keep first copies, choose redundant ones again, then swap with the hottest card.
 
-    As described: a swap must lower the hotter card by 1 % of the mean, a pair of cards swaps once, and a layer below
-    1.01 is left alone.
+    As described there: a swap must lower the hotter card by 1 % of the mean, a pair of cards swaps once, and a layer
+    below 1.01 is left unchanged.
     """
     return np.stack(
         [_swift_layer(row, own, num_ranks, most_swaps) for row, own in zip(load, slots, strict=True)]
@@ -149,7 +149,7 @@ def _card_loads(row: np.ndarray, cards: list[list[int]]) -> np.ndarray:
 
 
 def even_imbalance(load: np.ndarray, slots: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Fullest over mean rank where copies share evenly, two copies on one rank allowed: [layers]."""
+    """Return fullest over mean rank for copies that share evenly; a rank may hold two copies of an expert: [layers]."""
     result = []
     for row, own in zip(load, slots, strict=True):
         each = row / np.maximum(np.bincount(own, minlength=len(row)), 1)
@@ -159,7 +159,7 @@ def even_imbalance(load: np.ndarray, slots: np.ndarray, num_ranks: int) -> np.nd
 
 
 def moved_part(load_slots: np.ndarray, new_slots: np.ndarray, num_ranks: int) -> float:
-    """The part of all slots whose expert its rank did not have before."""
+    """Return the fraction of slots with an expert that their rank did not have before."""
     moved = 0
     for old, new in zip(load_slots, new_slots, strict=True):
         for before, after in zip(old.reshape(num_ranks, -1), new.reshape(num_ranks, -1), strict=True):

@@ -1,4 +1,4 @@
-"""Placements that no planner would make, for tests that nothing may depend on one."""
+"""Placements that no planner would produce, for tests of code that must accept any placement."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from expert_placement.placement import EMPTY, Placement
 def random_placement(
     num_layers: int, num_experts: int, num_ranks: int, slots_per_rank: int, seed: int, version: int = 0
 ) -> Placement:
-    """Experts anywhere, some several times with uneven shares, and empty slots between them."""
+    """Place experts anywhere, some several times with uneven shares, with empty slots between them."""
     generator = np.random.default_rng(seed)
     rows = [_row(generator, num_experts, num_ranks, slots_per_rank).reshape(-1) for _ in range(num_layers)]
     slots = np.stack(rows)
@@ -23,11 +23,11 @@ def random_placement(
 
 def _row(generator: np.random.Generator, experts: int, ranks: int, width: int) -> np.ndarray:
     grid = np.full((ranks, width), EMPTY, dtype=np.int64)
-    for expert in generator.permutation(experts).tolist():  # one home each
+    for expert in generator.permutation(experts).tolist():  # one first copy each
         free = np.argwhere(grid == EMPTY)
         rank, slot = free[generator.integers(len(free))]
         grid[rank, slot] = expert
-    for rank, slot in generator.permutation(np.argwhere(grid == EMPTY)).tolist():  # then copies
+    for rank, slot in generator.permutation(np.argwhere(grid == EMPTY)).tolist():  # then further copies
         absent = np.setdiff1d(np.arange(experts), grid[rank])
         if len(absent) and generator.random() < 0.6:
             grid[rank, slot] = generator.choice(absent)
@@ -35,7 +35,7 @@ def _row(generator: np.random.Generator, experts: int, ranks: int, width: int) -
 
 
 def held(placement: Placement) -> list[list[tuple[int, float]]]:
-    """Experts and shares of every rank and layer, in whatever slots."""
+    """Return experts and shares of every rank and layer, regardless of slots."""
     width = placement.slots_per_rank
     return [
         sorted(zip(experts[at : at + width].tolist(), shares[at : at + width].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Answers without ranks: exchanges, generations and their outputs, made by hand."""
+"""Answers without ranks: exchanges, generations and their outputs, built by hand."""
 
 import time
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ from server.http.exchanges import HttpExchange
 
 
 class ByteDecoder:
-    """Token i is byte i."""
+    """Decodes token i as byte i."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text."""
         return bytes(token_ids).decode(errors="replace")
 
 
 def ask_of(
     request_id: str = "r", prompt_ids: Sequence[int] = (65,), *, stops: tuple[str, ...] = (), **params: Any
 ) -> Ask:
-    """What is asked of a rank; nine tokens unless `params` say otherwise."""
+    """Return a request to a rank, with nine tokens unless `params` override that."""
     sampling = SamplingParams(**{"max_tokens": 9, **params})
     request = Request(request_id=request_id, prompt_ids=tuple(prompt_ids), params=sampling, arrival_s=100.0)
     return Ask(request=request, stops=stops)
@@ -30,7 +29,7 @@ def ask_of(
 def ended_answer(
     prompt: str, *texts: str, failure: ApiError | None = None, queued_s: float = 0.0, **params: Any
 ) -> Answer:
-    """An answer whose choices have ended, each 2 s after a first token that came 1 s after arrival."""
+    """Return an answer with ended choices, each 2 s after a first token that came 1 s after arrival."""
     answer = Answer("chatcmpl-1", lambda _answer: None)
     for number, text in enumerate(texts):
         name = f"chatcmpl-1-{number}"
@@ -43,7 +42,7 @@ def ended_answer(
 
 
 def ended_exchange(*answers: Answer, **how: Any) -> HttpExchange:
-    """An exchange that took 3.5 s."""
+    """Return an exchange that took 3.5 s."""
     known = {
         "request_id": "req-1",
         "method": "POST",

@@ -7,7 +7,7 @@ import httpx
 
 
 def client_of(app: Any) -> httpx.AsyncClient:
-    """A client of an application; its bugs are answers."""
+    """Return a client of an application. Its unhandled exceptions become responses."""
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 

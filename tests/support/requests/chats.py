@@ -1,4 +1,4 @@
-"""Prompts of chats, as the front makes them with any template."""
+"""Prompts of chats, rendered as by the front, with any template."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.models.tiny_tokenizer import MAX_LEN, write_tokenizer
 
 
 def rendered(directory: Path, template: str, **fields: Any) -> str:
-    """Return the prompt of a chat request; a tiny model is written to `directory`."""
+    """Return the prompt of a chat request. A tiny model is written to `directory`."""
     tokenizer = Tokenizer(str(write_tokenizer(directory, chat_template=template)))
     model = ServedModel(
         names=("m",),

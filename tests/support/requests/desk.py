@@ -1,4 +1,4 @@
-"""Accepted requests against stub ranks, with everything around them within reach."""
+"""Accepted requests on stub ranks, with access to all objects that `Requests` uses."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -15,7 +15,7 @@ from tests.support.requests.answers import ByteDecoder
 
 
 class StubRanks:
-    """What `Requests` needs of `Ranks`, remembering what it is told."""
+    """Stands in for `Ranks` and records the calls of `Requests`."""
 
     def __init__(self) -> None:
         self.submitted: list[tuple[int, Request]] = []
@@ -33,7 +33,7 @@ class StubRanks:
 
 
 class Desk:
-    """`Requests` with everything around it within reach."""
+    """`Requests` and all objects that it uses."""
 
     def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None, num_ranks: int = 2) -> None:
         self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
@@ -53,7 +53,7 @@ class Desk:
         )
 
     def open(self, *names: str, params: SamplingParams | None = None, **how: Any) -> Answer:
-        """Accept an answer with a choice for each name."""
+        """Accept an answer with one choice per name."""
         params = params or SamplingParams(max_tokens=9)
         asks = [
             Ask(request=Request(request_id=name, prompt_ids=(65,), params=params, arrival_s=0.0), **how)
@@ -62,7 +62,7 @@ class Desk:
         return self.requests.open("answer", asks)
 
     def rank_of(self, name: str) -> int:
-        """The rank that a choice was given to last."""
+        """Return the rank that last received a choice."""
         return next(rank for rank, request in reversed(self.ranks.submitted) if request.request_id == name)
 
     def deliver(
@@ -75,14 +75,14 @@ class Desk:
         rank: int | None = None,
         **how: Any,
     ) -> None:
-        """Let a choice's rank, or another one, say something about it."""
+        """Deliver an output for a choice from its rank, or from another one."""
         output = RequestOutput(
             request_id=name, token_ids=list(text.encode()), finish_reason=finish, error=error, **how
         )
         self.requests.deliver(self.rank_of(name) if rank is None else rank, [output])
 
     def reasons(self) -> list[FinishReason]:
-        """The outcomes so far, with nothing left open anywhere."""
+        """Return the outcomes so far. Check that nothing is left open."""
         assert not self.journal.open_entries and not any(self.router.outstanding_tokens)
         assert self.journal.num_ended.total() == self.journal.num_accepted
         return [outcome.reason for outcome in self.journal.outcomes]

@@ -1,4 +1,4 @@
-"""Values that services stumble over: what JSON may hold, and should not, and heads of requests."""
+"""Values that break services: values that JSON may and should not hold, and heads of requests."""
 
 from typing import Any
 
@@ -21,9 +21,7 @@ RAW = (
     '"\\u0000"',
     '"\\x41"',
 )
-PLANES = "".join(
-    chr(plane * 0x10000 + 0x1F6) for plane in range(17)
-)  # one character of each of Unicode's planes
+PLANES = "".join(chr(plane * 0x10000 + 0x1F6) for plane in range(17))  # one character from each Unicode plane
 STRINGS = (
     "",
     " ",

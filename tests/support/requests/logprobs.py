@@ -1,4 +1,4 @@
-"""When two samplers' log-probabilities say the same."""
+"""Compare the log-probabilities of two samplers."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from scheduler.policy.request import Logprobs
 
 
 def close(ours: Logprobs | None, wanted: Logprobs | None) -> bool:
-    """Whether two say the same: exponentials and their sum may round otherwise, a few times 1e-8 of a logarithm."""
+    """Return whether two are equal up to the rounding of exponentials and their sum: a few times 1e-8 of a logarithm."""
     if ours is None or wanted is None:
         return ours is wanted
     numbers = [
         np.array([each.logprob, *each.top_logprobs], np.float64) for each in (ours, wanted)
-    ]  # float32 but for the first: an ulp at 100 is 8e-6
+    ]  # float32 except the first: an ulp at 100 is 8e-6
     return (ours.token_id, ours.top_ids, ours.rank) == (
         wanted.token_id,
         wanted.top_ids,

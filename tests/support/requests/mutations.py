@@ -1,8 +1,8 @@
-"""Turns valid requests into hostile ones: seeded, so that a failure's number is enough to see it again.
+"""Turn valid requests into hostile ones. Mutations are seeded, so that the number of a failure reproduces it.
 
-A mutation works on the body's tree (drop, rename, double, swap, wrap, swell), on its bytes (cut, flipped, in another
-encoding) or on the head (content type, huge or broken headers, method). What JSON cannot say through Python's values
-(duplicate keys, numbers of 5,000 digits, 100,000 brackets) is put in by replacing a mark in the written text.
+A mutation changes the body's tree (drop, rename, double, swap, wrap, swell), its bytes (cut, flipped, in another
+encoding) or the head (content type, huge or broken headers, method). Python's values cannot express some JSON (duplicate
+keys, numbers of 5,000 digits, 100,000 brackets); for these, a placeholder in the written text is replaced.
 """
 
 import copy
@@ -28,17 +28,17 @@ Step = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class RawRequest:
-    """One HTTP request as bytes and names; Content-Length is written where `headers` lacks it."""
+    """One HTTP request as bytes and names. Content-Length is added if `headers` lacks it."""
 
     path: str
     body: bytes
     method: str = "POST"
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
-    what: str = "as it is"  # what was done to it
+    what: str = "as it is"  # the mutation
     is_http: bool = True  # False: the server may hang up instead of answering
 
     def bytes(self) -> bytes:
-        """The request as it goes over the wire."""
+        """Return the request as sent."""
         head = [f"{self.method} {self.path} HTTP/1.1", "Host: localhost"]
         head += [f"{name}: {value}" for name, value in self.headers]
         if not any(name.lower() in ("content-length", "transfer-encoding") for name, _ in self.headers):
@@ -48,7 +48,7 @@ class RawRequest:
 
 @dataclass
 class Mutator:
-    """Makes hostile requests, one after the other."""
+    """Generates hostile requests one by one."""
 
     seed: int
     _random: random.Random = field(init=False)
@@ -185,7 +185,7 @@ class Mutator:
 
 
 def _places(value: Any, above: tuple[Step, ...] = ()) -> list[tuple[Step, ...]]:
-    """Return the paths of every value in a tree, the whole first."""
+    """Return the paths of all values in a tree, the root first."""
     found = [above]
     if isinstance(value, dict):
         for key, below in value.items():
@@ -197,7 +197,7 @@ def _places(value: Any, above: tuple[Step, ...] = ()) -> list[tuple[Step, ...]]:
 
 
 def _parent(body: Any, where: tuple[Step, ...]) -> tuple[Any, Any]:
-    """Return what holds the value at a path, and its place there; None for the whole."""
+    """Return the container of the value at a path, and its key there, or None for the root."""
     if not where:
         return None, None
     for step in where[:-1]:

@@ -1,4 +1,4 @@
-"""HTTP without a client library's manners: sends bytes as they are, over kept connections, under a time-out."""
+"""HTTP that sends bytes unchanged over kept connections with a timeout, unlike client libraries, which correct requests."""
 
 import http.client
 import socket
@@ -11,7 +11,7 @@ BUFFER = 1 << 16
 
 
 class RawAnswer(NamedTuple):
-    """What came back; status 0: the server hung up without an answer."""
+    """An answer. Status 0 means that the server hung up without one."""
 
     status: int
     content_type: str
@@ -19,7 +19,7 @@ class RawAnswer(NamedTuple):
 
 
 class RawClient:
-    """One connection at a time to one server; used by one thread."""
+    """Holds one connection at a time to one server. Not thread-safe."""
 
     def __init__(self, url: str, *, timeout_s: float) -> None:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -30,11 +30,11 @@ class RawClient:
         """Send a request and read its answer.
 
         Raises:
-            TimeoutError: the server neither answered nor hung up.
+            TimeoutError: The server neither answered nor hung up.
         """
         kept = self._socket is not None
         answer = self._exchange(request)
-        # A kept connection may have been closed by its last, broken exchange: that says nothing about this one.
+        # The previous, broken exchange may have closed a kept connection. Retry on a new one.
         return self._exchange(request) if answer.status == 0 and kept else answer
 
     def _exchange(self, request: RawRequest) -> RawAnswer:
@@ -42,7 +42,7 @@ class RawClient:
             self._socket = socket.create_connection(self._address, self._timeout_s)
         connection = self._socket
         try:
-            # Written beside the reading: a server may answer, and stop reading, before it has seen everything.
+            # Write in a thread: a server may answer and stop reading before it has read everything.
             writer = threading.Thread(target=_write, args=(connection, request), daemon=True)
             if len(request.body) > BUFFER:
                 writer.start()
@@ -60,7 +60,6 @@ class RawClient:
         return answer
 
     def close(self) -> None:
-        """Hang up."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -70,4 +69,4 @@ def _write(connection: socket.socket, request: RawRequest) -> None:
     try:
         connection.sendall(request.bytes())
     except OSError:
-        return  # the answer, or its lack, says why
+        return  # the answer, or its absence, shows the reason

@@ -1,4 +1,4 @@
-"""Many streamed completions at once, from one event loop: read to the end, left early, or read slowly."""
+"""Run many streamed completions in one event loop: read to the end, left early, or read slowly."""
 
 import asyncio
 import json
@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any
 
 TIMEOUT_S = 600.0  # of one stream, on a loaded machine
-SMALL_BUFFER = 4096  # bytes of a slow reader's socket; the kernel's least is about half
-SLOW_LIMIT = 1 << 14  # bytes that a slow reader takes ahead; a line must fit
+SMALL_BUFFER = 4096  # bytes of a slow reader's socket; the kernel's minimum is about half
+SLOW_LIMIT = 1 << 14  # bytes that a slow reader buffers; a line must fit
 
 
 class Manner(Enum):
@@ -17,12 +17,12 @@ class Manner(Enum):
 
     WHOLE = "whole"
     LEAVES = "leaves"  # after some events
-    SLOW = "slow"  # nothing until it is told to go on, then little by little
+    SLOW = "slow"  # reads nothing until the others have ended, then slowly
 
 
 @dataclass(kw_only=True)
 class Streamed:
-    """What one client asked and got."""
+    """Request and result of one client."""
 
     body: dict[str, Any]
     manner: Manner = Manner.WHOLE
@@ -31,10 +31,10 @@ class Streamed:
     text: dict[int, str] = field(default_factory=dict)  # by choice
     finish_reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
-    is_done: bool = False  # [DONE] came
+    is_done: bool = False  # [DONE] arrived
 
     def take(self, line: bytes) -> bool:
-        """Take a line of the stream; returns whether it was an event."""
+        """Process a line of the stream. Return whether it was an event."""
         if line.startswith(b"data: [DONE]"):
             self.is_done = True
         elif line.startswith(b"data: "):
@@ -45,17 +45,17 @@ class Streamed:
                 index = choice["index"]
                 self.text[index] = self.text.get(index, "") + choice["text"]
                 if choice["finish_reason"]:
-                    assert index not in self.finish_reasons, "a choice finishes once"
+                    assert index not in self.finish_reasons, "a choice finished twice"
                     self.finish_reasons[index] = choice["finish_reason"]
             return True
         return False
 
 
 async def run(url: str, asked: list[Streamed]) -> None:
-    """Stream everything at once; slow readers begin to read when all others have ended.
+    """Run all streams at once. Slow readers start to read when all others have ended.
 
     Raises:
-        TimeoutError: a stream did not end.
+        TimeoutError: A stream did not end.
     """
     others_ended = asyncio.Event()
     slow = [
@@ -82,7 +82,7 @@ async def _stream(url: str, asked: Streamed, may_read: asyncio.Event) -> None:
                 await may_read.wait()
             await _read(reader, asked)
         finally:
-            writer.transport.abort()  # at once, as a client that is killed leaves
+            writer.transport.abort()  # at once, like a client that is killed
 
 
 async def _read(reader: asyncio.StreamReader, asked: Streamed) -> None:
@@ -98,7 +98,7 @@ async def _read(reader: asyncio.StreamReader, asked: Streamed) -> None:
 async def _connect(url: str, *, is_slow: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = url.removeprefix("http://").rpartition(":")
     connection = socket.socket()
-    if is_slow:  # before connecting: it bounds the window that is offered
+    if is_slow:  # before connecting: it bounds the advertised window
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))

@@ -1,4 +1,4 @@
-"""Forms in tests: a vocabulary of bytes and some longer tokens, a matcher for one form, and a model that knows nothing."""
+"""Structured outputs in tests: a vocabulary of bytes and some longer tokens, a matcher, and a model of pure noise."""
 
 from collections.abc import Sequence as List
 
@@ -47,22 +47,22 @@ BLANKS = [place for place, token in enumerate(VOCABULARY.tokens) if token and no
 
 
 def matcher_of(structure: Structure, *, ignore_eos: bool = False) -> GrammarMatcher:
-    """A matcher at the form's start."""
+    """Return a matcher at the start of a structure."""
     return GrammarMatcher(compile_structure(structure, TOKENIZER), VOCABULARY, ignore_eos=ignore_eos)
 
 
 def ids_of(text: str) -> list[int]:
-    """A text's bytes, which are tokens."""
+    """Return the bytes of a text, which are token ids."""
     return list(text.encode())
 
 
 def text_of(token_ids: List[int]) -> str:
-    """The text of tokens; those that end an answer have none."""
+    """Return the text of tokens. Tokens that end an answer have none."""
     return b"".join(VOCABULARY.tokens[each] for each in token_ids if each not in VOCABULARY.end_ids).decode()
 
 
 def allowed_by(matcher: GrammarMatcher, size: int = NUM_TOKENS) -> set[int]:
-    """The tokens that may come next."""
+    """Return the tokens allowed next."""
     row = np.zeros(size, dtype=np.float32)
     matcher.mask(row)
     assert not matcher.failure
@@ -70,7 +70,7 @@ def allowed_by(matcher: GrammarMatcher, size: int = NUM_TOKENS) -> set[int]:
 
 
 def accepts(structure: Structure, text: str) -> bool:
-    """Whether a text is complete in a form: every byte is allowed, and then the end."""
+    """Return whether a structure accepts a complete text: each byte is allowed, and then the end."""
     matcher = matcher_of(structure)
     for token_id in ids_of(text):
         if matcher.has_ended or token_id not in allowed_by(matcher):
@@ -80,8 +80,8 @@ def accepts(structure: Structure, text: str) -> bool:
 
 
 def generate(structure: Structure, *, seed: int = 0, max_tokens: int = 4000, **params: object) -> Sequence:
-    """Sample from noise under a form's mask until the sequence ends; blanks are made less likely, which random
-    text would be full of."""
+    """Sample from noise under a structure's mask until the sequence ends. Blanks are made less likely, since random
+    text would be full of them."""
     end_ids = () if params.pop("ignore_eos", False) else (END, OTHER_END)
     settings = SamplingParams(
         max_tokens=max_tokens,
@@ -103,5 +103,5 @@ def generate(structure: Structure, *, seed: int = 0, max_tokens: int = 4000, **p
 
 
 def answer_of(sequence: Sequence) -> str:
-    """The text that was generated."""
+    """Return the generated text."""
     return text_of(sequence.token_ids[sequence.num_prompt_tokens :])

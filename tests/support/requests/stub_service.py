@@ -1,4 +1,4 @@
-"""A service of an asyncio server whose answers are scripted byte by byte, and a clock that it moves between them."""
+"""A service on an asyncio server with scripted byte-exact answers, and a clock that it moves between the pieces."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def chunk(data: bytes) -> bytes:
-    """Frame a part of a body."""
+    """Frame a part of a chunked body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
@@ -34,7 +34,7 @@ def usage(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
 
 
 class SteppedClock:
-    """A clock that stands still, and tells when it was read: the client reads it when bytes have come."""
+    """A clock that moves only by hand and records reads. The client reads it when bytes arrive."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -45,7 +45,7 @@ class SteppedClock:
         return self.now_s
 
     async def wait_read(self) -> None:
-        """Wait until somebody reads it after now."""
+        """Wait until the clock is read again."""
         self._was_read.clear()
         await self._was_read.wait()
 
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class StubService:
-    """What came to the service, and where it is."""
+    """Requests that the service received, and its address."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -76,12 +76,12 @@ async def stub_service(
     closes_after: Callable[[int], bool] = lambda _number: False,
     socket: Path | None = None,
 ) -> AsyncIterator[StubService]:
-    """Serve the answers one after the other; the last one again and again.
+    """Serve the answers in order, and repeat the last one.
 
     Args:
-        clock: is moved before each piece, and must be read before the next.
-        closes_after: whether the connection ends after an answer, by its number from 0.
-        socket: where to serve in place of a port.
+        clock: Clock moved before each piece. It must be read before the next one.
+        closes_after: Returns whether the connection ends after an answer, given its number from 0.
+        socket: Path of a socket to serve on instead of a port.
     """
     service = StubService()
 

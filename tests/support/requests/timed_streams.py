@@ -1,4 +1,4 @@
-"""Streams that note when every piece came, and something to do once all of them are under way."""
+"""Streams that record the arrival of each piece, and a callback that runs once all of them have started."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ TIMEOUT_S = 300.0  # of all streams, on a loaded machine
 
 @dataclass(kw_only=True)
 class TimedStream:
-    """What one streamed completion brought."""
+    """Pieces and times of one streamed completion."""
 
     body: dict[str, Any]
     arrivals_s: list[float] = field(default_factory=list)  # time.monotonic()
@@ -26,7 +26,7 @@ class TimedStream:
     has_ended: bool = False
 
     def take(self, line: str) -> None:
-        """Take a line of the stream."""
+        """Process a line of the stream."""
         if not line.startswith("data: {"):
             return
         event = json.loads(line[6:])
@@ -40,19 +40,19 @@ class TimedStream:
             if choice.get("logprobs"):
                 self.logprobs.setdefault(index, []).extend(choice["logprobs"]["token_logprobs"])
             if choice["finish_reason"]:
-                assert index not in self.finish_reasons, "a choice finishes once"
+                assert index not in self.finish_reasons, "a choice finished twice"
                 self.finish_reasons[index] = choice["finish_reason"]
 
     @property
     def said(self) -> tuple[object, ...]:
-        """All that must not depend on what happens to ranks."""
+        """Return all parts that must not depend on faults of ranks."""
         tokens = {key: self.usage and self.usage[key] for key in ("prompt_tokens", "completion_tokens")}
         return self.text, self.logprobs, self.finish_reasons, tokens
 
     def goes_on_after(self, moment_s: float) -> float:
-        """Seconds from a moment to the end of the longest pause that follows: pieces may be on their way at it.
+        """Return the seconds from a moment to the end of the longest pause after it. Pieces may be in flight at the moment.
 
-        0 where the stream had ended.
+        Returns 0 if the stream had ended.
         """
         pauses = [
             (end_s - begin_s, end_s) for begin_s, end_s in pairwise(self.arrivals_s) if end_s > moment_s
@@ -68,14 +68,14 @@ def stream_all(
     then: Callable[[], object] = lambda: None,
     headers: Mapping[str, str] | None = None,
 ) -> list[TimedStream]:
-    """Stream completions at once and read them to their ends.
+    """Run completions at once and read the streams to their ends.
 
     Args:
-        headers: of all requests.
-        then: called once, when every stream has brought so many pieces, or has ended: a piece may hold many tokens.
+        headers: Headers of all requests.
+        then: Called once, when every stream has brought this many pieces or has ended. A piece may hold many tokens.
 
     Raises:
-        TimeoutError: a stream did not end.
+        TimeoutError: A stream did not end.
     """
     streams = [TimedStream(body=body) for body in bodies]
     asyncio.run(_stream_all(url, streams, pieces, then, headers or {}))

@@ -1,4 +1,4 @@
-"""A valid body or more for every POST endpoint, to be mutated. A new endpoint brings its own: a test insists."""
+"""At least one valid body for every POST endpoint, as input of mutations. A test requires one for every new endpoint."""
 
 from typing import Any
 
@@ -217,9 +217,9 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/dump_expert_distribution_record": ({},),
     "/ping": ({},),
 }
-# Not in bulk: each that finds something starts a process with torch in it.
+# Not mutated in bulk: each success starts a process that imports torch.
 NEVER = ("/dump_expert_distribution_record",)
-RARE = (  # endpoints that take no body, or start a process: a few mutations each say all there is to say
+RARE = (  # endpoints that take no body or start a process: a few mutations each suffice
     "/experts/rollback",
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
@@ -233,8 +233,8 @@ RARE = (  # endpoints that take no body, or start a process: a few mutations eac
 EXEMPT_FROM_200 = (
     "/v1/responses/{response_id}/cancel",
     "/v1/batches/{batch_id}/cancel",
-    "/v1/batches",  # there is no such file
-    "/v1/files",  # a form; tests/server/api/openai/batches/test_form.py is hostile to it
+    "/v1/batches",  # the file does not exist
+    "/v1/files",  # a form; tests/server/api/openai/batches/test_form.py fuzzes it
     "/experts/rollback",
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",

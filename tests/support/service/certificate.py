@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def write_certificate(directory: Path) -> tuple[Path, Path]:
-    """Write a certificate and its key; returns both files."""
+    """Write a certificate and its key. Return both paths."""
     certificate, key = directory / "certificate.pem", directory / "key.pem"
     subprocess.run(
         [

@@ -1,6 +1,6 @@
-"""Headless Chromium under control: the DevTools protocol over two pipes, so that no port and no client is needed.
+"""Headless Chromium, controlled by the DevTools protocol over two pipes, without a port or a client library.
 
-Debian's `chromium` is looked for; pages are driven by `evaluate`, moved over by `hover`, and kept by `screenshot`.
+It uses Debian's `chromium`. `evaluate` drives pages, `hover` moves the pointer, `screenshot` takes pictures.
 """
 
 import base64
@@ -35,14 +35,14 @@ _FLAGS = (
 
 
 class Chromium:
-    """One browser with one page. A context manager: leaving ends it."""
+    """One browser with one page. A context manager that ends the browser."""
 
     def __init__(self, profile: Path) -> None:
-        """Start it; `profile` is an empty directory."""
+        """Start the browser. `profile` is an empty directory."""
         assert PROGRAM, MISSING
         commands_fd, self._commands = _from_10(os.pipe())
         self._answers, answers_fd = _from_10(os.pipe())
-        # The browser reads commands from 3 and answers on 4: the shell puts the pipes there.
+        # The browser reads commands from descriptor 3 and answers on 4: the shell connects the pipes.
         shell = ["/bin/sh", "-c", f'exec "$0" "$@" 3<{_path(commands_fd)} 4>{_path(answers_fd)}', PROGRAM]
         self.process = subprocess.Popen(
             [*shell, *_FLAGS, f"--user-data-dir={profile}", "about:blank"],
@@ -81,7 +81,7 @@ class Chromium:
         deadline_s = time.monotonic() + TIMEOUT_S
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline_s - time.monotonic()))
-            assert ready, f"the browser said nothing for {TIMEOUT_S:g} s"
+            assert ready, f"the browser did not answer for {TIMEOUT_S:g} s"
             part = os.read(self._answers, 1 << 20)
             assert part, f"the browser ended with status {self.process.wait(TIMEOUT_S)}"
             self._unread += part
@@ -112,12 +112,12 @@ class Chromium:
         self.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def use_theme(self, *, dark: bool) -> None:
-        """Change what the system prefers."""
+        """Change the colour scheme of the system."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def evaluate(self, expression: str) -> Any:
-        """Return an expression's value; promises are waited for."""
+        """Return the value of an expression. Promises are awaited."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, f"{expression}: {result['exceptionDetails']}"
         return result["result"].get("value")
@@ -131,7 +131,7 @@ class Chromium:
             select.select([], [], [], 0.02)
 
     def hover(self, x: float, y: float) -> None:
-        """Move the pointer to a place of the window."""
+        """Move the pointer to a position in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def press(self, key: str) -> None:
@@ -169,5 +169,5 @@ def _from_10(pipe: tuple[int, int]) -> list[int]:
 
 
 def _path(fd: int) -> str:
-    """A file of this process for the shell: `3<&12` is not portable, its numbers end at 9."""
+    """Return a path to a descriptor of this process for the shell: `3<&12` is not portable beyond 9."""
     return f"/proc/self/fd/{fd}"

@@ -1,4 +1,4 @@
-"""A service with the dashboard and answers to what it asks that a test chooses; nothing behind it."""
+"""The dashboard with answers that a test chooses, without a service."""
 
 import socket
 import threading
@@ -25,11 +25,11 @@ TIMEOUT_S = 30.0
 def rank_status(
     num_ranks: int, *, lost: Mapping[int, str] | None = None, waits: bool = False
 ) -> dict[str, Any]:
-    """What GET /v1/fault_tolerance/status answers of ranks, some of which are away for 12 s.
+    """Return the answer of GET /v1/fault_tolerance/status, with some ranks lost for 12 s.
 
     Args:
-        lost: why, by rank.
-        waits: the others wait for them.
+        lost: Reasons by rank.
+        waits: Whether the other ranks wait for them.
     """
     epochs = Epochs(num_ranks, recovery_timeout_s=600.0)
     for rank in range(num_ranks):
@@ -55,7 +55,7 @@ def rank_status(
 
 
 def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str, Any]:
-    """What GET /throughput answers of a service that has been busy for a while, two ranks and a bit of everything."""
+    """Return the answer of GET /throughput for a busy service of two ranks, with every kind of figure."""
     now_s = 0.0
     throughput = Throughput(clock=lambda: now_s, calendar=lambda: time.time() - seconds + now_s)
     for rank in (0, 1):
@@ -73,7 +73,7 @@ def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str
 
 
 def rank_facts(rank: int) -> RankFacts:
-    """What a rank says about itself."""
+    """Return the facts that a rank reports."""
     return RankFacts(
         rank=rank, world_size=2, host=f"node-{rank}", pid=4000 + rank, max_model_len=8192, num_blocks=1000, block_tokens=16,
         max_num_seqs=64, max_num_batched_tokens=512, device="cpu", num_restarts=rank,
@@ -96,14 +96,14 @@ def _stats_of(rank: int, tick: int) -> RankStats:
 
 
 class DashboardService:
-    """An HTTP server in a thread. A context manager; `stop` and `start` are the service going and coming back."""
+    """An HTTP server in a thread. A context manager. `stop` and `start` simulate an outage of the service."""
 
     def __init__(self) -> None:
-        self.answer: dict[str, Any] = {}  # what GET /experts/load says
+        self.answer: dict[str, Any] = {}  # answer of GET /experts/load
         self.status = 200
         self.ranks = rank_status(2)  # GET /v1/fault_tolerance/status
-        self.throughput = throughput_answer()  # GET /throughput; {}: a 404
-        self.facts: dict[str, Any] = {  # GET /server_info; {}: a 401, as with API keys
+        self.throughput = throughput_answer()  # GET /throughput; {} is a 404
+        self.facts: dict[str, Any] = {  # GET /server_info; {} is a 401, as with API keys
             "version": "0.1.0", "served_model_name": "tiny", "device": "cpu", "context_length": 8192,
             "max_total_num_tokens": 32_000, "max_running_requests": 128,
         }  # fmt: skip
@@ -121,7 +121,7 @@ class DashboardService:
 
     @property
     def url(self) -> str:
-        """The page's address."""
+        """Return the address of the page."""
         return f"http://127.0.0.1:{self._port}/dashboard"
 
     async def _show_load(self) -> Response:
@@ -137,7 +137,7 @@ class DashboardService:
         return JSONResponse(self.throughput, 200 if self.throughput else 404)
 
     def start(self) -> Self:
-        """Listen, on the port of the time before if there was one."""
+        """Listen, on the same port as before after a `stop`."""
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self._port))
@@ -155,9 +155,9 @@ class DashboardService:
             self._server.run(sockets=[listener])
 
     def stop(self) -> None:
-        """Go away."""
+        """Stop the server."""
         self._server.should_exit = True
-        assert self._thread is not None, "stop comes after start"
+        assert self._thread is not None, "stop was called before start"
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive(), "the server did not end"
 

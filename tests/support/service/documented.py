@@ -1,8 +1,8 @@
-"""What README and docs/ tell people to run: the commands and scripts of their code blocks, and what each of them needs.
+"""Read the commands and scripts in code blocks of README and docs/, and the requirements of each.
 
-Blocks in `console` have commands after "$ ", and what they print; blocks in `bash` have commands only; blocks in `python` are
-scripts. A comment `# needs: WHAT` in a block says, to readers and to us, that what follows in it cannot run everywhere (a
-GPU, several nodes, a model that is large, packages of others). Blocks in other languages show what is written or printed.
+`console` blocks have commands after "$ ", and their output. `bash` blocks have commands only, and `python` blocks are
+scripts. A comment `# needs: WHAT` in a block informs readers and tests that the rest of the block cannot run everywhere (it
+needs a GPU, several nodes, a large model, third-party packages). Blocks in other languages show files or output.
 """
 
 import re
@@ -19,32 +19,32 @@ _NEEDS = "# needs: "
 class Documented(NamedTuple):
     """A command or a script."""
 
-    line: int  # of the page, where its block begins
+    line: int  # line of the page where its block starts
     language: str
     text: str
-    needs: str  # what not every machine has; empty: nothing
+    needs: str  # requirements beyond an ordinary machine; may be empty
 
 
 def documented(page: Path) -> list[Documented]:
-    """Return all that a page tells people to run, in its order."""
+    """Return all commands and scripts of a page in order."""
     text = page.read_text(encoding="utf-8")
     found = []
     for block in _BLOCK.finditer(text):
         line, language = text[: block.start()].count("\n") + 1, block[1]
-        assert language in LANGUAGES, f"{page.name}:{line} is in {language!r}; the languages are {LANGUAGES}"
+        assert language in LANGUAGES, f"{page.name}:{line} is in {language!r}; supported: {LANGUAGES}"
         if language == "python":
             first, _, _ = block[2].partition("\n")
             needs = first.removeprefix(_NEEDS) if first.startswith(_NEEDS) else ""
             found.append(Documented(line, language, block[2], needs))
         elif language in ("console", "bash"):
             commands = list(_commands(block[2], has_prompts=language == "console"))
-            assert commands, f"{page.name}:{line} has no command; what programs write is a block of `text`"
+            assert commands, f"{page.name}:{line} has no command; use a `text` block for output"
             found += [Documented(line, language, command, needs) for command, needs in commands]
     return found
 
 
 def _commands(block: str, *, has_prompts: bool) -> Iterator[tuple[str, str]]:
-    """Yield a block's commands with what they need; a command goes on while a quote is open or its line ends in a backslash."""
+    """Yield a block's commands and their requirements. An open quote or a final backslash continues a command."""
     needs, command = "", ""
     for line in block.splitlines():
         if command:
@@ -59,7 +59,7 @@ def _commands(block: str, *, has_prompts: bool) -> Iterator[tuple[str, str]]:
         if command and not command.endswith("\\") and not _has_open_quote(command):
             yield command, needs
             command = ""
-    assert not command, f"a command has no end: {command}"
+    assert not command, f"unterminated command: {command}"
 
 
 def _has_open_quote(command: str) -> bool:

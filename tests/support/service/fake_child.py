@@ -1,10 +1,10 @@
-"""Stands in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, no torch, no model.
+"""Stand-in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, without torch or a model.
 
-It writes ROLE-RANK.json with its pid, arguments and what it was told into $FAKE_DIRECTORY, reports what the real one
-reports, and waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both; FAKE_EXIT=ROLE-RANK:STATUS
-makes that one end with STATUS at once, FAKE_EXIT_AGAIN likewise but only when it is started again. SIGUSR2 ends an engine
-as the loss of its front does. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, as the checker of structures
-does; its pid is in front-RANK.child. Engines leave copies as real ones do.
+It writes its pid, arguments and environment to ROLE-RANK.json in $FAKE_DIRECTORY, reports what the real process reports, and
+waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that
+process exit with STATUS at once; FAKE_EXIT_AGAIN does so only after a restart. SIGUSR2 ends an engine like the loss of its
+front. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, like the checker of structures, and writes its pid to
+front-RANK.child. Engines leave spares like real ones.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from server.serve.children import END_NOW_SIGNAL
 from server.serve.loading import LoadingFile, loading_of
 from server.serve.spare import leave_spare
 
-FACTS = {  # what an engine has decided
+FACTS = {  # facts that an engine reports
     "model_type": "mixtral", "num_experts": 8, "moe_layers": 2, "layers": 2, "slots_per_rank": 4, "num_slots": 8,
     "dispatch": "shm, as all ranks are on one host", "kv_cache_bytes": 1 << 30, "stored": "",
 }  # fmt: skip
-KV_CACHE_BYTES = 12345678  # what an engine says it took
+KV_CACHE_BYTES = 12345678  # memory that an engine reports as taken
 
 
-FRONT_IS_GONE = 3  # as server.serve.engine says
+FRONT_IS_GONE = 3  # as in server.serve.engine
 
 
 def _have_loaded() -> bool:
-    """Whether all ranks have, where they write how far they are."""
+    """Return whether all ranks have loaded, if they write their progress."""
     folder = os.environ.get("WIDEEP_SCREEN")
     if folder is None:
         return True
@@ -50,7 +50,7 @@ class _Health(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 def _serve(port: int, ready_fd: int) -> None:
@@ -61,7 +61,7 @@ def _serve(port: int, ready_fd: int) -> None:
 
 
 def _begin_loading() -> LoadingFile | None:
-    """Read a quarter of the weights, where a terminal shows that."""
+    """Read a quarter of the weights, if a terminal shows the progress."""
     loading = loading_of(
         int(os.environ["RANK"]), is_restart="WIDEEP_RESTARTS" in os.environ, in_bytes=("weights",),
         environment=os.environ,
@@ -91,7 +91,7 @@ def _report_ready(loading: LoadingFile | None) -> None:
 
 
 def _end(name: str) -> Callable[..., None]:
-    """Return a handler that notes its signal and ends the process."""
+    """Return a handler that records its signal and ends the process."""
 
     def note_and_end(number: int, _frame: object) -> None:
         (Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.ended-by").write_text(signal.Signals(number).name)

@@ -1,4 +1,4 @@
-"""The launcher without torch's store, which fakes do not need: it starts in a tenth of the time."""
+"""The launcher without torch's store, which fakes do not need. It starts in a tenth of the time."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""The one fake rank of the tests: a paced rank (benchmarks/serving/paced_rank.py) that answers from scripts.
+"""The only fake rank of the tests: a paced rank (benchmarks/serving/paced_rank.py) that answers from scripts.
 
-What it answers is looked up by the prompt's text: the test registers a `Script` under a word that the prompt holds; a
-prompt without one is answered by its own end, or, where the test wants that, by itself again and again. A script may
-wait for a gate, so that a test decides when a token comes. Everything it is told lands in `requests`, `aborted` and
-`orders`, which tests wait on. A request that another rank has begun goes on in its script where that rank left off;
-`wrong_replays` are those whose beginning is not the script's. An order is answered at once, unless a test says what with.
+A test registers a `Script` under a word, and prompts that hold the word get its answer. A prompt without a script is answered
+with its own end or, if the test chooses so, with itself repeatedly. A script may wait for a gate, so that a test decides when
+a token comes. `requests`, `aborted` and `orders` record the calls, and tests wait on them. A request that another rank has
+begun continues in its script at that point; `wrong_replays` are requests whose replayed tokens differ from the script. An
+order is answered at once, unless a test sets another answer.
 """
 
 import threading
@@ -28,7 +28,7 @@ class Script:
     token_ids: Sequence[int]
     finish: FinishReason = FinishReason.STOP
     error: str = ""
-    gates: dict[int, threading.Event] = field(default_factory=dict)  # token number -> what it waits for
+    gates: dict[int, threading.Event] = field(default_factory=dict)  # token number -> event to wait for
     num_cached_tokens: int = 0
     tokens_per_step: int = 1
 
@@ -39,12 +39,12 @@ class FakeRank(PacedRank):
     def __init__(
         self, *place: Any, decode: Callable[[Sequence[int]], str], repeats: bool = False, **how: Any
     ) -> None:
-        """As a `PacedRank`; `repeats`: prompts without a script are answered as that one answers."""
+        """Create a `PacedRank`. `repeats`: prompts without a script are answered as by `PacedRank`."""
         self.scripts: dict[str, Script] = {}
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.orders: list[Order] = []
-        self.forgotten: list[int] = []  # how many requests came before each order to forget prefixes
+        self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
         self.stopped = threading.Event()
@@ -54,7 +54,7 @@ class FakeRank(PacedRank):
         super().__init__(*place, **how)
 
     def begin(self, placement: Placement) -> None:
-        """Say what serves at the start, as rank 0 does."""
+        """Report the first placement, as rank 0 does."""
         layers = tuple(range(placement.num_layers))
         self.link.send_experts(
             ExpertMap(
@@ -70,18 +70,18 @@ class FakeRank(PacedRank):
         self.link.send_placement(report, placement, expert_bytes=1000)
 
     def kill(self) -> None:
-        """End as an engine does that is killed: in the middle of everything, without a word."""
+        """End like a killed engine: at once and without a message."""
         self._end()
         self.link._end_expected = True
         self.link._shut()
 
     def wait_for(self, condition: Callable[["FakeRank"], bool]) -> None:
-        """Wait until the rank has been told what makes `condition` true."""
+        """Wait until `condition` holds for the received calls."""
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the rank was not told in time"
+            assert self._changed.wait_for(lambda: condition(self), TIMEOUT_S), "the expected call never came"
 
     def forget(self) -> None:
-        """Drop the scripts and what the rank was told, while it answers nothing."""
+        """Drop the scripts and recorded calls. Call it while no answer is in progress."""
         with self._changed:
             self.scripts.clear()
             self.requests.clear()
@@ -137,7 +137,7 @@ class FakeRank(PacedRank):
             return None
         step = token_ids[at : at + script.tokens_per_step]
         each.num_done += len(step)
-        # As engines do, the last token brings the end along, unless the test wants to decide when it comes.
+        # As in engines, the last token carries the end, unless the test has a gate for it.
         ends = each.num_done == len(token_ids) and not (step and each.num_done in script.gates)
         is_whole = len(token_ids) == len(script.token_ids)
         return RequestOutput(
@@ -153,6 +153,6 @@ class FakeRank(PacedRank):
         )
 
     def _stats(self, num_step_tokens: int) -> RankStats:
-        """As if every tenth token of prompts had been known."""
+        """Report every tenth prompt token as a prefix hit."""
         known = {"prefix_query_tokens": 10 * self.num_steps, "prefix_hit_tokens": self.num_steps}
         return replace(super()._stats(num_step_tokens), **known)

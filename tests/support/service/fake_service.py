@@ -1,8 +1,8 @@
-"""`fake_service.py serve|worker MODEL FLAGS...`: the real serve or worker, with fake engines and fronts below it.
+"""Run the real serve or worker with fake engines and fronts: `fake_service.py serve|worker MODEL FLAGS...`.
 
-FAKE_LAUNCHER=1 leaves torch's store out.
+FAKE_LAUNCHER=1 omits torch's store.
 
-A worker leaves its pid in $FAKE_DIRECTORY/worker-RANK.json, as the fake children do.
+A worker writes its pid to $FAKE_DIRECTORY/worker-RANK.json, like the fake children.
 """
 
 import json
@@ -27,7 +27,7 @@ _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 def main() -> int:
     checks: Any = server.serve.preflight.checks
-    checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever runs beside the test
+    checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever else runs
     options = options_from(build_parser().parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":
         commands = ServeCommands(worker=(sys.executable, __file__, "worker"))
@@ -36,7 +36,7 @@ def main() -> int:
                 commands, agent=(sys.executable, str(Path(__file__).with_name("fake_launcher.py")))
             )
         return run_serve(options, commands=commands)
-    assert "torch" not in sys.modules, "a worker has imported torch"
+    assert "torch" not in sys.modules, "the worker imported torch"
     path = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.json"
     path.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))
     return run_worker(options, commands=Commands(engine=(*_CHILD, "engine"), front=(*_CHILD, "front")))

@@ -1,4 +1,4 @@
-"""A real front in a process of its own, with scripted ranks attached from this one."""
+"""A real front in its own process, with scripted ranks attached from this one."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 def without_times(text: str) -> str:
-    """Return log lines without the time and the level that they begin with."""
+    """Return log lines without their time and level."""
     return re.sub(r"^\d{4}-\d\d-\d\dT[\d:.]+Z [A-Z]+ +", "", text, flags=re.MULTILINE)
 
 
@@ -41,17 +41,17 @@ class FrontProcess:
         log: Path | None = None,
         **how: Any,
     ) -> None:
-        """Start it; its standard output goes to `log`, if there is one; `how` its ranks answer, see `FakeRank`."""
+        """Start the front. Its standard output goes to `log` if given. `how` configures its ranks (`FakeRank`)."""
         self.num_ranks = num_ranks
         self._max_len, self._how = max_len, how
         self.tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.ranks: list[FakeRank] = []
         self._scripts: dict[str, Script] = {}
-        self.headers: dict[str, str] = {}  # of requests that bring none of their own
+        self.headers: dict[str, str] = {}  # of requests without their own
         read_fd, write_fd = os.pipe()
         command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
         command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
-        command += ["--disable-log-stats"]  # a front that serves in silence has no complaint
+        command += ["--disable-log-stats"]  # the log then contains only problems
         with contextlib.ExitStack() as files:
             out = None if log is None else files.enter_context(log.open("w"))
             self.process = subprocess.Popen(
@@ -64,7 +64,7 @@ class FrontProcess:
         assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()
-        assert line, f"the front announced nothing: {self.wait()}"
+        assert line, f"the front did not announce its address: {self.wait()}"
         said = json.loads(line)
         self.url, self.ranks_address, self.token = said["http"], said["ranks_address"], said["token"]
 
@@ -89,21 +89,21 @@ class FrontProcess:
         return fake
 
     def attach_all(self) -> Self:
-        """Attach every rank; returns when the front answers."""
+        """Attach every rank. Return when the front answers."""
         for rank in range(self.num_ranks):
             self.attach(rank)
         assert self.get("/health").status_code == 200
         return self
 
     def forget(self) -> None:
-        """Let every rank forget its scripts and what it was told, for tests that come next."""
+        """Let every rank forget its scripts and recorded calls, for the next tests."""
         self._scripts.clear()
         for rank in self.ranks:
             rank.forget()
 
     @property
     def said(self) -> str:
-        """What the process has written to stderr until now, without times, and but for its notes on unknown fields."""
+        """Return the stderr of the process so far, without times and notes on unknown fields."""
         lines = without_times("".join(self._stderr)).splitlines(keepends=True)
         return "".join(line for line in lines if " ignores the unknown field " not in line)
 
@@ -120,11 +120,11 @@ class FrontProcess:
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special ones shown."""
+        """Return the text of token ids, with special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def served(self, word: str) -> FakeRank:
-        """Return the rank that was given a prompt with `word`, waiting until one was."""
+        """Return the rank that got a prompt with `word`. Wait until one did."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
             for rank in self.ranks:
@@ -134,26 +134,24 @@ class FrontProcess:
         raise AssertionError(f"no rank was given {word!r}")
 
     def asked(self, word: str) -> Request:
-        """Return the newest request with `word` in its prompt that a rank was given, waiting until one was."""
+        """Return the newest request with `word` in its prompt. Wait until a rank got one."""
         given = list(self.served(word).requests)
         return [request for request in given if word in self.decode(request.prompt_ids)][-1]
 
     def get(self, path: str, **how: object) -> httpx.Response:
-        """GET from the front."""
         return httpx.get(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def post(self, path: str, **how: object) -> httpx.Response:
-        """POST to the front."""
         return httpx.post(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def wait(self) -> tuple[int, str]:
-        """Wait for the process' end; returns its status and what it said on stderr."""
+        """Wait for the process to end. Return its status and stderr."""
         status = self.process.wait(TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
         return status, self.said
 
     def close(self) -> tuple[int, str]:
-        """Ask it to stop at once, and wait."""
+        """Stop the process at once, and wait for its end."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:

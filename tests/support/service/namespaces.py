@@ -1,6 +1,6 @@
-"""Nodes of tests: asks a service from inside a network namespace, sets its link, its firewall and its hosts file, fakes another version of a package.
+"""Nodes of tests: query a service inside a network namespace, change its link, firewall and hosts file, fake package versions.
 
-The fixture `namespaces` makes them.
+The fixture `namespaces` creates the namespaces.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ print(answer.text); sys.exit(answer.status_code != 200)
 
 
 def ask(namespace: str, method: str, url: str, body: dict[str, Any] | None = None) -> str | None:
-    """Send a request from inside a namespace; None when it is not answered with 200."""
+    """Send a request from inside a namespace. Return None unless the status is 200."""
     content = json.dumps(body) if body else ""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-c", _ASK, method, url, content]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -28,18 +28,18 @@ def ask(namespace: str, method: str, url: str, body: dict[str, Any] | None = Non
 
 
 def members(namespace: str, url: str) -> list[int]:
-    """The ranks that serve, as the service at this root says; none while it does not answer."""
+    """Return the serving ranks as reported by the service at this URL, or none while it does not answer."""
     answer = ask(namespace, "GET", f"{url}/v1/fault_tolerance/status")
     return json.loads(answer)["members"] if answer else []
 
 
 def set_link(namespace: str, *words: str) -> None:
-    """Say to `ip link` what becomes of the namespace's interface."""
+    """Change the namespace's interface with `ip link`."""
     subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", *words], check=True, timeout=10)
 
 
 def close_ports(namespace: str, ports: str) -> None:
-    """Let a node drop what comes to these ports, as a firewall does: by a rule before that of its own addresses."""
+    """Drop packets to these ports on a node, like a firewall: with a rule before the one for its own addresses."""
     for words in (
         "add pref 100 lookup local",
         "del pref 0",
@@ -50,7 +50,7 @@ def close_ports(namespace: str, ports: str) -> None:
 
 @contextlib.contextmanager
 def hosts_files(contents: Mapping[str, str]) -> Iterator[None]:
-    """Let namespaces see an /etc/hosts of their own (`ip netns exec` mounts it), by name."""
+    """Give namespaces, by name, their own /etc/hosts (`ip netns exec` mounts it)."""
     folders = [Path("/etc/netns") / name for name in contents]
     try:
         for folder, text in zip(folders, contents.values(), strict=True):
@@ -60,12 +60,12 @@ def hosts_files(contents: Mapping[str, str]) -> Iterator[None]:
     finally:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # not ours alone
+        with contextlib.suppress(OSError):  # others may use the folder too
             folders[0].parent.rmdir()
 
 
 def other_version(package: str, version: str, directory: Path) -> Path:
-    """Make a folder for PYTHONPATH in which a package has another version, found before the real one's."""
+    """Create a folder for PYTHONPATH with another version of a package, found before the real one."""
     faked = directory / "other" / f"{package}-{version}.dist-info"
     faked.mkdir(parents=True)
     (faked / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")

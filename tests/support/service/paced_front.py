@@ -1,4 +1,4 @@
-"""A real front with model-less ranks that answer everything, and what it holds: for fuzzing and soaking."""
+"""A real front with model-free ranks that answer everything, and its figures: for fuzzing and soaking."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ COMPILE_S = 600.0
 
 
 class PacedFront(FrontProcess):
-    """`wideep front` whose ranks give each request a token per step, and know experts and placements."""
+    """`wideep front` with ranks that give each request a token per step and report experts and placements."""
 
     def __init__(self, model: Path, *flags: str, **how: Any) -> None:
         how = {"repeats": True, "after_step": _report_load, "on_prepare": _switch, **how}
         super().__init__(model, "--served-model-name", MODEL, *flags, num_ranks=RANKS, **how)
 
     def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
-        """Attach one rank; rank 0 says which experts there are."""
+        """Attach one rank. Rank 0 reports the experts."""
         fake = super().attach(rank, num_restarts=num_restarts)
         if rank == 0:
             fake.link.send_experts(expert_map())
@@ -37,7 +37,7 @@ class PacedFront(FrontProcess):
         return fake
 
     def figures(self) -> dict[str, float]:
-        """What /metrics says, summed over labels."""
+        """Return the figures of /metrics, summed over labels."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics").text):
             for sample in family.samples:
@@ -45,20 +45,20 @@ class PacedFront(FrontProcess):
         return found
 
     def serve_some(self) -> None:
-        """Serve a request, and wait until its load is known: there is something to plan by."""
+        """Serve a request, and wait until its load is known, so that a plan is possible."""
         assert self.post("/v1/completions", json={"prompt": "hello"}).status_code == 200
         wait_until(
             lambda: self.get("/experts/load").json()["window"]["steps"] > 0, lambda: "no load was reported"
         )
 
     def warm_planner(self) -> None:
-        """Plan once in every way: in a fresh checkout a planner is compiled first, which takes minutes where busy."""
+        """Plan once in every way: in a fresh checkout this compiles a planner, which takes minutes on a busy machine."""
         for policy in ("shares", "repair", "plan"):
             response = httpx.post(f"{self.url}/experts/plan", json={"policy": policy}, timeout=COMPILE_S)
             assert response.status_code == 200, response.text
 
     def wait_settled(self, num_tasks: float) -> None:
-        """Wait until nothing is open anywhere, and the front has no more than so many tasks."""
+        """Wait until nothing is open anywhere, and the front has at most `num_tasks` tasks."""
         for rank in self.ranks:
             assert rank.wait_idle(SETTLE_S), f"rank {rank.rank} still has {rank.num_open} requests"
 
@@ -85,10 +85,10 @@ def _serving(rank: int, placement: Placement) -> PlacementReport:
 
 
 def _switch(rank: PacedRank, placement: Placement) -> None:
-    """Serve what the front asks for, at once."""
+    """Report the front's target placement as served, at once."""
     rank.link.send_placement(_serving(rank.rank, placement))
 
 
 def _report_load(rank: PacedRank, step: int) -> None:
-    """Report the step's load, so that whoever waits for it need not wait long."""
+    """Report the step's load at once, so that waiting callers continue soon."""
     rank.link.send_load(report(rank.rank, step, counts(rank.rank) * step))

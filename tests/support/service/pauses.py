@@ -1,4 +1,4 @@
-"""How long streams pause while something else happens: eight of them are read, and the longest time between two pieces of each is kept."""
+"""Measure pauses of streams: eight streams are read, and the longest time between two pieces of each is kept."""
 
 import json
 import selectors
@@ -13,7 +13,7 @@ _TIMEOUT_S = 60.0
 
 
 class Pauses:
-    """A context in which streams are read by a thread; afterwards, how long they paused."""
+    """A context in which a thread reads streams. Afterwards, `longest_s` is their longest pause."""
 
     def __init__(self, address: tuple[str, int], *, num_streams: int = NUM_STREAMS) -> None:
         self._address, self._num_streams = address, num_streams
@@ -25,13 +25,13 @@ class Pauses:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._all_begun.wait(_TIMEOUT_S), "the streams did not begin"
+        assert self._all_begun.wait(_TIMEOUT_S), "the streams did not start"
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join(_TIMEOUT_S)
-        assert not self._thread.is_alive(), "the streams do not end"
+        assert not self._thread.is_alive(), "the streams did not end"
 
     def _begin(self, number: int) -> socket.socket:
         stream = socket.create_connection(self._address, _TIMEOUT_S)
@@ -51,7 +51,7 @@ class Pauses:
                     stream = key.fileobj
                     assert isinstance(stream, socket.socket), "only sockets were registered"
                     piece = stream.recv(1 << 16)
-                    assert piece, "a stream broke off"
+                    assert piece, "a stream ended early"
                     self.num_bytes += len(piece)
                     now_s = time.monotonic()
                     if self._all_begun.is_set():

@@ -1,5 +1,5 @@
-"""What `torchrun --no-python` runs in tests of server.serve.store.rendezvous: prints this worker's rank and whether it is the
-front's node, in one write, so that the lines of several workers do not mix."""
+"""Program for `torchrun --no-python` in tests of server.serve.store.rendezvous. It prints this worker's rank and whether it
+is on the front's node, in one write, so that the lines of several workers do not mix."""
 
 import os
 import sys

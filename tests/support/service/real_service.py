@@ -1,4 +1,4 @@
-"""A whole service in tests: a tiny real model with a tokenizer on disk, `wideep serve` or torchrun, and its end."""
+"""A whole service in tests: a tiny real model with a tokenizer on disk, `wideep serve` or torchrun, and its shutdown."""
 
 import os
 import re
@@ -18,15 +18,15 @@ from tests.support.service.service_processes import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
-START_S = 1200.0  # kernels may have to be compiled first, on a machine that does other things too
-STOP_S = 90.0  # far beyond what is promised: the machine may be busy
+START_S = 1200.0  # kernels may have to be compiled first, on a busy machine
+STOP_S = 90.0  # far beyond the promised time: the machine may be busy
 TREE = re.compile(r"\(.*\) \w (\d+)")
 
 
 def write_tiny_model(
     directory: Path, family: str = "qwen3_moe", *, chat_template: str = CHAT_TEMPLATE
 ) -> Path:
-    """Write a tiny checkpoint whose vocabulary is the tiny tokenizer's, with its chat template."""
+    """Write a tiny checkpoint with the vocabulary and chat template of the tiny tokenizer."""
     write_tokenizer(directory, chat_template=chat_template)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink()
@@ -35,10 +35,10 @@ def write_tiny_model(
 
 
 class RealService:
-    """One or several commands that together are a service. A context manager: leaving ends all of it."""
+    """One or more commands that form a service. A context manager that ends all of them."""
 
     def __init__(self, port: int, commands: Sequence[Sequence[str]], log: Path) -> None:
-        """Start the commands; `wait_ready` waits."""
+        """Start the commands. `wait_ready` waits for them."""
         self.port, self._log = port, log
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
         with log.open("w") as output:
@@ -58,7 +58,7 @@ class RealService:
 
     @property
     def url(self) -> str:
-        """The endpoint's root."""
+        """Return the root URL of the endpoint."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self) -> Self:
@@ -67,7 +67,7 @@ class RealService:
         return self
 
     def check_runs(self) -> None:
-        """Fail where a command has ended."""
+        """Fail if a command has ended."""
         ended = [process.returncode for process in self.processes if process.poll() is not None]
         assert not ended, f"ended with {ended}:\n{self.output()}"
 
@@ -79,17 +79,17 @@ class RealService:
             return False
 
     def output(self) -> str:
-        """What all commands have printed."""
+        """Return the output of all commands."""
         return self._log.read_text()
 
     def descendants(self, number: int | None = None) -> list[int]:
-        """Pids of everything below the commands, or one of them, from /proc."""
+        """Return the pids of all descendants of the commands, or of command `number`, from /proc."""
         parents = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     found = TREE.search((entry / "stat").read_text())
-                except OSError:  # gone meanwhile
+                except OSError:  # ended in between
                     continue
                 parents[int(entry.name)] = int(found.group(1)) if found else 0
         roots = {process.pid for at, process in enumerate(self.processes) if number is None or at == number}
@@ -97,20 +97,20 @@ class RealService:
         return sorted(below)
 
     def find(self, word: str) -> int:
-        """The first descendant whose command line has a word."""
+        """Return the first descendant with a word in its command line."""
         for pid in self.descendants():
             if word in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
                 return pid
         raise LookupError(f"no process of the service has {word!r} in its command line")
 
     def engines(self) -> dict[int, int]:
-        """The pids of the engines that run, by rank."""
+        """Return the pids of the running engines by rank."""
         found = {}
         for pid in self.descendants():
             try:
                 words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-            except OSError:  # gone meanwhile
+            except OSError:  # ended in between
                 continue
             if "engine" in words:
                 rank = next(word for word in environment if word.startswith("RANK="))
@@ -118,7 +118,7 @@ class RealService:
         return found
 
     def wait_ended(self) -> list[int]:
-        """Wait until every command has ended; returns their statuses."""
+        """Wait until every command has ended. Return their statuses."""
         return [process.wait(STOP_S) for process in self.processes]
 
     def __enter__(self) -> Self:

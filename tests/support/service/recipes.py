@@ -1,6 +1,6 @@
-"""Reads the recipes of docs/recipes as their programs do: the command and the variables of each node, as they would be run.
+"""Read the recipes of docs/recipes as their programs do, and return command and variables of each node.
 
-Only what the recipes use is understood: Compose's `${NAME:-default}`, Kubernetes' `$(NAME)`, systemd's `${NAME}` and `$NAME`.
+It supports only syntax in use: Compose's `${NAME:-default}`, Kubernetes' `$(NAME)`, systemd's `${NAME}` and `$NAME`.
 """
 
 import re
@@ -19,19 +19,19 @@ SBATCH = RECIPES / "slurm" / "wideep.sbatch"
 
 
 class NodeCommand(NamedTuple):
-    """What a recipe runs on one node."""
+    """Command and variables of one node."""
 
     words: list[str]
     environment: dict[str, str]
 
 
 def load(path: Path) -> Any:
-    """Read a file of one YAML document."""
+    """Read a file with one YAML document."""
     return yaml.safe_load(path.read_text())
 
 
 def compose_nodes(variables: Mapping[str, str]) -> list[NodeCommand]:
-    """The services of compose.yaml, under the user's variables."""
+    """Return the services of compose.yaml, with the user's variables."""
 
     def put_in(found: re.Match[str]) -> str:
         return variables.get(found[1]) or found[2]
@@ -47,13 +47,13 @@ def compose_nodes(variables: Mapping[str, str]) -> list[NodeCommand]:
 
 
 def pods(size: int) -> list[dict[str, Any]]:
-    """The pod specs of a group."""
+    """Return the pod specs of a group."""
     template = load(LEADER_WORKER_SET)["spec"]["leaderWorkerTemplate"]
     return [template["workerTemplate" if number else "leaderTemplate"]["spec"] for number in range(size)]
 
 
 def kubernetes_nodes(variables: Mapping[str, str], *, size: int) -> list[NodeCommand]:
-    """The pods of a group; the variables are what LeaderWorkerSet sets, and what the user has changed in the manifest."""
+    """Return the pods of a group. The variables are those of LeaderWorkerSet and the user's changes in the manifest."""
     nodes = []
     for number, pod in enumerate(pods(size)):
         (container,) = pod["containers"]
@@ -71,7 +71,7 @@ def _in_parentheses(text: str, known: Mapping[str, str]) -> str:
 
 
 def unit_command(unit: str, settings: str, variables: Mapping[str, str]) -> NodeCommand:
-    """A unit's ExecStart under its file of settings, in which the user has changed the variables."""
+    """Return a unit's ExecStart with its settings file, in which the user has changed the variables."""
     said = dict(line.split("=", 1) for line in unit_lines(settings))
     known = {name: value.strip('"') for name, value in said.items()} | dict(variables)
     words: list[str] = []
@@ -84,6 +84,6 @@ def unit_command(unit: str, settings: str, variables: Mapping[str, str]) -> Node
 
 
 def unit_lines(name: str) -> list[str]:
-    """A unit's or settings file's lines, without comments and headings."""
+    """Return the lines of a unit or settings file, without comments and headings."""
     lines = (UNITS / name).read_text().splitlines()
     return [line for line in lines if line and line[0] not in "#["]

@@ -1,10 +1,10 @@
-"""Takes down how functions launch their Triton kernels, so that what is compiled in a test is what is launched.
+"""Record launches of Triton kernels, so that tests compile exactly the kernels that are launched.
 
     with recording(decode, "attend_splits") as launched:
         paged_decode(...)  # on the meta device: only shapes and types count
     check_budget(launched[0].kernel(max_registers=255), folder)
 
-Import it only where triton compiles (not in a process that interprets).
+Import it only in processes where triton compiles, not in one that interprets.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ TYPES = {
     torch.int64: "i64",
     torch.bool: "i1",
 }
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}  # and what a launch leaves to Triton
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}  # and Triton's default options
 
 
 class Launch(NamedTuple):
@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def kernel(self, max_registers: int = 255) -> Kernel:
-        """Return what Triton would compile for it: what 16 divides counts as such, None and 1 are constants."""
+        """Return the kernel as Triton would compile it: arguments divisible by 16 are marked, None and 1 are constants."""
         constants = {p.name for p in self.function.params if p.is_constexpr}
         plain = {p.name for p in self.function.params if p.do_not_specialize}
         passed = {name: value for name, value in self.arguments.items() if name not in constants}
@@ -80,7 +80,7 @@ def _is_aligned(value: object) -> bool:
 
 
 class _Recorder:
-    """Stands where a kernel was."""
+    """Replaces a kernel."""
 
     def __init__(self, function: Any, launched: list[Launch]) -> None:
         self._function, self._launched = function, launched
@@ -91,7 +91,7 @@ class _Recorder:
             options = {name: kwargs.pop(name, default) for name, default in OPTIONS.items()}
             arguments = dict(zip(names, args, strict=False)) | kwargs
             missing = set(names) ^ set(arguments)
-            assert not missing, f"{self._function.__name__} is launched with other arguments: {missing}"
+            assert not missing, f"{self._function.__name__} was launched with unexpected arguments: {missing}"
             self._launched.append(Launch(self._function, grid, arguments, options))
 
         return launch
@@ -99,7 +99,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recording(*kernels: tuple[ModuleType, str]) -> Iterator[list[Launch]]:
-    """Take down the launches of kernels, given as (module, name); none of them runs."""
+    """Record the launches of kernels, given as (module, name). The kernels do not run."""
     launched: list[Launch] = []
     functions = [(module, name, getattr(module, name)) for module, name in kernels]
     for module, name, function in functions:

@@ -1,4 +1,4 @@
-"""Starts a fake service as real processes, finds their pids, and waits for conditions under time-outs."""
+"""Start a fake service as processes, find their pids, and wait for conditions with timeouts."""
 
 import json
 import os
@@ -15,12 +15,12 @@ _SERVICE = Path(__file__).with_name("fake_service.py")
 HEARS_CTRL_C = (
     "env",
     "--default-signal=INT",
-)  # before a command: what a shell runs in the background ignores it
-TIME_OUT_S = 120.0  # a loaded machine of two cores; nothing waits that long when it works
+)  # before a command: the shell makes background commands ignore it
+TIME_OUT_S = 120.0  # a loaded machine of two cores; a working service never takes that long
 
 
 class Service:
-    """A running `fake_service.py` and what its processes left in the directory."""
+    """A running `fake_service.py` and the files of its processes."""
 
     def __init__(self, directory: Path, arguments: list[str], environment: Mapping[str, str]) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Service:
         self._output.close()
 
     def facts(self, name: str) -> dict[str, Any]:
-        """Wait for what one process says about itself."""
+        """Wait for the facts file of a process, and return it."""
         path = self.directory / f"{name}.json"
         wait_until(
             lambda: path.exists() or self._has_ended(), lambda: f"{name} did not start:\n{self.output()}"
@@ -52,7 +52,7 @@ class Service:
         return dict(json.loads(path.read_text()))
 
     def facts_after(self, name: str, restarts: int) -> dict[str, Any]:
-        """Wait for what a process says about itself that was started again so often."""
+        """Wait for the facts of a process after this many restarts."""
         wait_until(
             lambda: self.facts(name)["env"]["WIDEEP_RESTARTS"] == str(restarts) or self._has_ended(),
             lambda: f"{name} did not start again:\n{self.output()}",
@@ -66,7 +66,7 @@ class Service:
         return int(self.facts(name)["pid"])
 
     def pids(self) -> dict[str, int]:
-        """Return the pids of all that have said theirs."""
+        """Return all pids reported so far."""
         return {path.stem: json.loads(path.read_text())["pid"] for path in self.directory.glob("*-*.json")}
 
     def output(self) -> str:
@@ -80,15 +80,15 @@ class Service:
         assert text in self.output(), f"{text!r} not in:\n{self.output()}"
 
     def end(self) -> tuple[int, float]:
-        """Wait for the process to end; return its exit status and how long that took, in seconds."""
+        """Wait for the process to end. Return its exit status and the wait in seconds."""
         started_s = time.monotonic()
         return self.process.wait(TIME_OUT_S), time.monotonic() - started_s
 
     def wait_for_nobody(self, within_s: float) -> None:
-        """Check that every process that has said its pid is gone, or goes within this time."""
+        """Check that every process with a reported pid has ended, or ends within this time."""
         deadline = time.monotonic() + within_s
         for name, pid in self.pids().items():
-            assert has_ended(pid, deadline - time.monotonic()), f"{name} (pid {pid}) is an orphan"
+            assert has_ended(pid, deadline - time.monotonic()), f"{name} (pid {pid}) is still running"
 
 
 def kill(pid: int, number: int) -> None:
@@ -100,7 +100,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def has_ended(pid: int, within_s: float) -> bool:
-    """Wait for the end of a process that need not be our child; a zombie has ended."""
+    """Wait for the end of a process that need not be our child. A zombie has ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

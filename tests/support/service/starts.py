@@ -1,4 +1,4 @@
-"""Starts that are refused, for tests of what is checked before."""
+"""Starts that must be rejected, for tests of the checks before a start."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +12,12 @@ from server.serve.preflight.model import PreflightError
 
 
 def options_for(model: Path, *flags: str) -> Options:
-    """The options of `wideep serve MODEL` with these flags."""
+    """Return the options of `wideep serve MODEL` with these flags."""
     return options_from(build_parser().parse_args(["serve", str(model), "--port=0", *flags]), {})
 
 
 def complaint_of(call: Callable[[], object]) -> str:
-    """What a call refuses with, in one line."""
+    """Return the refusal message of a call as one line."""
     with pytest.raises(PreflightError) as caught:
         call()
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Meet the other processes of a test, and seeds: the part of `deep_ep.utils.envs` that makes sense without CUDA."""
+"""Rendezvous of a test's processes, and seeds: the part of `deep_ep.utils.envs` that applies without CUDA."""
 
 import os
 import random
@@ -15,10 +15,10 @@ _seeds = {"global": 0, "local": 0}
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:
-    """Meet over gloo and return rank, number of ranks and a group of all.
+    """Join a gloo group and return rank, number of ranks and the group of all ranks.
 
-    Reads MASTER_ADDR and MASTER_PORT, and as DeepEP WORLD_SIZE as the number of nodes and RANK as this node's. The
-    default dtype becomes bfloat16, which DeepEP's tests count on; the default device stays the CPU.
+    Reads MASTER_ADDR and MASTER_PORT and, as DeepEP does, WORLD_SIZE as the number of nodes and RANK as this node's. Sets the
+    default dtype to bfloat16, which DeepEP's tests expect. The default device stays the CPU.
     """
     global _local_rank
     _local_rank = local_rank
@@ -51,20 +51,20 @@ def get_local_seed() -> int:
 
 
 def get_global_seed() -> int:
-    """Return the seed that all ranks have in common."""
+    """Return the seed shared by all ranks."""
     return _seeds["global"]
 
 
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
-    """Print on every rank, or on the first of each node, and meet."""
+    """Print on every rank, or on the first of each node, then synchronise."""
     if not once_in_node or _local_rank == 0:
         print(s, flush=True)
     dist.barrier()
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Accept: there is no NVLink to be incomplete."""
+    """Do nothing: there is no NVLink to check."""
 
 
 def check_torch_deterministic() -> None:
-    """Accept: nothing here runs beside torch's own initialisation of memory."""
+    """Do nothing: torch's own initialisation of memory is not used here."""

@@ -1,12 +1,12 @@
-"""Router scores for tests: even, or so that the first rank gets more tokens than the others.
+"""Router scores for tests: even, or such that the first rank gets more tokens than the others.
 
-Written anew from what DeepEP's `tests/elastic/test_ep.py` asks for.
+Written from scratch, from the requirements of DeepEP's `tests/elastic/test_ep.py`.
 """
 
 import torch
 from torch import Tensor
 
-_STEPS = 24  # of the bisection: more than float32 scores can tell apart
+_STEPS = 24  # steps of the bisection: more than the resolution of float32 scores
 
 
 def get_unbalanced_scores(
@@ -15,7 +15,7 @@ def get_unbalanced_scores(
     """Return float32 [T, E] in [0, 1) whose top-k sends the first rank about `ratio` times the others' mean tokens.
 
     Raises:
-        NotImplementedError: `precise`, which builds choices by hand and which no test here needs.
+        NotImplementedError: With `precise`, which builds choices by hand and is not needed by any test here.
     """
     if precise:
         raise NotImplementedError(
@@ -28,7 +28,7 @@ def get_unbalanced_scores(
     low, high = (
         0.0,
         1.0,
-    )  # what the other ranks' scores are multiplied with: 0 sends them as little as possible
+    )  # factor of the other ranks' scores: 0 sends them as little as possible
     for _ in range(_STEPS):
         factor = (low + high) / 2
         low, high = (
@@ -46,7 +46,7 @@ def _damped(scores: Tensor, first: int, factor: float) -> Tensor:
 
 
 def _imbalance(scores: Tensor, first: int, num_topk: int) -> float:
-    """Tokens of the first rank over the mean of the others."""
+    """Return the tokens of the first rank over the mean of the others."""
     rank_TK = scores.topk(num_topk, dim=1).indices // first
     counts = torch.stack(
         [(rank_TK == rank).any(1).sum() for rank in range(scores.shape[1] // first)]

@@ -1,4 +1,4 @@
-"""Small sums that DeepEP's tests are written with. Casts are WideEP's own, `dispatch.fp8`."""
+"""Small functions used by DeepEP's tests. Casts are those of WideEP, `dispatch.fp8`."""
 
 from typing import Any
 
@@ -36,14 +36,14 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
-    """Cast back to bfloat16; scales float32, or int32 with four exponents each, of any shape that has as many."""
+    """Cast back to bfloat16. Scales are float32, or int32 with four exponents each, in any shape with matching size."""
     if x_fp8.numel() == 0:
         return x_fp8.to(torch.bfloat16)
     return dequantise_fp8(x_fp8, x_scales.reshape(x_fp8.shape[0], -1), torch.bfloat16)
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Leave each value of a row once, descending, and fill the row with -1."""
+    """Keep each value of a row once, in descending order, and fill the row with -1."""
     ordered = x.sort(dim=1, descending=True).values
     is_repeated = torch.zeros_like(ordered, dtype=torch.bool)
     is_repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -57,12 +57,12 @@ def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) ->
 
 
 def hash_tensor(t: Tensor) -> int:
-    """Return the sum of a tensor's bytes, four by four as integers; their number must be a multiple of four."""
+    """Return the sum of a tensor's bytes as 32-bit integers. The number of bytes must be a multiple of four."""
     return int(t.contiguous().view(-1).view(torch.int32).sum())
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """Combine the hashes of tensors and (nested) tuples of them; None counts nothing."""
+    """Combine the hashes of tensors and (nested) tuples of them. None counts as 0."""
     value = 0
     for tensor in tensors:
         if isinstance(tensor, (tuple, list)):
@@ -73,7 +73,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Add up the bytes of tensors and (nested) tuples of them; None has none."""
+    """Add up the bytes of tensors and (nested) tuples of them. None counts as 0."""
     total = 0
     for tensor in tensors:
         if isinstance(tensor, (tuple, list)):

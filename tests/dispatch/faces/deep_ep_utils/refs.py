@@ -1,7 +1,7 @@
-"""What DeepEP's `tests/elastic/test_ep.py` compares with: dispatch and combine in the plainest way, one row at a time.
+"""References for DeepEP's `tests/elastic/test_ep.py`: dispatch and combine in the plainest way, one row at a time.
 
-Written anew from what the test needs. `dispatch` hands every rank all inputs, as pickled objects, and picks; `combine`
-adds up row by row in Python. Nothing of WideEP's exchange or sums is used. Slow: meant for some hundred tokens.
+Written from scratch, from the needs of the test. `dispatch` gives every rank all inputs, as pickled objects, and selects;
+`combine` adds row by row in Python. It uses none of WideEP's exchange or sums. Slow: meant for some hundred tokens.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def dispatch(
 ) -> tuple[Any, Tensor, Tensor | None, Tensor, Tensor]:
     """Return what this rank receives: rows, local choices, weights, source indices int32, rows per rank int32.
 
-    Rows by source rank, then token; `source rank * num_max_tokens_per_rank + token` is the source index. `x` may be a
-    tuple of rows and scales, and comes back as one. Collective over the default group.
+    Rows are ordered by source rank, then token. The source index is `source rank * num_max_tokens_per_rank + token`. If `x`
+    is a tuple of rows and scales, so is the result. Collective over the default group.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     inputs: list[Any] = [None] * num_ranks
@@ -89,11 +89,11 @@ def combine(
     reduce_in_local: bool,
     reduce_in_scaleup: bool,
 ) -> Tensor:
-    """Return [T, H]: what a combine of answers [T, K, H] must give, bit for bit.
+    """Return [T, H]: the expected result of a combine of answers [T, K, H], bit for bit.
 
-    Each token's answers in the order of its choices: first summed by rank (`reduce_in_local`), those sums by scale-up
-    domain (`reduce_in_scaleup`), each in float32 and rounded, and placed where the last of its answers was; then all
-    of them after the biases, in float32, rounded once.
+    Each token's answers are taken in the order of its choices. They are first summed by rank (`reduce_in_local`), and the
+    sums by scale-up domain (`reduce_in_scaleup`), each in float32 and rounded, at the position of the last summand. All are
+    then added after the biases, in float32, and rounded once.
     """
     experts_per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
@@ -112,7 +112,7 @@ def combine(
 
 
 def _sum_by(terms: list[tuple[int, Tensor]], group_of: Callable[[int], int]) -> list[tuple[int, Tensor]]:
-    """Sum the terms (expert, row) of each group, and put the sum in the place of the group's last."""
+    """Sum the terms (expert, row) of each group, and put the sum at the position of the group's last term."""
     groups = [group_of(expert) for expert, _ in terms]
     summed = []
     for place, (expert, row) in enumerate(terms):
@@ -127,7 +127,7 @@ def _sum_by(terms: list[tuple[int, Tensor]], group_of: Callable[[int], int]) -> 
 
 
 def _as_sent(x: Any) -> Any:
-    """See types of one byte as bytes: torch neither pickles, nor indexes, nor joins all of them."""
+    """View one-byte types as bytes: torch cannot pickle, index and concatenate all of them."""
     if isinstance(x, tuple):
         return tuple(_as_sent(part) for part in x)
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

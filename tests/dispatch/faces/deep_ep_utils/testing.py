@@ -1,7 +1,7 @@
-"""`bench` and `bench_kineto` measure nothing here: they time CUDA kernels, of which there are none.
+"""Stubs of `bench` and `bench_kineto`, which measure nothing: they time CUDA kernels, and these do not exist here.
 
-They return one second without calling what they are given, so that DeepEP's tests run through their tuning loops,
-which assert nothing; the bandwidths which those print mean nothing. Measure with `python -m benchmarks.dispatch`.
+They return one second without calling their argument, so that DeepEP's tests run through their tuning loops, which
+assert nothing. The bandwidths that those print are meaningless. Measure with `python -m benchmarks.dispatch`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _SECONDS = 1.0
 
 
 def bench(fn: Callable[[], Any], *_: Any, **__: Any) -> tuple[float, float, float]:
-    """Return a second as average, shortest and longest time."""
+    """Return one second as average, shortest and longest time."""
     return _SECONDS, _SECONDS, _SECONDS
 
 
@@ -22,6 +22,6 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     **__: Any,
 ) -> Any:
-    """Return a second per kernel name, or a list of them per name where a period has several kernels."""
+    """Return one second per kernel name, or a list of them per name if a period has several kernels."""
     one: Any = _SECONDS if num_kernels_per_period == 1 else [_SECONDS] * num_kernels_per_period
     return one if isinstance(kernel_names, str) else (one,) * len(kernel_names)
