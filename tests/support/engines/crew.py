@@ -65,7 +65,7 @@ class Doom(NamedTuple):
 
     steps: int = 0  # completed before it dies
     layer: int = 1
-    function: str = ""  # function whose call kills it, with its module
+    function: str = ""  # a call of this function, named with its module, kills it
     calls: int = 0  # calls of that function that it survives
     is_stuck: bool = False  # the step hangs instead, once heartbeats have measured the machine's pace
 

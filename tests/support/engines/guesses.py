@@ -7,7 +7,7 @@ from tests.support.models.fake_model import VOCABULARY, next_token
 
 
 class Guesses:
-    """Propose a random number of drafts, each correct with a given probability. A `policy.scheduler.DraftsTokens`."""
+    """Proposes random numbers of drafts, correct with a random chance; a `scheduler.policy.scheduler.DraftsTokens`."""
 
     def __init__(self, num_drafts: int, seed: int) -> None:
         self.num_drafts, self.num_ahead = num_drafts, seed % 3

@@ -109,7 +109,7 @@ class Moves:
         return self.moved
 
     def wait_for_end(self, version: int) -> None:
-        """Wait until this rank has reported the end of a move, as its next header would report it."""
+        """Wait until this rank has reported the end of a move. Poll for it like the rank's next header."""
 
         def has_ended() -> bool:
             self._built.relocation.version_to_post()

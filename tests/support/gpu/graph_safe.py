@@ -1,5 +1,5 @@
-"""Reject on the CPU what would break a captured CUDA graph: operators that synchronise, whose result depends on contents,
-or that allocate memory. Launches of interpreted kernels are allowed: on a GPU each is one operation."""
+"""Reject on the CPU what would break a captured CUDA graph: operators that synchronise, have data-dependent
+results or allocate memory. Launches of interpreted kernels are allowed: on a GPU each is one operation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     """Consecutive rows of one text in a draft.
 
     Attributes:
-        text: Index of the text. first: Position of the first row. tokens: After each row. hidden: Row of the previous call.
+        text: Index of the text. first: Position of the first row. tokens: Those after each row. hidden: Row of the previous call.
     """
 
     text: int
