@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from expert_placement.placement import Placement
-from scheduler.epochs.orders import Order
-from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput
-from server.link.messages import RankFacts
-from server.link.rank_link import RankLink
+from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput, Withdraw
+from server.link.messages import Abort, Prepare, RankFacts, StepOutput, Stop, Submit, ToRank
+from server.link.rank_link import FrontLost, RankLink
 from server.machine.parent_death import die_with_parent
 
 TOKEN_VARIABLE = "PACED_RANK_TOKEN"
@@ -94,7 +93,7 @@ class PacedRank:
             device="cpu",
             num_restarts=num_restarts,
         )
-        self.link = RankLink(address, token, facts, self)
+        self.link = RankLink(address, token, facts, self.receive)
         self._on_prepare = on_prepare
         self._stepping = threading.Thread(target=self._run, name=f"paced-rank-{rank}", daemon=True)
 
@@ -136,35 +135,28 @@ class PacedRank:
         with self._changed:
             return self._changed.wait_for(lambda: not self._open, timeout_s)
 
-    def stop(self) -> None:
-        self.close()
+    def receive(self, message: ToRank | FrontLost) -> None:
+        """Handle a message of the front. Orders have no effect: the rank has no peers and no prefix cache."""
+        match message:
+            case Submit():
+                request = message.request_at(time.monotonic())
+                with self._changed:
+                    self._open[request.request_id] = OpenRequest(request, len(request.replayed_ids))
+                    self._changed.notify_all()
+            case Abort(request_id):
+                with self._changed:
+                    self.num_aborted += self._open.pop(request_id, None) is not None
+                    self._changed.notify_all()
+            case Withdraw(request_id):
+                self._withdraw(request_id)
+            case Prepare(placement):
+                self._on_prepare(self, placement)
+            case Stop():
+                self.close()
+            case FrontLost():
+                self._end()
 
-    def lost(self, _reason: str, *, is_broken: bool) -> None:
-        self._end()
-
-    def prepare(self, placement: Placement) -> None:
-        self._on_prepare(self, placement)
-
-    def drop(self, version: int) -> None:
-        """Do nothing: the rank holds no old placement."""
-
-    def regroup(self, order: Order) -> None:
-        """Do nothing: the rank does not communicate with other ranks."""
-
-    def forget_prefixes(self) -> None:
-        """Do nothing: the rank has no prefix cache."""
-
-    def submit(self, request: Request) -> None:
-        with self._changed:
-            self._open[request.request_id] = OpenRequest(request, len(request.replayed_ids))
-            self._changed.notify_all()
-
-    def abort(self, request_id: str) -> None:
-        with self._changed:
-            self.num_aborted += self._open.pop(request_id, None) is not None
-            self._changed.notify_all()
-
-    def withdraw(self, request_id: str) -> None:
+    def _withdraw(self, request_id: str) -> None:
         """Return a request if this rank has not generated a token for it yet."""
         with self._changed:
             each = self._open.get(request_id)
@@ -174,7 +166,8 @@ class PacedRank:
             if is_returned:
                 del self._open[request_id]
             self._changed.notify_all()
-        self.link.send([RequestOutput(request_id=request_id, token_ids=[], is_returned=is_returned)])
+        output = RequestOutput(request_id=request_id, token_ids=[], is_returned=is_returned)
+        self.link.send(StepOutput([output], None))
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -200,7 +193,7 @@ class PacedRank:
         if not outputs:
             self._ended.wait(LOOK_AGAIN_S)
             return
-        self.link.send(outputs, self._stats(len(outputs)))
+        self.link.send(StepOutput(outputs, self._stats(len(outputs))))
         self._after_step(self, self.num_steps)
 
     def _advance(self, each: OpenRequest) -> RequestOutput | None:

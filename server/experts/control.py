@@ -24,7 +24,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from server.experts.load import ExpertsLoad
 from server.front.errors import ApiError, bad_request, not_ready
-from server.link.messages import PlacementUpdate
+from server.link.messages import DropPlacement, PlacementUpdate, Prepare
 from server.machine.lines import say
 
 POLL_S = 0.5  # interval of checks for a due decision
@@ -37,11 +37,8 @@ class RankCalls(Protocol):
 
     num_ranks: int
 
-    def prepare(self, placement: Placement) -> None:
-        """Order all ranks to move experts and switch to a placement."""
-
-    def drop_placement(self, version: int) -> None:
-        """Order all ranks to drop a stage."""
+    def post_all(self, message: Prepare | DropPlacement) -> None:
+        """Send a message to all ranks."""
 
 
 class StageResult(NamedTuple):
@@ -81,13 +78,13 @@ class StageRunner:
         """Run a stage on all ranks until it serves or is dropped."""
         self._version, self._why_ended = stage.version, None
         self._reports.clear()
-        self._ranks.prepare(stage)
+        self._ranks.post_all(Prepare(stage))
         is_dropped = False
         while self._why_ended is None and not self._have_all_ended():
             self._reported.clear()
             await self._reported.wait()
             if not is_dropped and self._failure() is not None:
-                self._ranks.drop_placement(stage.version)
+                self._ranks.post_all(DropPlacement(stage.version))
                 is_dropped = True
         self._version = None
         if self._why_ended is not None:  # even if all had switched: the new placement ignores this stage

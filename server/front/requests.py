@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler.policy.request import FinishReason, RankStats, RequestOutput
+from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
 from server.front.admission import Admission
@@ -32,7 +32,7 @@ from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.router import Router
 from server.front.timing import Timing, timing_of
-from server.link.messages import RankFacts
+from server.link.messages import Abort, RankFacts
 from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
@@ -213,7 +213,7 @@ class Requests:
         if now_s - self._looked_s >= MOVE_EVERY_S:
             self._looked_s = now_s
             for request_id, rank in self._router.plan_moves(self._prompt_of).items():
-                self._ranks.withdraw(rank, request_id)
+                self._ranks.post(rank, Withdraw(request_id))
 
     def _prompt_of(self, request_id: str) -> Sequence[int]:
         return self._journal.open_entries[request_id].request.prompt_ids
@@ -433,7 +433,7 @@ class Requests:
     def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
         """End a request, and abort it if it is at a rank."""
         if self._is_at_rank(generation.ask.request.request_id):
-            self._ranks.abort(generation.rank, generation.ask.request.request_id)
+            self._ranks.post(generation.rank, Abort(generation.ask.request.request_id))
         self._end(generation, reason, failure, failure.message if failure else "")
 
     def _end(

@@ -1,5 +1,8 @@
 """The messages between the front and the ranks: each is one class, and its fields are its complete definition.
 
+To add one: define its class here and list it in `FromRank` or `ToRank`; send it with `RankLink.send`, `Ranks.post` or
+`Ranks.post_all`; and add its `case` to `_Front._receive` or `FrontStream.receive`. mypy reports a missing `case`.
+
 They use the scheduler's types (requests, outputs, reports) and add those that only the link needs. A message is JSON:
 [name, fields by position]. A field's annotation determines how it is read, so no second description is needed.
 Both ends must have the same definitions: the front refuses a rank with others (`DEFINITION`). Floats keep
@@ -113,8 +116,8 @@ class PlacementUpdate(NamedTuple):
     """The outcome of a placement change. Rank 0's first one describes the placement at the start."""
 
     report: PlacementReport
-    placement: Placement | None
-    expert_bytes: int  # of one expert of one layer; 0 if not given
+    placement: Placement | None = None
+    expert_bytes: int = 0  # of one expert of one layer; 0 if not given
 
 
 class Regrouped(NamedTuple):
@@ -189,20 +192,18 @@ class DropPlacement(NamedTuple):
     version: int
 
 
-FROM_RANK = (
-    RankFacts,
-    Claim,
-    Heartbeat,
-    StepOutput,
-    LoadReport,
-    ExpertMap,
-    PlacementUpdate,
-    Regrouped,
-    Fault,
-    Goodbye,
-)
-TO_RANK = (Welcome, Claimed, Submit, Abort, Withdraw, Stop, Prepare, DropPlacement, Order, ForgetPrefixes)
-_MESSAGES: dict[str, type] = {each.__name__: each for each in (*FROM_RANK, *TO_RANK)}
+FromRank = StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault
+ToRank = Submit | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes
+# These begin and end a stream; its two ends handle them.
+_OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye
+_KINDS = typing.get_args(FromRank | ToRank | _OfStream)
+_MESSAGES: dict[str, type] = {each.__name__: each for each in _KINDS}
+
+# Messages that wait on a rank leave in this order: those of SENT_FIRST, all others as they were queued, those of SENT_LAST.
+# A newer message of a class listed here replaces one that waits; outputs are merged.
+# `ExpertMap` leaves before the report that its placement is in use.
+SENT_FIRST = (Heartbeat, StepOutput, ExpertMap)
+SENT_LAST = (LoadReport,)
 
 _Read = Callable[[Any], Any]
 
@@ -216,7 +217,7 @@ def decode(content: bytes) -> Any:
     """Parse a message.
 
     Raises:
-        ValueError, TypeError, LookupError: It is not one of `FROM_RANK` or `TO_RANK`.
+        ValueError, TypeError, LookupError: It is not one of these messages.
     """
     name, fields = json.loads(content)
     read = _reader_of(_MESSAGES[name])
@@ -312,4 +313,4 @@ def _definition(kinds: tuple[Any, ...]) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
 
-DEFINITION = _definition((*FROM_RANK, *TO_RANK))
+DEFINITION = _definition(_KINDS)

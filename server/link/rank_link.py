@@ -1,6 +1,6 @@
 """The engine's end of the stream between a rank and the front, for use from threads.
 
-A gRPC thread writes; a thread of this module reads and calls the listener. Messages that the step loop sends while the
+A gRPC thread writes; a thread of this module reads and passes messages on. Messages that the step loop sends while the
 writer is busy are merged into the next one, so `send` never blocks, a slow front gets fewer and larger messages, and the
 order is kept. Independent of engine and torch. The other end is `ranks`.
 """
@@ -9,37 +9,29 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import grpc
 
-from expert_placement.placement import Placement
-from scheduler.epochs.heartbeat import Heartbeat
-from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
     METHOD,
     OPTIONS,
+    SENT_FIRST,
+    SENT_LAST,
     SERVICE,
     TOKEN_KEY,
-    Abort,
     Claim,
     Claimed,
-    DropPlacement,
-    Fault,
+    FromRank,
     Goodbye,
-    PlacementUpdate,
-    Prepare,
     RankFacts,
-    Regrouped,
     StepOutput,
     Stop,
-    Submit,
+    ToRank,
     Welcome,
     bearer,
     decode,
@@ -67,40 +59,13 @@ class RefusedError(LinkError):
     """The front refuses this rank."""
 
 
-class LinkListener(Protocol):
-    """Receives the front's messages. `RankLink` calls it on its reader thread; methods must return quickly."""
+class FrontLost(NamedTuple):
+    """The end of the stream; received at most once, and never after `close` or a stop."""
 
-    def submit(self, request: Request) -> None:
-        """Serve a request."""
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request."""
-
-    def withdraw(self, request_id: str) -> None:
-        """Return a request that has not begun; the output states whether it was returned."""
-
-    def stop(self) -> None:
-        """End in an orderly way."""
-
-    def prepare(self, placement: Placement) -> None:
-        """Move experts."""
-
-    def drop(self, version: int) -> None:
-        """Drop a placement that is not in use yet."""
-
-    def regroup(self, order: Order) -> None:
-        """Follow an order."""
-
-    def forget_prefixes(self) -> None:
-        """Make cached prefixes unavailable to later requests."""
-
-    def lost(self, reason: str, *, is_broken: bool) -> None:
-        """Handle the end of the stream. Called at most once, and never after `close` or a stop.
-
-        Args:
-            is_broken: Whether the connection broke, as at the end of the front's process. Otherwise the front closed the
-                stream, or one of its messages was invalid.
-        """
+    reason: str
+    # Whether the connection broke, as at the end of the front's process. Otherwise the front closed the stream, or one of its
+    # messages was invalid.
+    is_broken: bool
 
 
 class RankLink:
@@ -111,26 +76,23 @@ class RankLink:
         address: str,
         token: str,
         facts: RankFacts,
-        listener: LinkListener,
+        receive: Callable[[ToRank | FrontLost], None],
         *,
         cluster_key: bytes | None = None,
     ) -> None:
+        """Args: receive: Called with each message of the front on the reader thread; must return quickly."""
         self.address, self._handshake = address, Handshake(cluster_key)
-        self._token, self._facts, self._listener = token, facts, listener
+        self._token, self._facts, self._receive = token, facts, receive
         self._changed = threading.Condition()
-        self._outputs: list[RequestOutput] = []
+        self._newest: dict[type, Any] = {}  # pending messages of SENT_FIRST and SENT_LAST
+        self._in_order: list[FromRank] = []  # all other pending messages
         self._num_pending_tokens = 0
-        self._stats: RankStats | None = None
-        self._in_order: list[Regrouped | Fault | PlacementUpdate] = []  # after the outputs queued so far
-        self._load: LoadReport | None = None
-        self._experts: ExpertMap | None = None
-        self._heartbeat: Heartbeat | None = None
         self._goodbye: Goodbye | None = None  # set when closing
         self._end_writer = False
         self._end_expected = False  # requested by either side
         self._refusal: str | None = None  # why the stream ended
         self._is_refused = False  # whether the front ended it on purpose
-        self._is_taken = False  # accepted by the front; from then on, a loss is reported to the listener
+        self._is_taken = False  # accepted by the front; from then on, a loss is received
         self._welcome = threading.Event()
         self._channel: grpc.Channel | None = None
         self._reader: threading.Thread | None = None
@@ -167,60 +129,23 @@ class RankLink:
                 f"the front at {self.address} refused rank {self._facts.rank}: {self._refusal}"
             )
 
-    def send(self, outputs: list[RequestOutput], stats: RankStats | None = None) -> None:
-        """Queue a step's outputs; never blocks. Does nothing after the link is lost or closed."""
+    def send(self, message: FromRank) -> None:
+        """Queue a message, merged with those that wait; never blocks. Does nothing after the link is lost or closed."""
+        kind = type(message)
         with self._changed:
             if self._end_writer or self._goodbye is not None:
                 return
-            self._outputs.extend(outputs)
-            self._num_pending_tokens += sum(len(output.token_ids) for output in outputs)
-            if stats is not None:
-                self._stats = stats
-            overrun = self._num_pending_tokens > MAX_PENDING_TOKENS
+            if isinstance(message, StepOutput):
+                self._num_pending_tokens += sum(len(output.token_ids) for output in message.outputs)
+                self._newest[kind] = _merged(self._newest.get(kind), message)
+            elif kind in (*SENT_FIRST, *SENT_LAST):
+                self._newest[kind] = message
+            else:
+                self._in_order.append(message)
+            is_overrun = self._num_pending_tokens > MAX_PENDING_TOKENS
             self._changed.notify()
-        if overrun:
+        if is_overrun:
             self._lose(f"the front at {self.address} does not read: {MAX_PENDING_TOKENS} tokens are pending")
-
-    def send_load(self, load: LoadReport) -> None:
-        """Queue a load report, replacing a pending one: its values are counters. Never blocks."""
-        with self._changed:
-            self._load = load
-            self._changed.notify()
-
-    def send_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Queue a heartbeat, replacing a pending one. Never blocks."""
-        with self._changed:
-            self._heartbeat = heartbeat
-            self._changed.notify()
-
-    def send_experts(self, experts: ExpertMap) -> None:
-        """Queue the map of experts, replacing a pending one. Never blocks."""
-        with self._changed:
-            self._experts = experts
-            self._changed.notify()
-
-    def send_placement(
-        self, report: PlacementReport, placement: Placement | None = None, expert_bytes: int = 0
-    ) -> None:
-        """Queue the outcome of a placement change, in order; never blocks. The first one describes the start."""
-        self._send_in_order(PlacementUpdate(report, placement, expert_bytes))
-
-    def send_regrouped(self, epoch: int) -> None:
-        """Queue that this rank serves in an epoch, after the outputs queued so far; never blocks."""
-        self._send_in_order(Regrouped(epoch))
-
-    def send_fault(self, epoch: int, reason: str, *, is_final: bool = False) -> None:
-        """Queue that this rank's steps in an epoch failed, after the outputs queued so far; never blocks.
-
-        Args:
-            is_final: Whether this rank cannot follow the order of that epoch and needs another one.
-        """
-        self._send_in_order(Fault(epoch, reason, is_final))
-
-    def _send_in_order(self, message: Regrouped | Fault | PlacementUpdate) -> None:
-        with self._changed:
-            self._in_order.append(message)
-            self._changed.notify()
 
     def close(self, reason: str = "") -> None:
         """Send what is queued, then a goodbye with `reason` (empty after a requested stop), and disconnect."""
@@ -241,30 +166,20 @@ class RankLink:
                 self._changed.wait_for(self._has_news)
                 if self._end_writer:
                     return
-                outputs, stats, goodbye = self._outputs, self._stats, self._goodbye
-                load, experts, in_order = self._load, self._experts, self._in_order
-                self._outputs, self._stats, self._num_pending_tokens = [], None, 0
-                self._load, self._experts, self._in_order = None, None, []
-                heartbeat, self._heartbeat = self._heartbeat, None
-            if heartbeat is not None:
-                yield heartbeat
-            if outputs or stats:
-                yield StepOutput(outputs, stats)
-            if experts is not None:  # before the report that a placement is in use
-                yield experts
+                newest, in_order, goodbye = self._newest, self._in_order, self._goodbye
+                self._newest, self._in_order, self._num_pending_tokens = {}, [], 0
+            yield from (newest[kind] for kind in SENT_FIRST if kind in newest)
             yield from in_order
-            if load is not None:
-                yield load
+            yield from (newest[kind] for kind in SENT_LAST if kind in newest)
             if goodbye is not None:
                 yield goodbye
                 return
 
     def _has_news(self) -> bool:
-        queued = (self._outputs, self._stats, self._load, self._experts, self._in_order, self._heartbeat)
-        return any(queued) or self._goodbye is not None or self._end_writer
+        return bool(self._newest or self._in_order or self._goodbye or self._end_writer)
 
     def _read(self, call: grpc.Call) -> None:
-        """Pass the front's messages to the listener until the stream ends or a message is invalid."""
+        """Pass the front's messages on until the stream ends or a message is invalid."""
         reason, is_broken = "the front closed the stream", False
         assert self._channel is not None, "the channel is open"
         is_refused = True
@@ -279,45 +194,30 @@ class RankLink:
         except Exception as error:  # noqa: BLE001 - otherwise the rank would look alive but take no requests
             reason = f"invalid message from the front: {type(error).__name__}: {error}"
         self._is_refused = is_refused
-        self._channel.close()  # before the listener opens the next one
+        self._channel.close()  # before the receiver opens the next one
         self._lose(reason, is_broken=is_broken)
 
-    def _take(self, message: object) -> None:
-        listener = self._listener
-        match message:
-            case Submit():
-                listener.submit(message.request_at(time.monotonic()))
-            case Abort(request_id):
-                listener.abort(request_id)
-            case Withdraw(request_id):
-                listener.withdraw(request_id)
-            case Stop():
-                self._end_expected = True
-                listener.stop()
-            case Prepare(placement):
-                listener.prepare(placement)
-            case DropPlacement(version):
-                listener.drop(version)
-            case Order():
-                listener.regroup(message)
-            case ForgetPrefixes():
-                listener.forget_prefixes()
-            case Welcome():
-                self._is_taken = True
-                self._welcome.set()
+    def _take(self, message: ToRank | Welcome) -> None:
+        if isinstance(message, Welcome):
+            self._is_taken = True
+            self._welcome.set()
+            return
+        if isinstance(message, Stop):
+            self._end_expected = True
+        self._receive(message)
 
     def _lose(self, reason: str, *, is_broken: bool = False) -> None:
-        """Record the end of the stream once. Call the listener unless the link was closed or never accepted."""
+        """Record the end of the stream once. Pass it on unless the link was closed or never accepted."""
         with self._changed:
             first = not self._end_writer
             self._end_writer = True
             welcomed = self._welcome.is_set()
             self._refusal = self._refusal or reason
-            self._outputs = []
+            self._newest.clear()
             self._changed.notify()
         self._welcome.set()
         if first and welcomed and not self._end_expected:
-            self._listener.lost(reason, is_broken=is_broken)
+            self._receive(FrontLost(reason, is_broken))
 
     def _shut(self) -> None:
         with self._changed:
@@ -326,6 +226,14 @@ class RankLink:
         if self._channel is not None:
             with contextlib.suppress(ValueError):  # already closed
                 self._channel.close()
+
+
+def _merged(before: StepOutput | None, after: StepOutput) -> StepOutput:
+    """Append to the outputs of `before`, which is not used again. The newer statistics replace the older."""
+    if before is None:
+        return StepOutput([*after.outputs], after.stats)
+    before.outputs.extend(after.outputs)
+    return StepOutput(before.outputs, after.stats or before.stats)
 
 
 def reach(address: str, timeout_s: float) -> None:
@@ -371,7 +279,7 @@ class Handshake:
             for message in messages:
                 yield seal.seal(encode(message))
 
-    def open(self, call: grpc.Call) -> Iterator[object]:
+    def open(self, call: grpc.Call) -> Iterator[Any]:
         """Yield the front's messages.
 
         Raises:

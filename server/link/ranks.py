@@ -1,25 +1,24 @@
 """The front's end of the ranks' streams: the attached ranks, and the messages to and from each.
 
 It serves one gRPC method in the front's event loop. It authenticates ranks, keeps an outbox for each, and passes their
-messages to the listener. It does not know clients and does not choose ranks for requests. The other end is `rank_link`.
+messages on. It does not know clients and does not choose ranks for requests. The other end is `rank_link`.
 """
 
 import asyncio
 import hmac
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, NoReturn
 
 import grpc
 import grpc.aio
 
-from expert_placement.placement import Placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap, LoadReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
+from scheduler.policy.request import ForgetPrefixes, RankStats, Request
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -27,19 +26,15 @@ from server.link.messages import (
     OPTIONS,
     SERVICE,
     TOKEN_KEY,
-    Abort,
     Claim,
     Claimed,
-    DropPlacement,
-    Fault,
+    FromRank,
     Goodbye,
-    PlacementUpdate,
-    Prepare,
     RankFacts,
-    Regrouped,
     StepOutput,
     Stop,
     Submit,
+    ToRank,
     Welcome,
     bearer,
     decode,
@@ -47,6 +42,7 @@ from server.link.messages import (
 )
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
+_LOG = logging.getLogger("wideep.front")
 MAX_WRITE_S = 30.0  # longest time for writing one message; after that, the rank counts as stopped
 _LONG_MESSAGE = 1 << 18  # bytes; longer ones (log-probabilities of a long prompt) are decoded in a thread
 SILENCE_S = 1.0  # a longer silence before the end of a stream is added to the reason
@@ -54,44 +50,10 @@ _STAYS_AWAY = "it was already restarted as often as --max-rank-restarts allows a
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class RankListener(Protocol):
-    """Receives the ranks' messages. `Ranks` calls it in the event loop."""
+class RankLost(NamedTuple):
+    """The end of a rank's stream without a requested stop; received after its last message."""
 
-    def refused(self, peer: str, reason: str) -> None:
-        """Log that a peer without the cluster key was refused."""
-
-    def claim(self, claim: Claim) -> Claimed:
-        """Assign a rank to a worker of a joining node."""
-
-    def attached(self, facts: RankFacts) -> None:
-        """Register a rank that is ready."""
-
-    def lost(self, rank: int, reason: str) -> None:
-        """Handle the end of the stream of a rank that was not asked to stop."""
-
-    def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver the outputs of a rank's steps."""
-
-    def stats(self, stats: RankStats) -> None:
-        """Record a rank's statistics after a step."""
-
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Record a rank's progress."""
-
-    def load(self, load: LoadReport) -> None:
-        """Record the load of a rank's experts."""
-
-    def experts(self, experts: ExpertMap) -> None:
-        """Record the experts and their ranks."""
-
-    def placement(self, update: PlacementUpdate) -> None:
-        """Record the outcome of a placement change."""
-
-    def regrouped(self, rank: int, epoch: int) -> None:
-        """Record that a rank serves in an epoch."""
-
-    def fault(self, rank: int, fault: Fault) -> None:
-        """Record that a rank's steps failed."""
+    reason: str
 
 
 class AttachedRank:
@@ -140,7 +102,9 @@ class Ranks:
         self.port = 0  # set by `bind`
         self._clock = clock
         self._has_forgotten = False  # whether prefixes were ever reset
-        self._listener: RankListener | None = None  # set by `serve`; no rank attaches before
+        # Set by `serve`; no rank attaches before.
+        self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
+        self._claim: Callable[[Claim], Claimed]
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -170,9 +134,18 @@ class Ranks:
         self.port = self._server.add_insecure_port(f"{bound}:{port}")
         return f"{shown}:{self.port}"
 
-    async def serve(self, listener: RankListener) -> None:
-        """Let ranks attach from now on. `listener` gets their messages, in the event loop."""
-        self._listener = listener
+    async def serve(
+        self,
+        receive: Callable[[int, RankFacts | FromRank | RankLost], None],
+        claim: Callable[[Claim], Claimed],
+    ) -> None:
+        """Let ranks attach from now on.
+
+        Args:
+            receive: Called in the event loop with each rank and message: `RankFacts` first, `RankLost` last.
+            claim: Assigns a rank to a worker of a joining node.
+        """
+        self._receive, self._claim = receive, claim
         await self._server.start()
 
     async def close(self) -> None:
@@ -183,28 +156,20 @@ class Ranks:
         """Send a request to a rank."""
         self._post(rank, Submit.of(request, now_s))
 
-    def abort(self, rank: int, request_id: str) -> None:
-        """Make a rank drop a request. A rank that is gone has dropped it already."""
+    def post(self, rank: int, message: ToRank) -> None:
+        """Send a message to a rank, unless it is gone."""
         if rank in self.attached:
-            self._post(rank, Abort(request_id))
+            self._post(rank, message)
 
-    def withdraw(self, rank: int, request_id: str) -> None:
-        """Ask a rank to return a request; it answers with an output."""
-        if rank in self.attached:
-            self._post(rank, Withdraw(request_id))
-
-    def prepare(self, placement: Placement) -> None:
-        """Make all ranks move experts, and switch when all have received theirs."""
-        self._post_all(Prepare(placement))
-
-    def drop_placement(self, version: int) -> None:
-        """Make all ranks drop a placement that is not in use yet."""
-        self._post_all(DropPlacement(version))
+    def post_all(self, message: ToRank) -> None:
+        """Send a message to all ranks."""
+        for rank in list(self.attached):
+            self.post(rank, message)  # losing one rank may lose another
 
     def forget_prefixes(self) -> None:
         """Make cached prefixes unavailable to later requests on all ranks, including ranks that are away now."""
         self._has_forgotten = True
-        self._post_all(ForgetPrefixes())
+        self.post_all(ForgetPrefixes())
 
     def regroup(self, order: Order) -> None:
         """Send an order to its members, and discard the statistics of their earlier steps."""
@@ -230,16 +195,6 @@ class Ranks:
         while self.attached:
             self._left.clear()
             await self._left.wait()
-
-    @property
-    def _told(self) -> RankListener:
-        assert self._listener is not None, "ranks attach after `serve`"
-        return self._listener
-
-    def _post_all(self, message: object) -> None:
-        for rank in list(self.attached):
-            if rank in self.attached:  # losing one rank may lose another
-                self._post(rank, message)
 
     def _post(self, rank: int, message: object) -> None:
         stream = self.attached[rank]
@@ -307,7 +262,7 @@ class Ranks:
         except SealError as error:
             await self._refuse(context, str(error))
         if isinstance(facts, Claim):
-            await context.write(seal.seal(encode(self._told.claim(facts))))
+            await context.write(seal.seal(encode(self._claim(facts))))
             return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
@@ -330,7 +285,7 @@ class Ranks:
             stream.post(ForgetPrefixes())
         self.attached[facts.rank] = stream
         try:
-            self._told.attached(facts)
+            self._receive(facts.rank, facts)
         except Exception:
             self._lose(stream, "the front failed to attach it")
             raise
@@ -349,36 +304,24 @@ class Ranks:
 
     async def _refuse(self, context: grpc.aio.ServicerContext, reason: str) -> NoReturn:
         """End a stream and also log the reason here, because the other side's log may be out of sight."""
-        self._told.refused(context.peer(), reason)
+        _LOG.warning("refused a rank at %s: %s", context.peer(), reason)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
         raise AssertionError("abort raises")
 
-    def _take(self, stream: AttachedRank, message: object) -> None:
+    def _take(self, stream: AttachedRank, message: FromRank | RankFacts | Goodbye) -> None:
         if stream.ended.is_set():
             return
-        rank, listener = stream.facts.rank, self._told
         match message:
-            case StepOutput(outputs, stats):
-                if stats is not None:
-                    stream.stats = stats
-                    listener.stats(stats)
-                if outputs:
-                    listener.outputs(rank, outputs)
-            case Heartbeat():
-                stream.beat_s = self._clock()
-                listener.heartbeat(message)
-            case LoadReport():
-                listener.load(message)
-            case ExpertMap():
-                listener.experts(message)
-            case PlacementUpdate():
-                listener.placement(message)
-            case Regrouped(epoch):
-                listener.regrouped(rank, epoch)
-            case Fault():
-                listener.fault(rank, message)
+            case RankFacts():
+                raise ValueError("RankFacts must be the first message only")
             case Goodbye(reason):
                 stream.said_goodbye = reason
+                return
+            case StepOutput(_, stats) if stats is not None:
+                stream.stats = stats
+            case Heartbeat():
+                stream.beat_s = self._clock()
+        self._receive(stream.facts.rank, message)
 
     def _lose(self, stream: AttachedRank, reason: str) -> None:
         """End a stream once. A new stream of the same rank may already be attached."""
@@ -393,4 +336,4 @@ class Ranks:
             if silent_s > SILENCE_S:
                 reason = f"{reason}, {silent_s:.1f} s after its last heartbeat"
             stays_away = self._clock() - stream.attached_s < stream.facts.restartable_in_s
-            self._told.lost(rank, f"{reason}; {_STAYS_AWAY}" if stays_away else reason)
+            self._receive(rank, RankLost(f"{reason}; {_STAYS_AWAY}" if stays_away else reason))

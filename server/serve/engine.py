@@ -37,6 +37,7 @@ from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
+from server.link.messages import Fault, Regrouped
 from server.link.rank_link import LinkError, reach
 from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
@@ -207,17 +208,17 @@ def _walk(
 
     def on_regrouped(epoch: int) -> None:
         nonlocal is_ready
-        stream.link.send_regrouped(epoch)
+        stream.link.send(Regrouped(epoch))
         if not is_ready:
             is_ready = True
             supervisor.tell(ready=True)
 
     def on_fault(epoch: int, reason: str, *, is_final: bool = False) -> None:
-        stream.link.send_fault(epoch, reason, is_final=is_final)
+        stream.link.send(Fault(epoch, reason, is_final))
 
     def on_heartbeat(heartbeat: Heartbeat) -> None:
         supervisor.tell_if_read(beat=heartbeat.step)
-        stream.link.send_heartbeat(heartbeat)
+        stream.link.send(heartbeat)
 
     built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)
     built.relocation.on_report = stream.report
@@ -241,7 +242,7 @@ def _walk(
     def send_load_when_due(*, is_sleeping: bool = False) -> None:
         now_s = time.monotonic()
         if built.telemetry.is_due(now_s, is_sleeping=is_sleeping):
-            stream.link.send_load(
+            stream.link.send(
                 built.telemetry.report(built.engine.step, built.relocation.placement.version, now_s)
             )
 

@@ -25,17 +25,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from expert_placement.survivors import surviving
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
-from scheduler.policy.request import RankStats, RequestOutput
 from server.front.errors import ApiError
 from server.front.journal import Journal
 from server.front.leader import Leader
@@ -43,8 +42,18 @@ from server.front.membership import Epochs
 from server.front.nodes import Nodes
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
-from server.link.messages import Claim, Claimed, Fault, PlacementUpdate, RankFacts, Served
-from server.link.ranks import Ranks
+from server.link.messages import (
+    Claim,
+    Claimed,
+    Fault,
+    FromRank,
+    PlacementUpdate,
+    RankFacts,
+    Regrouped,
+    Served,
+    StepOutput,
+)
+from server.link.ranks import RankLost, Ranks
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.table import Options
@@ -171,7 +180,7 @@ class _Ending:
 
 
 class _Front:
-    """The parts that share the event loop, and their shutdown. `Ranks` reports events of ranks to it."""
+    """The parts that share the event loop, and their shutdown."""
 
     def __init__(
         self,
@@ -210,7 +219,7 @@ class _Front:
         if is_again:
             self._leader.resume()
         self._look_at_links()
-        await self._ranks.serve(self)
+        await self._ranks.serve(self._receive, self._claim)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
         await self._ending.begun.wait()
@@ -275,14 +284,40 @@ class _Front:
             ranks = ", ".join(map(str, self._ranks.attached))
             _LOG.error("rank %s did not detach in time", ranks)
 
-    def refused(self, peer: str, reason: str) -> None:
-        _LOG.warning("refused a rank at %s: %s", peer, reason)
+    def _receive(self, rank: int, message: RankFacts | FromRank | RankLost) -> None:
+        """Handle a rank's message: its facts first, its loss last."""
+        http, leader = self._http, self._leader
+        match message:
+            case StepOutput(outputs, stats):
+                if stats is not None:
+                    self._metrics.note_stats(stats)
+                    http.requests.note_stats(stats)
+                if outputs:
+                    http.requests.deliver(rank, outputs)
+            case Heartbeat():
+                self._note_heartbeat(message)
+            case LoadReport():
+                http.experts_load.take_load(message)
+            case ExpertMap():
+                http.experts_load.take_experts(message)
+            case PlacementUpdate():
+                http.placement.take_update(message)
+            case Regrouped(epoch):
+                leader.take_regrouped(rank, epoch)
+            case Fault():
+                leader.take_fault(rank, message)
+            case RankFacts():
+                self._attach(message)
+            case RankLost(reason):
+                self._lose(rank, reason)
+            case _:
+                assert_never(message)
 
-    def claim(self, claim: Claim) -> Claimed:
+    def _claim(self, claim: Claim) -> Claimed:
         missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
         return self._nodes.claim(claim, missing, time.monotonic())
 
-    def attached(self, facts: RankFacts) -> None:
+    def _attach(self, facts: RankFacts) -> None:
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
@@ -303,7 +338,7 @@ class _Front:
             self._http.experts_load.take_experts(served.experts)
         placement.skip_versions(served.version)
 
-    def lost(self, rank: int, reason: str) -> None:
+    def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
         if self._is_closing or self._ending.now.is_set():
@@ -311,14 +346,7 @@ class _Front:
         else:
             self._leader.lose(rank, reason)
 
-    def outputs(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
-        self._http.requests.deliver(rank, outputs)
-
-    def stats(self, stats: RankStats) -> None:
-        self._metrics.note_stats(stats)
-        self._http.requests.note_stats(stats)
-
-    def heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""
         now_s = time.monotonic()
         self._watch.take(heartbeat, now_s)
@@ -328,21 +356,6 @@ class _Front:
     def _on_order(self, order: Order) -> None:
         self._watch.begin_epoch(order.epoch, order.members)
         self._http.experts_load.regroup(order)
-
-    def load(self, load: LoadReport) -> None:
-        self._http.experts_load.take_load(load)
-
-    def experts(self, experts: ExpertMap) -> None:
-        self._http.experts_load.take_experts(experts)
-
-    def placement(self, update: PlacementUpdate) -> None:
-        self._http.placement.take_update(update)
-
-    def regrouped(self, rank: int, epoch: int) -> None:
-        self._leader.take_regrouped(rank, epoch)
-
-    def fault(self, rank: int, fault: Fault) -> None:
-        self._leader.take_fault(rank, fault)
 
     def _fail(self, reason: str) -> None:
         """End the service with this reason, unless an earlier one exists."""

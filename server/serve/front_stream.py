@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import assert_never
 
 from expert_placement.placement import Placement
 from moe.expert_weights import read_slot
@@ -19,9 +20,20 @@ from scheduler.assembly import Assembled
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import RankStats, Request, RequestOutput
-from server.link.messages import RankFacts, Served
-from server.link.rank_link import RETRY_S, LinkError, RankLink, RefusedError
+from scheduler.policy.request import ForgetPrefixes, RankStats, RequestOutput, Withdraw
+from server.link.messages import (
+    Abort,
+    DropPlacement,
+    PlacementUpdate,
+    Prepare,
+    RankFacts,
+    Served,
+    StepOutput,
+    Stop,
+    Submit,
+    ToRank,
+)
+from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, RefusedError
 from server.machine.lines import say
 from server.serve.children import FRONT_IS_GONE
 from server.serve.store.rendezvous import NODE_VARIABLE
@@ -35,10 +47,7 @@ def num_restarts_of(environment: Mapping[str, str]) -> int:
 
 
 class FrontStream:
-    """This rank's connection to the front: one link at a time, replaced when a killed front is back.
-
-    The link calls its methods on the reader thread, one per message of the front.
-    """
+    """This rank's connection to the front: one link at a time, replaced when a killed front is back."""
 
     def __init__(
         self,
@@ -80,7 +89,11 @@ class FrontStream:
 
     def _make_link(self, facts: RankFacts) -> RankLink:
         return RankLink(
-            self._front["ranks_address"], self._front["token"], facts, self, cluster_key=self._cluster_key
+            self._front["ranks_address"],
+            self._front["token"],
+            facts,
+            self.receive,
+            cluster_key=self._cluster_key,
         )
 
     def send_start(self) -> None:
@@ -89,14 +102,14 @@ class FrontStream:
         report = PlacementReport(
             rank=0, version=placement.version, state=MoveState.SERVING, digest=placement.digest()
         )
-        self.link.send_experts(self._built.experts)
-        self.link.send_placement(report, placement, self._expert_bytes())
+        self.link.send(self._built.experts)
+        self.link.send(PlacementUpdate(report, placement, self._expert_bytes()))
 
     def send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
         """Send a step's outputs, except those for requests of a broken link: the front has since assigned these to other
         ranks, or to this rank again under the same ids."""
         with self._lock:
-            self.link.send([output for output in outputs if self._is_told(output)], stats)
+            self.link.send(StepOutput([output for output in outputs if self._is_told(output)], stats))
 
     def _is_told(self, output: RequestOutput) -> bool:
         """Return whether the front waits for this output, and record ends. The engine ends each request exactly once."""
@@ -116,37 +129,38 @@ class FrontStream:
         if report.state is MoveState.SERVING:
             self._note_home(placement, placement.num_ranks)
             if report.rank == 0:
-                self.link.send_experts(_experts_now(self._built))
-        self.link.send_placement(report)
+                self.link.send(_experts_now(self._built))
+        self.link.send(PlacementUpdate(report))
 
-    def submit(self, request: Request) -> None:
-        self._open_ids.add(request.request_id)
-        self._built.engine.submit(request)
+    def receive(self, message: ToRank | FrontLost) -> None:
+        """Handle a message of the front, on the reader thread of the link."""
+        engine, relocation = self._built.engine, self._built.relocation
+        match message:
+            case Submit(request):
+                self._open_ids.add(request.request_id)
+                engine.submit(message.request_at(time.monotonic()))
+            case Abort(request_id):
+                engine.abort(request_id)
+            case Withdraw(request_id):
+                engine.withdraw(request_id)
+            case Stop():
+                engine.stop()
+            case Prepare(placement):
+                relocation.prepare(placement)
+            case DropPlacement(version):
+                relocation.drop(version)
+            case Order(epoch, members, placement):
+                self._epoch = max(self._epoch, epoch)
+                self._note_home(placement, len(members))
+                engine.regroup(message)
+            case ForgetPrefixes():
+                engine.forget_prefixes()
+            case FrontLost(reason, is_broken):
+                self._lose_front(reason, is_broken=is_broken)
+            case _:
+                assert_never(message)
 
-    def abort(self, request_id: str) -> None:
-        self._built.engine.abort(request_id)
-
-    def withdraw(self, request_id: str) -> None:
-        self._built.engine.withdraw(request_id)
-
-    def stop(self) -> None:
-        self._built.engine.stop()
-
-    def prepare(self, placement: Placement) -> None:
-        self._built.relocation.prepare(placement)
-
-    def drop(self, version: int) -> None:
-        self._built.relocation.drop(version)
-
-    def regroup(self, order: Order) -> None:
-        self._epoch = max(self._epoch, order.epoch)
-        self._note_home(order.placement, len(order.members))
-        self._built.engine.regroup(order)
-
-    def forget_prefixes(self) -> None:
-        self._built.engine.forget_prefixes()
-
-    def lost(self, reason: str, *, is_broken: bool) -> None:
+    def _lose_front(self, reason: str, *, is_broken: bool) -> None:
         """Reconnect to the front, or end this process, because the step loop may be waiting for other ranks."""
         rank = self._config.rank
         say(f"rank {rank}: {reason}", error=True)

@@ -45,7 +45,7 @@ class EngineRanks:
         self._waiting: list[Request] = []
         self.requests: Requests | None = None
 
-    def abort(self, rank: int, request_id: str) -> None:
+    def post(self, rank: int, message: object) -> None:
         raise AssertionError("no request is aborted here")
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:

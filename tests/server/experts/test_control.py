@@ -26,7 +26,7 @@ from server.experts.routes import placement_routes
 from server.front.errors import ApiError
 from server.http.app import build_app
 from server.http.guards import ApiKeys
-from server.link.messages import PlacementUpdate
+from server.link.messages import DropPlacement, PlacementUpdate, Prepare
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.asgi import client_of
 
@@ -47,8 +47,15 @@ class PlayedRanks:
         self.failing = failing
         self.control: PlacementControl
 
-    def prepare(self, placement: Placement) -> None:
-        self.told.append(("prepare", placement.version))
+    def post_all(self, message: Prepare | DropPlacement) -> None:
+        if isinstance(message, Prepare):
+            self.told.append(("prepare", message.placement.version))
+            self._prepare(message.placement)
+        else:
+            self.told.append(("drop", message.version))
+            self._say(0, message.version, MoveState.DROPPED)
+
+    def _prepare(self, placement: Placement) -> None:
         self.placements.append(placement)
         self._say(0, placement.version, MoveState.VERIFIED)
         if placement.version in self.failing:
@@ -57,10 +64,6 @@ class PlayedRanks:
         self._say(1, placement.version, MoveState.VERIFIED)
         for rank in range(2):
             self._say(rank, placement.version, MoveState.SERVING)
-
-    def drop_placement(self, version: int) -> None:
-        self.told.append(("drop", version))
-        self._say(0, version, MoveState.DROPPED)
 
     def _say(self, rank: int, version: int, state: MoveState, reason: str = "") -> None:
         report = PlacementReport(
@@ -211,8 +214,7 @@ def test_decisions_are_made_every_interval_noted_with_their_reasons_and_measured
 class SilentRanks(PlayedRanks):
     """Begin to move and never finish."""
 
-    def prepare(self, placement: Placement) -> None:
-        self.told.append(("prepare", placement.version))
+    def _prepare(self, placement: Placement) -> None:
         self._say(0, placement.version, MoveState.VERIFIED)
 
 

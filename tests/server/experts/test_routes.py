@@ -43,7 +43,7 @@ def http(front: FrontProcess) -> Iterator[httpx.Client]:
 def tell(front: FrontProcess, http: httpx.Client, *reports: LoadReport) -> None:
     """Have ranks report, and wait until the front has all reports."""
     for each in reports:
-        front.ranks[each.rank].link.send_load(each)
+        front.ranks[each.rank].link.send(each)
     wanted = {each.rank: each.num_steps for each in reports}
     for _ in range(1000):
         ranks = http.get("/experts/load").json()["ranks"]
@@ -63,7 +63,7 @@ def test_the_whole_story_of_a_record(
     early = http.get("/experts/load")
     assert early.status_code == 503
     assert "the experts are not known yet" in early.json()["error"]["message"]
-    front.ranks[0].link.send_experts(expert_map())
+    front.ranks[0].link.send(expert_map())
     for _ in range(1000):
         if http.get("/experts/load").status_code == 200:
             break

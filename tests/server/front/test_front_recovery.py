@@ -11,6 +11,7 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
+from server.link.messages import Fault
 from tests.support.service.fake_rank import FakeRank
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
@@ -193,7 +194,7 @@ def test_no_placement_changes_while_a_rank_is_away(front: FrontProcess) -> None:
 
 def test_a_fault_that_nothing_explains_makes_the_same_ranks_meet_again(front: FrontProcess) -> None:
     before = status(front)
-    present(front, 0).link.send_fault(before["epoch"], "a time-out")
+    present(front, 0).link.send(Fault(before["epoch"], "a time-out"))
     wait_until(lambda: status(front)["epoch"] == before["epoch"] + 1, lambda: "nothing was ordered")
     wait_until(lambda: status(front)["phase"] == "serving", lambda: "it does not serve")
     assert status(front)["members"] == [0, 1] and status(front)["losses"] == before["losses"]
@@ -209,9 +210,9 @@ def test_an_engine_that_starts_again_before_its_stream_has_ended_takes_its_place
 def test_a_rank_whose_step_is_stuck_is_given_up_on_the_word_of_another(front: FrontProcess) -> None:
     epoch, stuck, other = status(front)["epoch"], present(front, 0), present(front, 1)
     beat = Heartbeat(0, epoch, 7, 10, is_idle=False, is_waiting=False, stalled_s=9.5, patience_s=2.0)
-    stuck.link.send_heartbeat(beat)
+    stuck.link.send(beat)
     assert status(front)["members"] == [0, 1], "no other rank has confirmed it yet"
-    other.link.send_heartbeat(beat._replace(rank=1, position=11, is_waiting=True))
+    other.link.send(beat._replace(rank=1, position=11, is_waiting=True))
     wait_until(lambda: status(front)["members"] == [1], lambda: "rank 0 is not given up")
     stuck.wait_for(lambda rank: bool(rank.losses))
     [missing] = status(front)["missing"]

@@ -12,6 +12,7 @@ from server.front.generations import Answer, Ask, Asker
 from server.front.journal import Journal
 from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, Router
 from server.front.routers import FewestTokens
+from server.link.messages import Abort
 from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
 from tests.support.requests.desk import Desk, in_loop
 
@@ -353,10 +354,9 @@ class Hall:
         self.rng, self.desk = rng, Desk(num_ranks=num_ranks)
         self.desk.requests._who_asks = lambda: Asker(rng.choice("pq"), rng.choice(["", "s", "t"]))
         self.desk.ranks.submit = lambda rank, request, **_: self.to_rank[rank].append(request)  # type: ignore[method-assign]
-        self.desk.ranks.abort = lambda rank, request_id: self.to_rank[rank].append(request_id)  # type: ignore[method-assign]
-        self.desk.ranks.withdraw = lambda rank, request_id: self.to_rank[rank].append(Withdraw(request_id))  # type: ignore[method-assign]
+        self.desk.ranks.post = lambda rank, message: self.to_rank[rank].append(message)  # type: ignore[method-assign]
         self.ranks: dict[int, FakeRank] = {}
-        self.to_rank: dict[int, deque[Request | str | Withdraw]] = {}
+        self.to_rank: dict[int, deque[Request | Abort | Withdraw]] = {}
         self.to_front: dict[int, deque[tuple[list[RequestOutput], RankStats]]] = {}
         for rank in range(num_ranks):
             self._new_rank(rank)
@@ -380,7 +380,7 @@ class Hall:
                 elif isinstance(message, Withdraw):
                     outputs.append(fake.scheduler.withdraw(message.request_id))
                 else:
-                    outputs.append(fake.scheduler.abort(message))
+                    outputs.append(fake.scheduler.abort(message.request_id))
         said = {name: len(each) for name, each in fake.outputs.items()}
         fake.collect(fake.scheduler.expire(float("-inf")))
         batch = fake.plan()

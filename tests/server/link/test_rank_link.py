@@ -3,13 +3,16 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from queue import Queue
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -17,7 +20,7 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.request import (
     FinishReason,
     Logprobs,
@@ -28,11 +31,30 @@ from scheduler.policy.request import (
     Structure,
     TokenBias,
 )
-from server.link import rank_link
-from server.link.messages import METHOD, SERVICE, Claim, Fault, RankFacts, Served, Welcome, encode
-from server.link.rank_link import LinkError, RankLink, RefusedError, claim
-from server.link.ranks import Ranks
+from server.link import messages, rank_link
+from server.link.messages import (
+    METHOD,
+    SERVICE,
+    Abort,
+    Claim,
+    DropPlacement,
+    Fault,
+    PlacementUpdate,
+    RankFacts,
+    Regrouped,
+    Served,
+    StepOutput,
+    Stop,
+    Submit,
+    ToRank,
+    Welcome,
+    encode,
+)
+from server.link.rank_link import FrontLost, LinkError, RankLink, RefusedError, claim
+from server.link.ranks import RankLost, Ranks
 from server.link.seal import MAC_BYTES, NONCE_KEY
+from tests.support.placement.load_reports import counts
+from tests.support.placement.load_reports import report as load_report
 
 FACTS = RankFacts(
     rank=0, world_size=2, host="h", pid=7, max_model_len=128, num_blocks=9, block_tokens=16, max_num_seqs=4,
@@ -72,41 +94,34 @@ REQUEST = Request(
 )
 
 
-class Told:
-    """A listener that puts the name and arguments of each call into a queue."""
-
-    def __init__(self) -> None:
-        self.events: Queue[tuple[object, ...]] = Queue()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *told, **how: self.events.put((name, *told, *how.values()))
+Heard = Queue[ToRank | FrontLost]
 
 
 class FrontEnd:
-    """`Ranks` in an event loop in a separate thread. All its calls land in `events`."""
+    """`Ranks` in an event loop in a separate thread. Its messages land in `events`, with their rank."""
 
     def __init__(self, cluster_key: bytes | None = None) -> None:
-        told, self._cluster_key = Told(), cluster_key
-        self.events = told.events
+        self._cluster_key = cluster_key
+        self.events: Queue[tuple[int, Any]] = Queue()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.ranks, self.address = self.run(self._open(told))
+        self.ranks, self.address = self.run(self._open())
         self._links: list[RankLink] = []
 
-    def attach(self, facts: RankFacts = FACTS) -> tuple[RankLink, "Queue[tuple[object, ...]]"]:
+    def attach(self, facts: RankFacts = FACTS) -> tuple[RankLink, Heard]:
         """Return a rank's end that is attached until `close`, and the queue of its messages."""
-        heard: Queue[tuple[object, ...]] = Queue()
+        heard: Heard = Queue()
         link = link_to(self, heard, facts=facts)
         link.open(30)
-        assert self.events.get(timeout=30) == ("attached", facts)
+        assert self.events.get(timeout=30) == (facts.rank, facts)
         self._links.append(link)
         return link, heard
 
-    async def _open(self, told: Told) -> tuple[Ranks, str]:
+    async def _open(self) -> tuple[Ranks, str]:
         ranks = Ranks(2, "secret", cluster_key=self._cluster_key)
         address = ranks.bind("127.0.0.1")
-        await ranks.serve(told)
+        await ranks.serve(lambda rank, message: self.events.put((rank, message)), Mock())
         return ranks, address
 
     def run(self, waiting: Coroutine[object, object, Any]) -> Any:
@@ -133,20 +148,24 @@ def front() -> Iterator[FrontEnd]:
     end.close()
 
 
-def link_to(
-    front: FrontEnd, heard: "Queue[tuple[object, ...]]", *, token: str = "secret", facts: RankFacts = FACTS
-) -> RankLink:
-    told = Told()
-    told.events = heard
-    return RankLink(front.address, token, facts, told)
+def link_to(front: FrontEnd, heard: Heard, *, token: str = "secret", facts: RankFacts = FACTS) -> RankLink:
+    return RankLink(front.address, token, facts, heard.put)
+
+
+def tokens_of(name: str, *token_ids: int) -> StepOutput:
+    return StepOutput([RequestOutput(request_id=name, token_ids=list(token_ids))], None)
+
+
+def request_in(heard: Heard) -> Request:
+    submit = heard.get(timeout=30)
+    assert isinstance(submit, Submit)
+    return submit.request_at(0.0)
 
 
 def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
-    kind, request = heard.get(timeout=30)
-    assert kind == "submit" and isinstance(request, Request)
-    assert replace(request, arrival_s=0.0) == REQUEST
+    assert request_in(heard) == REQUEST
     output = RequestOutput(
         request_id="r1",
         token_ids=[5, 6],
@@ -157,60 +176,53 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
         finish_reason=FinishReason.LENGTH,
         error="",
     )
-    link.send([output], STATS)
-    assert front.events.get(timeout=30) == ("stats", STATS)
-    assert front.events.get(timeout=30) == ("outputs", 0, [output])
+    link.send(StepOutput([output], STATS))
+    assert front.events.get(timeout=30) == (0, StepOutput([output], STATS))
+    assert front.ranks.attached[0].stats == STATS
 
 
 def test_an_order_reaches_its_members_unchanged_and_their_answers_come_back_in_order(front: FrontEnd) -> None:
     link, heard = front.attach(replace(FACTS, num_restarts=2))
     placement = linear_placement(3, 5, 1).with_version(9)
     front.say(front.ranks.regroup, Order(4, (0,), placement))
-    kind, order = heard.get(timeout=30)
-    assert kind == "regroup" and isinstance(order, Order)
-    assert order[:2] == (4, (0,))
+    order = heard.get(timeout=30)
+    assert isinstance(order, Order) and order[:2] == (4, (0,))
     assert (order.placement.digest(), order.placement.version) == (placement.digest(), 9)
-    link.send_fault(4, "no memory", is_final=True)
-    link.send_fault(5, "a peer is gone")
-    link.send_regrouped(6)
-    assert [front.events.get(timeout=30) for _ in range(3)] == [
-        ("fault", 0, Fault(4, "no memory", True)),
-        ("fault", 0, Fault(5, "a peer is gone")),
-        ("regrouped", 0, 6),
-    ]
+    answers = (Fault(4, "no memory", True), Fault(5, "a peer is gone"), Regrouped(6))
+    for answer in answers:
+        link.send(answer)
+    assert [front.events.get(timeout=30) for _ in answers] == [(0, answer) for answer in answers]
 
 
 def test_what_a_step_yielded_comes_before_the_fault_that_followed_it(front: FrontEnd) -> None:
     link, _ = front.attach()
-    output = RequestOutput(request_id="r1", token_ids=[5])
-    link.send([output])
-    link.send_fault(0, "a peer is gone")
-    assert front.events.get(timeout=30) == ("outputs", 0, [output])
-    assert front.events.get(timeout=30)[0] == "fault"
+    output = tokens_of("r1", 5)
+    link.send(output)
+    link.send(Fault(0, "a peer is gone"))
+    assert front.events.get(timeout=30) == (0, output)
+    assert front.events.get(timeout=30) == (0, Fault(0, "a peer is gone"))
 
 
 def test_a_deadline_travels_as_time_that_is_left(front: FrontEnd) -> None:
     _, heard = front.attach()
     front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=130.0), now_s=100.0)
-    request = heard.get(timeout=30)[1]
-    assert isinstance(request, Request) and request.deadline_s is not None
-    assert 29 < request.deadline_s - time.monotonic() <= 30
+    submit = heard.get(timeout=30)
+    assert isinstance(submit, Submit) and submit.timeout_s == 30.0
+    assert submit.request_at(7.0).deadline_s == 37.0
     front.say(front.ranks.submit, 0, replace(REQUEST, deadline_s=50.0), now_s=100.0)
-    request = heard.get(timeout=30)[1]
-    assert isinstance(request, Request) and request.deadline_s is not None, (
-        "a passed deadline is still a deadline"
-    )
+    submit = heard.get(timeout=30)
+    assert isinstance(submit, Submit) and submit.timeout_s == -50.0, "a passed deadline is still a deadline"
 
 
 def test_abort_and_stop_reach_the_rank_and_a_stop_is_no_loss(front: FrontEnd) -> None:
     link, heard = front.attach()
-    front.say(front.ranks.abort, 0, "r1")
-    assert heard.get(timeout=30) == ("abort", "r1")
+    front.say(front.ranks.post, 0, Abort("r1"))
+    assert heard.get(timeout=30) == Abort("r1")
     front.say(front.ranks.stop)
-    assert heard.get(timeout=30) == ("stop",)
-    link.send([RequestOutput(request_id="last", token_ids=[])])
+    assert heard.get(timeout=30) == Stop()
+    link.send(tokens_of("last"))
     link.close()
-    assert front.events.get(timeout=30)[0] == "outputs"
+    assert front.events.get(timeout=30) == (0, tokens_of("last"))
     front.run(front.ranks.wait_until_empty())
     assert front.events.empty()
     assert heard.empty(), "closing is not a loss"
@@ -224,7 +236,7 @@ def test_goodbye_is_a_loss_that_says_why_unless_a_stop_was_asked_for(
 ) -> None:
     link, _ = front.attach()
     link.close(reason)
-    assert front.events.get(timeout=30) == ("lost", 0, heard)
+    assert front.events.get(timeout=30) == (0, RankLost(heard))
 
 
 @pytest.mark.parametrize(("lived_s", "heard"), [(4.0, "; it was already restarted as often"), (6.0, "")])
@@ -235,14 +247,14 @@ def test_a_loss_says_when_the_rank_stays_away(
     now_s = front.ranks.attached[0].attached_s + lived_s
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s)
     link.close("killed")
-    reason = str(front.events.get(timeout=30)[2])
+    reason = front.events.get(timeout=30)[1].reason
     assert reason.startswith("killed") and reason.removeprefix("killed").startswith(heard)
 
 
 def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.say(front.ranks.stop)
-    assert heard.get(timeout=30) == ("stop",)
+    assert heard.get(timeout=30) == Stop()
     front.run(front.ranks.close())
     assert link._reader is not None
     link._reader.join(5)
@@ -260,7 +272,7 @@ def test_a_front_that_leaves_after_its_stop_is_not_lost(front: FrontEnd) -> None
 def test_a_rank_that_does_not_belong_is_refused_with_a_reason(
     front: FrontEnd, token: str, changes: dict[str, int], words: str
 ) -> None:
-    heard: Queue[tuple[object, ...]] = Queue()
+    heard: Heard = Queue()
     with pytest.raises(LinkError, match=words):
         link_to(front, heard, token=token, facts=replace(FACTS, **changes)).open(30)
     assert heard.empty()
@@ -280,19 +292,25 @@ def test_a_rank_that_comes_back_before_its_broken_connection_is_noticed_takes_it
     back = replace(FACTS, served=served)
     link = link_to(front, Queue(), facts=back)
     link.open(30)
-    assert front.events.get(timeout=30)[:2] == ("lost", 0)
-    assert front.events.get(timeout=30)[0] == "attached"
+    assert front.events.get(timeout=30) == (0, RankLost("it reconnected"))
+    assert isinstance(front.events.get(timeout=30)[1], RankFacts)
     link.close()
 
 
 def test_a_rank_that_the_front_fails_to_take_may_attach_again(front: FrontEnd) -> None:
-    told = front.ranks._told
-    attached, told.attached = told.attached, lambda _facts: 1 / 0  # type: ignore[method-assign]
+    receive = front.ranks._receive
+
+    def fail(rank: int, message: object) -> None:
+        if isinstance(message, RankFacts):
+            raise ZeroDivisionError
+        receive(rank, message)
+
+    front.ranks._receive = fail
     with pytest.raises(LinkError, match="was lost before it accepted rank 0") as caught:
         link_to(front, Queue()).open(30)
     assert not isinstance(caught.value, RefusedError), "the front has not refused it"
-    assert front.events.get(timeout=30)[:2] == ("lost", 0) and not front.ranks.attached
-    told.attached = attached  # type: ignore[method-assign]
+    assert isinstance(front.events.get(timeout=30)[1], RankLost) and not front.ranks.attached
+    front.ranks._receive = receive
     front.attach()
 
 
@@ -316,7 +334,7 @@ def test_a_front_that_dies_before_its_welcome_has_not_refused_the_rank(front: Fr
 def test_a_link_that_is_lost_closes_its_channel(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.say(front.ranks.give_up, 0, "a reason")
-    assert heard.get(timeout=30)[0] == "lost"
+    assert isinstance(heard.get(timeout=30), FrontLost)
     assert link._channel is not None
     with pytest.raises(ValueError, match="Channel closed"):
         link._channel.stream_stream("/x/y")(iter(()))
@@ -325,14 +343,14 @@ def test_a_link_that_is_lost_closes_its_channel(front: FrontEnd) -> None:
 def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.run(front.ranks.close())
-    assert heard.get(timeout=30)[0] == "lost"
-    link.send([RequestOutput(request_id="r", token_ids=[1])])  # has no effect
+    assert isinstance(heard.get(timeout=30), FrontLost)
+    link.send(tokens_of("r", 1))  # has no effect
     link.close()
     assert heard.empty(), "a loss is reported once"
 
 
 def test_no_front_is_an_error_that_names_the_address() -> None:
-    link = RankLink("127.0.0.1:1", "t", FACTS, Told())
+    link = RankLink("127.0.0.1:1", "t", FACTS, Mock())
     with pytest.raises(LinkError, match=r"127\.0\.0\.1:1"):
         link.open(0.3)
 
@@ -340,12 +358,60 @@ def test_no_front_is_an_error_that_names_the_address() -> None:
 def test_what_a_busy_stream_cannot_write_is_merged_and_loses_nothing(front: FrontEnd) -> None:
     link, _ = front.attach()
     for number in range(5_000):
-        link.send([RequestOutput(request_id="r", token_ids=[number])])
+        link.send(tokens_of("r", number))
     tokens: list[int] = []
     while len(tokens) < 5_000:
-        outputs = front.events.get(timeout=30)[2]
-        tokens += [token for output in outputs for token in output.token_ids]  # type: ignore[attr-defined]
+        outputs = front.events.get(timeout=30)[1].outputs
+        tokens += [token for output in outputs for token in output.token_ids]
     assert tokens == list(range(5_000))
+
+
+def test_messages_that_wait_leave_in_their_order_and_only_the_newest_of_some() -> None:
+    """The link has no front yet, so all messages wait."""
+    link = RankLink("127.0.0.1:1", "t", FACTS, Mock())
+    report = PlacementReport(rank=0, version=7, state=MoveState.SERVING)
+    slots = linear_placement(1, 2, 2).slot_expert
+    experts = [ExpertMap(version, 2, 2, (0,), 1, slots) for version in (6, 7)]
+    beats = [Heartbeat(0, 1, step, 3, False, True, 0.5, 2.0) for step in (1, 2)]
+    loads = [load_report(0, step, counts(0)) for step in (1, 2)]
+    in_order = (PlacementUpdate(report), Regrouped(1), Fault(1, "a peer is gone"), Regrouped(2))
+    kept = [RequestOutput(request_id="r", token_ids=[5])]
+    sent = (loads[0], *in_order[:2], experts[0], StepOutput(kept, STATS), beats[0], loads[1], *in_order[2:])
+    for message in (*sent, tokens_of("r", 6), experts[1], beats[1]):
+        link.send(message)
+    assert len(kept) == 1, "the sender's list is not changed"
+    outputs = StepOutput([*kept, *tokens_of("r", 6).outputs], STATS)
+    expected = [FACTS, beats[1], outputs, experts[1], *in_order, loads[1]]
+    assert [*itertools.islice(link._messages(), len(expected))] == expected
+
+
+class Ping(NamedTuple):
+    """A message of this test only."""
+
+    number: int
+
+
+def test_a_new_message_needs_its_class_a_sender_and_a_receiver(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, heard = front.attach()
+    link.send(Ping(1))
+    assert front.events.get(timeout=30) == (0, RankLost("its connection closed")), "it is not defined"
+    assert isinstance(heard.get(timeout=30), FrontLost)
+    monkeypatch.setitem(messages._MESSAGES, "Ping", Ping)
+    link, heard = front.attach()
+    link.send(Ping(1))
+    front.say(front.ranks.post, 0, Ping(2))
+    front.say(front.ranks.post_all, Ping(3))
+    assert front.events.get(timeout=30) == (0, Ping(1))
+    received: list[object] = [heard.get(timeout=30) for _ in range(2)]
+    assert received == [Ping(2), Ping(3)]
+
+
+def test_a_rank_that_introduces_itself_twice_is_lost(front: FrontEnd) -> None:
+    link, _ = front.attach()
+    link.send(FACTS)
+    assert front.events.get(timeout=30) == (0, RankLost("its connection closed"))
 
 
 def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: FrontEnd) -> None:
@@ -353,11 +419,11 @@ def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: Fron
 
     def say_much() -> None:
         for number in range(70_000):
-            front.ranks.abort(0, str(number))
+            front.ranks.post(0, Abort(str(number)))
 
     front.say(say_much)
     for number in range(1000):  # all of them take many seconds
-        assert heard.get(timeout=30) == ("abort", str(number))
+        assert heard.get(timeout=30) == Abort(str(number))
     assert front.events.empty(), "a full queue does not make the front give up a rank"
 
 
@@ -368,8 +434,8 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
     stream, now_s = front.ranks.attached[0], time.monotonic()
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s + 31)
     stream.write_begun_s = now_s
-    front.say(front.ranks.abort, 0, "r")
-    assert front.events.get(timeout=30) == ("lost", 0, "it has not read its messages for 30 s")
+    front.say(front.ranks.post, 0, Abort("r"))
+    assert front.events.get(timeout=30) == (0, RankLost("it has not read its messages for 30 s"))
 
 
 def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
@@ -379,29 +445,31 @@ def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
     for rank in (0, 1):
         front.attach(replace(FACTS, rank=rank))
     ranks, now_s = front.ranks, time.monotonic()
-    listener: Any = ranks._listener
-    monkeypatch.setattr(listener, "lost", lambda rank, _reason: rank or ranks.give_up(1, "it is stuck"))
+    monkeypatch.setattr(ranks, "_receive", lambda rank, _lost: rank or ranks.give_up(1, "it is stuck"))
     monkeypatch.setattr(ranks, "_clock", lambda: now_s + 31)
     ranks.attached[0].write_begun_s = now_s
 
     async def drop() -> None:
-        ranks.drop_placement(3)
+        ranks.post_all(DropPlacement(3))
 
     front.run(drop())
     assert not ranks.attached
 
 
 def test_an_error_in_what_takes_a_message_is_a_loss_that_is_told(front: FrontEnd) -> None:
-    heard: Queue[tuple[object, ...]] = Queue()
-    link = link_to(front, heard)
-    link._listener.submit = lambda _request: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    heard: Heard = Queue()
+
+    def fail(message: ToRank | FrontLost) -> None:
+        if isinstance(message, Abort):
+            raise ZeroDivisionError("division by zero")
+        heard.put(message)
+
+    link = RankLink(front.address, "secret", FACTS, fail)
     link.open(30)
     front.events.get(timeout=30)
-    front.say(front.ranks.submit, 0, REQUEST, now_s=0.0)
-    assert heard.get(timeout=30) == (
-        "lost",
-        "invalid message from the front: ZeroDivisionError: division by zero",
-        False,
+    front.say(front.ranks.post, 0, Abort("r1"))
+    assert heard.get(timeout=30) == FrontLost(
+        "invalid message from the front: ZeroDivisionError: division by zero", is_broken=False
     )
 
 
@@ -415,7 +483,7 @@ def test_all_addresses_are_bound_and_the_name_is_announced() -> None:
     async def bind(host: str) -> tuple[str, bool]:
         ranks = Ranks(1, "t")
         address = ranks.bind(host)
-        await ranks.serve(Told())
+        await ranks.serve(Mock(), Mock())
         port = int(address.rpartition(":")[2])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         others = "::1" if ":" in host else "127.0.0.2"  # another address of this machine than the name's
@@ -434,13 +502,13 @@ def test_a_heartbeat_comes_and_a_stream_that_ends_long_after_one_says_so(
 ) -> None:
     link, _ = front.attach()
     beat = Heartbeat(0, 1, 2, 3, is_idle=False, is_waiting=True, stalled_s=0.5, patience_s=2.0)
-    link.send_heartbeat(beat)
-    assert front.events.get(timeout=30) == ("heartbeat", beat)
+    link.send(beat)
+    assert front.events.get(timeout=30) == (0, beat)
     now_s = front.ranks.attached[0].beat_s + 2.25
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s)
     front.say(front.ranks.give_up, 0, "its connection closed")
-    lost = front.events.get(timeout=30)
-    assert lost == ("lost", 0, "its connection closed, 2.2 s after its last heartbeat")
+    lost = RankLost("its connection closed, 2.2 s after its last heartbeat")
+    assert front.events.get(timeout=30) == (0, lost)
 
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -457,19 +525,16 @@ def front_with(cluster_key: bytes | None) -> Iterator[FrontEnd]:
 
 def test_with_a_cluster_key_messages_come_in_both_directions() -> None:
     with front_with(KEY) as front:
-        told = Told()
-        link = RankLink(front.address, "secret", FACTS, told, cluster_key=KEY)
+        heard: Heard = Queue()
+        link = RankLink(front.address, "secret", FACTS, heard.put, cluster_key=KEY)
         link.open(30)
-        assert front.events.get(timeout=30) == ("attached", FACTS)
+        assert front.events.get(timeout=30) == (0, FACTS)
         for number in range(3):
-            front.say(front.ranks.abort, 0, f"r{number}")
-            link.send_regrouped(number)
-        assert [told.events.get(timeout=30) for _ in range(3)] == [
-            ("abort", f"r{number}") for number in range(3)
-        ]
-        assert [front.events.get(timeout=30) for _ in range(3)] == [
-            ("regrouped", 0, number) for number in range(3)
-        ]
+            front.say(front.ranks.post, 0, Abort(f"r{number}"))
+            link.send(Regrouped(number))
+        for number in range(3):
+            assert heard.get(timeout=30) == Abort(f"r{number}")
+            assert front.events.get(timeout=30) == (0, Regrouped(number))
         link.close()
 
 
@@ -482,29 +547,27 @@ def test_with_a_cluster_key_messages_come_in_both_directions() -> None:
     ],
 )
 def test_a_rank_without_the_fronts_cluster_key_is_refused_and_both_sides_say_why(
-    fronts: bytes | None, ranks: bytes | None, reason: str
+    fronts: bytes | None, ranks: bytes | None, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with front_with(fronts) as front:
-        link = RankLink(front.address, "secret", FACTS, Told(), cluster_key=ranks)
+        link = RankLink(front.address, "secret", FACTS, Mock(), cluster_key=ranks)
         with pytest.raises(LinkError, match=f"{reason}.*same --cluster-key-file"):
             link.open(30)
-        kind, _, said = front.events.get(timeout=30)
-        assert (kind, str(said).startswith(reason)) == ("refused", True)
-        assert not front.ranks.attached
+        assert re.search(f"refused a rank at .*: {reason}", caplog.text)
+        assert not front.ranks.attached and front.events.empty()
 
 
 @pytest.mark.parametrize("key", [None, OTHER_KEY])
 def test_an_imposter_with_more_restarts_does_not_take_a_ranks_place(key: bytes | None) -> None:
     with front_with(KEY) as front:
-        link = RankLink(front.address, "secret", FACTS, Told(), cluster_key=KEY)
+        link = RankLink(front.address, "secret", FACTS, Mock(), cluster_key=KEY)
         link.open(30)
-        assert front.events.get(timeout=30) == ("attached", FACTS)
-        imposter = RankLink(front.address, "secret", replace(FACTS, num_restarts=99), Told(), cluster_key=key)
+        assert front.events.get(timeout=30) == (0, FACTS)
+        imposter = RankLink(front.address, "secret", replace(FACTS, num_restarts=99), Mock(), cluster_key=key)
         with pytest.raises(LinkError, match="cluster key"):
             imposter.open(30)
-        assert front.events.get(timeout=30)[0] == "refused"
-        link.send_regrouped(7)
-        assert front.events.get(timeout=30) == ("regrouped", 0, 7), "the real one continues"
+        link.send(Regrouped(7))
+        assert front.events.get(timeout=30) == (0, Regrouped(7)), "the real one continues"
         link.close()
 
 
@@ -523,7 +586,7 @@ def test_a_front_that_does_not_know_the_cluster_key_is_not_believed() -> None:
     server.start()
     try:
         with pytest.raises(LinkError, match="the cluster keys differ"):
-            RankLink(address, "secret", FACTS, Told(), cluster_key=KEY).open(30)
+            RankLink(address, "secret", FACTS, Mock(), cluster_key=KEY).open(30)
     finally:
         server.stop(0)
 

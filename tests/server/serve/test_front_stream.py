@@ -1,4 +1,6 @@
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -10,14 +12,15 @@ from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
-from server.link.messages import RankFacts
-from server.link.rank_link import LinkError, RefusedError
+from server.link.messages import RankFacts, Regrouped, Submit, ToRank
+from server.link.rank_link import FrontLost, LinkError, RefusedError
 from server.serve import front_stream
 from server.serve.children import FRONT_IS_GONE
 from server.serve.front_stream import FrontStream
 
 FRONT = {"ranks_address": "127.0.0.1:1", "token": "t"}
 HOME = linear_placement(2, 6, 3).with_version(7)
+BROKEN = FrontLost("the connection broke", is_broken=True)
 
 
 class EndedError(Exception):
@@ -36,20 +39,19 @@ class Link:
         _address: str,
         _token: str,
         facts: RankFacts,
-        listener: FrontStream,
+        receive: Callable[[ToRank | FrontLost], None],
         *,
         cluster_key: bytes | None,
     ) -> None:
         self.facts.append(facts)
-        self.send, self.send_regrouped = Mock(), Mock()
-        self._listener = listener
+        self.send, self._receive = Mock(), receive
 
     def open(self, _timeout_s: float) -> None:
         error = self.errors.pop(0)
         if error is not None:
             raise error
         if self.order is not None:
-            self._listener.regroup(self.order)
+            self._receive(self.order)
 
 
 @pytest.fixture
@@ -72,26 +74,34 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
     return FrontStream(built, config, FRONT, environment)
 
 
-def request(name: str) -> Request:
-    return Request(request_id=name, prompt_ids=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0)
+def submit(name: str) -> Submit:
+    request = Request(request_id=name, prompt_ids=(1,), params=SamplingParams(max_tokens=1), arrival_s=0.0)
+    return Submit.of(request, now_s=0.0)
+
+
+def test_a_request_reaches_the_engine_with_the_time_that_is_left(stream: FrontStream) -> None:
+    stream.receive(submit("a")._replace(timeout_s=30.0))
+    engine: Any = stream._built.engine
+    [taken] = engine.submit.call_args.args
+    assert taken.prompt_ids == (1,) and 29 < taken.deadline_s - time.monotonic() <= 30
 
 
 def test_a_rank_that_the_front_gave_up_ends(stream: FrontStream, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(EndedError, match="1"):
-        stream.lost("the front closed the stream", is_broken=False)
+        stream.receive(FrontLost("the front closed the stream", is_broken=False))
     assert capsys.readouterr().err == "rank 2: the front closed the stream\n"
 
 
 def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(stream: FrontStream) -> None:
     built: Any = stream._built
     for name in ("open", "ended"):
-        stream.submit(request(name))
+        stream.receive(submit(name))
     stream.send([RequestOutput(request_id="ended", token_ids=[], finish_reason=FinishReason.STOP)], Mock())
-    stream.regroup(Order(4, (0, 2), linear_placement(2, 6, 2)))
-    stream.regroup(Order(5, (0, 1, 2), HOME))
-    stream.regroup(Order(6, (0, 2), linear_placement(2, 6, 2)))
+    stream.receive(Order(4, (0, 2), linear_placement(2, 6, 2)))
+    stream.receive(Order(5, (0, 1, 2), HOME))
+    stream.receive(Order(6, (0, 2), linear_placement(2, 6, 2)))
     Link.errors = [LinkError("nobody answers"), None]
-    stream.lost("the connection broke", is_broken=True)
+    stream.receive(BROKEN)
     assert [call.args for call in built.engine.abort.call_args_list] == [("open",)]
     served = Link.facts[-1].served
     assert served is not None and (served.epoch, served.version, served.home) == (6, 7, HOME)
@@ -103,11 +113,11 @@ def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_
 ) -> None:
     """The front may already have replayed them to this rank before the engine processes the aborts."""
     for name in ("aborted", "given back", "ended"):
-        stream.submit(request(name))
+        stream.receive(submit(name))
     Link.errors = [None]
-    stream.lost("the connection broke", is_broken=True)
+    stream.receive(BROKEN)
     for name in ("aborted", "given back"):
-        stream.submit(request(name))
+        stream.receive(submit(name))
     before = [
         RequestOutput(request_id="aborted", token_ids=[1]),
         RequestOutput(request_id="aborted", token_ids=[], finish_reason=FinishReason.ABORT),
@@ -120,26 +130,26 @@ def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_
     ]
     stream.send([*before, *after], Mock())
     link: Any = stream.link
-    assert link.send.call_args.args[0] == after
+    assert link.send.call_args.args[0].outputs == after
     assert stream._open_ids == {"aborted"} and not stream._cut_off
 
 
 def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front(stream: FrontStream) -> None:
     """The reader of the new link processes the order before `open` returns: the step loop may be faster."""
     engine: Any = stream._built.engine
-    engine.regroup = lambda order: stream.link.send_regrouped(order.epoch)
+    engine.regroup = lambda order: stream.link.send(Regrouped(order.epoch))
     before: Any = stream.link
     Link.errors, Link.order = [None], Order(5, (0, 1, 2), HOME)
-    stream.lost("the connection broke", is_broken=True)
+    stream.receive(BROKEN)
     now: Any = stream.link
-    assert now is not before and not before.send_regrouped.called
-    now.send_regrouped.assert_called_once_with(5)
+    assert now is not before and not before.send.called
+    now.send.assert_called_once_with(Regrouped(5))
 
 
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:
     Link.errors = [RefusedError("rank 2 is already attached")]
     with pytest.raises(EndedError, match="1"):
-        stream.lost("the connection broke", is_broken=True)
+        stream.receive(BROKEN)
 
 
 def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
@@ -147,7 +157,7 @@ def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
 ) -> None:
     monkeypatch.setattr(front_stream, "FRONT_RETURN_S", 0.0)
     with pytest.raises(EndedError, match=str(FRONT_IS_GONE)):
-        stream.lost("the connection broke", is_broken=True)
+        stream.receive(BROKEN)
 
 
 def test_the_front_is_told_how_often_an_engine_was_started_again(stream: FrontStream) -> None:

@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Withdraw
 from server.front.admission import Admission
 from server.front.generations import NOBODY, Answer, Ask
 from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.router import Router
 from server.http.observability.metrics import Metrics
+from server.link.messages import Abort
 from tests.support.requests.answers import ByteDecoder
 
 
@@ -25,11 +26,9 @@ class StubRanks:
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
 
-    def withdraw(self, rank: int, request_id: str) -> None:
-        self.withdrawn.append((rank, request_id))
-
-    def abort(self, rank: int, request_id: str) -> None:
-        self.aborted.append((rank, request_id))
+    def post(self, rank: int, message: Abort | Withdraw) -> None:
+        posted = self.aborted if isinstance(message, Abort) else self.withdrawn
+        posted.append((rank, message.request_id))
 
 
 class Desk:

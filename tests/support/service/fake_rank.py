@@ -8,6 +8,7 @@ order is answered at once, unless a test sets another answer.
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,9 @@ from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of, p
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
-from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput
+from scheduler.policy.request import FinishReason, ForgetPrefixes, RankStats, Request, RequestOutput
+from server.link.messages import Abort, PlacementUpdate, Regrouped, Stop, Submit, ToRank
+from server.link.rank_link import FrontLost
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +49,7 @@ class FakeRank(PacedRank):
         self.orders: list[Order] = []
         self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
         self.wrong_replays: list[Request] = []
-        self.on_order: Callable[[Order], None] = lambda order: self.link.send_regrouped(order.epoch)
+        self.on_order: Callable[[Order], None] = lambda order: self.link.send(Regrouped(order.epoch))
         self.stopped = threading.Event()
         self.losses: list[str] = []
         self._decode, self._repeats = decode, repeats
@@ -56,7 +59,7 @@ class FakeRank(PacedRank):
     def begin(self, placement: Placement) -> None:
         """Report the first placement, as rank 0 does."""
         layers = tuple(range(placement.num_layers))
-        self.link.send_experts(
+        self.link.send(
             ExpertMap(
                 placement.version,
                 placement.num_experts,
@@ -67,7 +70,7 @@ class FakeRank(PacedRank):
             )
         )
         report = PlacementReport(rank=self.rank, version=placement.version, state=MoveState.SERVING)
-        self.link.send_placement(report, placement, expert_bytes=1000)
+        self.link.send(PlacementUpdate(report, placement, expert_bytes=1000))
 
     def kill(self) -> None:
         """End like a killed engine: at once and without a message."""
@@ -92,27 +95,23 @@ class FakeRank(PacedRank):
             told.append(what)
             self._changed.notify_all()
 
-    def submit(self, request: Request) -> None:
-        self._note(self.requests, request)
-        super().submit(request)
-
-    def abort(self, request_id: str) -> None:
-        self._note(self.aborted, request_id)
-        super().abort(request_id)
-
-    def regroup(self, order: Order) -> None:
-        self._note(self.orders, order)
-        self.on_order(order)
-
-    def forget_prefixes(self) -> None:
-        self._note(self.forgotten, len(self.requests))
-
-    def stop(self) -> None:
-        self.stopped.set()
-        super().stop()
-
-    def lost(self, reason: str, *, is_broken: bool) -> None:
-        self._note(self.losses, reason)
+    def receive(self, message: ToRank | FrontLost) -> None:
+        match message:
+            case Submit():
+                self._note(self.requests, message.request_at(time.monotonic()))
+            case Abort(request_id):
+                self._note(self.aborted, request_id)
+            case Order():
+                self._note(self.orders, message)
+                self.on_order(message)
+            case ForgetPrefixes():
+                self._note(self.forgotten, len(self.requests))
+            case Stop():
+                self.stopped.set()
+            case FrontLost(reason):
+                self._note(self.losses, reason)
+                return
+        super().receive(message)
 
     def _script_for(self, request: Request) -> Script | None:
         text = self._decode(request.prompt_ids)

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.serving.paced_rank import PacedRank
 from expert_placement.placement import Placement, linear_placement
 from scheduler.moves.reports import MoveState, PlacementReport
+from server.link.messages import PlacementUpdate
 from tests.support.placement.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report
 from tests.support.service.fake_rank import FakeRank
 from tests.support.service.front_process import FrontProcess
@@ -31,9 +32,9 @@ class PacedFront(FrontProcess):
         """Attach one rank. Rank 0 reports the experts."""
         fake = super().attach(rank, num_restarts=num_restarts)
         if rank == 0:
-            fake.link.send_experts(expert_map())
+            fake.link.send(expert_map())
             serving = linear_placement(LAYERS, EXPERTS, RANKS)
-            fake.link.send_placement(_serving(0, serving), serving, EXPERT_BYTES)
+            fake.link.send(PlacementUpdate(_serving(0, serving), serving, EXPERT_BYTES))
         return fake
 
     def figures(self) -> dict[str, float]:
@@ -86,9 +87,9 @@ def _serving(rank: int, placement: Placement) -> PlacementReport:
 
 def _switch(rank: PacedRank, placement: Placement) -> None:
     """Report the front's target placement as served, at once."""
-    rank.link.send_placement(_serving(rank.rank, placement))
+    rank.link.send(PlacementUpdate(_serving(rank.rank, placement)))
 
 
 def _report_load(rank: PacedRank, step: int) -> None:
     """Report the step's load at once, so that waiting callers continue soon."""
-    rank.link.send_load(report(rank.rank, step, counts(rank.rank) * step))
+    rank.link.send(report(rank.rank, step, counts(rank.rank) * step))
