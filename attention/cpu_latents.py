@@ -4,7 +4,7 @@ One half of `kv_b_proj` is multiplied into the query and the other into the outp
 token share one key and value, the latent. Heads therefore take the place that a block's tokens have in
 `attention.cpu_attention`: 16 heads of a query token form a panel of `attention.cpu_tiles`, and a block's 16 latents are
 the rows multiplied by it. Softmax is computed per lane, one head each. A row's result depends only on its own query and
-latents: every output is one chain over dims or tokens in order, regardless of the other rows (D3 of the design).
+latents: every output is one chain over dims or tokens in order, regardless of the other rows.
 Rejected: expanding prompts. Above about 170 rows it would cost half as much, but its bits would differ from a decode's.
 
 Legend: T rows of the batch, H query heads, U unrotated dims of the key, E rotary dims, C = U + E, L latent dim, V value

@@ -1,7 +1,7 @@
 """Register tiles for CPU kernels: the vector loops of which attention and experts are built.
 
 Every output element is one chain of fused multiply-adds over k = 0, 1, 2, ..., for any number of rows in the tile, so
-the bits of a row never depend on neighbouring rows (D3 of the design). Library GEMMs break that for few rows. The
+the bits of a row never depend on neighbouring rows. Library GEMMs break that for few rows. The
 weights are *panels*: 16 output columns side by side, `w[k][16]`, so that one vector load serves all rows and no
 horizontal sum is needed (the outer-product micro-kernel of Goto and van de Geijn, 2008).
 

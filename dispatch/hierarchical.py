@@ -5,7 +5,7 @@ index across nodes, "inner" the ranks of one node. On the rail, a node acts as o
 row goes once to every node that holds one of its choices, to the rank with the sender's local index there. That rank
 sends it on to the ranks of its node that hold a choice. Rows keep their source node as origin, so they arrive as in flat
 dispatch, ordered by source rank, then token. Answers take the same way back, one row per (token, choice), and are
-summed at the source in the order of the choices: rows, pairs and bits are those of `Dispatcher` (I2 of the design).
+summed at the source in the order of the choices: rows, pairs and bits are those of `Dispatcher`.
 So combine saves no bytes. Rejected: sum each node's answers before they cross. This would save bytes, but results would
 depend on the placement.
 

@@ -1,4 +1,4 @@
-"""An exchange's passes as kernels of a program (D13). Python only waits between them.
+"""An exchange's passes as kernels of a program. Python only waits between them.
 
 The passes are those of `dispatch.cpu_kernels`, applied to windows in shared memory. They read all arguments from the
 exchange's block of words. If a pass cannot do its work (a message is larger than its window, or there is no room for the

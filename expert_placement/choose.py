@@ -3,7 +3,7 @@
 The n-th of N choices of an expert goes to the copy with (n + phase) / N in its interval of the cumulative shares. So
 every copy gets its share of the batch to within one token; a random choice would be off by the square root. The phase
 depends only on rank and expert (a golden-ratio sequence over the ranks), so that ranks with one token each do not all
-choose the same copy. Outputs do not depend on the copy (I2), so a choice may depend on the batch.
+choose the same copy. Outputs do not depend on the copy, so a choice may depend on the batch.
 
 Rejected: random and hashed choice (0.6 to 1.2 points more imbalance, research/placement); token index modulo copies
 (biased between copies: vLLM's pull request 40810); new shares for every batch, for which all ranks would have to

@@ -1,7 +1,7 @@
 """Placement: the logical expert in each physical slot and the slot's share of its tokens, as an immutable value.
 
 Every rank has the same number of slots in every layer. A slot may be empty, so experts need not divide by ranks. An
-expert may have copies, but never two on one rank. Does not know weights or torch (D4 of the design).
+expert may have copies, but never two on one rank. Does not know weights or torch.
 
 How evenly a placement carries a load is measured per layer: ranks wait for each other in every layer, and a sum over
 layers would hide that layers have different slowest ranks.

@@ -1,6 +1,6 @@
 """One step's packed batch for attention and recurrences: each token's place in the KV cache, and who attends to what.
 
-The tensors are allocated once and refilled in place (D1 of the design), so that a captured graph can be replayed. Knows
+The tensors are allocated once and refilled in place, so that a captured graph can be replayed. Knows
 blocks and positions, not requests.
 
 Legend: T tokens of the packed batch, S sequences in it, M blocks that a sequence may have, P pieces between states.

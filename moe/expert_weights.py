@@ -3,7 +3,7 @@
 The names cover everything that belongs to an expert, including scales and biases, so an expert moves completely or not at
 all. Three checks reject a package: its manifest if a tensor is missing or has another shape, its digest if bytes changed,
 and a trial on served rows, run on both ends, if the results differ. The trial has no tolerance, because a row's
-result does not depend on where an expert is (I2).
+result does not depend on where an expert is.
 
 An arriving expert is written into spare memory, never over one in use. Once it serves, the slot's old memory becomes
 spare. With as many spares as a layer has slots, any plan is possible, a few layers at a time.

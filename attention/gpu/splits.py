@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """How decode cuts contexts into splits that run in parallel, and merges their parts.
 
-The cuts of a context depend on its own length and on the shape of the heads, never on the batch (I2): splits have
+The cuts of a context depend on its own length and on the shape of the heads, never on the batch: splits have
 `split_tokens`, or two, three, ... times that if a context would otherwise have more than `num_splits` of them. Any program
 may compute any split without changing a bit: as many programs as the GPU runs at once take turns at all splits of all
 sequences, and find them from the contexts on the device. One long context among short ones is thus spread over the whole

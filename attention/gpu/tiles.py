@@ -5,7 +5,7 @@ architecture ("sm_90"). A shape is a result of `shape_key`, or "e2m1 *" for all 
 those of the kernel's tile that differ from its fallback. The tuner in the benchmarks writes the table; it also has entries
 for architectures with too few registers or too little shared memory, found by a compile test. Tiles determine the order in
 which numbers are added, so a table is part of a release: it is never tuned while serving, and all ranks of a service
-read the same one (I2).
+read the same one.
 Rejected: Triton's own autotuner, which times kernels when they first run and may choose differently on another rank.
 """
 

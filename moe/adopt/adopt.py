@@ -1,4 +1,4 @@
-"""Adopt faster forms of a model's modules if a trial shows the same results; for every device (D11).
+"""Adopt faster forms of a model's modules if a trial shows the same results; for every device.
 
 Layers are recognised by a trial, not by name. A candidate is built from a module's own tensors, runs next to it on
 seeded rows, and replaces it only if the results agree. Modules without such a candidate keep `transformers`' code.

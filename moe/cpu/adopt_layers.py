@@ -2,7 +2,7 @@
 
 The model runs once on a few tokens, and each layer's input and output are recorded. A layer's program replaces the modules
 if its output agrees. In the trial, a cheap function of all inputs replaces the experts. So it is local and does not
-depend on the number of ranks, as the result must not (I2). With one rank, programs that include the
+depend on the number of ranks, as the result must not. With one rank, programs that include the
 experts are tried too, bit for bit against those without.
 """
 

@@ -1,4 +1,4 @@
-"""Build a model for a CPU: weights in panels for the compiled kernels, activations in float32 (D9)."""
+"""Build a model for a CPU: weights in panels for the compiled kernels, activations in float32."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer as one program, from a token's id and a hidden state to a draft's logits (D13).
+"""A multi-token-prediction layer as one program, from a token's id and a hidden state to a draft's logits.
 
 Like `moe.cpu.net_program` for a decoder, it adds both ends to the layer's decoder layers. Before them: the embedding and
 two norms, which write the halves of the projection's input. After them: a norm and the output projection. The

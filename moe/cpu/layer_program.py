@@ -1,4 +1,4 @@
-"""Decoder layers as programs (D13): everything between two exchanges with other ranks is one call without the interpreter.
+"""Decoder layers as programs: everything between two exchanges with other ranks is one call without the interpreter.
 
 A layer's parts become a list of kernels over activations that are allocated once. With one rank, the list includes the
 experts; otherwise it is cut where tokens are sent. The modules run the same kernels one by one, so a row's bits

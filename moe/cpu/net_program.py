@@ -1,4 +1,4 @@
-"""A causal language model as one program: from token ids to logits (D13).
+"""A causal language model as one program: from token ids to logits.
 
 If the decoder is one program (`moe.cpu.step_program`), the embedding, the rotary angles and the output projection are added
 to it. Angles are read from a table, which the model's own code fills as positions grow. A bit-for-bit trial before use

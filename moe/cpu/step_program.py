@@ -1,4 +1,4 @@
-"""A decoder as one program. Python runs only to wait for other ranks (D13).
+"""A decoder as one program. Python runs only to wait for other ranks.
 
 If every layer of a decoder runs as a program (`moe.cpu.layer_program`), their rows are joined, over one memory of
 hidden values that they change in place: into a single program for a lone rank, otherwise into one from each wait for

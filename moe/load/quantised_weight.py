@@ -1,6 +1,6 @@
 """A weight as in quantised checkpoints: codes of eight or four bits, and a scale per block of a row.
 
-Formats differ mainly in the types of codes and scales, so both are fields (DESIGN D15):
+Formats differ mainly in the types of codes and scales, so both are fields:
     FP8 of blocks, channels, tensors      e4m3  float32, bfloat16 or float16
     MXFP8, MXFP4                          e4m3, e2m1  e8m0 per 32 (OCP Microscaling Formats 1.0)
     NVFP4                                 e2m1  e4m3 per 16, and a second scale over all blocks of a row

@@ -1,7 +1,7 @@
 """Membership orders of the front, as ranks follow them. Does not use torch or a wire format.
 
 A rank's number is permanent; its place in an epoch is its index among the epoch's members. Process groups, dispatchers
-and placements use places. The front alone decides the members (D8 of the design), so ranks need no consensus: they
+and placements use places. The front alone decides the members, so ranks need no consensus: they
 follow their newest order. If it cannot be followed, they report that and wait for the next."""
 
 import re

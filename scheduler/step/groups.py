@@ -1,6 +1,6 @@
 """Process groups and the job's store: how ranks connect, compare settings and wake each other.
 
-Groups are created here and handed to their users; nothing else keeps them (D8 of the design).
+Groups are created here and handed to their users; nothing else keeps them.
 """
 
 import socket

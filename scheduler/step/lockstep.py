@@ -1,4 +1,4 @@
-"""Lock-step: what ranks exchange, one step ahead, so that all take the same step (D6 of the design).
+"""Lock-step: what ranks exchange, one step ahead, so that all take the same step.
 
 Every rank posts a small fixed header before it runs a step and reads all headers after it, so that no rank waits for a
 header inside a step. All ranks derive the same decision from the same headers. Each time they check that the headers

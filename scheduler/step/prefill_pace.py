@@ -2,8 +2,8 @@
 
 All requests in a step wait for the whole step. With a full chunk of a prompt, a decode takes many times longer than
 alone. So a step's prompt tokens are limited to what fits a target for the time between two tokens (ITL), estimated from
-earlier steps. Every rank posts its own limit, and all use the smallest (D6), because ranks wait for each other in every
-layer. If no rank decodes there is no limit. Cutting prompts differently does not change any bit of a row (I2).
+earlier steps. Every rank posts its own limit, and all use the smallest, because ranks wait for each other in every
+layer. If no rank decodes there is no limit. Cutting prompts differently does not change any bit of a row.
 
 Prompts always advance, by at least the tokens that take four times as long as a chunk's fixed cost (overheads, and
 reading experts for few tokens). Smaller chunks would add a quarter or more to the work of prompts.

@@ -1,4 +1,4 @@
-"""Every accepted request, the tokens delivered so far, and its one outcome (I3).
+"""Every accepted request, the tokens delivered so far, and its one outcome.
 
 Open entries hold all that a replay on another rank needs: the prompt, the parameters with the drawn seed, and the
 delivered tokens. Closed entries shrink to an outcome; a bounded history of outcomes is kept. In memory only: if the front

@@ -1,4 +1,4 @@
-"""I1: every supported family returns transformers' own tokens, at 1, 2 and 4 ranks, with prompts of all lengths together."""
+"""Every supported family returns transformers' own tokens, at 1, 2 and 4 ranks, with prompts of all lengths together."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -31,10 +31,10 @@ from tests.support.models.families import (
 STEPS = 48
 TOLERANCE = 1e-4
 PROMPT_LENGTHS = (3, 17, 40, 9, 26)
+# The code between ranks is the same for all families. These represent them; two ranks of the others are slow tests.
 ON_TWO_RANKS = ("deepseek_v3", "deepseek_v32", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
-"""What lies between ranks is the same for all families: these stand for them, the others' two ranks are slow tests."""
+# Recurrent, sparse and wrapped families that neither list represents are slow tests on any number of ranks.
 ON_ONE_RANK = (*FAMILIES, "nemotron_h", "lfm2_moe", "mistral_large4", "gemma4", "llama4")
-"""Recurrent, sparse and wrapped families that these and the above do not stand for are slow tests altogether."""
 
 
 def most_ranks(family: str) -> int:

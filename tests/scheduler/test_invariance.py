@@ -1,4 +1,4 @@
-"""I2: a request gets the same bits in any batch, with any chunks, and on any number of ranks.
+"""A request gets the same bits in any batch, with any chunks, and on any number of ranks.
 
 Tokens and the float bits of their logprobs are compared, for greedy and seeded requests, with one rank that
 serves each request alone in one chunk.

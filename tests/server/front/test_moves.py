@@ -1,4 +1,4 @@
-"""Waiting requests move to a rank with room. Each is answered once and completely under any fault (I3)."""
+"""Waiting requests move to a rank with room. Each is answered once and completely under any fault."""
 
 import random
 from collections import deque

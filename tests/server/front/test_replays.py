@@ -1,4 +1,4 @@
-"""Requests of a lost rank continue elsewhere: no token is repeated, lost or counted twice, and each has one outcome (I3)."""
+"""Requests of a lost rank continue elsewhere: no token is repeated, lost or counted twice, and each has one outcome."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Accepted requests against stub ranks: each gets exactly one outcome under any fault (I3)."""
+"""Accepted requests against stub ranks: each gets exactly one outcome under any fault."""
 
 import asyncio
 import random

@@ -4,7 +4,8 @@ It writes its pid, arguments and environment to ROLE-RANK.json in $FAKE_DIRECTOR
 waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that
 process exit with STATUS at once; FAKE_EXIT_AGAIN does so only after a restart. SIGUSR2 ends an engine like the loss of its
 front. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, like the checker of structures, and writes its pid to
-front-RANK.child. Engines leave spares like real ones.
+front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine between its readiness and its first heartbeat, on its first start only.
+Engines leave spares like real ones.
 """
 
 import argparse
