@@ -74,7 +74,7 @@ def test_figures_slide_too() -> None:
 
 
 def test_a_window_of_no_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="window of 0 steps"):
+    with pytest.raises(ValueError, match="window has 0 steps"):
         LoadWindow(LAYERS, EXPERTS, RANKS, 0)
 
 
