@@ -311,7 +311,7 @@ def test_over_http_a_change_that_is_dropped_is_an_error_that_says_what_serves(
         told = answer.json()
         assert answer.status_code == 500 and told["failed"] == "rank 1: a bit turned over"
         assert "dropped after 0 of" in told["error"]["message"]
-        assert told["error"]["message"].endswith("placement 0 serves.")
+        assert told["error"]["message"].endswith("Placement 0 serves.")
 
     play(test)
     said = capfd.readouterr().err.strip().splitlines()

@@ -62,7 +62,7 @@ def test_the_whole_story_of_a_record(
     """One test, because the front's state goes on: unknown, known, recording, stopped, dumped."""
     early = http.get("/experts/load")
     assert early.status_code == 503
-    assert "which experts" in early.json()["error"]["message"]
+    assert "the experts are not known yet" in early.json()["error"]["message"]
     front.ranks[0].link.send_experts(expert_map())
     for _ in range(1000):
         if http.get("/experts/load").status_code == 200:
