@@ -17,6 +17,7 @@ Legend: L layers, E experts, R ranks.
 """
 
 from dataclasses import dataclass
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -52,15 +53,15 @@ class KindSeconds(NamedTuple):
 def step_kinds(window: LoadWindow) -> tuple[StepKind, ...]:
     """Return an average step of each kind in a window. Kinds without steps are left out."""
     figures = window.figures
-    steps = float(figures.steps.max(initial=0.0))
+    steps = float(max(each.steps for each in figures))
     if steps <= 0:
         return ()
-    with_prompts = min(steps, float(figures.prefill_steps.max()))
+    with_prompts = min(steps, max(each.prefill_steps for each in figures))
     # Without announced prompts, all tokens count as decode.
     decode_LE = window.expert_tokens(DECODE if with_prompts else None) / steps
     prompts_LE = window.expert_tokens(PREFILL) / max(with_prompts, 1.0)
-    of_prefill_s = float(figures.prefill_experts_s.mean())
-    of_decode_s = float(figures.experts_s.mean()) - of_prefill_s
+    of_prefill_s = fmean(each.prefill_experts_s for each in figures)
+    of_decode_s = fmean(each.experts_s for each in figures) - of_prefill_s
     found = (
         (PREFILL, decode_LE + prompts_LE, with_prompts, of_prefill_s),
         (DECODE, decode_LE, steps - with_prompts, of_decode_s),

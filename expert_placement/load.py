@@ -19,51 +19,72 @@ The largest cause is named if it takes at least FLOOR of the steps' time.
 Legend: L layers, E experts, R ranks, P phases (prefill, decode).
 """
 
-from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+import operator
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 PHASES = ("prefill", "decode")
 PARTS = 16  # of a window: it slides by a sixteenth of its length
-WAIT_CAUSES = ("prefill", "decodes", "contexts", "experts", "other")  # see `RankFigures.wait_causes_s`
+WAIT_CAUSES = ("prefill", "decodes", "contexts", "experts", "other")  # see `LoadFigures.wait_causes_s`
 FLOOR = 0.05  # least part of the steps' time for a cause to be named
+BY_PEER = ("dispatch_bytes", "combine_bytes")  # figures with an entry for each rank
+_ZERO = np.zeros((), dtype=np.int64)  # adds to arrays of any shape
 
 
-class RankFigures(NamedTuple):
-    """What ranks did in a window, one entry per rank. Times are in seconds."""
+class LoadFigures(NamedTuple):
+    """What one rank did, from its step to the window and the totals since the start. Times are in seconds.
 
-    steps: np.ndarray  # [R]
-    tokens: np.ndarray  # [R, P] of the rank's requests
-    dispatch_wait_s: np.ndarray
-    combine_wait_s: np.ndarray
-    wire_s: np.ndarray  # lower bound of the wires' part of both waits
-    experts_s: np.ndarray
-    step_s: np.ndarray  # [R] total time of the steps
-    between_steps_s: np.ndarray  # between steps: headers, planning, delivery; without sleep
-    prefill_steps: np.ndarray  # steps with prompt tokens on some rank; the next two are of these
-    prefill_experts_s: np.ndarray
-    prefill_step_s: np.ndarray
-    draft_tokens: np.ndarray  # part of the decode tokens that were drafts
-    # [R, WAIT_CAUSES] of both waits, by the kind of work of which another rank had more.
-    wait_causes_s: np.ndarray
-    dispatch_bytes: np.ndarray  # [R, R] from, to
-    combine_bytes: np.ndarray
+    To add a figure, add its field, measure it in `scheduler.step.runner` or `scheduler.moves.telemetry`, and name its
+    counter in `server.experts.metrics`. Reports, windows and GET /experts/load have all fields.
+    """
+
+    steps: int = 0  # that ran the model
+    prefill_steps: int = 0  # with prompt tokens on some rank; the others are decode-only
+    prefill_tokens: int = 0  # of the rank's requests, as the next two
+    decode_tokens: int = 0  # drafts included
+    draft_tokens: int = 0  # part of decode_tokens that were drafts
+    # In exchanges of dispatches: waits for ranks that are still at the layer before, and for wires.
+    dispatch_wait_s: float = 0.0
+    # In exchanges of combines: waits for ranks with experts that still compute, and for wires.
+    combine_wait_s: float = 0.0
+    wire_s: float = 0.0  # lower bound of the wires' part of both waits; 0 if unknown
+    experts_s: float = 0.0  # computing this rank's experts
+    prefill_experts_s: float = 0.0  # part of experts_s in prefill_steps
+    # [WAIT_CAUSES] waits for ranks, by the kind of work of which another rank had more.
+    wait_causes_s: np.ndarray = _ZERO
+    step_s: float = 0.0  # in steps, waits included
+    between_steps_s: float = 0.0  # between steps: headers, planning, delivery; without sleep
+    prefill_step_s: float = 0.0  # part of step_s in prefill_steps
+    dispatch_bytes: np.ndarray = _ZERO  # [R] sent to each rank, by dispatches
+    combine_bytes: np.ndarray = _ZERO  # [R] sent to each rank, by combines
+
+    def plus(self, other: "LoadFigures") -> "LoadFigures":
+        """Return the sums. Arrays are new."""
+        return LoadFigures(*map(operator.add, self, other))
+
+    def minus(self, other: "LoadFigures") -> "LoadFigures":
+        """Return the differences, 0 if rounding made one negative. Arrays are new."""
+        return LoadFigures(*map(_less, self, other))
 
 
-def no_figures(num_ranks: int) -> RankFigures:
-    """Return figures of zeros."""
-    flat, square = (num_ranks,), (num_ranks, num_ranks)
-    causes = (num_ranks, len(WAIT_CAUSES))
-    shapes = (flat, (num_ranks, len(PHASES)), *(flat,) * 10, causes, square, square)
-    return RankFigures(*(np.zeros(shape) for shape in shapes))
+def _less(value: Any, other: Any) -> Any:
+    rest = value - other
+    return np.maximum(rest, 0) if isinstance(rest, np.ndarray) else max(rest, 0)
+
+
+def no_figures(num_ranks: int) -> LoadFigures:
+    """Return zeros, with arrays of the full length."""
+    none = np.zeros(num_ranks, dtype=np.int64)
+    return LoadFigures(wait_causes_s=np.zeros(len(WAIT_CAUSES)), dispatch_bytes=none, combine_bytes=none)
 
 
 class _Part(NamedTuple):
     number: int
     counts: np.ndarray  # [L, P, E + R]
-    figures: RankFigures
+    figures: defaultdict[int, LoadFigures]  # of ranks that reported
 
 
 class LoadWindow:
@@ -80,16 +101,16 @@ class LoadWindow:
         self.num_experts, self.num_ranks = num_experts, num_ranks
         self._part_steps = -(-num_steps // PARTS)
         self._counts = np.zeros((num_layers, len(PHASES), num_experts + num_ranks), dtype=np.int64)
-        self._figures = no_figures(num_ranks)
+        self._figures = [no_figures(num_ranks)] * num_ranks
         self._parts: deque[_Part] = deque()
 
-    def add(self, step: int, counts: np.ndarray, figures: RankFigures) -> None:
+    def add(self, step: int, counts: np.ndarray, figures: Mapping[int, LoadFigures]) -> None:
         """Add what was counted up to a step.
 
         Args:
             step: The last counted step. Counts older than the window are ignored.
             counts: [L, P, E + R] choices of each expert, then of a slot of each rank.
-            figures: Figures of the ranks that reported; zeros for the others.
+            figures: Figures of the ranks that reported.
         """
         number = step // self._part_steps
         if self._parts and number <= self._parts[-1].number - PARTS:
@@ -97,16 +118,16 @@ class LoadWindow:
         part = self._part(number)
         for total in (self._counts, part.counts):
             total += counts
-        for field, total, of_part in zip(figures, self._figures, part.figures, strict=True):
-            total += field
-            of_part += field
+        for rank, more in figures.items():
+            self._figures[rank] = self._figures[rank].plus(more)
+            part.figures[rank] = part.figures[rank].plus(more)
 
     def _part(self, number: int) -> _Part:
         """Return the part with this number. A new newest part drops those that leave the window."""
         for part in self._parts:
             if part.number == number:
                 return part
-        made = _Part(number, np.zeros_like(self._counts), no_figures(self.num_ranks))
+        made = _Part(number, np.zeros_like(self._counts), defaultdict(LoadFigures))
         self._parts.append(made)
         if len(self._parts) > 1 and number < self._parts[-2].number:
             self._parts = deque(sorted(self._parts, key=lambda part: part.number))
@@ -116,9 +137,8 @@ class LoadWindow:
 
     def _drop(self, part: _Part) -> None:
         self._counts -= part.counts
-        for total, of_part in zip(self._figures, part.figures, strict=True):
-            total -= of_part
-            np.maximum(total, 0.0, out=total)  # rounding may leave sums of seconds below 0
+        for rank, gone in part.figures.items():
+            self._figures[rank] = self._figures[rank].minus(gone)
 
     def expert_tokens(self, phase: str | None = None) -> np.ndarray:
         """Return the choices of each expert, of one phase or both: [L, E] int64."""
@@ -135,9 +155,9 @@ class LoadWindow:
         return self._counts[:, PHASES.index(phase)].copy()
 
     @property
-    def figures(self) -> RankFigures:
-        """What ranks did in the window."""
-        return RankFigures(*(field.copy() for field in self._figures))
+    def figures(self) -> Sequence[LoadFigures]:
+        """What each rank did in the window. Nothing in it changes later."""
+        return tuple(self._figures)
 
 
 def measured_balancedness(rank_tokens: np.ndarray) -> np.ndarray:
@@ -171,23 +191,27 @@ class Slowness(NamedTuple):
     sentence: str
 
 
-def explain(figures: RankFigures, rank_tokens: np.ndarray, names: Sequence[int] | None = None) -> Slowness:
+def explain(
+    figures: Sequence[LoadFigures], rank_tokens: np.ndarray, names: Sequence[int] | None = None
+) -> Slowness:
     """Find what ranks wait for most.
 
     Args:
-        figures: Figures of a window.
+        figures: [ranks] figures of a window.
         rank_tokens: [ranks] tokens that each rank's experts got in it.
         names: [ranks] numbers of the ranks, if some are missing. By default 0, 1, ...
     """
     names = range(len(rank_tokens)) if names is None else names
-    step_s = float(figures.step_s.max(initial=0.0))
+    step_s = max(each.step_s for each in figures)
     if step_s <= 0 or len(rank_tokens) < 2:
         return Slowness("none", None, 0.0, "there is only one rank" if step_s else "no step has run yet")
     tokens = rank_tokens.astype(np.float64)
-    expected_s = tokens * figures.experts_s.sum() / max(tokens.sum(), 1.0)
-    own_s = figures.step_s - figures.dispatch_wait_s - figures.combine_wait_s - expected_s
-    wire_s = float(figures.wire_s.min())
-    uneven_s = max(0.0, float(figures.dispatch_wait_s.min() + figures.combine_wait_s.min()) - wire_s)
+    expected_s = tokens * sum(each.experts_s for each in figures) / max(tokens.sum(), 1.0)
+    working_s = [each.step_s - each.dispatch_wait_s - each.combine_wait_s for each in figures]
+    own_s = np.array(working_s) - expected_s
+    wire_s = min(each.wire_s for each in figures)
+    least_s = min(each.dispatch_wait_s for each in figures) + min(each.combine_wait_s for each in figures)
+    uneven_s = max(0.0, least_s - wire_s)
     hot, slow = int(expected_s.argmax()), int(own_s.argmax())
     causes = (
         _hot(names[hot], _excess(expected_s) / step_s, tokens[hot] / max(tokens.mean(), 1.0)),
@@ -213,7 +237,7 @@ def _hot(rank: int, share: float, ratio: float) -> Slowness:
     return Slowness("hot expert", rank, share, f"rank {rank}'s experts get {ratio:.2f} times the mean tokens")
 
 
-def _busiest(figures: RankFigures, names: Sequence[int]) -> str:
-    sent = figures.dispatch_bytes + figures.combine_bytes
+def _busiest(figures: Sequence[LoadFigures], names: Sequence[int]) -> str:
+    sent = np.array([each.dispatch_bytes + each.combine_bytes for each in figures])
     source, to = divmod(int(sent.argmax()), len(sent))
     return f"all ranks wait for wires (most bytes go from rank {names[source]} to rank {names[to]})"

@@ -28,6 +28,7 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.models.random_model import ensure_random_model
 from benchmarks.profile import NoDoorbell, decode
 from dispatch.exchange import ExchangeClock
+from expert_placement.load import no_figures
 from kvcache.paged_cache import PagedCache
 from moe.load_counts import LoadCounts
 from scheduler.assembly import Assembled, assemble
@@ -120,12 +121,8 @@ def front_part() -> dict[str, float]:
     load = ExpertsLoad("m")
     load.take_experts(experts)
     load.recorder.start()
-    none = (0,) * FRONT["num_ranks"]
-    report = LoadReport(
-        rank=0, step=1, num_steps=1, prefill_tokens=0, decode_tokens=0, placement_version=0,
-        counts=table.astype(np.uint32), dispatch_bytes=none, combine_bytes=none, dispatch_wait_s=0.0,
-        combine_wait_s=0.0, wire_s=0.0, experts_s=0.0, step_s=1.0,
-    )  # fmt: skip
+    figures = no_figures(FRONT["num_ranks"])._replace(steps=1, step_s=1.0)
+    report = LoadReport(rank=0, step=1, placement_version=0, counts=table.astype(np.uint32), figures=figures)
     message = messages.encode(report)
     taken = seconds_per_call(lambda: load.take_load(messages.decode(message)), 100)
     return {

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from expert_placement.load import WAIT_CAUSES
+from expert_placement.load import LoadFigures
 
 
 class ExpertMap(NamedTuple):
@@ -26,7 +26,7 @@ class ExpertMap(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadReport:
-    """One rank's counters since the epoch's start. Per-rank values are indexed by place.
+    """One rank's counters since the epoch's start. Arrays by rank are indexed by place.
 
     `counts` is [layers, 2, experts + ranks] uint32, modulo 2^32: by layer and phase (prefill, decode), how often this
     rank's tokens chose each expert, then how often a slot of each rank.
@@ -34,27 +34,10 @@ class LoadReport:
 
     rank: int
     step: int  # of the lock-step, equal on all ranks at the same moment
-    num_steps: int  # steps that ran the model
-    prefill_tokens: int
-    decode_tokens: int  # drafts included
     placement_version: int
     counts: np.ndarray
-    dispatch_bytes: tuple[int, ...]  # sent to each rank, by dispatches
-    combine_bytes: tuple[int, ...]  # sent to each rank, by combines
-    # In exchanges of dispatches: waits for ranks that are still at the layer before, and for wires.
-    dispatch_wait_s: float
-    # In exchanges of combines: waits for ranks with experts that still compute, and for wires.
-    combine_wait_s: float
-    wire_s: float  # lower bound of the wires' part of both; 0 if unknown
-    experts_s: float  # computing this rank's experts
-    step_s: float  # in steps, waits included
-    between_steps_s: float = 0.0  # between steps: headers, planning, delivery; without sleep
-    prefill_steps: int = 0  # steps with prompt tokens on some rank; the others are decode-only
-    prefill_experts_s: float = 0.0  # part of experts_s in those steps
-    prefill_step_s: float = 0.0  # part of step_s in those steps
+    figures: LoadFigures
     epoch: int = 0  # of these counters
-    draft_tokens: int = 0  # part of decode_tokens that were drafts
-    wait_causes_s: tuple[float, ...] = (0.0,) * len(WAIT_CAUSES)  # waits for ranks, by cause
 
 
 class MoveState(Enum):

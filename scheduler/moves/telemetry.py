@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from expert_placement.placement import Placement
-from moe.load_counts import DECODE, PREFILL, LoadCounts
+from moe.load_counts import LoadCounts
 from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.step.runner import Runner
 
@@ -43,37 +43,29 @@ class Telemetry:
         """
         if is_sleeping:
             return True
-        return now_s >= self._due_s and self._runner.num_steps != self._reported_steps
+        return now_s >= self._due_s and self._runner.figures.steps != self._reported_steps
 
     def report(self, step: int, placement_version: int, now_s: float) -> LoadReport:
         """Copy the counters into a report."""
         self._due_s = now_s + self.every_s
-        self._reported_steps = self._runner.num_steps
+        self._reported_steps = self._runner.figures.steps
         dispatcher = self._runner.dispatcher
         dispatched, combined = dispatcher.sent_to_ranks()
         waits = dispatcher.waits
         return LoadReport(
             rank=self._rank,
             step=step,
-            num_steps=self._runner.num_steps,
-            prefill_tokens=self._runner.num_tokens[PREFILL],
-            decode_tokens=self._runner.num_tokens[DECODE],
             placement_version=placement_version,
             counts=self._counts.table.astype(np.uint32),
-            dispatch_bytes=tuple(dispatched),
-            combine_bytes=tuple(combined),
-            dispatch_wait_s=waits.dispatch_ns * 1e-9,
-            combine_wait_s=waits.combine_ns * 1e-9,
-            wire_s=waits.wire_ns * 1e-9,
-            experts_s=self._counts.experts_s,
-            step_s=self._runner.busy_ns * 1e-9,
-            between_steps_s=self._runner.between_ns * 1e-9,
-            prefill_steps=self._runner.num_prefill_steps,
-            prefill_experts_s=self._runner.prefill_experts_s,
-            prefill_step_s=self._runner.prefill_busy_ns * 1e-9,
+            figures=self._runner.figures._replace(
+                dispatch_bytes=np.array(dispatched),
+                combine_bytes=np.array(combined),
+                dispatch_wait_s=waits.dispatch_ns * 1e-9,
+                combine_wait_s=waits.combine_ns * 1e-9,
+                wire_s=waits.wire_ns * 1e-9,
+                experts_s=self._counts.experts_s,
+            ),
             epoch=self._epoch,
-            draft_tokens=self._runner.num_draft_tokens,
-            wait_causes_s=tuple(waited_ns * 1e-9 for waited_ns in self._runner.waited_ns),
         )
 
 

@@ -3,14 +3,14 @@
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dispatch.dispatched import TokenDispatcher, Waits
-from expert_placement.load import WAIT_CAUSES
+from expert_placement.load import WAIT_CAUSES, LoadFigures
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Inputs, Span, Step
-from moe.load_counts import DECODE, NUM_PHASES, PREFILL
 from moe.model import Model
 from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import Logprobs
@@ -29,7 +29,6 @@ class Forward(Protocol):
         ...
 
 
-_EXPERTS = WAIT_CAUSES.index("experts")
 SCORED_ROWS = 64  # prompt rows scored together; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
@@ -56,20 +55,11 @@ class Runner:
         self._passes = passes
         self.begin_epoch(dispatcher, forward)
 
-    def _clear_counters(self) -> None:
-        self.num_steps = self.busy_ns = 0  # of the epoch, as all counters here
-        self.between_ns = 0  # from the end of a step to the start of the next, without sleeps
-        self._ended_ns: int | None = None
-        self.num_tokens = [0] * NUM_PHASES  # prefill, decode
-        self.num_draft_tokens = 0  # of decode
-        self.num_prefill_steps = self.prefill_busy_ns = 0  # of steps with prompts on any rank
-        self.prefill_experts_s = 0.0
-        self.waited_ns = [0] * len(WAIT_CAUSES)  # waits for other ranks, by cause
-
     def begin_epoch(self, dispatcher: TokenDispatcher, forward: Forward) -> None:
         """Continue with the ranks of another epoch and reset the counters. The arguments are those of the constructor."""
         self.dispatcher, self._forward = dispatcher, forward
-        self._clear_counters()
+        self.figures = LoadFigures()  # of the epoch, without those that dispatcher and model count
+        self._ended_ns: int | None = None
 
     @property
     def cache(self) -> PagedCache:
@@ -106,7 +96,7 @@ class Runner:
         Returns:
             The items' samples, in order, and the logprobs of prompt tokens if requested.
         """
-        begun_ns, waits = self._begin(), self.dispatcher.waits
+        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens)
@@ -118,44 +108,42 @@ class Runner:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}
             )
-        self.num_steps += 1
-        self.num_tokens[PREFILL] += batch.num_prefill_tokens
-        self.num_tokens[DECODE] += batch.num_tokens - batch.num_prefill_tokens
-        self.num_draft_tokens += sum(len(item.drafts) for item in batch.items)
-        self._note_waits(waits, wait_cause)
-        took_ns = self._end(begun_ns)
+        figures = self._times(begun_ns, waits, wait_cause)._replace(
+            steps=1,
+            prefill_tokens=batch.num_prefill_tokens,
+            decode_tokens=batch.num_tokens - batch.num_prefill_tokens,
+            draft_tokens=sum(len(item.drafts) for item in batch.items),
+        )
         if has_prefill:
-            self.num_prefill_steps += 1
-            self.prefill_busy_ns += took_ns
-            self.prefill_experts_s += self._model.load_counts.experts_s - experts_s
+            figures = figures._replace(
+                prefill_steps=1,
+                prefill_step_s=figures.step_s,
+                prefill_experts_s=self._model.load_counts.experts_s - experts_s,
+            )
+        self.figures = self.figures.plus(figures)
         return sampled
 
     def rest(self) -> None:
         """Note that the rank sleeps, so that the time until the next step is not counted as overhead."""
         self._ended_ns = None
 
-    def _begin(self) -> int:
-        now_ns = perf_counter_ns()
-        if self._ended_ns is not None:
-            self.between_ns += now_ns - self._ended_ns
-        return now_ns
-
-    def _end(self, begun_ns: int) -> int:
-        self._ended_ns = perf_counter_ns()
-        took_ns = self._ended_ns - begun_ns
-        self.busy_ns += took_ns
-        return took_ns
-
-    def _note_waits(self, before: Waits, cause: str) -> None:
-        """Add the step's waits for ranks: at dispatches for their attention, at combines for their experts.
+    def _times(self, begun_ns: int, before: Waits, cause: str) -> LoadFigures:
+        """End a step and return its times. It waits for ranks at dispatches for their attention, at combines for their experts.
 
         Half of the wire time is subtracted from each, because no rank causes it.
         """
-        now = self.dispatcher.waits
-        wire_ns = now.wire_ns - before.wire_ns
-        dispatch_ns = max(0, now.dispatch_ns - before.dispatch_ns - wire_ns // 2)
-        self.waited_ns[WAIT_CAUSES.index(cause)] += dispatch_ns
-        self.waited_ns[_EXPERTS] += max(0, now.combine_ns - before.combine_ns - wire_ns // 2)
+        waits = self.dispatcher.waits
+        wire_ns = waits.wire_ns - before.wire_ns
+        waited_ns = dict.fromkeys(WAIT_CAUSES, 0)
+        waited_ns[cause] += max(0, waits.dispatch_ns - before.dispatch_ns - wire_ns // 2)
+        waited_ns["experts"] += max(0, waits.combine_ns - before.combine_ns - wire_ns // 2)
+        last_ns = begun_ns if self._ended_ns is None else self._ended_ns
+        self._ended_ns = perf_counter_ns()
+        return LoadFigures(
+            step_s=(self._ended_ns - begun_ns) * 1e-9,
+            between_steps_s=(begun_ns - last_ns) * 1e-9,
+            wait_causes_s=np.array([*waited_ns.values()]) * 1e-9,
+        )
 
     @property
     def makes_drafts(self) -> bool:
@@ -165,11 +153,10 @@ class Runner:
     def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int, *, wait_cause: str) -> None:
         """Run the draft passes after a step; see `DraftPasses.run`. `wait_cause` is the step's."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
-        begun_ns, waits = self._begin(), self.dispatcher.waits
+        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
         self._passes.run(batch, depth, agreed_tokens)
         self.dispatcher.check()
-        self._end(begun_ns)
-        self._note_waits(waits, wait_cause)
+        self.figures = self.figures.plus(self._times(begun_ns, waits, wait_cause))
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Return the logprobs of the prompt tokens after the rows. Scores a bounded number of rows at a time."""

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from expert_placement.load import (
+    BY_PEER,
     PHASES,
     WAIT_CAUSES,
-    RankFigures,
+    LoadFigures,
     explain,
     measured_balancedness,
     over_layers,
@@ -25,8 +26,8 @@ class LoadSnapshot(NamedTuple):
     hosts: Mapping[int, str]
     expert_tokens: Mapping[str, np.ndarray]  # by phase: [layers, experts]
     rank_tokens: Mapping[str, np.ndarray]  # by phase: [layers, ranks]
-    figures: RankFigures
-    totals: RankFigures  # since the start, of all ranks
+    figures: Sequence[LoadFigures]  # by place
+    totals: Sequence[LoadFigures]  # since the start, of all ranks
     history: list[dict[str, Any]]
     series: dict[str, object]
 
@@ -43,7 +44,10 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
         "num_ranks": experts.num_ranks,
         "slots_per_rank": experts.slot_expert.shape[1] // experts.num_ranks,
         "placement_version": experts.version,
-        "window": {"steps": int(figures.steps.max()), "seconds": round(float(figures.step_s.max()), 3)},
+        "window": {
+            "steps": max(each.steps for each in figures),
+            "seconds": round(max(each.step_s for each in figures), 3),
+        },
         "layers": list(experts.layers),
         "phases": {phase: _phase(snapshot, phase) for phase in PHASES},
         "rank_tokens": dict(snapshot.rank_tokens),
@@ -51,12 +55,11 @@ def answer(snapshot: LoadSnapshot) -> dict[str, Any]:
             {
                 "rank": rank,
                 "host": snapshot.hosts.get(rank),
-                "dispatch_bytes": figures.dispatch_bytes[place].astype(np.int64),
-                "combine_bytes": figures.combine_bytes[place].astype(np.int64),
-                **_figures(figures, place),
-                "since_start": _figures(snapshot.totals, rank),
+                **{name: getattr(of_rank, name) for name in BY_PEER},
+                **_figures(of_rank),
+                "since_start": _figures(snapshot.totals[rank]),
             }
-            for place, rank in enumerate(snapshot.members)
+            for rank, of_rank in zip(snapshot.members, figures, strict=True)
         ],
         "why": why._asdict(),
         "placement": experts.slot_expert,
@@ -74,25 +77,11 @@ def _phase(snapshot: LoadSnapshot, phase: str) -> dict[str, Any]:
     }
 
 
-def _figures(figures: RankFigures, place: int) -> dict[str, Any]:
-    tokens = figures.tokens[place]
+def _figures(figures: LoadFigures) -> dict[str, Any]:
+    waits_s = zip(WAIT_CAUSES, figures.wait_causes_s.tolist(), strict=True)
+    numbers = {name: value for name, value in figures._asdict().items() if not isinstance(value, np.ndarray)}
     return {
-        "steps": int(figures.steps[place]),
-        "prefill_steps": int(figures.prefill_steps[place]),
-        "tokens": int(tokens.sum()),
-        "prefill_tokens": int(tokens[0]),
-        "decode_tokens": int(tokens[1]),
-        "draft_tokens": int(figures.draft_tokens[place]),  # of decode_tokens
-        "dispatch_wait_s": round(float(figures.dispatch_wait_s[place]), 6),
-        "combine_wait_s": round(float(figures.combine_wait_s[place]), 6),
-        "wire_s": round(float(figures.wire_s[place]), 6),
-        "experts_s": round(float(figures.experts_s[place]), 6),
-        "prefill_experts_s": round(float(figures.prefill_experts_s[place]), 6),
-        "wait_causes_s": {
-            cause: round(float(waited_s), 6)
-            for cause, waited_s in zip(WAIT_CAUSES, figures.wait_causes_s[place], strict=True)
-        },
-        "step_s": round(float(figures.step_s[place]), 6),
-        "between_steps_s": round(float(figures.between_steps_s[place]), 6),
-        "prefill_step_s": round(float(figures.prefill_step_s[place]), 6),
+        "tokens": figures.prefill_tokens + figures.decode_tokens,
+        **{name: round(value, 6) for name, value in numbers.items()},
+        "wait_causes_s": {cause: round(waited_s, 6) for cause, waited_s in waits_s},
     }

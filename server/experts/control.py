@@ -341,7 +341,7 @@ class PlacementControl:
             forecast=calibrated(step_kinds(window), current, self.expert_bytes),
             current=current,
             num_steps=self._steps() - self._switched_at,
-            step_s=float(figures.step_s.max()) / max(int(figures.steps.max()), 1),
+            step_s=max(each.step_s for each in figures) / max(1, *(each.steps for each in figures)),
             expert_bytes=self.expert_bytes,
             hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
         )
@@ -430,7 +430,7 @@ class PlacementControl:
             _log(f"cannot write the history: {error}")
 
     def _steps(self) -> int:
-        return 0 if self._load.totals is None else int(self._load.totals.steps.max())
+        return 0 if self._load.totals is None else max(each.steps for each in self._load.totals)
 
 
 class _UnderWay(NamedTuple):

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from expert_placement.load import (
+    BY_PEER,
     PHASES,
+    LoadFigures,
     LoadWindow,
-    RankFigures,
     measured_balancedness,
     no_figures,
     over_layers,
@@ -29,11 +30,6 @@ from server.http.observability.series import Series
 
 WINDOW_STEPS = 1000  # vLLM's default
 HISTORY = 200  # rebalances that are kept
-_BETWEEN_RANKS = ("dispatch_bytes", "combine_bytes")
-_ADDED = (
-    "dispatch_wait_s", "combine_wait_s", "wire_s", "experts_s", "step_s", "between_steps_s", "prefill_steps",
-    "prefill_experts_s", "prefill_step_s", "draft_tokens", "wait_causes_s", *_BETWEEN_RANKS,
-)  # fmt: skip
 KINDS = ("shares", "repair", "plan", "apply", "rollback")
 DECISIONS = ("nothing", "shares", "repair")
 CAUSES = tuple(cause.value for cause in Cause if cause is not Cause.NONE)
@@ -108,7 +104,7 @@ class ExpertsLoad:
         self.changes = ChangeCounts()
         self.series = LoadSeries()
         self.revision = 0  # grows with every change of the response
-        self.totals: RankFigures | None = None  # since the start, for Prometheus' counters
+        self.totals: list[LoadFigures] | None = None  # by rank since the start, for Prometheus' counters
         self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks] since the start
         self._window_steps, self._clock = window_steps, clock
         self.members: tuple[int, ...] = ()  # ranks, by place
@@ -133,7 +129,7 @@ class ExpertsLoad:
         if self.window is None:
             self._num_ranks = experts.num_ranks
             self.members = tuple(range(experts.num_ranks))
-            self.totals = no_figures(experts.num_ranks)
+            self.totals = [no_figures(experts.num_ranks)] * experts.num_ranks
             self.total_rank_tokens = np.zeros((len(PHASES), experts.num_ranks), dtype=np.int64)
             self._open_window(experts)
         early, self._early = self._early, []
@@ -168,23 +164,17 @@ class ExpertsLoad:
         # The difference is modulo 2^32, like the counters.
         counts = report.counts if last is None else report.counts - last.counts
         counts = counts.astype(np.int64)
-        place = self.members.index(report.rank)
-        figures = _difference(report, last, place, len(self.members))
+        figures = report.figures if last is None else report.figures.minus(last.figures)
         self._last[report.rank] = report
-        self.window.add(report.step, counts, figures)
+        self.window.add(report.step, counts, {self.members.index(report.rank): figures})
         self.series.note(self._clock(), self.window)
         self.revision += 1
         counts = _by_rank(counts, self.members, self._num_ranks)
         self.recorder.add(self._clock(), report.step, report.placement_version, counts)
         self.total_rank_tokens += counts[:, :, self.experts.num_experts :].sum(axis=0)
-        self._add_to_totals(figures)
+        by_peer = {name: _spread(getattr(figures, name), self.members, self._num_ranks) for name in BY_PEER}
+        self.totals[report.rank] = self.totals[report.rank].plus(figures._replace(**by_peer))
         self._changed.set()
-
-    def _add_to_totals(self, figures: RankFigures) -> None:
-        members = np.array(self.members)
-        assert self.totals is not None, "there is a window"
-        for name, total, field in zip(RankFigures._fields, self.totals, figures, strict=True):
-            total[np.ix_(members, members) if name in _BETWEEN_RANKS else members] += field
 
     def note_change(self, entry: dict[str, Any]) -> None:
         """Record a finished change, given its history entry."""
@@ -221,7 +211,7 @@ class ExpertsLoad:
             expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
             rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
             figures=window.figures,
-            totals=RankFigures(*(each.copy() for each in totals)),
+            totals=tuple(totals),
             history=[dict(entry) for entry in self.history],
             series=self.series.to_json(),
         )
@@ -229,25 +219,14 @@ class ExpertsLoad:
 
 def _by_rank(counts: np.ndarray, members: Sequence[int], num_ranks: int) -> np.ndarray:
     """Spread counts of experts and members over experts and all ranks: [layers, phases, experts + ranks]."""
-    num_experts = counts.shape[2] - len(members)
-    made = np.zeros((*counts.shape[:2], num_experts + num_ranks), dtype=counts.dtype)
-    made[:, :, :num_experts] = counts[:, :, :num_experts]
-    made[:, :, num_experts + np.array(members)] = counts[:, :, num_experts:]
-    return made
+    of_experts, of_members = np.split(counts, [counts.shape[2] - len(members)], axis=2)
+    return np.concatenate((of_experts, _spread(of_members, members, num_ranks)), axis=2)
 
 
-def _difference(report: LoadReport, last: LoadReport | None, place: int, num_places: int) -> RankFigures:
-    """Return one rank's figures since its last report, with zeros for the other ranks."""
-
-    def since(name: str) -> Any:
-        value = np.asarray(getattr(report, name))
-        return value if last is None else value - np.asarray(getattr(last, name))
-
-    made = no_figures(num_places)
-    made.steps[place] = since("num_steps")
-    made.tokens[place] = since("prefill_tokens"), since("decode_tokens")
-    for name in _ADDED:
-        getattr(made, name)[place] = since(name)
+def _spread(of_members: np.ndarray, members: Sequence[int], num_ranks: int) -> Any:
+    """Spread the last axis from members over all ranks, with zeros for the others."""
+    made = np.zeros((*of_members.shape[:-1], num_ranks), dtype=of_members.dtype)
+    made[..., list(members)] = of_members
     return made
 
 

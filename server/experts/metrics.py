@@ -12,10 +12,21 @@ import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expert_placement.load import PHASES, WAIT_CAUSES, LoadWindow, measured_balancedness
+from expert_placement.load import BY_PEER, PHASES, WAIT_CAUSES, LoadWindow, measured_balancedness
 from server.experts.load import CAUSES, DECISIONS, KINDS, ExpertsLoad
 
 HOTTEST = 8
+# Load figures with a counter by rank: its name and help. Those by peer are added up. `wait_causes_s` has labels.
+COUNTERS = {
+    "dispatch_bytes": ("dispatch_bytes", "Bytes sent to other ranks by dispatches."),
+    "combine_bytes": ("combine_bytes", "Bytes sent to other ranks by combines."),
+    "dispatch_wait_s": ("dispatch_wait_seconds", "Time in the exchanges of dispatches."),
+    "combine_wait_s": ("combine_wait_seconds", "Time in the exchanges of combines."),
+    "experts_s": ("experts_seconds", "Computation time of the rank's experts."),
+    "steps": ("steps", "Steps."),
+    "step_s": ("step_seconds", "Time in steps, including waits."),
+    "between_steps_s": ("between_steps_seconds", "Time between steps, excluding sleep."),
+}
 _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over layers
 
 
@@ -90,23 +101,12 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             for rank, count in enumerate(rank_tokens[index]):
                 tokens.add_metric((self._model_name, str(rank), phase), float(count))
         yield tokens
-        for name, text, values in (
-            ("dispatch_bytes", "Bytes sent to other ranks by dispatches.", totals.dispatch_bytes.sum(axis=1)),
-            ("combine_bytes", "Bytes sent to other ranks by combines.", totals.combine_bytes.sum(axis=1)),
-            ("dispatch_wait_seconds", "Time in the exchanges of dispatches.", totals.dispatch_wait_s),
-            ("combine_wait_seconds", "Time in the exchanges of combines.", totals.combine_wait_s),
-            ("experts_seconds", "Computation time of the rank's experts.", totals.experts_s),
-            ("steps", "Steps.", totals.steps),
-            ("step_seconds", "Time in steps, including waits.", totals.step_s),
-            (
-                "between_steps_seconds",
-                "Time between steps, excluding sleep.",
-                totals.between_steps_s,
-            ),
-        ):
+        for field, (name, text) in COUNTERS.items():
             family = CounterMetricFamily(f"wideep:{name}", text, labels=("model_name", "engine"))
-            for rank, value in enumerate(values):
-                family.add_metric((self._model_name, str(rank)), float(value))
+            for rank, figures in enumerate(totals):
+                value = getattr(figures, field)
+                total = value.sum() if field in BY_PEER else value
+                family.add_metric((self._model_name, str(rank)), float(total))
             yield family
 
     def _waits(self, window: LoadWindow) -> Iterator[Metric]:
@@ -123,11 +123,12 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
             labels=("model_name", "cause"),
         )
         figures = window.figures
-        in_window = figures.wait_causes_s.sum(axis=0) / max(float(figures.step_s.sum()), 1e-9)
+        step_s = max(sum(each.step_s for each in figures), 1e-9)
         for index, cause in enumerate(WAIT_CAUSES):
-            share.add_metric((self._model_name, cause), float(in_window[index]))
-            for rank, waited_s in enumerate(totals.wait_causes_s[:, index]):
-                seconds.add_metric((self._model_name, str(rank), cause), float(waited_s))
+            waited_s = sum(each.wait_causes_s[index] for each in figures)
+            share.add_metric((self._model_name, cause), waited_s / step_s)
+            for rank, total in enumerate(totals):
+                seconds.add_metric((self._model_name, str(rank), cause), float(total.wait_causes_s[index]))
         yield from (seconds, share)
 
     def _rebalances(self) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from expert_placement.forecast import (
     calibrated,
     step_kinds,
 )
-from expert_placement.load import LoadWindow, no_figures
+from expert_placement.load import LoadFigures, LoadWindow
 from expert_placement.placement import Placement, linear_placement
 
 MIB = 1 << 20
@@ -22,12 +22,11 @@ EVEN = linear_placement(1, 4, 2)
 
 def window_of(steps: int, prefill_steps: int, *, prefill: int, decode: int) -> LoadWindow:
     """Return a window of two ranks and one layer of four experts. All choices are expert 0."""
-    window, figures = LoadWindow(1, 4, 2, 10_000), no_figures(2)
+    window = LoadWindow(1, 4, 2, 10_000)
     counts = np.zeros((1, 2, 6), dtype=np.int64)
     counts[0, :, 0] = counts[0, :, 4] = prefill, decode
-    figures.steps[:], figures.prefill_steps[:] = steps, prefill_steps
-    figures.experts_s[:], figures.prefill_experts_s[:] = (9.0, 3.0), (5.0, 1.0)
-    window.add(1, counts, figures)
+    figures = LoadFigures(steps=steps, prefill_steps=prefill_steps, experts_s=9.0, prefill_experts_s=5.0)
+    window.add(1, counts, {0: figures, 1: figures._replace(experts_s=3.0, prefill_experts_s=1.0)})
     return window
 
 

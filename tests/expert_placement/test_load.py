@@ -6,11 +6,11 @@ import pytest
 from expert_placement.load import (
     PARTS,
     PHASES,
+    LoadFigures,
     LoadWindow,
     Slowness,
     explain,
     measured_balancedness,
-    no_figures,
 )
 
 LAYERS, EXPERTS, RANKS = 2, 4, 3
@@ -36,7 +36,7 @@ def test_a_layer_without_tokens_has_no_balancedness() -> None:
 
 def test_phases_stay_apart_and_add_up() -> None:
     window, given = LoadWindow(LAYERS, EXPERTS, RANKS), counts(1)
-    window.add(5, given, no_figures(RANKS))
+    window.add(5, given, {})
     for index, phase in enumerate(PHASES):
         np.testing.assert_array_equal(window.expert_tokens(phase), given[:, index, :EXPERTS])
         np.testing.assert_array_equal(window.rank_tokens(phase), given[:, index, EXPERTS:])
@@ -50,7 +50,7 @@ def test_a_window_holds_the_last_parts_of_its_steps(length: int) -> None:
     for index in range(120):
         step = max(0, step + int(rng.integers(-2 * part, 6 * part)))  # reports of ranks arrive out of order
         given = counts(index)
-        window.add(step, given, no_figures(RANKS))
+        window.add(step, given, {})
         told.append((step // part, given))
         newest = max(number for number, _ in told)
         kept, seen = np.zeros_like(given), -PARTS
@@ -62,19 +62,21 @@ def test_a_window_holds_the_last_parts_of_its_steps(length: int) -> None:
 
 
 def test_figures_slide_too() -> None:
-    window, figures = LoadWindow(LAYERS, EXPERTS, RANKS, 16), no_figures(RANKS)
-    figures.steps[1], figures.dispatch_wait_s[1], figures.dispatch_bytes[1, 2] = 4, 0.3, 100
-    window.add(3, counts(0), figures)
-    window.add(4, counts(0), figures)
-    assert window.figures.dispatch_bytes[1].tolist() == [0, 0, 200]
-    assert window.figures.dispatch_wait_s[1] == pytest.approx(0.6)
-    window.add(4000, np.zeros_like(counts(0)), no_figures(RANKS))
-    assert window.figures.steps.tolist() == [0, 0, 0]
+    window = LoadWindow(LAYERS, EXPERTS, RANKS, 16)
+    figures = LoadFigures(steps=4, dispatch_wait_s=0.3, dispatch_bytes=np.array([0, 0, 100]))
+    window.add(3, counts(0), {1: figures})
+    before = window.figures
+    window.add(4, counts(0), {1: figures})
+    assert window.figures[1].dispatch_bytes.tolist() == [0, 0, 200]
+    assert window.figures[1].dispatch_wait_s == pytest.approx(0.6)
+    assert before[1].dispatch_bytes.tolist() == [0, 0, 100], "what was read stays"
+    window.add(4000, np.zeros_like(counts(0)), {})
+    assert window.figures[1].steps == window.figures[1].dispatch_wait_s == 0
     assert not window.expert_tokens().any()
 
 
 def test_a_window_of_no_steps_is_refused() -> None:
-    with pytest.raises(ValueError, match="the window has 0 steps"):
+    with pytest.raises(ValueError, match="window has 0 steps"):
         LoadWindow(LAYERS, EXPERTS, RANKS, 0)
 
 
@@ -91,16 +93,20 @@ def steps(
     names: list[int] | None = None,
 ) -> Slowness:
     """Simulate one dispatch and one combine: all ranks wait for the last one, and for the wire."""
-    figures = no_figures(NUM_RANKS)
-    attention = np.array(attention_s)
-    figures.experts_s[:] = tokens * US_PER_TOKEN * np.array(slow_experts or [1.0] * NUM_RANKS)
-    figures.dispatch_wait_s[:] = attention.max() - attention + wire_s
-    figures.combine_wait_s[:] = figures.experts_s.max() - figures.experts_s + wire_s
-    figures.step_s[:] = attention.max() + figures.experts_s.max() + 2 * wire_s
-    figures.wire_s[:] = 2 * wire_s
-    figures.dispatch_wait_s[:] += jitter_s
-    figures.step_s[:] += jitter_s
-    figures.dispatch_bytes[2, 1] = 7
+    experts_s = tokens * US_PER_TOKEN * np.array(slow_experts or [1.0] * NUM_RANKS)
+    sent = np.zeros((NUM_RANKS, NUM_RANKS))
+    sent[2, 1] = 7
+    figures = [
+        LoadFigures(
+            dispatch_wait_s=max(attention_s) - attention_s[rank] + wire_s + jitter_s,
+            combine_wait_s=experts_s.max() - experts_s[rank] + wire_s,
+            wire_s=2 * wire_s,
+            experts_s=experts_s[rank],
+            step_s=max(attention_s) + experts_s.max() + 2 * wire_s + jitter_s,
+            dispatch_bytes=sent[rank],
+        )
+        for rank in range(NUM_RANKS)
+    ]
     return explain(figures, tokens, names)
 
 
@@ -145,7 +151,5 @@ def test_ranks_that_are_late_in_turn_are_no_slow_link() -> None:
 
 
 def test_one_rank_waits_for_nobody_and_no_step_says_nothing() -> None:
-    alone = no_figures(1)
-    assert explain(alone, np.zeros(1)).sentence == "no step has run yet"
-    alone.step_s[:] = 1
-    assert explain(alone, np.ones(1)).kind == "none"
+    assert explain([LoadFigures()], np.zeros(1)).sentence == "no step has run yet"
+    assert explain([LoadFigures(step_s=1.0)], np.ones(1)).kind == "none"

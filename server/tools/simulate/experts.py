@@ -20,7 +20,7 @@ from expert_placement.config import EplbConfig
 from expert_placement.control import Situation, decide, move_seconds
 from expert_placement.files import read_loads
 from expert_placement.forecast import calibrated, step_kinds
-from expert_placement.load import LoadWindow, no_figures
+from expert_placement.load import LoadFigures, LoadWindow
 from expert_placement.moves import align, transfers_between
 from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import Placement, rank_load
@@ -92,24 +92,6 @@ def _normed(load: np.ndarray) -> np.ndarray:
     return result
 
 
-class _Seen:
-    """Figures of the steps since the last evaluation."""
-
-    def __init__(self) -> None:
-        self.tokens = np.zeros(2)  # of prompts and of decodes
-        self.steps = self.prefill_steps = 0
-        self.experts_s = self.prefill_experts_s = self.step_s = 0.0
-
-    def add(self, prefill: int, decode: int, experts_s: float, step_s: float) -> None:
-        self.tokens += (prefill, decode)
-        self.steps += 1
-        self.experts_s += experts_s
-        self.step_s += step_s
-        if prefill:
-            self.prefill_steps += 1
-            self.prefill_experts_s += experts_s
-
-
 class ExpertBalance:
     """The current placement, and its balance at a time."""
 
@@ -146,7 +128,7 @@ class ExpertBalance:
         self._expert_bytes = model.expert_bytes * max(1, model.num_layers) // layers
         self._drawn: dict[tuple[int, int], float] = {}  # balance of this placement, by window and tokens
         self._step = 0
-        self._seen = _Seen()
+        self._seen = LoadFigures()  # of all ranks together, since the last evaluation
         self._coming: tuple[float, Placement] | None = None  # time and placement of the next switch
 
     def balancedness(self, now_s: float, num_tokens: int) -> float:
@@ -154,7 +136,7 @@ class ExpertBalance:
         if self._coming is not None and self._coming[0] <= now_s:
             self.placement, self._coming = self._coming[1], None
             self._drawn.clear()
-            self._seen = _Seen()
+            self._seen = LoadFigures()
         key = self._loads.at(now_s), max(1, num_tokens).bit_length()
         if key not in self._drawn:
             self._drawn[key] = self._draw(*key)
@@ -175,11 +157,21 @@ class ExpertBalance:
             return
         into = self._step % config.step_interval
         if into >= config.step_interval - config.window_size or into == 0:
-            self._seen.add(prefill, decode, cost.experts_s * balancedness, cost.total_s)
+            experts_s, has_prefill = cost.experts_s * balancedness, int(prefill > 0)
+            figures = LoadFigures(
+                steps=1,
+                prefill_steps=has_prefill,
+                prefill_tokens=prefill,
+                decode_tokens=decode,
+                experts_s=experts_s,
+                prefill_experts_s=has_prefill * experts_s,
+                step_s=cost.total_s,
+            )
+            self._seen = self._seen.plus(figures)
         if into == 0:
             if self._coming is None and self._seen.steps >= config.window_size:
                 self._decide(now_s)
-            self._seen = _Seen()
+            self._seen = LoadFigures()
 
     def _decide(self, now_s: float) -> None:
         situation = self._situation(self._loads.windows[self._loads.at(now_s)])
@@ -201,17 +193,10 @@ class ExpertBalance:
         seen, num_ranks = self._seen, self._num_ranks
         window = LoadWindow(load.shape[0], load.shape[1], num_ranks, self._config.window_size)
         counts = np.zeros((len(load), 2, load.shape[1] + num_ranks), dtype=np.int64)
-        choices = load[:, None] * (seen.tokens * self._model.top_k)[None, :, None]
+        tokens = np.array([seen.prefill_tokens, seen.decode_tokens], dtype=np.float64)
+        choices = load[:, None] * (tokens * self._model.top_k)[None, :, None]
         counts[:, :, : load.shape[1]] = np.rint(choices)
-        of_each = np.ones(num_ranks)
-        figures = no_figures(num_ranks)._replace(
-            steps=of_each * seen.steps,
-            experts_s=of_each * seen.experts_s,
-            step_s=of_each * seen.step_s,
-            prefill_steps=of_each * seen.prefill_steps,
-            prefill_experts_s=of_each * seen.prefill_experts_s,
-        )
-        window.add(0, counts, figures)
+        window.add(0, counts, dict.fromkeys(range(num_ranks), seen))
         return Situation(
             forecast=calibrated(step_kinds(window), self.placement, self._expert_bytes),
             current=self.placement,

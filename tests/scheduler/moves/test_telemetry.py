@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dispatch.dispatched import Waits
+from expert_placement.load import LoadFigures
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
 from scheduler.moves.telemetry import FRONT_BYTES_PER_S, REPORT_EVERY_S, Telemetry, expert_map
@@ -28,12 +29,10 @@ class FakeRunner:
     def __init__(self, dispatcher: FakeDispatcher) -> None:
         self.dispatcher = dispatcher
 
-    num_steps = 0
-    num_tokens = (3, 4)
-    num_draft_tokens = 2
-    waited_ns = (1_000_000_000, 0, 0, 500_000_000, 0)
-    busy_ns, between_ns = 4_000_000_000, 250_000_000
-    num_prefill_steps, prefill_busy_ns, prefill_experts_s = 2, 1_000_000_000, 0.125
+    figures = LoadFigures(prefill_tokens=3, wait_causes_s=np.array([1.0, 0.0, 0.0, 0.5, 0.0]), step_s=4.0)
+
+    def run(self, num_steps: int) -> None:
+        self.figures = self.figures.plus(LoadFigures(steps=num_steps))
 
 
 def telemetry(
@@ -50,29 +49,26 @@ def test_a_report_is_due_after_a_while_or_before_a_sleep_and_only_if_steps_ran()
     assert reporter.is_due(5.0)
     reporter.report(1, 0, 5.0)
     assert not reporter.is_due(99.0), "no step ran since the last report"
-    runner.num_steps = 1
+    assert reporter.is_due(5.0, is_sleeping=True), "a rank must report before it sleeps"
+    runner.run(1)
     assert not reporter.is_due(5.0 + 0.9 * REPORT_EVERY_S)
     assert reporter.is_due(5.0 + 0.1, is_sleeping=True)
-    runner.num_steps = 0
-    assert reporter.is_due(5.0, is_sleeping=True), "a rank must report before it sleeps"
-    runner.num_steps = 1
     assert reporter.is_due(5.0 + REPORT_EVERY_S)
 
 
 def test_a_report_says_what_was_counted() -> None:
     reporter, runner, counts = telemetry()
-    runner.num_steps, counts.table[1, 0, 3] = 6, (1 << 32) + 5
+    runner.run(6)
+    counts.table[1, 0, 3] = (1 << 32) + 5
     counts.layers[0].experts_ns = 250_000_000
     report = reporter.report(17, 3, 0.0)
-    assert (report.rank, report.step, report.num_steps, report.placement_version) == (1, 17, 6, 3)
-    assert (report.prefill_tokens, report.decode_tokens, report.draft_tokens) == (3, 4, 2)
-    assert (report.dispatch_bytes, report.combine_bytes) == ((0, 7), (0, 9))
-    assert report.wait_causes_s == (1.0, 0.0, 0.0, 0.5, 0.0)
-    times = (report.dispatch_wait_s, report.combine_wait_s, report.wire_s, report.experts_s, report.step_s)
-    assert times == pytest.approx((2.0, 0.5, 0.1, 0.25, 4.0))
-    assert report.between_steps_s == pytest.approx(0.25)
-    of_prefill = report.prefill_steps, report.prefill_experts_s, report.prefill_step_s
-    assert of_prefill == pytest.approx((2, 0.125, 1.0))
+    assert (report.rank, report.step, report.placement_version) == (1, 17, 3)
+    measured: dict[str, Any] = {"dispatch_bytes": [0, 7], "combine_bytes": [0, 9]}
+    measured |= {"dispatch_wait_s": 2.0, "combine_wait_s": 0.5, "wire_s": 0.1, "experts_s": 0.25}
+    for name, value in report.figures._asdict().items():
+        expected = measured.get(name, getattr(runner.figures, name))
+        np.testing.assert_allclose(value, expected, err_msg=name)
+    assert (report.figures.steps, report.figures.prefill_tokens, report.figures.step_s) == (6, 3, 4.0)
     assert report.counts[1, 0, 3] == 5, "counters wrap at 2^32"
     counts.table += 1
     assert report.counts[0, 0, 0] == 0, "a report must be a copy"

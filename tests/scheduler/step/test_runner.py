@@ -1,15 +1,20 @@
-"""Waits of a step are counted by cause, without wire time. Time between two steps is counted, without sleep."""
+"""A step counts its waits by cause without wires, its tokens and times by kind, and the time between steps without sleep."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dispatch.dispatched import Waits
 from expert_placement.load import WAIT_CAUSES
+from kvcache.step import Inputs
+from scheduler.policy.batch import StepBatch
+from scheduler.sampling.sampler import Sampled
 from scheduler.step.runner import Runner
 
 BEFORE = Waits(1000, 2000, 300)
+NO_BATCH = StepBatch([], 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -26,34 +31,60 @@ BEFORE = Waits(1000, 2000, 300)
 def test_dispatches_wait_for_the_cause_and_combines_for_experts(
     dispatch_ns: int, combine_ns: int, wire_ns: int, cause: str, expected: dict[str, int]
 ) -> None:
-    steps = (dispatch_ns, combine_ns, wire_ns)
-    once, twice = (
-        Waits(*(was + times * more for was, more in zip(BEFORE, steps, strict=True))) for times in (1, 2)
-    )
-    runner = _runner_of(once)
-    runner._note_waits(BEFORE, cause)
-    assert _told(runner) == expected
-    runner.dispatcher = _runner_of(twice).dispatcher
-    runner._note_waits(once, cause)
-    assert _told(runner) == {name: 2 * value for name, value in expected.items()}, "it must be a counter"
+    dispatcher: Any = SimpleNamespace(waits=BEFORE, check=lambda: None)
+
+    def wait(*_: object) -> None:
+        more = (dispatch_ns, combine_ns, wire_ns)
+        dispatcher.waits = Waits(
+            *(was + more_ns for was, more_ns in zip(dispatcher.waits, more, strict=True))
+        )
+
+    runner = _runner_of(dispatcher, passes=SimpleNamespace(run=wait))
+    for times in (1, 2):
+        runner.make_drafts(NO_BATCH, 0, 0, wait_cause=cause)
+        waits_s = dict(zip(WAIT_CAUSES, runner.figures.wait_causes_s.tolist(), strict=True))
+        waited = {name: wait_s * 1e9 for name, wait_s in waits_s.items() if wait_s}
+        assert waited == pytest.approx({name: times * ns for name, ns in expected.items()}), "it must be a counter"
 
 
 def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # start and end of four
     monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
     parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None, waits=Waits(0, 0, 0))
-    runner = Runner(parts, parts, parts, parts, parts, parts)
+    runner = _runner_of(parts, passes=parts)
     for sleeps in (False, True, False, False):
-        runner.make_drafts(parts, 0, 0, wait_cause="other")
+        runner.make_drafts(NO_BATCH, 0, 0, wait_cause="other")
         if sleeps:
             runner.rest()
-    assert (runner.busy_ns, runner.between_ns) == (30 + 13 + 2 + 1, 7 + 1)
+    figures = runner.figures
+    assert (figures.step_s, figures.between_steps_s) == pytest.approx(
+        (46e-9, 8e-9)
+    )  # 30 + 13 + 2 + 1, and 7 + 1
 
 
-def _runner_of(waits: Waits) -> Runner:
-    parts: Any = SimpleNamespace(waits=waits)
-    return Runner(parts, parts, parts, parts, parts)
+def test_a_step_with_prompts_is_counted_twice() -> None:
+    counts = SimpleNamespace(experts_s=7.0)  # of earlier epochs
+
+    def forward(*_: object, **__: object) -> torch.Tensor:
+        counts.experts_s += 0.25
+        return torch.zeros(0, 9)
+
+    dispatcher = SimpleNamespace(waits=Waits(0, 0, 0), check=lambda: None)
+    step = SimpleNamespace(
+        fill=lambda *_, **__: None, inputs=lambda *_: Inputs(torch.zeros(5), torch.zeros(0))
+    )
+    runner = _runner_of(dispatcher, model=SimpleNamespace(load_counts=counts, step=step), forward=forward)
+    runner.run(NO_BATCH._replace(num_tokens=5, num_prefill_tokens=3), has_prefill=True)
+    first = runner.figures
+    runner.run(NO_BATCH._replace(num_tokens=4), has_prefill=False)
+    both = runner.figures
+    assert (first.steps, first.prefill_steps, first.prefill_tokens, first.decode_tokens) == (1, 1, 3, 2)
+    assert first.prefill_experts_s == 0.25 and first.prefill_step_s == first.step_s > 0
+    assert (both.steps, both.prefill_steps, both.prefill_tokens, both.decode_tokens) == (2, 1, 3, 6)
+    assert both.prefill_experts_s == 0.25 and both.prefill_step_s == first.step_s < both.step_s
 
 
-def _told(runner: Runner) -> dict[str, int]:
-    return {cause: waited for cause, waited in zip(WAIT_CAUSES, runner.waited_ns, strict=True) if waited}
+def _runner_of(dispatcher: Any, *, passes: Any = None, model: Any = None, forward: Any = None) -> Runner:
+    unused: Any = None
+    sampler: Any = SimpleNamespace(sample=lambda *_: Sampled([], []))
+    return Runner(model, unused, dispatcher, forward, sampler, passes)

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from expert_placement.config import EplbConfig
 from expert_placement.files import from_json, save_placement, to_json
 from expert_placement.history import History
+from expert_placement.load import LoadFigures
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
@@ -94,14 +95,9 @@ def seen(load: ExpertsLoad, steps: int) -> None:
     counts = np.zeros((3, 2, 10), dtype=np.uint32)
     counts[:, 1, :8] = np.array([900, 5, 5, 5, 5, 5, 5, 70]) * steps
     counts[:, 1, 8:] = np.array([900, 100]) * steps
+    figures = LoadFigures(steps=steps, decode_tokens=500 * steps, experts_s=0.5 * steps, step_s=1.0 * steps)
     for rank in range(2):
-        load.take_load(
-            LoadReport(
-                rank=rank, step=steps, num_steps=steps, prefill_tokens=0, decode_tokens=500 * steps,
-                placement_version=0, counts=counts, dispatch_bytes=(0, 0), combine_bytes=(0, 0),
-                dispatch_wait_s=0.0, combine_wait_s=0.0, wire_s=0.0, experts_s=0.5 * steps, step_s=1.0 * steps,
-            )
-        )  # fmt: skip
+        load.take_load(LoadReport(rank=rank, step=steps, placement_version=0, counts=counts, figures=figures))
 
 
 def play(test: Callable[[], Awaitable[None]]) -> None:

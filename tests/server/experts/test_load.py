@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from expert_placement.load import LoadWindow, no_figures, over_layers
+from expert_placement.load import (
+    BY_PEER,
+    WAIT_CAUSES,
+    LoadFigures,
+    LoadWindow,
+    no_figures,
+    over_layers,
+)
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import LoadReport
@@ -16,6 +23,11 @@ from server.experts.metrics import HOTTEST, ExpertsMetrics, hottest
 from server.http.observability.series import EVERY_S
 from server.link.messages import decode, encode
 from tests.support.placement.load_reports import EXPERTS, LAYERS, RANKS, counts, expert_map, report, told
+
+WITHOUT_COUNTER = {
+    "prefill_steps", "prefill_tokens", "decode_tokens", "draft_tokens", "wire_s", "prefill_experts_s", "prefill_step_s",
+}  # fmt: skip
+NOT_SENT = np.zeros(1, dtype=np.int64)  # by a rank alone
 
 
 def loaded() -> ExpertsLoad:
@@ -93,7 +105,7 @@ def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None
     alone = np.concatenate(
         (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
     )
-    bytes_sent = {"dispatch_bytes": (7,), "combine_bytes": (9,)}
+    bytes_sent = {"dispatch_bytes": np.array([7]), "combine_bytes": np.array([9])}
     load.take_load(report(1, 3, alone, epoch=1, **bytes_sent))
     answer = told(load)
     assert answer["phases"]["prefill"]["tokens"] == counts(5)[:, 0, :EXPERTS].tolist()
@@ -114,7 +126,7 @@ def test_a_recording_goes_on_while_a_rank_is_away() -> None:
     alone = np.concatenate(
         (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
     )
-    load.take_load(report(1, 3, alone, epoch=1, dispatch_bytes=(0,), combine_bytes=(0,)))
+    load.take_load(report(1, 3, alone, epoch=1, dispatch_bytes=NOT_SENT, combine_bytes=NOT_SENT))
     load.regroup(Order(2, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(5)))
     load.take_load(report(0, 2, counts(6), epoch=2))
     assert load.experts is not None
@@ -186,6 +198,24 @@ def test_metrics_have_the_named_series_and_the_same_numbers() -> None:
     assert found['vllm:eplb_rearrangements_total{model_name="m"}'] == 0
 
 
+@pytest.mark.parametrize("name", LoadFigures._fields)
+def test_every_figure_reaches_the_answer_and_its_counter(name: str) -> None:
+    load = ExpertsLoad("m")
+    load.take_experts(expert_map())
+    before = metrics_of(load)
+    figures = no_figures(RANKS)
+    figures = figures._replace(**{name: getattr(figures, name) + 7})
+    load.take_load(LoadReport(rank=1, step=1, placement_version=0, counts=counts(0), figures=figures))
+    rank = told(load)["ranks"][1]
+    expected = {"wait_causes_s": dict.fromkeys(WAIT_CAUSES, 7.0)} | dict.fromkeys(BY_PEER, [7] * RANKS)
+    assert rank[name] == expected.get(name, 7)
+    assert name in BY_PEER or rank["since_start"][name] == rank[name]
+    after = metrics_of(load)
+    grown = {key for key in after if "wideep:" in key and "_total{" in key and after[key] > before[key]}
+    assert bool(grown) == (name not in WITHOUT_COUNTER), "add it to COUNTERS of server.experts.metrics"
+    assert all('engine="1"' in key for key in grown)
+
+
 def test_rebalances_and_failures_are_counted_by_names_that_are_few_and_fixed() -> None:
     load = loaded()
     names = set(metrics_of(load))
@@ -233,9 +263,8 @@ def test_hottest_are_over_their_layers_mean() -> None:
 def test_reports_cross_the_wire_unchanged() -> None:
     sent = report(1, 7, counts(3), placement_version=4)
     arrived = decode(encode(sent))
-    np.testing.assert_array_equal(arrived.counts, sent.counts)
-    plain = [name for name in LoadReport.__dataclass_fields__ if name != "counts"]
-    assert [getattr(arrived, name) for name in plain] == [getattr(sent, name) for name in plain]
+    np.testing.assert_equal(vars(arrived), vars(sent))
+    assert isinstance(arrived.figures, LoadFigures)
     experts = expert_map(3)
     same = decode(encode(experts))
     np.testing.assert_array_equal(same.slot_expert, experts.slot_expert)
@@ -245,7 +274,7 @@ def test_reports_cross_the_wire_unchanged() -> None:
 def window_of(prefill: list[int], decode: list[int]) -> LoadWindow:
     """Return a window with one layer of two experts on two ranks."""
     window = LoadWindow(1, 2, 2)
-    window.add(1, np.array([[prefill * 2, decode * 2]]), no_figures(2))
+    window.add(1, np.array([[prefill * 2, decode * 2]]), {})
     return window
 
 
@@ -261,7 +290,7 @@ def test_a_point_has_the_windows_balancedness_by_phase() -> None:
 
 def test_one_rank_alone_has_no_point() -> None:
     series, window = LoadSeries(), LoadWindow(1, 2, 1)
-    window.add(1, np.array([[[2, 2, 4], [0, 0, 0]]]), no_figures(1))
+    window.add(1, np.array([[[2, 2, 4], [0, 0, 0]]]), {})
     series.note(10.0, window)
     assert series.to_json()["time"] == []
 

@@ -44,7 +44,7 @@ def tell(front: FrontProcess, http: httpx.Client, *reports: LoadReport) -> None:
     """Have ranks report, and wait until the front has all reports."""
     for each in reports:
         front.ranks[each.rank].link.send(each)
-    wanted = {each.rank: each.num_steps for each in reports}
+    wanted = {each.rank: each.figures.steps for each in reports}
     for _ in range(1000):
         ranks = http.get("/experts/load").json()["ranks"]
         if all(rank["steps"] >= wanted.get(rank["rank"], 0) for rank in ranks):

@@ -370,7 +370,7 @@ def _doom(built: Assembled, doom: Doom) -> None:
     def run_or_die(*arguments: Any) -> Any:
         if doom.is_stuck and heart._num_moves >= MOVES_TO_LEARN:
             threading.Event().wait()
-        if not doom.is_stuck and built.runner.num_steps >= doom.steps:
+        if not doom.is_stuck and built.runner.figures.steps >= doom.steps:
             os.kill(os.getpid(), signal.SIGKILL)
         return run(*arguments)
 

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from expert_placement.load import LoadFigures
 from expert_placement.placement import linear_placement, rank_load
 from scheduler.moves.reports import ExpertMap, LoadReport
 from server.experts.answer import answer
@@ -30,27 +32,28 @@ def counts(seed: int, high: int = 50) -> np.ndarray:
     return np.concatenate((experts, ranks), axis=2)
 
 
-def report(rank: int, step: int, total: np.ndarray, **changes: object) -> LoadReport:
-    """Return a rank's counters at a step, with figures that grow with the step."""
-    fields: dict[str, object] = {
-        "rank": rank,
-        "step": step,
-        "num_steps": step,
-        "prefill_tokens": 2 * step,
-        "decode_tokens": 3 * step,
-        "placement_version": 0,
-        "counts": total.astype(np.uint32),
-        "dispatch_bytes": tuple(10 * step if to != rank else 0 for to in range(RANKS)),
-        "combine_bytes": tuple(20 * step if to != rank else 0 for to in range(RANKS)),
-        "dispatch_wait_s": 0.01 * step,
-        "combine_wait_s": 0.02 * step,
-        "wire_s": 0.005 * step,
-        "experts_s": 0.03 * step,
-        "step_s": 0.1 * step,
-        "between_steps_s": 0.01 * step,
-        "wait_causes_s": (0.004 * step, 0.0, 0.001 * step, 0.015 * step, 0.005 * step),
-    }
-    return LoadReport(**(fields | changes))  # type: ignore[arg-type]
+def report(rank: int, step: int, total: np.ndarray, **changes: Any) -> LoadReport:
+    """A rank's counters at a step, with some figures that grow with it. `changes` are of the report or its figures."""
+    elsewhere = step * (np.arange(RANKS) != rank)
+    figures = LoadFigures(
+        steps=step,
+        prefill_tokens=2 * step,
+        decode_tokens=3 * step,
+        dispatch_wait_s=0.01 * step,
+        combine_wait_s=0.02 * step,
+        wire_s=0.005 * step,
+        experts_s=0.03 * step,
+        wait_causes_s=step * np.array([0.004, 0.0, 0.001, 0.015, 0.005]),
+        step_s=0.1 * step,
+        between_steps_s=0.01 * step,
+        dispatch_bytes=10 * elsewhere,
+        combine_bytes=20 * elsewhere,
+    )
+    made = LoadReport(
+        rank=rank, step=step, placement_version=0, counts=total.astype(np.uint32), figures=figures
+    )
+    of_figures = {name: changes.pop(name) for name in LoadFigures._fields if name in changes}
+    return replace(made, figures=figures._replace(**of_figures), **changes)
 
 
 def told(load: ExpertsLoad) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def load_answer(
     weight = np.exp(np.random.default_rng(seed).normal(0.0, SIGMA, (num_layers, 2, num_experts)))
     experts = np.rint(tokens_per_layer * weight / weight.sum(axis=2, keepdims=True))
     ranks = np.stack([rank_load(placement, experts[:, phase]) for phase in (0, 1)], axis=1)
-    total, none = np.concatenate((experts, ranks), axis=2), (0,) * num_ranks
+    total, none = np.concatenate((experts, ranks), axis=2), np.zeros(num_ranks, dtype=np.int64)
     for rank in range(num_ranks):
         load.note_rank(rank, f"node-{rank // 8}")
     if tokens_per_layer:  # rank 0 has counted all tokens

@@ -82,8 +82,8 @@ def test_the_table_names_the_ranks_that_are_left() -> None:
     load.take_experts(expert_map())
     load.note_rank(1, "host1")
     load.regroup(Order(1, (1,), linear_placement(3, 6, 1).with_version(1)))
-    alone = np.full((3, 2, 7), 5)
-    load.take_load(report(1, 4, alone, epoch=1, dispatch_bytes=(0,), combine_bytes=(0,)))
+    alone, not_sent = np.full((3, 2, 7), 5), np.zeros(1, dtype=np.int64)
+    load.take_load(report(1, 4, alone, epoch=1, dispatch_bytes=not_sent, combine_bytes=not_sent))
     assert "    1 host1" in experts_live.load_table(told(load), rows=2)
 
 
