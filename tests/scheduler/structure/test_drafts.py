@@ -267,7 +267,11 @@ def served_with(
     """Serve this rank's share; the answers, and how many drafts were right."""
     speculative = parse_speculative_config(config) if config else None
     built = build(
-        directory, load_vocabulary=lambda: BYTES, max_model_len=160, speculative=speculative, **settings
+        directory,
+        load_vocabulary=lambda: BYTES,
+        max_model_len=160,
+        speculative_config=speculative,
+        **settings,
     )
     if speculative is not None:
         drafter = drafter_of(built)
