@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -177,14 +178,14 @@ def assemble(
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:
-    return EpochFollower(Regrouping(parts, links), timeout_s=config.recovery_timeout_s + ORDER_MARGIN_S)
+    return EpochFollower(Regrouping(parts, links), timeout_s=config.rank_recovery_timeout_s + ORDER_MARGIN_S)
 
 
 def _make_heart(config: EngineConfig) -> Heart:
     return Heart(
         config.rank,
         timeout_s=config.heartbeat_timeout_s,
-        most_patience_s=config.timeout_s,
+        most_patience_s=config.distributed_timeout_s,
         look=partial(break_silent, config.heartbeat_timeout_s),
     )
 
@@ -240,7 +241,7 @@ def _make_scheduler(
 def _make_drafter(
     config: EngineConfig, skeleton: Skeleton, max_model_len: int, made: MadeDrafts
 ) -> Drafter | None:
-    speculative = config.speculative
+    speculative = config.speculative_config
     if speculative is None:
         return None
     layers = skeleton.num_mtp_layers
@@ -291,9 +292,9 @@ def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -
         len(skeleton.experts),
         skeleton.num_experts,
         config.world_size,
-        eplb=config.eplb,
+        eplb=config.eplb_config,
         hosts=hosts,
-        file=config.placement_file,
+        file=Path(config.expert_placement) if config.expert_placement else None,
     )
 
 
@@ -350,7 +351,7 @@ def check_compiler(config: EngineConfig) -> None:
         ConfigError: The message names the conflict and what to do.
     """
     problem = why_no_compiler(on_gpus=config.device != "cpu", is_invariant=config.batch_invariant)
-    if config.compiler and problem:
+    if config.enable_torch_compile and problem:
         raise ConfigError(problem)
 
 
@@ -365,5 +366,5 @@ def _make_relocation(
     config: EngineConfig, placement: Placement, model: Model, channel: PeerChannel, backend: Backend
 ) -> Relocation:
     places = [MovableLayer(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
-    pace = Pace(config.eplb.max_bytes_per_step)
+    pace = Pace(config.eplb_config.max_bytes_per_step)
     return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)

@@ -144,7 +144,7 @@ def _rank(rank: int, args: argparse.Namespace, port: int, results: Any) -> None:
         rank=rank,
         world_size=args.ranks,
         max_model_len=PROMPT_TOKENS + args.tokens + 1,
-        eplb=EplbConfig(num_redundant_experts=args.redundant, max_bytes_per_step=args.bytes_per_step),
+        eplb_config=EplbConfig(num_redundant_experts=args.redundant, max_bytes_per_step=args.bytes_per_step),
     )
     still = serve(rank, config, args.batch, args.tokens, 0, args.quiet)
     moved = serve(rank, config, args.batch, args.tokens, args.moves, args.quiet)

@@ -1,7 +1,7 @@
 """The settings of an engine: one frozen value, checked before any weight is read. Does not use torch."""
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from expert_placement.config import EplbConfig
 from scheduler.policy.speculative import Method, SpeculativeConfig
 
 
-class DispatchMode(Enum):
+class DispatchMode(StrEnum):
     """Which of the modes of `dispatch.mode` steps use. The values are those of the command line."""
 
     AUTO = "auto"  # low latency for decode-only steps, normal for the others
@@ -39,62 +39,81 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """One rank's settings. They are equal on all ranks, except `rank` and the settings that depend on it."""
+class EngineSettings:
+    """The settings of engines that a user gives, equal on all ranks. `server.options.table` has the flag of each field.
 
-    directory: Path
-    kv_cache_bytes: int  # of this rank
-    rank: int = 0
-    world_size: int = 1
-    num_local_ranks: int = 1  # ranks on this rank's host, which share its memory
-    max_model_len: int | None = None  # tokens; None: the model's limit
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    device: str = "cpu"  # see `scheduler.step.parts`
+    A limit or size of None is not given: the default depends on the machine or the model.
+    """
+
+    threads: int | None = None
     dtype: str = "auto"
     quantization: str | None = None  # int8 or int4, applied while loading
-    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     batch_invariant: bool = False  # for GPUs; CPUs always are
     enforce_eager: bool = False  # no CUDA graphs
-    compiler: str = ""  # on GPUs: torch.compile backend for the code between attention and experts; "": off
-    enable_prefix_caching: bool = True
-    mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None: align
+    enable_torch_compile: bool = False  # on GPUs, the code between attention and experts
     all2all_backend: str = "auto"
     dispatch_mode: DispatchMode = DispatchMode.AUTO
     dispatch_dtype: str = "auto"  # see dispatch.row_formats
     dispatch_node_size: int = 0  # ranks per node in node-limited dispatch; 0: flat
-    placement_file: Path | None = None
-    eplb: EplbConfig = field(default_factory=EplbConfig)  # redundant experts, nodes, pace of moves
-    speculative: SpeculativeConfig | None = None  # None: no drafts
-    threads: int = 1
-    # Experts that may move to a rank at once; a GPU reserves memory for them. None: one layer's slots, or 0 if alone.
-    num_spare: int | None = None
-    # Target time between two tokens while prompts run. None: see `scheduler.step.prefill_pace`.
-    target_itl_s: float | None = None
-    timeout_s: float = 30.0  # of every collective
+    distributed_timeout_s: float = 30.0  # of every collective
     heartbeat_timeout_s: float = 2.0  # see `scheduler.epochs.heartbeat`; also for silent connections; 0: off
-    recovery_timeout_s: float = 600.0  # how long the front waits for a rank to return if no rank serves
-    epoch: int = 0
+    eplb_config: EplbConfig = field(default=EplbConfig())  # redundant experts, nodes, pace of moves
+    expert_placement: str | None = None  # file with the first placement
+    max_model_len: int | None = None  # tokens; None: the model's limit
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    # Target time between two tokens while prompts run. None: see `scheduler.step.prefill_pace`.
+    target_itl_ms: float | None = None
+    speculative_config: SpeculativeConfig | None = None  # None: no drafts
+    rank_recovery_timeout_s: float = 600.0  # how long the front waits for a rank to return if no rank serves
+    kv_cache_bytes: int | None = None  # per rank
+    enable_prefix_caching: bool = True
+    mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None: align
+
+    @property
+    def target_itl_s(self) -> float | None:
+        """`target_itl_ms` in seconds."""
+        return None if self.target_itl_ms is None else self.target_itl_ms / 1000
 
     @property
     def num_drafts(self) -> int:
         """Most drafts that a step may try after a sequence's newest token."""
-        return 0 if self.speculative is None else self.speculative.num_drafts
+        return 0 if self.speculative_config is None else self.speculative_config.num_drafts
 
     @property
     def has_mtp(self) -> bool:
         """Whether the model's own layers draft (multi-token prediction)."""
-        return self.speculative is not None and self.speculative.method is Method.MTP
-
-    @property
-    def max_decode_tokens(self) -> int:
-        """Most tokens of a step without prompts."""
-        return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
+        return self.speculative_config is not None and self.speculative_config.method is Method.MTP
 
     @property
     def keeps_snapshots(self) -> bool:
         """Whether recurrent states are kept at the ends of blocks ("align"), so that requests can continue from cached prefixes."""
         return self.enable_prefix_caching and self.mamba_cache_mode != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineSettings):
+    """One rank's settings: those of the user, without gaps, and the rank's place."""
+
+    kv_cache_bytes: int = field()
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    threads: int = 1
+    directory: Path
+    rank: int = 0
+    world_size: int = 1
+    num_local_ranks: int = 1  # ranks on this rank's host, which share its memory
+    device: str = "cpu"  # see `scheduler.step.parts`
+    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
+    compiler: str = "inductor"  # backend of torch.compile
+    # Experts that may move to a rank at once; a GPU reserves memory for them. None: one layer's slots, or 0 if alone.
+    num_spare: int | None = None
+    epoch: int = 0
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Most tokens of a step without prompts."""
+        return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
 
 
 def model_length(config: Any, wanted: int | None) -> int:

@@ -6,7 +6,7 @@ the request (ngram); or in the request and in recent answers, by frequency (suff
 
 import json
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 MOST_DRAFTS = 32  # drafts that a step may try after the newest token
@@ -31,7 +31,7 @@ class SpeculativeConfigError(ValueError):
     """An unsupported speculative configuration. The message names what is allowed."""
 
 
-class Method(Enum):
+class Method(StrEnum):
     """Source of drafts. The values are vLLM's."""
 
     NGRAM = "ngram"
@@ -58,20 +58,6 @@ class SpeculativeConfig:
     max_cached_requests: int = 0
     drafts_per_match: float = 1.0
     least_share: float = 0.0
-
-    def as_json(self) -> str:
-        """Return JSON that `parse_speculative_config` reads as this value."""
-        keys: dict[str, Any] = {"method": self.method.value, "num_speculative_tokens": self.num_drafts}
-        if self.method is Method.NGRAM:
-            keys |= {"prompt_lookup_min": self.shortest_match, "prompt_lookup_max": self.longest_match}
-        if self.method is Method.SUFFIX:
-            keys |= {
-                "suffix_decoding_max_tree_depth": self.longest_match,
-                "suffix_decoding_max_cached_requests": self.max_cached_requests,
-                "suffix_decoding_max_spec_factor": self.drafts_per_match,
-                "suffix_decoding_min_token_prob": self.least_share,
-            }
-        return json.dumps(keys)
 
 
 def parse_speculative_config(given: str) -> SpeculativeConfig:

@@ -49,7 +49,7 @@ def open_groups(
         return [None, None]
     ranks = list(range(config.world_size))
     try:
-        return [make_group(ranks, config.timeout_s, connect_timeout_s) for _ in range(2)]
+        return [make_group(ranks, config.distributed_timeout_s, connect_timeout_s) for _ in range(2)]
     except RuntimeError as error:  # gloo's only error for a peer that is gone
         raise WireUnavailable(f"rank {config.rank} could not meet the others: {error}") from error
 

@@ -49,7 +49,10 @@ def backend_of(config: EngineConfig) -> Backend:
         )
     gpu = importlib.import_module("moe.gpu.backend")
     backend: Backend = gpu.open_backend(
-        config.device, config.dtype, is_invariant=config.batch_invariant, compiler=config.compiler
+        config.device,
+        config.dtype,
+        is_invariant=config.batch_invariant,
+        compiler=config.compiler if config.enable_torch_compile else "",
     )
     return backend
 
@@ -71,7 +74,7 @@ def open_device_dispatcher(
         device=backend.device,
         slots_per_rank=slots_per_rank,
         rows=config.dispatch_dtype,
-        timeout_s=config.timeout_s,
+        timeout_s=config.distributed_timeout_s,
         epoch=config.epoch,
     )
     return dispatcher
@@ -122,11 +125,11 @@ def open_lockstep(
 ) -> LockStep:
     """Open this rank's part in the lock-step. `step` is the number of the first step. Collective."""
     width = len(Header._fields)
-    mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.timeout_s)
+    mailbox = open_mailbox(config.all2all_backend, group, width=width, timeout_s=config.distributed_timeout_s)
     return LockStep(
         mailbox,
         epoch=config.epoch,
-        timeout_s=config.timeout_s,
+        timeout_s=config.distributed_timeout_s,
         mode=config.dispatch_mode,
         max_num_batched_tokens=config.max_num_batched_tokens,
         placement_version=placement_version,
@@ -150,7 +153,7 @@ def open_dispatcher(
     """
     if config.device != "cpu":
         return open_device_dispatcher(config, backend, group, slots_per_rank)
-    name, timeout_s, epoch = config.all2all_backend, config.timeout_s, config.epoch
+    name, timeout_s, epoch = config.all2all_backend, config.distributed_timeout_s, config.epoch
     if config.dispatch_node_size:
         return open_hierarchical(
             name,

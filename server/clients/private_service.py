@@ -83,7 +83,7 @@ class PrivateService:
     def num_places(self) -> int:
         """Number of requests that it runs at once; more would wait in its queue."""
         ranks = self.options.data_parallel_size or CPU_RANKS
-        return min(ranks * (self.options.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
+        return min(ranks * (self.options.engine.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
 
     @property
     def api_key(self) -> str:

@@ -1,8 +1,8 @@
 """An option: one field of a dataclass that declares its flag, type, default, help and accepted values.
 
-`table` declares the options with `flag` and `switch`. These fields produce the command line's parser, the check of every
-value, the keywords of `LLM(...)`, the options that child processes receive, and docs/options.md. A flag may have several
-names; messages use the first.
+`table` declares the options with `flag` and `switch`, and with `row` the flags of fields that the scheduler declares. These
+produce the command line's parser, the check of every value, the keywords of `LLM(...)`, the options that child processes
+receive, and docs/options.md. A flag may have several names; messages use the first.
 """
 
 import argparse
@@ -106,15 +106,31 @@ def switch(
     return dataclasses.field(default=default, metadata={_METADATA: declared})
 
 
+def row(declared: Any) -> Flag:
+    """Declare the flag of a field in a nested record that cannot name flags itself.
+
+    The row is the class attribute RECORD_FIELD, such as `engine_dtype`. Its place orders the flags; its default is the field's.
+    """
+    found: Flag = declared.metadata[_METADATA]
+    return found
+
+
 def options_of(kind: type[Any], path: tuple[str, ...] = ()) -> Iterator[Option]:
-    """Yield the options of a dataclass, including those of nested dataclasses."""
-    for field in dataclasses.fields(kind):
-        declared: Flag | None = field.metadata.get(_METADATA)
-        here = (*path, field.name)
-        if declared is not None:
-            yield Option(declared.keyword or _as_keyword(declared.name), here, declared)
-        elif dataclasses.is_dataclass(field.type):
-            yield from options_of(field.type, here)  # type: ignore[arg-type]  # a class, not an instance
+    """Yield the options of a dataclass in the order of its body, including rows and those of nested dataclasses."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name, value in vars(kind).items():
+        if isinstance(value, Flag):
+            record, _, inner = name.partition("_")
+            declared = dataclasses.replace(value, default=getattr(fields[record].default, inner))
+            yield _option((*path, record, inner), declared)
+        elif name in fields and _METADATA in fields[name].metadata:
+            yield _option((*path, name), fields[name].metadata[_METADATA])
+        elif name in fields and dataclasses.is_dataclass(fields[name].type):
+            yield from options_of(fields[name].type, (*path, name))  # type: ignore[arg-type]  # a class, not an instance
+
+
+def _option(path: tuple[str, ...], declared: Flag) -> Option:
+    return Option(declared.keyword or _as_keyword(declared.name), path, declared)
 
 
 def _as_keyword(name: str) -> str:

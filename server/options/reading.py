@@ -9,20 +9,20 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import yaml
 
-from expert_placement.config import EplbConfig
-from server.options.checkpoint import CheckpointOptions
 from server.options.checks import check_certificate, check_traces
 from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
 from server.options.foreign.sglang import SGLANG_FLAGS
 from server.options.foreign.vllm import VLLM_FLAGS
-from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, HttpOptions, LogOptions, Options
+from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
 # For processes that `wideep serve` starts; users give a file.
@@ -31,10 +31,7 @@ _CLUSTER_KEY_VARIABLE = "WIDEEP_OWN_CLUSTER_KEY"
 PRIVATE_DEFAULTS = {"port": 0, "access_log": False, "log_stats": False}
 _HANDED_ON = "--options"  # passed to our own processes instead of flags
 _ALIKE = 0.75  # difflib's ratio; below it, a name counts as a different word, not as a typing error
-_NESTED: dict[str, Any] = {"http": HttpOptions, "log": LogOptions, "checkpoint": CheckpointOptions}
-_INNER: dict[str, Any] = {**_NESTED, "eplb_config": EplbConfig}
-
-
+_NESTED: dict[str, Any] = {each.name: each.type for each in fields(Options) if is_dataclass(each.type)}
 # By the name under which values are stored.
 _FOREIGN = {flag.name: flag for flag in (*VLLM_FLAGS, *SGLANG_FLAGS)}
 _NAMES = {name: flag for flag in _FOREIGN.values() for name in (*flag.names, *flag.off_names)}
@@ -312,8 +309,8 @@ def _name_of(model: str) -> str:
 
 def _check_together(options: Options, environment: Mapping[str, str]) -> None:
     """Check options against each other and against the machine."""
-    check_limits(options.max_num_seqs, options.max_num_batched_tokens)
-    if options.gpu_memory_utilization is not None and options.kv_cache_bytes is not None:
+    check_limits(options.engine.max_num_seqs, options.engine.max_num_batched_tokens)
+    if options.gpu_memory_utilization is not None and options.engine.kv_cache_bytes is not None:
         raise OptionsError("--kv-cache-memory and --gpu-memory-utilization both size the KV cache; give one")
     if options.http.most_inflight_bytes < options.http.max_request_bytes:
         raise OptionsError(
@@ -358,14 +355,22 @@ def environment_from(options: Options) -> dict[str, str]:
 def options_from_json(handed: str, environment: Mapping[str, str]) -> Options:
     """Read the output of `handed_on`, which the parent process has checked."""
     try:
-        said = json.loads(handed)
-        inner = {name: kind(**_with_tuples(said[name])) for name, kind in _INNER.items()}
-        keys = tuple(environment.get(API_KEY_VARIABLE, "").split())
+        keys = environment.get(API_KEY_VARIABLE, "").split()
         own_key = environment.get(_CLUSTER_KEY_VARIABLE, "")
-        return Options(**{**_with_tuples(said), **inner, "api_keys": keys, "own_cluster_key": own_key})
+        options: Options = _rebuilt(
+            Options, {**json.loads(handed), "api_keys": keys, "own_cluster_key": own_key}
+        )
+        return options
     except (ValueError, TypeError, KeyError) as error:
         raise OptionsError(f"{_HANDED_ON} is for processes that WideEP starts itself: {error}") from error
 
 
-def _with_tuples(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+def _rebuilt(kind: Any, said: Any) -> Any:
+    """Return the value of a field's type that JSON holds as lists, texts and objects."""
+    if isinstance(kind, UnionType):
+        kind = None if said is None else get_args(kind)[0]
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**{each.name: _rebuilt(each.type, said[each.name]) for each in fields(kind)})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(said)
+    return tuple(said) if isinstance(said, list) else said

@@ -1,5 +1,7 @@
 """The table of options: every flag of `serve`, `worker`, `engine` and `front`, each declared once.
 
+An engine's settings are the fields of `EngineSettings`; for each, the table has a row `engine_FIELD` with its flag.
+
 Names follow vLLM where it has the option. One difference is deliberate: no origin is allowed by default, so that a page
 of another web site cannot use a service that is meant for the local machine. `reading` reads command lines and keywords
 with this table, and `tools.page` generates docs/options.md from it.
@@ -8,13 +10,14 @@ with this table, and `tools.page` generates docs/options.md from it.
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
 from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
+from scheduler.policy.config import DispatchMode, EngineSettings
 from scheduler.policy.speculative import SpeculativeConfig, SpeculativeConfigError, parse_speculative_config
 from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
@@ -28,6 +31,7 @@ from server.options.flag import (
     number,
     one_of,
     options_of,
+    row,
     size,
     switch,
     text,
@@ -149,6 +153,10 @@ def _endpoint(name: str, given: Any) -> str:
     return str(given)
 
 
+def _dispatch_mode(name: str, given: Any) -> DispatchMode:
+    return DispatchMode(one_of(*DispatchMode)(name, given))
+
+
 def _eplb_config(name: str, given: Any) -> EplbConfig:
     try:
         return parse_eplb_config(given if isinstance(given, str) else json.dumps(given))
@@ -156,10 +164,9 @@ def _eplb_config(name: str, given: Any) -> EplbConfig:
         raise OptionsError(f"{name}: {error}") from error
 
 
-def _speculative_config(name: str, given: Any) -> str:
-    """Return the configuration as JSON, with defaults filled in."""
+def _speculative_config(name: str, given: Any) -> SpeculativeConfig:
     try:
-        return parse_speculative_config(given if isinstance(given, str) else json.dumps(given)).as_json()
+        return parse_speculative_config(given if isinstance(given, str) else json.dumps(given))
     except SpeculativeConfigError as error:
         raise OptionsError(f"{name}: {error}") from error
 
@@ -403,70 +410,69 @@ class Options:
         RANKS, "--device", read=one_of("auto", "cpu", "cuda"), metavar="{auto,cpu,cuda}", default="auto",
         help="device to compute on; auto uses cuda if a GPU and its requirements are found, otherwise cpu, and logs why",
     )  # fmt: skip
-    threads: int | None = flag(
+    engine: EngineSettings = field(default=EngineSettings())
+    engine_threads = row(flag(
         RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="number of threads per rank"
-    )  # fmt: skip
-    dtype: str = flag(
+    ))  # fmt: skip
+    engine_dtype = row(flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
-        default="auto", default_text="auto; bfloat16 on a GPU",
+        default_text="auto; bfloat16 on a GPU",
         taken_as={"half": "bfloat16", "float16": "bfloat16", "float": "float32"},
         taken_because="weights are kept in float32 or bfloat16; bfloat16 has float16's size and float32's range, and answers "
         "differ from float16's in the last digits",
         help="data type of the weights; quantised weights keep theirs. A GPU computes in this type, CPU in float32",
-    )  # fmt: skip
-    quantization: str | None = flag(
+    ))  # fmt: skip
+    engine_quantization = row(flag(
         RANKS, "--quantization", "-q", read=one_of("int8", "int4", *STORED_METHODS), metavar="{int8,int4}",
         help="quantise experts and linear layers on load, with one scale per 32 inputs: less memory, faster decoding on CPU, "
         "different answers (docs/quantised.md). Naming the checkpoint's own format changes nothing",
-    )  # fmt: skip
-    batch_invariant: bool = switch(
+    ))  # fmt: skip
+    engine_batch_invariant = row(switch(
         RANKS, "--batch-invariant",
         help="make results independent of the other requests in a batch, bit for bit, at a cost in speed; always so on CPU",
-    )  # fmt: skip
-    enforce_eager: bool = switch(
-        RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs"
+    ))  # fmt: skip
+    engine_enforce_eager = row(
+        switch(RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs")
     )
-    enable_torch_compile: bool = switch(
+    engine_enable_torch_compile = row(switch(
         RANKS, "--enable-torch-compile",
         help="compile the operations between attention, experts and routing on a GPU (norms, rotary, residuals); the start "
         "takes longer",
-    )  # fmt: skip
+    ))  # fmt: skip
 
-    all2all_backend: str = flag(
-        DISPATCH, "--all2all-backend", read=one_of(*BACKENDS), metavar=f"{{{','.join(BACKENDS)}}}", default="auto",
+    engine_all2all_backend = row(flag(
+        DISPATCH, "--all2all-backend", read=one_of(*BACKENDS), metavar=f"{{{','.join(BACKENDS)}}}",
         taken_as=dict.fromkeys(_BACKENDS_OF_OTHERS, "auto"),
         taken_because="steps that only decode use the low-latency exchange and steps with prompts the normal one, as far as "
         "this machine supports them; deep_ep is the installed DeepEP",
         help="backend that exchanges tokens between ranks; auto is shm within one host, otherwise gloo; on GPUs auto is nccl, "
         "with decode steps through peer memory (nvshmem between hosts) if available; deep_ep is the installed DeepEP "
         "package",
-    )  # fmt: skip
-    dispatch_mode: str = flag(
-        DISPATCH, "--dispatch-mode", read=one_of("auto", "normal", "low_latency"),
-        metavar="{auto,normal,low_latency}", default="auto",
+    ))  # fmt: skip
+    engine_dispatch_mode = row(flag(
+        DISPATCH, "--dispatch-mode", read=_dispatch_mode, metavar=f"{{{','.join(DispatchMode)}}}",
         help="mode of the exchange; auto is low_latency for steps that only decode and normal for steps with prompts",
-    )  # fmt: skip
-    dispatch_dtype: str = flag(
-        DISPATCH, "--dispatch-dtype", read=one_of("auto", "fp8"), metavar="{auto,fp8}", default="auto",
+    ))  # fmt: skip
+    engine_dispatch_dtype = row(flag(
+        DISPATCH, "--dispatch-dtype", read=one_of("auto", "fp8"), metavar="{auto,fp8}",
         help="format in which tokens are sent to experts; auto is the model's data type; fp8 has DeepSeek's block scales: a "
         "quarter of float32's bytes, different results",
-    )  # fmt: skip
-    dispatch_node_size: int = flag(
-        DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default=0,
-        default_text="0, directly to every rank",
+    ))  # fmt: skip
+    engine_dispatch_node_size = row(flag(
+        DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default_text="0, directly to every rank",
         help="number of ranks per node for a two-stage exchange that sends a token once to each node and spreads it inside, for "
         "slow links between nodes; must divide the number of ranks",
-    )  # fmt: skip
-    distributed_timeout_s: float = flag(
-        DISPATCH, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS", default=30.0,
+    ))  # fmt: skip
+    engine_distributed_timeout_s = row(flag(
+        DISPATCH, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS",
         help="time that a rank may keep another one waiting before it counts as hung",
-    )  # fmt: skip
+    ))  # fmt: skip
 
-    heartbeat_timeout_s: float = flag(
-        DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS", default=2.0,
+    engine_heartbeat_timeout_s = row(flag(
+        DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="restart a rank whose process sends no heartbeat for this long; other ranks wait at least as long. 0 disables "
         "the check (for a debugger); cut links are then found only after --distributed-timeout-seconds",
-    )  # fmt: skip
+    ))  # fmt: skip
     max_rank_restarts: int = flag(
         DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
         help="maximum number of restarts of a failing rank within 10 minutes; after these it stays down",
@@ -476,29 +482,29 @@ class Options:
         PLACEMENT, "--enable-eplb",
         help="move experts during operation if the observed load makes it worthwhile; `wideep experts apply` works without it",
     )  # fmt: skip
-    eplb_config: EplbConfig = flag(  # noqa: RUF009 - it declares a field
-        PLACEMENT, "--eplb-config", read=_eplb_config, metavar="JSON", default=EplbConfig(), default_text="{}",
+    engine_eplb_config = row(flag(
+        PLACEMENT, "--eplb-config", read=_eplb_config, metavar="JSON", default_text="{}",
         help='settings of expert placement, such as {"num_redundant_experts": 8}; keys: window_size, step_interval, num_redundant_experts, '
         "log_balancedness, policy, max_bytes_per_step, horizon_s, min_gain, max_moved, num_groups, min_nodes, "
         "spread, history_file",
-    )  # fmt: skip
-    expert_placement: str | None = flag(
+    ))  # fmt: skip
+    engine_expert_placement = row(flag(
         PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts spread evenly",
         help="initial placement, a file written by `wideep experts plan --out FILE`",
-    )  # fmt: skip
+    ))  # fmt: skip
 
-    max_model_len: int | None = flag(
+    engine_max_model_len = row(flag(
         LIMITS, "--max-model-len", read=tokens(1), metavar="TOKENS", default_text="the model's",
         help="maximum length of prompt plus output in tokens, such as 4096, 8k (8000) or 8K (8192)",
-    )  # fmt: skip
-    max_num_seqs: int | None = flag(
+    ))  # fmt: skip
+    engine_max_num_seqs = row(flag(
         LIMITS, "--max-num-seqs", read=whole(1), metavar="N", default_text="64 on CPU, 256 on a GPU",
         help="maximum number of requests that a rank runs at once",
-    )  # fmt: skip
-    max_num_batched_tokens: int | None = flag(
+    ))  # fmt: skip
+    engine_max_num_batched_tokens = row(flag(
         LIMITS, "--max-num-batched-tokens", read=tokens(16), metavar="TOKENS",
         default_text="512 on CPU, 8192 on a GPU", help="maximum number of tokens in one step of a rank, such as 8192 or 8K",
-    )  # fmt: skip
+    ))  # fmt: skip
     max_num_queued_reqs: int | None = flag(
         LIMITS, "--max-num-queued-reqs", read=whole(1), metavar="N", default_text="no limit",
         help="maximum number of waiting and running requests on all ranks (each of a request's n choices counts); further "
@@ -515,17 +521,17 @@ class Options:
         "one with the fewest outstanding tokens; round-robin takes the next one and never moves a request. The last two are "
         "for comparison and ignore sessions (docs/scheduling.md)",
     )  # fmt: skip
-    target_itl_ms: float | None = flag(
+    engine_target_itl_ms = row(flag(
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
         default_text="2.2 decode steps of all running and waiting requests on CPU, none on a GPU",
         help="target time between two tokens of a stream; steps that include prompts take fewer prompt tokens to meet it, "
         "but at least 16 to 64",
-    )  # fmt: skip
-    speculative_config: str | None = flag(
+    ))  # fmt: skip
+    engine_speculative_config = row(flag(
         LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="no drafts",
         help="speculative decoding: try several tokens of a request in a step, without changing its tokens; vLLM's keys, such as "
         '{"method": "ngram", "num_speculative_tokens": 4}; methods: ngram, suffix, mtp (docs/speculative.md)',
-    )  # fmt: skip
+    ))  # fmt: skip
     max_logprobs: int | None = flag(
         LIMITS, "--max-logprobs", read=whole(-1), metavar="N", default_text="20, but all for a request with -1",
         help="maximum number of log-probabilities per token in a response; -1 removes the limit",
@@ -534,34 +540,38 @@ class Options:
         LIMITS, "--request-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=0.0, default_text="none",
         help="time limit of a request; 0 disables it",
     )  # fmt: skip
-    rank_recovery_timeout_s: float = flag(
-        LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS", default=600.0,
+    engine_rank_recovery_timeout_s = row(flag(
+        LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="time that requests wait for a rank to return if none serves; after this time the service ends",
-    )  # fmt: skip
+    ))  # fmt: skip
 
-    kv_cache_bytes: int | None = flag(
+    engine_kv_cache_bytes = row(flag(
         MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",
         default_text="25% of free memory, divided among the local ranks; on a GPU, the memory that --gpu-memory-utilization leaves",
         help="size of the KV cache per rank, e.g. 512M or 2G",
-    )  # fmt: skip
+    ))  # fmt: skip
     gpu_memory_utilization: float | None = flag(
         MEMORY, "--gpu-memory-utilization", read=_SHARE, metavar="SHARE", default_text="0.9 on a GPU",
         help="share of free memory, above 0 and at most 1, for weights and KV cache on a GPU, or for the KV cache on CPU",
     )  # fmt: skip
-    enable_prefix_caching: bool = switch(
-        MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"], default=True,
+    engine_enable_prefix_caching = row(switch(
+        MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"],
         help="reuse the KV cache of equal prefixes (the default)", off_help="do not reuse the KV cache of equal prefixes",
-    )  # fmt: skip
-    mamba_cache_mode: str | None = flag(
-        MEMORY, "--mamba-cache-mode", read=one_of("none", "align"), metavar="{none,align}", default=None,
+    ))  # fmt: skip
+    engine_mamba_cache_mode = row(flag(
+        MEMORY, "--mamba-cache-mode", read=one_of("none", "align"), metavar="{none,align}",
         default_text="align for models with recurrent layers",
         help="caching of recurrent states: align keeps the states at the ends of blocks, from which requests with equal "
         "prefixes continue; none keeps no states, and such requests run their whole prompts",
-    )  # fmt: skip
+    ))  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
     # The cluster key that `wideep serve` generates for the processes of one start. No flag or command line contains it.
     own_cluster_key: str = field(default="", repr=False)
+
+    def with_engine(self, **changes: Any) -> "Options":
+        """Return options with these settings of the engine replaced."""
+        return replace(self, engine=replace(self.engine, **changes))
 
     @property
     def cluster_key(self) -> bytes | None:
@@ -569,12 +579,6 @@ class Options:
         if self.cluster_key_file is None:
             return self.own_cluster_key.encode() or None
         return read_cluster_key(Path(self.cluster_key_file))
-
-    @property
-    def speculative(self) -> SpeculativeConfig | None:
-        """Return the settings of speculative decoding. Returns None if it is off."""
-        given = self.speculative_config
-        return parse_speculative_config(given) if given else None
 
     @property
     def needs_key(self) -> bool:

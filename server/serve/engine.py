@@ -30,7 +30,7 @@ from moe.load.checkpoint import CheckpointError
 from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
-from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig
+from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.step.groups import StoreDoorbell
@@ -300,36 +300,19 @@ def _front(place: Place, store: Store, environment: Mapping[str, str], key: byte
 
 def engine_config(options: Options, place: Place) -> EngineConfig:
     """Return one rank's settings. The KV cache defaults to a share of the memory that is free now."""
-    assert options.max_num_seqs and options.max_num_batched_tokens, "the supervisor fills in the limits"
+    engine = options.engine
+    assert engine.max_num_seqs and engine.max_num_batched_tokens, "the supervisor fills in the limits"
+    own = {
+        "kv_cache_bytes": engine.kv_cache_bytes or _default_cache_bytes(options, place),
+        "threads": engine.threads or 1,
+    }
     return EngineConfig(
+        **{**vars(engine), **own},
         directory=Path(options.model),
         rank=place.rank,
         world_size=place.world_size,
         num_local_ranks=place.local_world_size,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
         device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
-        dtype=options.dtype,
-        quantization=options.quantization,
-        enforce_eager=options.enforce_eager,
-        compiler="inductor" if options.enable_torch_compile else "",
-        batch_invariant=options.batch_invariant,
-        kv_cache_bytes=options.kv_cache_bytes or _default_cache_bytes(options, place),
-        enable_prefix_caching=options.enable_prefix_caching,
-        mamba_cache_mode=options.mamba_cache_mode,
-        all2all_backend=options.all2all_backend,
-        dispatch_mode=DispatchMode(options.dispatch_mode),
-        dispatch_dtype=options.dispatch_dtype,
-        dispatch_node_size=options.dispatch_node_size,
-        eplb=options.eplb_config,
-        placement_file=Path(options.expert_placement) if options.expert_placement else None,
-        speculative=options.speculative,
-        threads=options.threads or 1,
-        target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
-        timeout_s=options.distributed_timeout_s,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        recovery_timeout_s=options.rank_recovery_timeout_s,
     )
 
 

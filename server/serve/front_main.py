@@ -131,9 +131,8 @@ async def _run(
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
-    drafts = options.speculative.num_drafts if options.speculative else 0
-    metrics = Metrics(options.served_model_names[0], num_ranks, drafts)
-    epochs = Epochs(num_ranks, recovery_timeout_s=options.rank_recovery_timeout_s)
+    metrics = Metrics(options.served_model_names[0], num_ranks, options.engine.num_drafts)
+    epochs = Epochs(num_ranks, recovery_timeout_s=options.engine.rank_recovery_timeout_s)
     try:
         tokenizer = await asyncio.to_thread(
             slow.Tokenizer, options.model, options.chat_template, options.tokenizer_mode
@@ -193,7 +192,7 @@ class _Front:
     ) -> None:
         self._options, self._ranks, self._metrics = options, ranks, metrics
         self._http, self._ending = http, ending
-        self._watch = Watch(options.heartbeat_timeout_s)
+        self._watch = Watch(options.engine.heartbeat_timeout_s)
         self._watch.begin_epoch(0, range(ranks.num_ranks))
         self._epochs, self._nodes = epochs, Nodes(ranks.num_ranks)
         self._fatal: str | None = None
@@ -232,10 +231,10 @@ class _Front:
     def _look_at_links(self) -> None:
         """Break connections to ranks with an unresponsive host, periodically. Client connections may stay silent."""
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
-        if self._options.heartbeat_timeout_s:
+        if self._options.engine.heartbeat_timeout_s:
             # OSError: no descriptor is free for listing connections; the next call may have one.
             with contextlib.suppress(OSError):
-                break_silent(self._options.heartbeat_timeout_s, port=self._ranks.port)
+                break_silent(self._options.engine.heartbeat_timeout_s, port=self._ranks.port)
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
         """End the front if its HTTP server has ended, because it is useless without one."""
@@ -319,7 +318,7 @@ class _Front:
 
     def _attach(self, facts: RankFacts) -> None:
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
-        self._metrics.note_rank(facts, enable_prefix_caching=self._options.enable_prefix_caching)
+        self._metrics.note_rank(facts, enable_prefix_caching=self._options.engine.enable_prefix_caching)
         self._http.experts_load.note_rank(facts.rank, facts.host)
         self._http.requests.note_rank(facts)
         if facts.served is not None:

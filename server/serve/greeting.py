@@ -4,7 +4,6 @@ In a log it is a greeting with commands to copy. On a terminal it is a summary o
 comes from the user ("flag", which includes the --config file) or from WideEP ("default").
 """
 
-import dataclasses
 import json
 import os
 import shlex
@@ -155,16 +154,18 @@ def _decisions(
 ) -> list[_Row]:
     ranks = options.data_parallel_size or 1
 
+    def flat(options: Options) -> dict[str, Any]:
+        return {**vars(options), **vars(options.engine)}
+
     def row(label: str, value: str, *fields: str) -> _Row:
-        defaults = {field.name: field.default for field in dataclasses.fields(Options)}
-        is_said = any(getattr(asked, field) != defaults[field] for field in fields)
+        is_said = any(flat(asked)[field] != flat(Options())[field] for field in fields)
         return _Row(label, value, "flag" if is_said else "default")
 
     kv_bytes = f", {_size(facts['kv_cache_bytes'])} per rank" if facts else ""
     at_once = capacity and min(capacity.requests, capacity.kv_tokens / capacity.max_len)
     return [
         row("model", f"{_model_type(facts)}{asked.model}", "model"),
-        row("ranks", f"{ranks} on 1 node, {count(options.threads, 'thread')} each", "data_parallel_size", "threads"),
+        row("ranks", f"{ranks} on 1 node, {count(options.engine.threads, 'thread')} each", "data_parallel_size", "threads"),
         row("device", options.device, "device"),
         row("experts", _experts(facts, ranks), "eplb_config", "expert_placement"),
         row("rebalancing", "on" if options.enable_eplb else "off", "enable_eplb", "eplb_config"),
@@ -175,7 +176,7 @@ def _decisions(
             "in parallel", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"
             if capacity else "", "max_num_seqs", "max_model_len",
         ),
-        row("step size", f"up to {options.max_num_batched_tokens:,} tokens per rank", "max_num_batched_tokens"),
+        row("step size", f"up to {options.engine.max_num_batched_tokens:,} tokens per rank", "max_num_batched_tokens"),
         row("drafts", _drafts(options), "speculative_config"),
     ]  # fmt: skip
 
@@ -201,10 +202,10 @@ def _experts(facts: Mapping[str, Any], ranks: int) -> str:
 def _weights(options: Options, facts: Mapping[str, Any]) -> str:
     if stored := facts.get("stored"):
         return f"{stored} as stored"
-    if options.quantization is not None:
-        return f"{options.quantization}, quantised on load"
-    if options.dtype != "auto":
-        return options.dtype
+    if options.engine.quantization is not None:
+        return f"{options.engine.quantization}, quantised on load"
+    if options.engine.dtype != "auto":
+        return options.engine.dtype
     config = read_config(Path(options.model))
     is_short = options.device == "cuda" or "bfloat16" in [
         field_of(config, name) for name in ("dtype", "torch_dtype")
@@ -213,7 +214,7 @@ def _weights(options: Options, facts: Mapping[str, Any]) -> str:
 
 
 def _drafts(options: Options) -> str:
-    speculative = options.speculative
+    speculative = options.engine.speculative_config
     return (
         "none"
         if speculative is None

@@ -125,7 +125,7 @@ class HttpService:
             who_asks=asker_of_exchange,
         )
         self.model = _served_model(options, tokenizer, ranks)
-        eplb = options.eplb_config
+        eplb = options.engine.eplb_config
         self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
         history = History(Path(eplb.history_file) if eplb.history_file else None)
         self.placement = PlacementControl(
@@ -205,10 +205,10 @@ class HttpService:
                 num_ranks=self._ranks.num_ranks,
                 forget_prefixes=self._ranks.forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
-                target_itl_ms=options.target_itl_ms,
+                target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
             ),
-            placement_routes(self.placement, options.eplb_config),
+            placement_routes(self.placement, options.engine.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(self._epochs, self._journal, self._num_parked, self.events),
             dashboard_routes(),
@@ -399,7 +399,7 @@ def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[
 
     def limit() -> int:
         said = [stream.facts.max_model_len for stream in ranks.attached.values()]
-        return min(said, default=options.max_model_len or tokenizer.model_max_len or 0)
+        return min(said, default=options.engine.max_model_len or tokenizer.model_max_len or 0)
 
     return limit
 

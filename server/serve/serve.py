@@ -100,9 +100,8 @@ def _prepare(options: Options) -> Options:
     options = replace(
         with_checkpoint(on_device(options, device, num_local_ranks=ranks)),
         data_parallel_size=ranks,
-        threads=options.threads or max(1, usable_cores() // ranks),
         own_cluster_key="" if options.cluster_key_file else secrets.token_hex(32),
-    )
+    ).with_engine(threads=options.engine.threads or max(1, usable_cores() // ranks))
     check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
     say(f"wideep: computing on {device.in_words}")
     say_problems(problems_at_start(options, num_ranks=ranks, has_other_nodes=False))
@@ -119,7 +118,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str, 
     ]
     say(
         f"wideep: starting {', '.join(options.served_model_names)} on {count(options.data_parallel_size, 'rank')} with "
-        f"{count(options.threads, 'thread')} each"
+        f"{count(options.engine.threads, 'thread')} each"
     )
     return start_child(
         "the launcher",

@@ -91,7 +91,7 @@ class Supervisor:
         self._environment = {
             **environment,
             **environment_from(options),
-            "OMP_NUM_THREADS": str(options.threads),
+            "OMP_NUM_THREADS": str(options.engine.threads),
             # A spinning thread burns its whole time slice when another process has the core: steps of 500 ms
             # instead of 60 (docs/LOG.md). Sleeping costs 10 us per parallel region.
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -141,7 +141,7 @@ class Supervisor:
             return
         state = {
             "port": self._options.port,
-            "kv_cache_bytes": self._options.kv_cache_bytes,
+            "kv_cache_bytes": self._options.engine.kv_cache_bytes,
             "announced": self._announced,
             "num_restarts": self._budget.num_taken,
         }
@@ -154,7 +154,9 @@ class Supervisor:
 
     def _keep_cache(self, num_bytes: int | None) -> None:
         if num_bytes is not None:
-            self._options = replace(self._options, kv_cache_bytes=num_bytes, gpu_memory_utilization=None)
+            self._options = replace(self._options, gpu_memory_utilization=None).with_engine(
+                kv_cache_bytes=num_bytes
+            )
 
     def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
         """Start the children, wait until the service ends, stop them, and return the exit status."""
@@ -273,7 +275,7 @@ class Supervisor:
         if spare is not None:
             spare.close_engines_end()
         self._engine, self._spare, self._why_killed = engine, spare, None
-        self._watchdog = Watchdog(engine.process.pid, self._options.heartbeat_timeout_s)
+        self._watchdog = Watchdog(engine.process.pid, self._options.engine.heartbeat_timeout_s)
         read = partial(self._read, pipe, name, self._on_engine_message)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)

@@ -97,10 +97,8 @@ def _prepare(
     device = choose_device(options.device) if UNDER_SERVE not in environment else None
     if device is not None:
         options = on_device(options, device, num_local_ranks=place.local_world_size)
-    options = replace(
-        with_checkpoint(options),
-        data_parallel_size=place.local_world_size,
-        threads=options.threads or max(1, usable_cores() // place.local_world_size),
+    options = replace(with_checkpoint(options), data_parallel_size=place.local_world_size).with_engine(
+        threads=options.engine.threads or max(1, usable_cores() // place.local_world_size)
     )
     if place.local_rank == 0 and device is not None:  # under serve, serve has checked already
         check_start(

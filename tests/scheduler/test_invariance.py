@@ -192,7 +192,7 @@ def test_copies_shares_and_empty_slots_change_no_bit(
         len(skeleton.experts), skeleton.num_experts, world_size, slots, seed=world_size
     )
     save_placement(placement, tmp_path / "placement.json")
-    settings = {"placement_file": tmp_path / "placement.json"}
+    settings = {"expert_placement": str(tmp_path / "placement.json")}
     parts = pool_of(world_size).run(answers_on_rank, directory, 1, settings)
     assert {key: value for part in parts for key, value in part.items()} == alone
 

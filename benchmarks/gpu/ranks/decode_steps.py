@@ -49,6 +49,7 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
     limits: dict[str, Any] = {
         "max_num_seqs": max(batches),
         "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS,
+        "enable_torch_compile": bool(compiler_of(setting, name)),
         "compiler": compiler_of(setting, name),
         "enforce_eager": eager,
     }

@@ -92,6 +92,7 @@ def our_logprobs(
         "max_num_seqs": 2,
         "max_model_len": 4 * BLOCK_TOKENS,
         "kv_cache_bytes": 1 << 28,
+        "enable_torch_compile": bool(compiler),
         "compiler": compiler,
         "enforce_eager": not replays,
     }

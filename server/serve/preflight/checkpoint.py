@@ -36,16 +36,12 @@ def with_checkpoint(options: Options) -> Options:
             do not have.
     """
     directory = find_checkpoint(options.model, options.checkpoint)
-    if options.quantization in STORED_METHODS:
-        check_quantisation(read_config(directory), directory, asked=options.quantization)
+    if options.engine.quantization in STORED_METHODS:
+        check_quantisation(read_config(directory), directory, asked=options.engine.quantization)
+        options = options.with_engine(quantization=None)
     if (directory / CONFIG).is_file():
         check_tokenizer(directory)
-    return replace(
-        options,
-        model=str(directory),
-        checkpoint=CheckpointOptions(),
-        quantization=None if options.quantization in STORED_METHODS else options.quantization,
-    )
+    return replace(options, model=str(directory), checkpoint=CheckpointOptions())
 
 
 def find_checkpoint(name: str, options: CheckpointOptions) -> Path:

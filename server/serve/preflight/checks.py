@@ -21,7 +21,6 @@ from server.serve.preflight.memory import (
     float_bytes,
     mtp_names,
     rank_experts,
-    reads_mtp,
     slots_per_rank,
     weight_bytes,
 )
@@ -71,8 +70,8 @@ def check_choices(options: Options, num_ranks: int) -> None:
     Raises:
         PreflightError: The first problem found.
     """
-    check_backend(options.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
-    check_nodes(options.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
+    check_backend(options.engine.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
+    check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
 
 
@@ -85,11 +84,11 @@ def check_files(options: Options, num_ranks: int) -> WeightBytes:
     directory = Path(options.model)
     config = read_config(directory)
     check_is_moe(config, directory)
-    check_quantisation(config, directory, asked=options.quantization)
-    check_length(config, options.max_model_len)
+    check_quantisation(config, directory, asked=options.engine.quantization)
+    check_length(config, options.engine.max_model_len)
     check_mtp(config, directory, options)
-    weights = weight_bytes(directory, config, float_bytes(options), has_mtp=reads_mtp(options))
-    check_placement(options.expert_placement, weights, config, num_ranks)
+    weights = weight_bytes(directory, config, float_bytes(options), has_mtp=options.engine.has_mtp)
+    check_placement(options.engine.expert_placement, weights, config, num_ranks)
     return weights
 
 
@@ -131,8 +130,8 @@ def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
     Args:
         options: Options that `check_start` has accepted.
     """
-    asked = options.eplb_config.num_redundant_experts
-    if asked == 0 or options.expert_placement is not None:
+    asked = options.engine.eplb_config.num_redundant_experts
+    if asked == 0 or options.engine.expert_placement is not None:
         return None
     experts = num_experts(read_config(Path(options.model)))
     slots = slots_per_rank(experts, num_ranks, num_redundant=asked, placement_file=None)
@@ -177,8 +176,8 @@ def check_compiler(options: Options) -> None:
     Raises:
         PreflightError: The message names the conflict and the remedy.
     """
-    problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.batch_invariant)
-    if options.enable_torch_compile and problem:
+    problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.engine.batch_invariant)
+    if options.engine.enable_torch_compile and problem:
         raise PreflightError(problem)
 
 
@@ -188,7 +187,7 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
     Raises:
         PreflightError: The message names the missing layers, and methods that need none.
     """
-    if not reads_mtp(options):
+    if not options.engine.has_mtp:
         return
     if not mtp_names(read_headers(directory), config).layers:
         raise PreflightError(f"--speculative-config: {why_no_mtp(config['model_type'], directory)}")

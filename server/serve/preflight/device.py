@@ -270,15 +270,20 @@ def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Opti
             f"{num_local_ranks} ranks on a node with {gpus} GPU{'' if gpus == 1 else 's'}, but each rank needs its own GPU; use "
             f"--data-parallel-size {gpus} or less, or --device cpu"
         )
-    max_num_seqs, max_num_batched_tokens = DEFAULT_LIMITS[device.name]
-    filled = replace(
-        options,
-        device=device.name,
-        max_num_seqs=options.max_num_seqs or max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or max_num_batched_tokens,
-    )
-    check_limits(filled.max_num_seqs, filled.max_num_batched_tokens)
-    return filled
+    return with_limits(replace(options, device=device.name))
+
+
+def with_limits(options: Options) -> Options:
+    """Fill in the limits that are not given with the defaults of the chosen device.
+
+    Raises:
+        OptionsError: A given limit conflicts with the other's default.
+    """
+    seqs, batched = DEFAULT_LIMITS[options.device]
+    seqs = options.engine.max_num_seqs or seqs
+    batched = options.engine.max_num_batched_tokens or batched
+    check_limits(seqs, batched)
+    return options.with_engine(max_num_seqs=seqs, max_num_batched_tokens=batched)
 
 
 def main() -> None:

@@ -37,13 +37,13 @@ def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int,
 
 def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:
     """Return the bytes of attention's buffers on a GPU, for the largest number of rows that a step may decode."""
-    num_drafts = options.speculative.num_drafts if options.speculative else 0
-    most_rows = (options.max_num_seqs or 0) * (1 + num_drafts)
+    engine = options.engine
+    most_rows = (engine.max_num_seqs or 0) * (1 + engine.num_drafts)
     return attention_bytes(
         heads.heads,
         heads.value_dims,
         is_latent=heads.is_latent,
         has_index=heads.has_index,
-        max_num_seqs=min(most_rows, options.max_num_batched_tokens or most_rows),
+        max_num_seqs=min(most_rows, engine.max_num_batched_tokens or most_rows),
         max_model_len=heads.max_model_len,
     )

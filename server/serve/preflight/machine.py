@@ -270,7 +270,7 @@ def check_huge_pages(machine: Machine) -> Check:
 def check_open_files(machine: Machine, options: Options, num_ranks: int) -> Check:
     """Check that the front can hold a socket for every concurrent request."""
     limit = machine.limit_of(resource.RLIMIT_NOFILE)
-    requests = (options.max_num_seqs or 0) * num_ranks
+    requests = (options.engine.max_num_seqs or 0) * num_ranks
     needed = requests + _FILES_BESIDES_REQUESTS + _FILES_PER_RANK * num_ranks
     if limit == _UNLIMITED or limit >= needed:
         return ok("open files", f"limit {_limit(limit)}; about {needed:,} needed")

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
-from scheduler.policy.speculative import Method
 from server.machine.model_fields import field_of, largest, num_experts
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError, read_config, read_headers, slots_in
@@ -178,11 +177,6 @@ def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
     return MtpNames(names, largest(field_of(config, "num_hidden_layers")) or sys.maxsize)
 
 
-def reads_mtp(options: Options) -> bool:
-    """Return whether the model's layers for multi-token prediction are read."""
-    return options.speculative is not None and options.speculative.method is Method.MTP
-
-
 def _is_expert(name: str, shape: list[int], count: int) -> bool:
     """Recognise routed experts: one tensor per expert, or all experts fused along the first dimension."""
     return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
@@ -195,9 +189,10 @@ def _element_bits(dtype: str, float_bytes: float | None) -> float:
 
 def float_bytes(options: Options) -> float | None:
     """Return the bytes per weight, approximate if quantised on load. None means the same as in `weight_bytes`."""
-    if options.quantization in _QUANTISED_BYTES:  # other values name the checkpoint's own format
-        return _QUANTISED_BYTES[options.quantization]
-    return 2 if options.device == "cuda" and options.dtype == "auto" else _FLOAT_BYTES[options.dtype]
+    engine = options.engine
+    if engine.quantization in _QUANTISED_BYTES:  # other values name the checkpoint's own format
+        return _QUANTISED_BYTES[engine.quantization]
+    return 2 if options.device == "cuda" and engine.dtype == "auto" else _FLOAT_BYTES[engine.dtype]
 
 
 def rank_experts(
@@ -208,8 +203,8 @@ def rank_experts(
     slots = slots_per_rank(
         count,
         num_ranks,
-        num_redundant=options.eplb_config.num_redundant_experts,
-        placement_file=options.expert_placement,
+        num_redundant=options.engine.eplb_config.num_redundant_experts,
+        placement_file=options.engine.expert_placement,
     )
     return expert_memory(
         weights.experts,
@@ -223,14 +218,14 @@ def rank_experts(
 def spare_bytes(options: Options, num_ranks: int) -> int:
     """Return the bytes that a rank must reserve for moving experts. The model has passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=reads_mtp(options))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=options.engine.has_mtp)
     return rank_experts(weights, config, options, num_ranks).spare
 
 
 def rank_bytes(options: Options, num_ranks: int) -> int:
     """Return the size of a rank's weights, including spare slots. The model has passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=reads_mtp(options))
+    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=options.engine.has_mtp)
     experts = rank_experts(weights, config, options, num_ranks)
     return weights.shared + experts.serving + experts.spare
 
@@ -253,7 +248,7 @@ def attention_heads(options: Options) -> AttentionHeads:
         return largest(field_of(config, name))
 
     heads, is_latent = max(1, most("num_attention_heads")), most("kv_lora_rank") > 0
-    length = options.max_model_len or most("max_position_embeddings")
+    length = options.engine.max_model_len or most("max_position_embeddings")
     return AttentionHeads(heads, value_dims(config), is_latent, most("index_topk") > 0, length)
 
 
@@ -275,7 +270,7 @@ def check_memory(
     weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
 ) -> None:
     """Raise if this node's ranks do not fit into its free memory: weights, spare slots, a given KV cache, processes."""
-    rank_weights, cache = weights.shared + experts.serving, options.kv_cache_bytes or 0
+    rank_weights, cache = weights.shared + experts.serving, options.engine.kv_cache_bytes or 0
     needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
     if needed <= free_bytes:
         return

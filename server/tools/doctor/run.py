@@ -136,7 +136,7 @@ def _check_met(
     for name, check in check_together(meeting, own, facts):
         report.add([check], node=name)
     sizes = _agreed_sizes(meeting, node)
-    tokens = tokens_of(node.options.max_num_batched_tokens)
+    tokens = tokens_of(node.options.engine.max_num_batched_tokens)
     for check in check_ways(meeting, taken, trial, sizes, tokens):
         report.add([check])
     meeting.gather("end", None, _END_S)

@@ -16,9 +16,8 @@ import numpy as np
 from expert_placement.config import EplbConfig
 from kvcache.paged_cache import BLOCK_TOKENS
 from server.clients.connection import Connection
-from server.options.reading import check_limits, options_from_keywords
-from server.options.table import Options
-from server.serve.preflight.device import DEFAULT_LIMITS
+from server.options.reading import options_from_keywords
+from server.serve.preflight.device import with_limits
 from server.serve.preflight.memory import float_bytes
 from server.tools.simulate.experts import ExpertModel
 from server.tools.simulate.flags import SimulateOptions
@@ -64,32 +63,33 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
     assert asked.model is not None, "the command line checks it"
     device = device_named(asked.device)
     options = options_from_keywords(str(asked.model), asked.served, environment={})
-    options = _limited(replace(options, device="cpu" if device.is_cpu else "cuda"))
+    options = with_limits(replace(options, device="cpu" if device.is_cpu else "cuda"))
     num_ranks = options.data_parallel_size or DEFAULT_RANKS
-    config = redundant(asked, options.eplb_config, num_ranks, placement)
-    options = replace(options, eplb_config=config)
+    config = redundant(asked, options.engine.eplb_config, num_ranks, placement)
+    options = options.with_engine(eplb_config=config)
+    engine = options.engine
     model = read_model(
         asked.model,
         on_gpu=not device.is_cpu,
         float_bytes=float_bytes(options),
-        max_model_len=options.max_model_len,
-        quantization=options.quantization,
+        max_model_len=engine.max_model_len,
+        quantization=engine.quantization,
     )
     memory = rank_memory(model, device, options, num_ranks)
     expert_layers = [layers.each for layers in model.costs.layers if layers.each.num_experts]
-    assert options.max_num_seqs and options.max_num_batched_tokens, "limits are filled in"
+    assert engine.max_num_seqs and engine.max_num_batched_tokens, "limits are filled in"
     return Subject(
         name=f"{model.name} on {device.name}",
         num_ranks=num_ranks,
         limits=RankLimits(
             num_blocks=memory.kv_tokens // BLOCK_TOKENS,
             block_tokens=BLOCK_TOKENS,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
             max_model_len=model.longest,
-            enable_prefix_caching=options.enable_prefix_caching,
-            target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
-            is_paced=device.is_cpu or options.target_itl_ms is not None,
+            enable_prefix_caching=engine.enable_prefix_caching,
+            target_itl_s=engine.target_itl_s,
+            is_paced=device.is_cpu or engine.target_itl_ms is not None,
         ),
         times=Roofline(
             model.costs,
@@ -106,22 +106,6 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         config=config,
         source=f"roofline of {device.name}",
     )
-
-
-def _limited(options: Options) -> Options:
-    """Fill in limits as a start does.
-
-    Raises:
-        OptionsError: A given limit contradicts the other one's default.
-    """
-    seqs, batched = DEFAULT_LIMITS[options.device]
-    filled = replace(
-        options,
-        max_num_seqs=options.max_num_seqs or seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or batched,
-    )
-    check_limits(filled.max_num_seqs, filled.max_num_batched_tokens)
-    return filled
 
 
 def redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
@@ -163,10 +147,11 @@ def from_service(
     times = fit(looks)
     served = asked.served
     options = options_from_keywords("demo", served, environment={})
+    engine = options.engine
     num_ranks = options.data_parallel_size or int(info["dp_size"])
-    batched = options.max_num_batched_tokens or int(info["chunked_prefill_size"])
-    seqs = options.max_num_seqs or int(info["max_running_requests"]) // num_served
-    longest = options.max_model_len or int(info["context_length"])
+    batched = engine.max_num_batched_tokens or int(info["chunked_prefill_size"])
+    seqs = engine.max_num_seqs or int(info["max_running_requests"]) // num_served
+    longest = engine.max_model_len or int(info["context_length"])
     block_tokens = int(info["page_size"] or BLOCK_TOKENS)
     return Subject(
         name=f"{info['served_model_name']} at {client.url}",
@@ -177,13 +162,13 @@ def from_service(
             max_num_seqs=seqs,
             max_num_batched_tokens=max(batched, seqs),
             max_model_len=longest,
-            enable_prefix_caching=options.enable_prefix_caching,
-            target_itl_s=None if options.target_itl_ms is None else options.target_itl_ms / 1000,
-            is_paced=info["device"] == "cpu" or options.target_itl_ms is not None,
+            enable_prefix_caching=engine.enable_prefix_caching,
+            target_itl_s=engine.target_itl_s,
+            is_paced=info["device"] == "cpu" or engine.target_itl_ms is not None,
         ),
         times=times,
         experts=ExpertModel(int(load["num_layers"]), int(load["num_experts"]), 1, 1 << 20),
-        config=options.eplb_config,
+        config=engine.eplb_config,
         source=times.describe(),
     )
 

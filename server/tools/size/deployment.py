@@ -6,7 +6,7 @@ Replicas with tensor parallelism, which WideEP does not support, are judged by t
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -160,10 +160,10 @@ class Sizing:
         times = Roofline(
             self._model.costs, self._share_of(num_ranks), self._engine, slots_per_rank=memory.slots_per_rank
         )
-        assert options.max_num_batched_tokens, "limits are filled in"
+        assert options.engine.max_num_batched_tokens, "limits are filled in"
         expected = estimate(
             times, work, num_ranks=num_ranks, balance=balance, max_running=room,
-            max_batched_tokens=options.max_num_batched_tokens,
+            max_batched_tokens=options.engine.max_num_batched_tokens,
         )  # fmt: skip
         return Deployment(
             num_ranks=num_ranks, options=options, memory=memory, work=work, balance=balance, expected=expected
@@ -255,7 +255,7 @@ class Sizing:
                 costs.cut(ways), self._share_of(num_ranks), self._engine, slots_per_rank=costs.num_experts,
                 reducing=ways,
             )  # fmt: skip
-            sizes = [each.max_num_batched_tokens or 1 for each in self._step_sizes(num_ranks)]
+            sizes = [each.engine.max_num_batched_tokens or 1 for each in self._step_sizes(num_ranks)]
             tried = [
                 estimate(times, work, num_ranks=1, balance=1.0, max_running=room, max_batched_tokens=size)
                 for size in sizes
@@ -269,8 +269,8 @@ class Sizing:
     def _replica_room(self, ways: int, chosen: Deployment) -> int:
         local_ranks = min(chosen.num_ranks, self._device.node_ranks)
         tokens = replica_tokens(self._model, self._device, chosen.options, ways, local_ranks=local_ranks)
-        assert chosen.options.max_num_seqs, "limits are filled in"
-        return min(tokens // chosen.work.context_tokens, chosen.options.max_num_seqs * ways)
+        assert chosen.options.engine.max_num_seqs, "limits are filled in"
+        return min(tokens // chosen.work.context_tokens, chosen.options.engine.max_num_seqs * ways)
 
     def _coarse_candidates(self) -> Iterator[int]:
         """Yield powers of two in a node, then numbers of nodes: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
@@ -284,26 +284,27 @@ class Sizing:
     def _step_sizes(self, num_ranks: int) -> Iterator[Options]:
         """Fill in limits: room for at least all users, and steps of the default size and smaller, or the given limits."""
         options = self._options
+        engine = options.engine
         seqs, batched = DEFAULT_LIMITS[options.device]
         if self._asked.users is not None:
             seqs = max(seqs, math.ceil(self._asked.users / num_ranks))
-        seqs = options.max_num_seqs or min(seqs, options.max_num_batched_tokens or batched)
-        largest = options.max_num_batched_tokens or max(batched, seqs)
+        seqs = engine.max_num_seqs or min(seqs, engine.max_num_batched_tokens or batched)
+        largest = engine.max_num_batched_tokens or max(batched, seqs)
         sizes = [largest]
-        while options.max_num_batched_tokens is None and sizes[-1] // 2 >= 2 * seqs:
+        while engine.max_num_batched_tokens is None and sizes[-1] // 2 >= 2 * seqs:
             sizes.append(sizes[-1] // 2)
         for size in sizes:
-            yield replace(options, max_num_seqs=seqs, max_num_batched_tokens=size)
+            yield options.with_engine(max_num_seqs=seqs, max_num_batched_tokens=size)
 
     def _room(self, memory: RankMemory, options: Options) -> int:
         """Return the number of requests of the given length that a rank runs at once."""
-        assert options.max_num_seqs, "limits are filled in"
+        assert options.engine.max_num_seqs, "limits are filled in"
         blocks = (
             memory.kv_tokens
             // BLOCK_TOKENS
             // math.ceil((self._asked.input_tokens + self._asked.output_tokens) / BLOCK_TOKENS)
         )
-        room = min(options.max_num_seqs, blocks)
+        room = min(options.engine.max_num_seqs, blocks)
         return min(room, memory.num_states // STATES_OF_ONE) if memory.num_states else room
 
     def _why_not(self, tried: list[Deployment]) -> str:

@@ -59,7 +59,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     total = device.memory_bytes // (local_ranks if device.is_cpu else 1)
     buffers = 0 if device.is_cpu else WORKSPACE_BYTES + gpu_attention_bytes(options, heads_of(model))
     try:
-        kv_bytes = options.kv_cache_bytes or _default_kv_bytes(
+        kv_bytes = options.engine.kv_cache_bytes or _default_kv_bytes(
             model, device, options, weights, experts.spare, local_ranks
         )
         size = _cache_size(model, device, options, kv_bytes)
@@ -110,15 +110,15 @@ def _default_kv_bytes(
 
 
 def _cache_size(model: ReadModel, device: Device, options: Options, kv_bytes: int) -> CacheSize:
-    assert options.max_num_seqs, "limits are filled in"
-    speculative = options.speculative
+    engine = options.engine
+    assert engine.max_num_seqs, "limits are filled in"
     return cache_size(
         model.shapes,
         kv_cache_bytes=kv_bytes,
         max_model_len=model.longest,
-        max_num_seqs=options.max_num_seqs,
-        has_snapshots=options.enable_prefix_caching and options.mamba_cache_mode != "none",
-        num_drafts=speculative.num_drafts if speculative else 0,
+        max_num_seqs=engine.max_num_seqs,
+        has_snapshots=engine.keeps_snapshots,
+        num_drafts=engine.num_drafts,
         token_bytes=lambda shape: token_bytes(shape, device),
     )
 
@@ -135,7 +135,7 @@ def replica_tokens(model: ReadModel, device: Device, options: Options, ways: int
     share = options.gpu_memory_utilization or GPU_SHARE
     free = device.memory_bytes // local_ranks if device.is_cpu else int(device.memory_bytes * share)
     left = free - cut.shared_bytes - cut.all_experts_bytes - (0 if device.is_cpu else WORKSPACE_BYTES)
-    left = min(left, options.kv_cache_bytes or left)
+    left = min(left, options.engine.kv_cache_bytes or left)
     number_bytes = 4 if device.is_cpu else 2
     per_token = sum(
         count * (each.cached_numbers + each.index_numbers) * number_bytes for count, each in cut.layers

@@ -38,8 +38,8 @@ def size_json(sized: Sized, asked: SizeOptions) -> dict[str, Any]:
     return {
         **sized.to_json(),
         "misses": sized.chosen.misses(asked),
-        "max_num_seqs": sized.chosen.options.max_num_seqs,
-        "max_num_batched_tokens": sized.chosen.options.max_num_batched_tokens,
+        "max_num_seqs": sized.chosen.options.engine.max_num_seqs,
+        "max_num_batched_tokens": sized.chosen.options.engine.max_num_batched_tokens,
         "command": _command(sized),
         "assumed": list(_assumptions(sized)),
     }
@@ -205,20 +205,21 @@ def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str
 def _command(sized: Sized) -> str:
     chosen, device = sized.chosen, sized.device
     options = chosen.options
+    engine = options.engine
     flags = [
         "--device", "cpu" if device.is_cpu else "cuda", "--max-model-len", str(sized.model.longest),
-        "--max-num-seqs", str(options.max_num_seqs), "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+        "--max-num-seqs", str(engine.max_num_seqs), "--max-num-batched-tokens", str(engine.max_num_batched_tokens),
     ]  # fmt: skip
     if options.enable_eplb:
         flags.append("--enable-eplb")
     usual = asdict(EplbConfig())
-    if given := {name: value for name, value in asdict(options.eplb_config).items() if value != usual[name]}:
+    if given := {name: value for name, value in asdict(engine.eplb_config).items() if value != usual[name]}:
         flags += ["--eplb-config", json.dumps(given)]
     for name, value in (
-        ("--dtype", None if options.dtype == "auto" else options.dtype),
-        ("--quantization", options.quantization),
-        ("--mamba-cache-mode", options.mamba_cache_mode),
-        ("--kv-cache-memory", options.kv_cache_bytes),
+        ("--dtype", None if engine.dtype == "auto" else engine.dtype),
+        ("--quantization", engine.quantization),
+        ("--mamba-cache-mode", engine.mamba_cache_mode),
+        ("--kv-cache-memory", engine.kv_cache_bytes),
         ("--gpu-memory-utilization", options.gpu_memory_utilization),
     ):
         if value is not None:
@@ -249,7 +250,7 @@ def _assumptions(sized: Sized) -> Iterator[str]:
         yield (
             f"a message takes {1e6 * shares.link_latency_s:.0f} us by links, {1e6 * shares.network_latency_s:.0f} us by the network"
         )
-    if chosen.options.kv_cache_bytes is None:
+    if chosen.options.engine.kv_cache_bytes is None:
         share = chosen.options.gpu_memory_utilization or (KV_SHARE if device.is_cpu else GPU_SHARE)
         what = "the KV cache" if device.is_cpu else "weights, buffers and the KV cache"
         yield f"{share:.0%} of the memory is for {what} (--gpu-memory-utilization)"

@@ -56,8 +56,8 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
         args.model,
         on_gpu=not device.is_cpu,
         float_bytes=float_bytes(options),
-        max_model_len=options.max_model_len,
-        quantization=options.quantization,
+        max_model_len=options.engine.max_model_len,
+        quantization=options.engine.quantization,
     )
     sizing = Sizing(model, device, options, asked)
     has_target = asked.tpot_s is not None or asked.ttft_s is not None

@@ -97,7 +97,7 @@ def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) 
     counters.clear()
     name = f"counting_{directory.name}"  # a name can be used once per process
     register_backend(counting, name=name)
-    found = answer(directory, sequences, compiler=name)
+    found = answer(directory, sequences, enable_torch_compile=True, compiler=name)
     called = (
         str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"
     )

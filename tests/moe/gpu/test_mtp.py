@@ -62,6 +62,7 @@ def compiled(directory: Path) -> str:
         kv_cache_bytes=1 << 20,
         device="interpreter",
         batch_invariant=False,
+        enable_torch_compile=True,
         compiler="eager",
     )
     Skeleton(directory, backend_of(config))

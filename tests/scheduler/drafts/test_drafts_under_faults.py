@@ -80,7 +80,7 @@ def lose_and_regain(
         wanted,
         at_first=9,
         dooms={1: doom},
-        speculative=parse_speculative_config(given),
+        speculative_config=parse_speculative_config(given),
         prepare=partial(always_draft, known, [0, 0]),
         **settings,
     ) as crew:
@@ -144,7 +144,7 @@ def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Pat
         3,
         wanted,
         dooms={1: Doom(is_stuck=True, layer=OWN_LAYER)},
-        speculative=parse_speculative_config(MTP),
+        speculative_config=parse_speculative_config(MTP),
         prepare=partial(always_draft, None, [0, 0]),
         **settings,
     ) as crew:
@@ -160,14 +160,16 @@ def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Pat
 def moving(directory: Path, given: str, known: Answers | None, count: int) -> tuple[MovedRank, bool, int]:
     """Serve with drafts while experts move, also those of drafting layers. Return also whether slots hold their experts."""
     speculative = parse_speculative_config(given)
-    built = build_with_copies(directory, 6, speculative=speculative)
+    built = build_with_copies(directory, 6, speculative_config=speculative)
     counts = [0, 0]
     always_draft(known, counts, built)
     start = built.relocation.placement
     wanted = targets(start, count)
     assert all((each.local(dist.get_rank())[-1] != start.local(dist.get_rank())[-1]).any() for each in wanted)
     moved = Moves(built, wanted).serve(own_share(requests(8, 40)), own_share(requests(8, 40)))
-    expected = fresh_digests(directory, built.relocation.placement, dist.get_rank(), speculative=speculative)
+    expected = fresh_digests(
+        directory, built.relocation.placement, dist.get_rank(), speculative_config=speculative
+    )
     is_whole = all(
         want is None or have == want
         for wants, haves in zip(expected, slot_digests(built), strict=True)
@@ -193,7 +195,7 @@ def test_drafts_while_experts_move_change_no_bit(foreseen: Path, method: str, po
 
 def waking(directory: Path, given: str) -> tuple[Answers, int]:
     """Serve waves of requests. Ranks sleep between waves, and one has no request in two of them."""
-    built = build(directory, max_model_len=320, speculative=parse_speculative_config(given))
+    built = build(directory, max_model_len=320, speculative_config=parse_speculative_config(given))
     counts = [0, 0]
     always_draft(None, counts, built)
     wanted, rank = requests(9, 30), dist.get_rank()
@@ -228,7 +230,7 @@ def test_an_abort_while_a_step_with_drafts_is_broken_off_ends_that_request_alone
         foreseen,
         3,
         dooms={1: doom},
-        speculative=parse_speculative_config(MTP),
+        speculative_config=parse_speculative_config(MTP),
         prepare=partial(always_draft, None, [0, 0]),
     ) as crew:
         for rank in range(3):
@@ -248,7 +250,7 @@ def test_an_abort_while_a_step_with_drafts_is_broken_off_ends_that_request_alone
 def test_a_deadline_or_an_abort_amid_drafts_leaves_what_was_delivered(
     foreseen: Path, plain_foreseen: Answers
 ) -> None:
-    built = build(foreseen, max_model_len=320, speculative=parse_speculative_config(MTP))
+    built = build(foreseen, max_model_len=320, speculative_config=parse_speculative_config(MTP))
     always_draft(None, [0, 0], built)
     steps = itertools.count()
     built.engine._clock = lambda: float(next(steps))
@@ -284,7 +286,9 @@ def test_drafts_end_where_the_context_or_max_tokens_does(foreseen: Path, max_mod
     ]
     expected = collect(serve(build(foreseen, max_model_len=max_model_len), wanted).outputs)
     for given, known in ((MTP, None), (SUFFIX, expected), (NGRAM, None)):
-        built = build(foreseen, max_model_len=max_model_len, speculative=parse_speculative_config(given))
+        built = build(
+            foreseen, max_model_len=max_model_len, speculative_config=parse_speculative_config(given)
+        )
         always_draft(known, [0, 0], built)
         assert collect(serve(built, wanted).outputs) == expected
         assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks

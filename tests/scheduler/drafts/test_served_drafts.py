@@ -95,7 +95,9 @@ def drafted(
     counts = [0, 0]
     speculative = parse_speculative_config(given)
     prepare = partial(always_draft, known, counts)
-    return answers_of(directory, False, rounds, prepare=prepare, speculative=speculative, **settings), counts
+    return answers_of(
+        directory, False, rounds, prepare=prepare, speculative_config=speculative, **settings
+    ), counts
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -156,7 +158,7 @@ def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answer
 
         built.runner.run = wrong  # type: ignore[method-assign, assignment]
 
-    assert answers_of(directory, False, 1, prepare=accept_one, speculative=speculative) != alone
+    assert answers_of(directory, False, 1, prepare=accept_one, speculative_config=speculative) != alone
     assert num_wrong == 1
 
 
@@ -212,7 +214,7 @@ def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Pa
         for at in range(5)
     ]
     alone = collect(serve(build(directory, max_model_len=160), *[[each] for each in wanted]).outputs)
-    built = build(directory, max_model_len=160, speculative=parse_speculative_config(MTP))
+    built = build(directory, max_model_len=160, speculative_config=parse_speculative_config(MTP))
     always_draft(None, counts := [0, 0], built)
     occupied = occupy(built, leaving=12)
     assert collect(serve(built, wanted).outputs) == alone

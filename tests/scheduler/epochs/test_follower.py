@@ -157,7 +157,9 @@ def test_an_engine_waits_longer_for_an_order_than_the_front_does_for_ranks(
 
     monkeypatch.setattr(Orders, "wait", wait)
     write_checkpoint("mixtral", tmp_path)
-    config = EngineConfig(directory=tmp_path, kv_cache_bytes=8 << 20, recovery_timeout_s=recovery_timeout_s)
+    config = EngineConfig(
+        directory=tmp_path, kv_cache_bytes=8 << 20, rank_recovery_timeout_s=recovery_timeout_s
+    )
     engine = assemble(config, WaveDoorbell(), store=HashStore(), is_joining=True).engine
     with pytest.raises(MembershipError):
         engine.run(lambda _outputs, _stats: None)

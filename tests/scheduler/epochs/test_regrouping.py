@@ -258,7 +258,7 @@ def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_not_waited_for_once_it_is_left_out(checkpoint: Path) -> None:
     """Neither a collective's timeout nor the end of its process is needed: the order leaves it out."""
-    with serving(checkpoint, 3, requests(0, 6), all2all_backend="shm", timeout_s=60.0) as crew:
+    with serving(checkpoint, 3, requests(0, 6), all2all_backend="shm", distributed_timeout_s=60.0) as crew:
         crew.until(crew.has_begun)
         os.kill(crew.processes[1].pid, signal.SIGSTOP)
         begun_s = time.monotonic()
@@ -272,7 +272,7 @@ def test_a_rank_that_is_stopped_is_not_waited_for_once_it_is_left_out(checkpoint
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_a_fault_once_the_time_is_out(checkpoint: Path) -> None:
-    with serving(checkpoint, 3, requests(0, 6, max_tokens=100), timeout_s=3.0) as crew:
+    with serving(checkpoint, 3, requests(0, 6, max_tokens=100), distributed_timeout_s=3.0) as crew:
         crew.until(crew.has_begun)
         os.kill(crew.processes[1].pid, signal.SIGSTOP)
         crew.until(lambda: {rank for rank, _ in crew.faults} == {0, 2})
@@ -287,7 +287,7 @@ def test_experts_that_are_on_the_move_when_an_epoch_ends_stay_and_move_in_a_late
 ) -> None:
     wanted = requests(0, 18, max_tokens=120)
     eplb = EplbConfig(num_redundant_experts=10, max_bytes_per_step=1 << 14)
-    with serving(checkpoint, 3, wanted, at_first=9, eplb=eplb) as crew:
+    with serving(checkpoint, 3, wanted, at_first=9, eplb_config=eplb) as crew:
         assert crew.home is not None
         moved, again = targets(crew.home, 2)
         crew.move(moved.with_version(1))

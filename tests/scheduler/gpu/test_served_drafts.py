@@ -39,7 +39,7 @@ def answers(
     """Serve all requests together. Return also the numbers of accepted and proposed drafts."""
     counts = [0, 0]
     speculative = parse_speculative_config(given) if given else None
-    built = build_interpreted(directory, speculative=speculative, batch_invariant=True, **settings)
+    built = build_interpreted(directory, speculative_config=speculative, batch_invariant=True, **settings)
     if given is not None:
         always_draft(known, counts, built)
     found = collect(serve(built, requests()).outputs)

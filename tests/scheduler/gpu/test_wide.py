@@ -35,7 +35,9 @@ def pair() -> Iterator[RankPool]:
 def tokens_served(
     directory: Path, prompts: list[list[int]], backend: str, compiler: str
 ) -> tuple[dict[str, list[int]], str]:
-    built = build_interpreted(directory, all2all_backend=backend, compiler=compiler)
+    built = build_interpreted(
+        directory, all2all_backend=backend, enable_torch_compile=bool(compiler), compiler=compiler
+    )
     asked = [request(str(index), prompt, max_tokens=4) for index, prompt in enumerate(prompts)]
     served = serve(built, own_share(asked)).token_ids
     return served, built.wire

@@ -283,7 +283,7 @@ def test_a_bug_beside_transfers_leaves_the_channel_as_it_is(pool_of: PoolOf) -> 
 
 def dying(directory: Path) -> tuple[str, bool, list[tuple[int, MoveState]]]:
     """Serve and start a move in which rank 1 dies. The survivor reports the state of its slots and placement."""
-    built = build_with_copies(directory, 6, timeout_s=5.0)
+    built = build_with_copies(directory, 6, distributed_timeout_s=5.0)
     before, start = slot_digests(built), built.relocation.placement
     received = count(1)
 

@@ -20,10 +20,9 @@ from scheduler.policy.speculative import Method, SpeculativeConfigError, parse_s
         ),
     ],
 )
-def test_vllms_keys_are_read_and_written(given: str, method: Method, num_drafts: int) -> None:
+def test_vllms_keys_are_read(given: str, method: Method, num_drafts: int) -> None:
     read = parse_speculative_config(given)
     assert (read.method, read.num_drafts) == (method, num_drafts)
-    assert parse_speculative_config(read.as_json()) == read
 
 
 def test_one_lookup_length_stands_for_both() -> None:

@@ -15,7 +15,7 @@ NEARLY_RIGHT = 0.002  # scale of layer outputs: nearly all drafts are right if t
 def test_the_last_of_three_layers_drafts_as_well_as_the_first(tmp_path: Path) -> None:
     """Also after a step in which a sequence had one row."""
     write_mtp_checkpoint("mimo_v2_flash", tmp_path, num_layers=3, change=partial(foresee, share=NEARLY_RIGHT))
-    built = build(tmp_path, max_model_len=160, speculative=parse_speculative_config(MTP))
+    built = build(tmp_path, max_model_len=160, speculative_config=parse_speculative_config(MTP))
     always_draft(None, [0, 0], built)
     wanted = [request(str(at), range(3 + at, 3 + at + at % 5 + 1), max_tokens=4 + at) for at in range(12)]
     serve(built, wanted)

@@ -36,7 +36,7 @@ def test_nodes_of_gpus_are_refused_with_what_to_give() -> None:
 def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
     settings: dict[str, Any], problem: str
 ) -> None:
-    asked = {"world_size": 2, "enforce_eager": True, "compiler": "inductor", **settings}
+    asked = {"world_size": 2, "enforce_eager": True, "enable_torch_compile": True, **settings}
     config = EngineConfig(directory=Path(), kv_cache_bytes=0, **asked)
     with pytest.raises(ConfigError, match=f"--enable-torch-compile .*{problem}"):
         check_compiler(config)

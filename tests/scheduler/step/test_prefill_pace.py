@@ -145,7 +145,7 @@ def test_all_keep_to_the_least_budget_while_anybody_decodes() -> None:
 
 def steps_and_tokens(directory: Path, target_s: float) -> tuple[list[int], dict[str, list[int]]]:
     """Serve a stream and a long prompt together, after both kinds of steps. Return the steps of the second wave."""
-    built = build(directory, max_model_len=512, max_num_batched_tokens=256, target_itl_s=target_s)
+    built = build(directory, max_model_len=512, max_num_batched_tokens=256, target_itl_ms=1000 * target_s)
     first = [request("warm", range(3, 40), max_tokens=6)]
     second = [request("stream", [7, 8], max_tokens=30), request("long", [9] * 420, max_tokens=4)]
     served = serve(built, first, second)

@@ -44,7 +44,9 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
         runner.make_drafts(NO_BATCH, 0, 0, wait_cause=cause)
         waits_s = dict(zip(WAIT_CAUSES, runner.figures.wait_causes_s.tolist(), strict=True))
         waited = {name: wait_s * 1e9 for name, wait_s in waits_s.items() if wait_s}
-        assert waited == pytest.approx({name: times * ns for name, ns in expected.items()}), "it must be a counter"
+        assert waited == pytest.approx({name: times * ns for name, ns in expected.items()}), (
+            "it must be a counter"
+        )
 
 
 def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,11 @@ def served_with(
     """Serve this rank's share. Return the answers and the number of accepted drafts."""
     speculative = parse_speculative_config(config) if config else None
     built = build(
-        directory, load_vocabulary=lambda: BYTES, max_model_len=160, speculative=speculative, **settings
+        directory,
+        load_vocabulary=lambda: BYTES,
+        max_model_len=160,
+        speculative_config=speculative,
+        **settings,
     )
     if speculative is not None:
         drafter = drafter_of(built)

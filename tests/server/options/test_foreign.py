@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.policy.speculative import Method, SpeculativeConfig
 from server.options.flag import OptionsError
 from server.options.foreign.flags import ForeignFlag
 from server.options.foreign.sglang import SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
@@ -249,9 +250,9 @@ def test_a_file_of_options_stands_behind_the_command_line(tmp_path: Path) -> Non
         "served-model-name: [a, b]\neplb-config:\n  num_redundant_experts: 3\n-dp: 4\napi-key: null\n",
     )
     options, notes = taken("--port=1", flag)
-    assert (options.model, options.port, options.max_model_len) == ("m", 1, 8192)
-    assert (options.enable_prefix_caching, options.served_model_names) == (False, ("a", "b"))
-    assert (options.eplb_config.num_redundant_experts, options.data_parallel_size) == (3, 4)
+    assert (options.model, options.port, options.engine.max_model_len) == ("m", 1, 8192)
+    assert (options.engine.enable_prefix_caching, options.served_model_names) == (False, ("a", "b"))
+    assert (options.engine.eplb_config.num_redundant_experts, options.data_parallel_size) == (3, 4)
     assert [note.partition(" has no effect")[0] for note in notes] == ["--tensor-parallel-size 1"]
 
 
@@ -296,7 +297,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
 )
 def test_drafts_may_be_asked_for_in_other_words(words: list[str]) -> None:
     options, _ = taken(*words)
-    assert options.speculative_config == '{"method": "mtp", "num_speculative_tokens": 3}'
+    assert options.engine.speculative_config == SpeculativeConfig(method=Method.MTP, num_drafts=3)
 
 
 @pytest.mark.parametrize(

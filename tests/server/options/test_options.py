@@ -2,7 +2,7 @@
 
 import argparse
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.policy.config import DispatchMode, EngineSettings
 from server.options.flag import OptionsError, size
 from server.options.reading import (
     add_options,
@@ -45,10 +46,18 @@ def test_a_flag_and_a_keyword_belong_to_one_option() -> None:
 def test_defaults_are_those_of_the_design() -> None:
     options = parse()
     assert (options.model, options.host, options.port) == ("demo", "127.0.0.1", 8000)
-    assert (options.max_num_seqs, options.max_num_batched_tokens) == (None, None), "the device decides"
-    assert (options.device, options.enforce_eager) == ("auto", False)
+    assert (options.engine.max_num_seqs, options.engine.max_num_batched_tokens) == (None, None), (
+        "the device decides"
+    )
+    assert (options.device, options.engine.enforce_eager) == ("auto", False)
     assert options.served_model_names == ("demo",)
-    assert options.enable_prefix_caching
+    assert options.engine.enable_prefix_caching
+
+
+def test_every_setting_of_an_engine_has_a_flag_with_its_default() -> None:
+    defaults = {option.path[1]: option.flag.default for option in OPTIONS if option.path[:1] == ("engine",)}
+    assert EngineSettings(**defaults) == EngineSettings()
+    assert set(defaults) == {field.name for field in fields(EngineSettings)}
 
 
 def test_what_is_handed_on_is_the_same_options() -> None:
@@ -83,6 +92,8 @@ def test_what_is_handed_on_is_the_same_options() -> None:
             "--device=cuda",
             "--enforce-eager",
             "--enable-torch-compile",
+            "--dispatch-mode=low_latency",
+            '--speculative-config={"method": "suffix"}',
             "--batch-invariant",
             "--enable-eplb",
             '--eplb-config={"num_redundant_experts": 3, "horizon_s": 1.5}',
@@ -114,7 +125,9 @@ def test_what_is_handed_on_is_the_same_options() -> None:
     assert options.log == LogOptions(
         format="json", level="debug", requests=True, access=False, quiet_paths=()
     )
-    assert parse(*handed_on(options), environment=environment_from(options)) == options
+    handed = parse(*handed_on(options), environment=environment_from(options))
+    assert handed == options
+    assert handed.engine.dispatch_mode is DispatchMode.LOW_LATENCY
     assert options.served_model_names == ("a", "b c", "-dash")
 
 

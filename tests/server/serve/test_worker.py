@@ -40,10 +40,10 @@ def start_worker(model: Path, environment: Mapping[str, str], *flags: str) -> Se
     return Service(model.parent, ["worker", str(model), "--port=0", *flags], environment)
 
 
-def options_of(child: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a fake child received."""
-    options: dict[str, Any] = json.loads(child["argv"][child["argv"].index("--options") + 1])
-    return options
+def engine_settings_of(child: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the engine among the options that a fake child received."""
+    settings: dict[str, Any] = json.loads(child["argv"][child["argv"].index("--options") + 1])["engine"]
+    return settings
 
 
 def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -> None:
@@ -53,8 +53,8 @@ def test_rank_0_starts_the_front_and_tells_its_engine_the_address(model: Path) -
         assert json.loads(engine["env"]["WIDEEP_FRONT"])["token"] == "t"
         assert engine["env"]["OMP_NUM_THREADS"] == "3"
         assert engine["env"]["WIDEEP_API_KEY"] == "secret from-environment"
-        options = options_of(engine)
-        assert (options["threads"], options["max_num_seqs"]) == (3, 7)
+        settings = engine_settings_of(engine)
+        assert (settings["threads"], settings["max_num_seqs"]) == (3, 7)
         assert "secret" not in " ".join(engine["argv"] + front["argv"])
         assert "--ranks 2" in " ".join(front["argv"])
         assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
@@ -157,7 +157,7 @@ def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
         os.kill(victim["pid"], signal.SIGKILL)
         successor = service.facts_after("engine-0", restarts=1)
         assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
-        assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
+        assert engine_settings_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
         service.wait_for_output("rank 0 serves again, after ")
         killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
         [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
@@ -190,7 +190,9 @@ def test_the_copy_that_an_engine_leaves_takes_its_place_and_leaves_the_next(mode
             os.kill(seen[-2], signal.SIGKILL)
             successor = service.facts_after("engine-0", restarts)
             assert successor["pid"] == seen[-1], "it was started before"
-            assert options_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
+            assert engine_settings_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, (
+                "the first engine's size"
+            )
             assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
             wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
         last = only_copy(service)

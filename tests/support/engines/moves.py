@@ -79,7 +79,7 @@ def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> 
     eplb = EplbConfig(
         num_redundant_experts=redundant, max_bytes_per_step=settings.pop("max_bytes_per_step", 1 << 20)
     )
-    return build(directory, eplb=eplb, max_model_len=160, **settings)
+    return build(directory, eplb_config=eplb, max_model_len=160, **settings)
 
 
 class Moves:

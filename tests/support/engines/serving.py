@@ -68,7 +68,12 @@ def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, *
     doorbell = WaveDoorbell()
     built = assemble(
         EngineConfig(
-            **{"directory": directory, "kv_cache_bytes": 8 << 20, "timeout_s": PATIENCE_S, **settings}
+            **{
+                "directory": directory,
+                "kv_cache_bytes": 8 << 20,
+                "distributed_timeout_s": PATIENCE_S,
+                **settings,
+            }
         ),
         doorbell,
         load_vocabulary=load_vocabulary,

@@ -98,7 +98,7 @@ def open_drafting(directory: Path, *, device: str = "cpu", slots: int = 0) -> Dr
     skeleton = Skeleton(directory, backend, has_mtp=True)
     group, _ = open_groups(config)
     placement = start_placement(
-        len(skeleton.experts), skeleton.num_experts, config.world_size, eplb=config.eplb, hosts=hosts_of(group), file=None
+        len(skeleton.experts), skeleton.num_experts, config.world_size, eplb=config.eplb_config, hosts=hosts_of(group), file=None
     )  # fmt: skip
     if slots:
         placement = random_placement(

@@ -74,7 +74,7 @@ def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ran
     ) as early:
         check_start(options, num_ranks=num_ranks, num_local_ranks=num_ranks, has_front=False)
     with pytest.raises(ConfigError) as late:
-        start_placement(1, 4, num_ranks, eplb=options.eplb_config, hosts=("a",) * num_ranks, file=None)
+        start_placement(1, 4, num_ranks, eplb=options.engine.eplb_config, hosts=("a",) * num_ranks, file=None)
     assert str(early.value) == f"--eplb-config: {late.value}"
 
 

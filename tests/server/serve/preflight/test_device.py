@@ -223,7 +223,7 @@ def test_limits_that_nobody_said_follow_from_the_device(
 ) -> None:
     device = choose_device(name, found)
     filled = on_device(options(**said), device, num_local_ranks=1)
-    assert (filled.max_num_seqs, filled.max_num_batched_tokens) == limits
+    assert (filled.engine.max_num_seqs, filled.engine.max_num_batched_tokens) == limits
     assert filled.device == name
 
 

@@ -1,7 +1,6 @@
 """The memory that ranks need, from the headers of files, and the machine's memory, including containers' limits."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,7 @@ def test_words_of_four_bits_and_their_scales_are_counted_as_they_are(tmp_path: P
 
 
 def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Path) -> None:
-    options = replace(options_for(tmp_path), kv_cache_bytes=1 << 30)
+    options = options_for(tmp_path).with_engine(kv_cache_bytes=1 << 30)
     weights = WeightBytes(shared=2 << 30, experts=8 << 30, expert_layers=8)
     experts = rank_experts(weights, {"num_experts": 16}, options, 4)
     assert experts == (4, 2 << 30, 1 << 28), "four of sixteen experts: of all layers, and of one of the eight"
@@ -131,7 +130,7 @@ def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) ->
 
 
 def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> None:
-    options = replace(options_for(tmp_path), max_num_seqs=256)
+    options = options_for(tmp_path).with_engine(max_num_seqs=256)
     deepseek = {
         "num_attention_heads": 128,
         "kv_lora_rank": 512,
@@ -153,7 +152,7 @@ def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(
         json.dumps({**{k: v for k, v in CONFIG.items() if k != "head_dim"}, **plain})
     )
-    assert attention_heads(replace(options, max_model_len=1000)) == (32, (128,), False, False, 1000)
+    assert attention_heads(options.with_engine(max_model_len=1000)) == (32, (128,), False, False, 1000)
 
 
 def test_layers_past_the_models_last_are_not_counted(tmp_path: Path) -> None:

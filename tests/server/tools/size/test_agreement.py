@@ -63,7 +63,7 @@ def _options(directory: Path, **more: Any) -> Options:
 
 def _read(path: Path, options: Options) -> ReadModel:
     return read_model(
-        path, on_gpu=False, float_bytes=float_bytes(options), max_model_len=options.max_model_len
+        path, on_gpu=False, float_bytes=float_bytes(options), max_model_len=options.engine.max_model_len
     )
 
 
