@@ -121,7 +121,7 @@ def test_with_several_owners_each_leaves_numbers_of_files_for_others(tmp_path: P
     add(files, owner="a")
     add(files, owner="a")
     with pytest.raises(
-        ApiError, match="2 files are stored, 2 of them yours; this server stores up to 4, and one API key"
+        ApiError, match="2 files are stored, 2 of them yours; this server stores up to 4, and each API key"
     ):
         add(files, owner="a")
     add(files, owner="b")
