@@ -217,7 +217,7 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
     except ValidationError as error:
         first = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"])
-        raise bad_request(f"{param} is wrong: {trouble_in(first)}.", param) from error
+        raise bad_request(f"{param} is invalid: {trouble_in(first)}.", param) from error
 
 
 def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:

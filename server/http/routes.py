@@ -166,4 +166,4 @@ def refusal(found: Mapping[str, Any], location: Sequence[Any]) -> ApiError:
     if found["type"] == "missing":
         return bad_request(f"{param or 'The body'} is missing.", param)
     seen = shorten(_QUOTE.repr(found.get("input")), _SEEN_CHARS)
-    return bad_request(f"{param or 'The body'} is wrong: {trouble_in(found)}; got {seen}.", param)
+    return bad_request(f"{param or 'The body'} is invalid: {trouble_in(found)}; got {seen}.", param)

@@ -101,7 +101,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--seed", default="0", metavar="N", help="seed of all random numbers (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_flags(parser, SERVED_OPTIONS, {})
+    add_flags(
+        parser, SERVED_OPTIONS, {"data_parallel_size": 8, "eplb_config": "one redundant expert per rank"}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

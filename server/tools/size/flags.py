@@ -67,7 +67,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="same as --max-model-len",
     )
-    add_flags(parser, SERVED_OPTIONS, {})
+    add_flags(parser, SERVED_OPTIONS, {"data_parallel_size": "the fewest that fit or meet the targets"})
 
 
 def served_keywords(args: argparse.Namespace) -> Mapping[str, Any]:

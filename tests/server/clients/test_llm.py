@@ -98,7 +98,7 @@ def test_a_refusal_names_the_prompt_and_the_reason(front: FrontProcess) -> None:
     with pytest.raises(LLMError, match=r"prompt 1: .*maximum context length") as caught:
         ask(front, ["fine", "x" * 3000], SamplingParams())
     assert caught.value.status == 400
-    with pytest.raises(LLMError, match=r"prompt 0: temperature is wrong: .*; got -1"):
+    with pytest.raises(LLMError, match=r"prompt 0: temperature is invalid: .*; got -1"):
         ask(front, ["fine"], SamplingParams(temperature=-1))
 
 

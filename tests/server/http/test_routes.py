@@ -119,11 +119,11 @@ def test_parameters_of_path_and_query_come_too() -> None:
 @pytest.mark.parametrize(
     ("change", "status", "words"),
     [
-        ({"content": b'{"number": "many"}'}, 400, "number is wrong"),
+        ({"content": b'{"number": "many"}'}, 400, "number is invalid"),
         ({"content": b'{"number": }'}, 400, "The body is not valid JSON: Expecting value (character 11)."),
         ({"content": b"\xff\xfe{"}, 400, "cannot be read as JSON"),
         ({"content": b'{"number": ' + b"9" * 5000 + b"}"}, 400, "cannot be read as JSON: Exceeds the limit"),
-        ({"content": b"[1]"}, 400, "The body is wrong"),
+        ({"content": b"[1]"}, 400, "The body is invalid"),
         ({"content": b"{}"}, 400, "number is missing."),
         ({"content": b""}, 400, "The body is missing."),
         ({"content": b"null"}, 400, "The body is missing."),
