@@ -284,7 +284,7 @@ def test_a_wrong_interface_is_named_and_ends_its_node_s_start(machines: Machines
         ]
         for at in wrong:
             assert services[at].processes[0].wait(START_S) != 0
-            assert "GLOO_SOCKET_IFNAME is 'eth7' and there is no such interface" in services[at].output()
+            assert "GLOO_SOCKET_IFNAME is 'eth7', but there is no such interface" in services[at].output()
         for service in services:
             stop(service)
 
