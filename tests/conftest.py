@@ -28,11 +28,18 @@ os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("no deadline", deadline=None)  # load on the machine may delay code
-settings.load_profile("no deadline")
+# Load on the machine may delay code, so examples have no deadline.
+settings.register_profile("search", deadline=None)
+settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
 
 PoolOf = Callable[[int], RankPool]
 OnDevice = Callable[..., Any]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
+    is_fast = "not slow" in config.option.markexpr
+    settings.load_profile("same examples" if is_fast else "search")
 
 
 @pytest.fixture(scope="session")

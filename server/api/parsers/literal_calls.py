@@ -16,7 +16,7 @@ from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.literals import MAX_DEPTH, as_json, unescape, word_value
 from server.api.parsers.reader import NOTHING, MarkupParser, NoCall, Reading, decode_json
 
-_BEHIND_TEXT = re.compile(r"\s{0,64}[,)\]}:]")
+
 _CUT_NAME = re.compile(r"""[\w.:/"<|>-]{0,128}\s{0,16}""")
 _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
@@ -30,6 +30,7 @@ class CallForm:
     quotes: tuple[str, ...]
     has_escapes: bool  # in quoted text
     word: re.Pattern[str]  # a value without quotes
+    behind: re.Pattern[str]  # what follows a quoted text
 
 
 PYTHON = CallForm(
@@ -38,6 +39,7 @@ PYTHON = CallForm(
     quotes=('"', "'"),
     has_escapes=True,
     word=re.compile(r"[^\s,()\[\]{}<]+"),
+    behind=re.compile(r"\s{0,64}[,)\]}:]"),
 )
 GEMMA = CallForm(
     arguments=("{", "}"),
@@ -45,6 +47,7 @@ GEMMA = CallForm(
     quotes=('<|"|>', '"'),
     has_escapes=False,
     word=re.compile(r"[^,\[\]{}<]+"),
+    behind=re.compile(r"\s{0,64}[,\]}:]"),
 )
 
 
@@ -137,7 +140,7 @@ class LiteralCallParser(MarkupParser):
         def is_end(mark: str, _before: str, behind: str, is_all: bool) -> bool | None:
             if mark in escapes:
                 return False
-            if _BEHIND_TEXT.match(behind):
+            if self.form.behind.match(behind):
                 return True
             may_follow = len(behind) <= 64 and not behind.strip()
             return None if may_follow and not is_all else may_follow

@@ -88,6 +88,7 @@ QUOTES = [
     ("glm45", glm("a </tool_call> b"), {"body": "a </tool_call> b"}),
     ("glm45", glm("a </arg_value> <arg_key> b"), {"body": "a </arg_value> <arg_key> b"}),
     ("gemma4", '<|tool_call>call:save{body:<|"|>a <|"|> b}<|"|>}<tool_call|>', {"body": 'a <|"|> b}'}),
+    ("gemma4", '<|tool_call>call:save{body:<|"|><|"|>)<|"|>}<tool_call|>', {"body": '<|"|>)'}),
     ("lfm2", "<|tool_call_start|>[save(body='it's (a, b)')]<|tool_call_end|>", {"body": "it's (a, b)"}),
     ("hermes", hermes('{"body": "</tool_call> \\"}"}'), {"body": '</tool_call> "}'}),
 ]  # fmt: skip
