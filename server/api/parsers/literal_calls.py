@@ -16,7 +16,6 @@ from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.literals import MAX_DEPTH, as_json, unescape, word_value
 from server.api.parsers.reader import NOTHING, MarkupParser, NoCall, Reading, decode_json
 
-
 _CUT_NAME = re.compile(r"""[\w.:/"<|>-]{0,128}\s{0,16}""")
 _PAIRS = {"[": "]", "(": ")", "{": "}"}
 
