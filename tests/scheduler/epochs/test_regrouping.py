@@ -243,7 +243,7 @@ def test_requests_may_be_aborted_and_ranks_asked_to_stop_while_no_epoch_serves(c
 @pytest.mark.slow
 def test_a_rank_whose_step_is_stuck_is_found_by_its_heartbeats_and_the_others_go_on(checkpoint: Path) -> None:
     """No collective's timeout is needed: heartbeats show where ranks are, and that one of them waits for another."""
-    settings: dict[str, Any] = {"timeout_s": 500.0, "heartbeat_timeout_s": 0.4}
+    settings: dict[str, Any] = {"distributed_timeout_s": 500.0, "heartbeat_timeout_s": 0.4}
     wanted = requests(0, 3, max_tokens=220)  # long enough to measure the machine's pace
     with serving(checkpoint, 3, wanted, dooms={1: Doom(is_stuck=True)}, **settings) as crew:
         crew.until(lambda: bool(crew.suspects()), timeout_s=400.0)  # slow steps extend the allowed time
