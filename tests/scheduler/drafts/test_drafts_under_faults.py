@@ -137,7 +137,11 @@ def test_a_rank_lost_between_draft_and_verification_changes_no_bit(family: str, 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Path) -> None:
-    settings: dict[str, Any] = {"distributed_timeout_s": 500.0, "heartbeat_timeout_s": 0.4, "all2all_backend": "gloo"}
+    settings: dict[str, Any] = {
+        "distributed_timeout_s": 500.0,
+        "heartbeat_timeout_s": 0.4,
+        "all2all_backend": "gloo",
+    }
     wanted = requests(3, max_tokens=220)
     with serving(
         foreseen,
