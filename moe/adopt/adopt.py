@@ -38,7 +38,7 @@ class Candidate(NamedTuple):
     arguments: Callable[[], tuple[Tensor, ...]]  # called for each form, which may write into them
     tolerance: float  # absolute and relative; 0: bit-identical
     install: Callable[[], None]
-    # Candidates of one kind agree or disagree together, so only the first is tried. None: each is tried.
+    # Candidates of one kind agree or disagree together, so only the first is tried. None tries each.
     kind: Hashable = None
 
 

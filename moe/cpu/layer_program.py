@@ -73,7 +73,7 @@ class LayerRows(NamedTuple):
 
     places: Places
     before: Program  # rows up to the exchange of experts, or all rows
-    spread: SpreadExperts | None  # runs the exchange; None: `LayerProgram.ask_experts`, if it has experts
+    spread: SpreadExperts | None  # runs the exchange; None leaves it to `LayerProgram.ask_experts`
     after: Program | None  # rows from the experts' output, or a dense layer's whole feed-forward
 
 

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks, in programs. A layer's program is cut only where it waits for other ranks.
+"""Experts that are spread over ranks, in programs. A layer's program is cut only at its waits for other ranks.
 
 The kernel chooses slots and counts, like `expert_placement.choose` and `moe.load_counts`. Dispatch and combine are the
 passes of `dispatch.passes`. `moe.cpu.local_experts` does the same for a lone rank.

@@ -59,16 +59,16 @@ class EngineSettings:
     heartbeat_timeout_s: float = 2.0  # see `scheduler.epochs.heartbeat`; also for silent connections; 0: off
     eplb_config: EplbConfig = field(default=EplbConfig())  # redundant experts, nodes, pace of moves
     expert_placement: str | None = None  # file with the first placement
-    max_model_len: int | None = None  # tokens; None: the model's limit
+    max_model_len: int | None = None  # tokens; None is the model's limit
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    # Target time between two tokens while prompts run. None: see `scheduler.step.prefill_pace`.
+    # Target time between two tokens while prompts run. `scheduler.step.prefill_pace` sets it if None.
     target_itl_ms: float | None = None
     speculative_config: SpeculativeConfig | None = None  # None: no drafts
     rank_recovery_timeout_s: float = 600.0  # how long the front waits for a rank to return if no rank serves
     kv_cache_bytes: int | None = None  # per rank
     enable_prefix_caching: bool = True
-    mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None: align
+    mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align
 
     @property
     def target_itl_s(self) -> float | None:
@@ -106,7 +106,7 @@ class EngineConfig(EngineSettings):
     device: str = "cpu"  # see `scheduler.step.parts`
     load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     compiler: str = "inductor"  # backend of torch.compile
-    # Experts that may move to a rank at once; a GPU reserves memory for them. None: one layer's slots, or 0 if alone.
+    # Experts that may move to a rank at once; a GPU reserves memory for them. None is one layer's slots, or 0 if alone.
     num_spare: int | None = None
     epoch: int = 0
 

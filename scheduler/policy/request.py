@@ -54,7 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # > 0, over prompt and generated tokens (CTRL)
     seed: int = 0  # 64 bits; the front draws one if the user gives none, so that replays are equal
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids, unless they are ignored
-    num_logprobs: int | None = None  # n >= 0: of the chosen token and of the n most likely; None: no logprobs
+    num_logprobs: int | None = None  # of the chosen token and the n >= 0 most likely; None disables them
     structure: Structure | None = None  # required form of the answer
     logprob_token_ids: tuple[int, ...] = ()  # return logprobs of these ids instead of the most likely ones
     num_prompt_logprobs: int | None = None  # as num_logprobs, for every prompt token except the first
@@ -71,7 +71,7 @@ class Request:
     prompt_ids: tuple[int, ...]  # at least one
     params: SamplingParams
     arrival_s: float  # time.monotonic() on the receiving rank
-    deadline_s: float | None = None  # on the same clock; None: no deadline
+    deadline_s: float | None = None  # on the same clock; None sets no deadline
     replayed_ids: tuple[int, ...] = ()  # tokens that an earlier attempt already delivered
     key_id: str = ""  # digest of the client's API key; keys share the service fairly
     priority: int = 0  # lower runs first; for the order of equal ones see `scheduler.policy.roster`

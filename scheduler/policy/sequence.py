@@ -136,7 +136,7 @@ class Sequence:
     rules: TokenRules | None = None
     # Of prompt tokens from the second on, if requested, until they are delivered.
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
-    matcher: StructureMatcher | None = None  # has followed all generated tokens; None: no structure
+    matcher: StructureMatcher | None = None  # has followed all generated tokens; None without a structure
 
     @classmethod
     def from_request(cls, request: Request, matcher: StructureMatcher | None = None) -> "Sequence":

@@ -72,9 +72,9 @@ class Agreement(NamedTuple):
     decision: Decision
     # Most tokens of any rank in this step, which is dispatched in low-latency mode. 0: no limit.
     agreed_tokens: int = 0
-    switch_to: int | None = None  # the placement that serves from this step on; None: no change
+    switch_to: int | None = None  # the placement that serves from this step on; None keeps the present one
     has_prefill: bool = False  # some rank announced prompt tokens
-    prefill_budget: int | None = None  # most prompt tokens that a rank may run; None: no limit
+    prefill_budget: int | None = None  # most prompt tokens that a rank may run; None sets no limit
     draft_depth: int = 0  # drafts that all ranks make after the step: the maximum over ranks
     others_prefill: int = 0  # most prompt tokens that another rank announced
     # If this rank waits before its experts get rows, the cause; one of WAIT_CAUSES.

@@ -22,7 +22,7 @@ class PrefillPace:
     """One rank's estimate. Times are in seconds."""
 
     def __init__(self, target_s: float | None, *, is_limited: bool = True) -> None:
-        """`target_s`: time between two tokens; None: DECODE_STEPS measured steps. `is_limited`: False disables limits."""
+        """`target_s`: time between two tokens; None allows DECODE_STEPS measured steps. `is_limited`: False disables limits."""
         self._target_s, self._is_limited = target_s, is_limited
         self._decode_steps = _Line()  # seconds of steps without prompts, by number of sequences
         self._chunks = _Line()  # seconds that prompt tokens add, by number of tokens

@@ -31,7 +31,7 @@ STACK_BYTES = 64 << 20
 class Mask(NamedTuple):
     """The allowed next tokens, or why they are unknown."""
 
-    bits: np.ndarray | None  # a bit per token, lowest first; None: see `failure`
+    bits: np.ndarray | None  # a bit per token, lowest first; None if there is a `failure`
     failure: str = ""
     cpu_s: float = 0.0
 

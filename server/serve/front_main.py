@@ -368,7 +368,7 @@ class _Front:
 def _import_http_service() -> ModuleType:
     """Import the slow half, with torch hidden: transformers would import it but does not need it for tokenizing."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None: import raises ModuleNotFoundError
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # None makes the import raise ModuleNotFoundError
     return importlib.import_module("server.serve.http_service")
 
 

@@ -15,7 +15,7 @@ class RankRows(NamedTuple):
     prefill_tokens: int  # prompt tokens
     decode_tokens: int  # rows of running requests, one each
     attended_tokens: int  # context tokens read, summed over all rows (including prefill)
-    prefill_attended_tokens: int | None = None  # the part read by prompt tokens; None: the same for every row
+    prefill_attended_tokens: int | None = None  # read by prompt tokens; None is the same for every row
 
 
 class StepCost(NamedTuple):
