@@ -37,8 +37,12 @@ PARTS = (
     DayPart("kernels", "benchmarks.gpu.kernels.times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
     DayPart("step", "benchmarks.gpu.ranks.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
     DayPart(
+        "prompts", "benchmarks.gpu.ranks.prompt_steps", "Whole models: steps with prompts", 300.0, 0.4, 60.0, is_fresh=True
+    ),
+    DayPart(
         "throughput", "benchmarks.gpu.ranks.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
     ),
+    DayPart("service", "benchmarks.gpu.ranks.service", "The service over HTTP", 300.0, 0.5, 60.0, is_fresh=True),
     DayPart("ranks", "benchmarks.gpu.ranks.two_ranks", "Two ranks on this device: the same bits as on CPUs", 520.0, 1.0, 40.0),
     DayPart("tests", "benchmarks.gpu.marked_tests", "Tests of the suite that need a GPU", 300.0),
     DayPart("tiles", "benchmarks.gpu.kernels.tile_times", "Tile configurations against the kernels' choice", 180.0),

@@ -25,15 +25,16 @@ from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import SamplingParams
 from scheduler.step.runner import fill_step
 
-_BATCHES, _CONTEXT = (1, 32, 128, 256), 2048
+_BATCHES, _CONTEXT = (1, 8, 32, 128, 256), 2048
 _TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
 _GOALS = {"of_floor": 0.8}
 _STEPS = 20
+_INVARIANT = " batch-invariant"
 
 
 def units(setting: Setting) -> list[str]:
     """Return the units: the model with goals first, a compiled one last."""
-    return [f"steps {name}" for name in (*MODELS, f"{COMPILED} compiled")]
+    return [f"steps {name}" for name in (*MODELS, f"qwen3{_INVARIANT}", f"{COMPILED} compiled")]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
@@ -42,15 +43,17 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
 
 
 def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
-    """Time steps of all batches through one engine, of a model or of one named "... compiled"."""
+    """Time steps of all batches through one engine, of a model or of one named "... compiled" or "... batch-invariant"."""
     batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
     context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
     model, eager = name.partition(" ")[0], is_eager(setting, name)
+    blocks = -(-context // BLOCK_TOKENS)
     limits: dict[str, Any] = {
         "max_num_seqs": max(batches),
-        "max_model_len": -(-context // BLOCK_TOKENS) * BLOCK_TOKENS,
+        "max_model_len": blocks * BLOCK_TOKENS,
         "enable_torch_compile": bool(compiler_of(setting, name)),
         "compiler": compiler_of(setting, name),
+        "batch_invariant": name.endswith(_INVARIANT),
         "enforce_eager": eager,
     }
     with engine_config(config_of(model, setting), setting, **limits) as about:
@@ -58,6 +61,9 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
     fill_cache(bench, assembled)
     goals, note = _GOALS if model == "qwen3" else {}, "without graphs" if eager else ""
     for batch in batches:
+        if batch * blocks > assembled.runner.cache.num_blocks:
+            yield Row(name=f"{name} b{batch} at {context}", figures={}, note="does not fit into the memory")
+            continue
         figures = _figures(setting, bench, assembled, batch, context)
         yield Row(name=f"{name} b{batch} at {context}", figures=figures, goals=goals, note=note)
 
@@ -72,7 +78,7 @@ def _figures(
     runner.run(work)
     after = [layer.counts.expert_E for layer in model.layers if layer.counts is not None]
     touched = sum(int((now > then).sum()) for then, now in zip(before, after, strict=True))
-    step_s = _median_s(lambda: runner.run(work), 3 if setting.is_tiny else _STEPS)
+    step_s = median_s(lambda: runner.run(work), 3 if setting.is_tiny else _STEPS)
     forward = forward_of(assembled, work)
     replayed_s = time_queued(bench, lambda: forward(runner.forward))
     eager_s = time_queued(bench, lambda: forward(model.forward))
@@ -135,7 +141,7 @@ def forward_of(assembled: Assembled, work: StepBatch) -> Callable[[Any], Tensor]
     return lambda forward: forward(inputs.token_T, runner.cache, inputs.row_R)
 
 
-def _median_s(call: Callable[[], object], runs: int) -> float:
+def median_s(call: Callable[[], object], runs: int) -> float:
     """Return the median seconds on the host's clock without the first two runs; the call returns its tokens."""
     seconds = []
     for _ in range(runs):

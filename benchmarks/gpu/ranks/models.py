@@ -2,10 +2,12 @@
 
 Only a configuration is written to disk. The weights (60 GB) are drawn on the device, by name, so that our engine and
 transformers hold equal ones. Shapes are those of the published config.json files (Qwen3-30B-A3B and gpt-oss-20b of 2025,
-DeepSeek-V3 of 2024), and tiny replacements. DeepSeek-V3 is cut to four layers (one dense, three of 256 experts, 68 GB in
-bfloat16).
+DeepSeek-V3 of 2024, Qwen3-Next and DeepSeek-V3.2 of 2025), and tiny replacements. DeepSeek-V3 is cut to four layers (one dense,
+three of 256 experts, 68 GB in bfloat16). DeepSeek-V3.2 has 32 experts per layer, and its index chooses 32 tokens, so that short
+prompts have a choice.
 
-Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut).
+Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut), qwen3-next (80B-A3B: three of four layers are
+recurrent), deepseek-v32 (a sparse index).
 """
 
 import tempfile
@@ -18,9 +20,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV32Config,
     GptOssConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from benchmarks.gpu.bench import Bench
@@ -88,9 +92,13 @@ SMALL_QUANTISED = ExpertShape(8, 2048, 768, "silu")  # in any form
 TINY_QUANTISED = ExpertShape(2, 256, 32, "silu")
 
 
-MODELS = ("qwen3", "gpt-oss", "deepseek")
+MODELS = ("qwen3", "gpt-oss", "deepseek")  # timed and checked
+HYBRID, SPARSE = "qwen3-next", "deepseek-v32"
+OTHER_ATTENTION = (HYBRID, SPARSE)  # checked
 POSITIONS = 40960
 _GIB = 1 << 30
+_MOST_CACHE_BYTES = 60 * _GIB
+_STEP_BYTES = 6 * _GIB  # for steps and graphs
 
 
 def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreTrainedConfig:
@@ -102,14 +110,17 @@ def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreT
 def engine_config(
     config: PreTrainedConfig, setting: Setting, *, max_num_seqs: int, max_model_len: int, **options: Any
 ) -> Iterator[EngineConfig]:
-    """Yield settings of one rank for a model with random weights; its folder exists as long as the context."""
+    """Yield settings of one rank for a model with random weights; its folder exists as long as the context.
+
+    Unless `kv_cache_bytes` is given, the KV cache takes what the weights leave of the device's memory, up to 60 GiB.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         yield EngineConfig(
             directory=Path(folder),
             device=setting.device,
             load_format="random",
-            kv_cache_bytes=options.pop("kv_cache_bytes", _GIB if setting.is_tiny else 60 * _GIB),
+            kv_cache_bytes=options.pop("kv_cache_bytes", None) or _cache_bytes(config, setting),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             **options,
@@ -124,12 +135,22 @@ def transformers_model(config: PreTrainedConfig, bench: Bench, dtype: torch.dtyp
     own = model.state_dict()
     with torch.no_grad():
         for name in checkpoint.names():
-            if own[name].dim() == 3:  # experts, one at a time
+            if own[name].dim() == 3 and ".experts." in name:  # one expert at a time
                 for row, part in enumerate(own[name]):
                     part.copy_(checkpoint.read_row(name, row)[0])
             else:
                 own[name].copy_(checkpoint.read(name))
     return model
+
+
+def _cache_bytes(config: PreTrainedConfig, setting: Setting) -> int:
+    if setting.is_tiny:
+        return _GIB
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).parameters()
+    free_bytes, _total = torch.cuda.mem_get_info()
+    left: int = free_bytes - sum(each.numel() for each in weights) * 2 - _STEP_BYTES
+    return max(_GIB, min(_MOST_CACHE_BYTES, left))
 
 
 def _real(name: str, layers: int | None) -> PreTrainedConfig:
@@ -145,6 +166,16 @@ def _real(name: str, layers: int | None) -> PreTrainedConfig:
             vocab_size=201088, hidden_size=2880, num_hidden_layers=layers or 24, num_attention_heads=64, num_key_value_heads=8,
             head_dim=64, num_local_experts=32, num_experts_per_tok=4, intermediate_size=2880, sliding_window=128, **common,
         )  # fmt: skip
+    if name == HYBRID:
+        return Qwen3NextConfig(num_hidden_layers=layers or 48, **common)
+    if name == SPARSE:
+        return DeepseekV32Config(
+            num_hidden_layers=layers or 4,
+            first_k_dense_replace=1,
+            n_routed_experts=32,
+            index_topk=32,
+            **common,
+        )
     assert name == "deepseek", f"no model is called {name}"
     return DeepseekV3Config(
         num_hidden_layers=layers or 4, first_k_dense_replace=1, num_nextn_predict_layers=0, **common
@@ -165,11 +196,20 @@ def _tiny(name: str, layers: int) -> PreTrainedConfig:
         return GptOssConfig(
             num_key_value_heads=2, head_dim=16, num_local_experts=4, intermediate_size=32, sliding_window=8, **common
         )  # fmt: skip
-    return DeepseekV3Config(
-        num_key_value_heads=4, first_k_dense_replace=1, num_nextn_predict_layers=0, n_routed_experts=4, n_group=2,
-        topk_group=1, moe_intermediate_size=32, intermediate_size=64, q_lora_rank=24, kv_lora_rank=32,
-        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, **common,
-    )  # fmt: skip
+    if name == HYBRID:
+        return Qwen3NextConfig(
+            num_key_value_heads=2, head_dim=16, num_experts=4, moe_intermediate_size=32, intermediate_size=64,
+            shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=16, linear_value_head_dim=16, **common,
+        )  # fmt: skip
+    latent: dict[str, Any] = {
+        "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+        "moe_intermediate_size": 32, "intermediate_size": 64, "q_lora_rank": 24, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, **common,
+    }  # fmt: skip
+    if name == SPARSE:
+        return DeepseekV32Config(head_dim=16, index_topk=8, index_head_dim=16, index_n_heads=16, **latent)
+    return DeepseekV3Config(num_nextn_predict_layers=0, **latent)
 
 
 def sequence_of(ids: Sequence[int], blocks: Sequence[int], params: SamplingParams) -> Served:

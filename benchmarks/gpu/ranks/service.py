@@ -1,0 +1,215 @@
+"""`wideep serve` on one GPU, over HTTP: rates, prompts that arrive beside streams, and equal bits with --batch-invariant.
+
+The model has the layers of Qwen3-30B-A3B, but 8 of them and 64 experts, with random weights (5.5 GB on the disk), and a tokenizer
+of single bytes. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
+`streams + prompts`: 8 streams decode, and a prompt of 128 tokens arrives every second. TTFT is that of the prompts, ITL that
+of the streams; the goals are in the project's issues: TTFT of 18 ms for a model of 48 layers, an ITL p99 of twice the p50.
+`alone = together` compares the tokens and the bits of their logprobs of requests that run alone and at the same time.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen3MoeConfig
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ranks.models import config_of, transformers_model
+from benchmarks.gpu.results import Figure, Row, Setting
+from benchmarks.serving.closed_loop import Latency, RequestTiming, summarise
+from benchmarks.serving.engine_alone import EngineAlone
+from benchmarks.serving.processes import command_of, tree
+from benchmarks.serving.service import HOST, Service, stream_completion
+from scheduler.policy.config import EngineConfig
+from server.clients.connection import Connection
+
+_DEFAULT, _INVARIANT = "default", "batch-invariant"
+_CLIENTS, _TINY_CLIENTS = (1, 32, 128), (2,)
+_PROMPT, _OUTPUT = 128, 64
+_STREAMS, _ARRIVALS = 8, 8  # one prompt per second
+_COMPARED, _COMPARED_TOKENS = 24, 32
+_LONG_ANSWER = 1024  # still running when the engine is killed
+_MOST_LEN = 2048
+_TIMES_ITL = 2.0
+
+
+def units(setting: Setting) -> list[str]:
+    """Return one unit per mode of the service."""
+    return [_DEFAULT, _INVARIANT]
+
+
+def run(setting: Setting, unit: str) -> Iterator[Row]:
+    """Start a service and measure it."""
+    clients = _TINY_CLIENTS if setting.is_tiny else _CLIENTS
+    options = ["--batch-invariant"] if unit == _INVARIANT else []
+    device = (
+        ["--device", "cpu", "--kv-cache-memory", "256M"] if setting.is_interpreted else ["--device", "cuda"]
+    )
+    common = ["-dp", "1", "--max-model-len", str(_MOST_LEN), "--served-model-name", "m"]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
+        model = Path(folder) / "model"
+        config = write_model(setting, model)
+        engine_rates = _engine_rates(setting, model, config, clients) if unit == _DEFAULT else {}
+        with Service(str(model), [*device, *common, *options], log) as service:
+            yield Row(name=f"{unit}: start", figures={"seconds": service.start_s})
+            for count in clients:
+                timings = service.run(_prompts(config, max(count, 8), _PROMPT, count), _OUTPUT, count)
+                yield _rate_row(unit, count, summarise(timings), engine_rates.get(count))
+            yield asyncio.run(_arrivals(unit, service, config))
+            yield _compared(unit, service, config)
+            yield _killed(unit, service, config)
+
+
+def write_model(setting: Setting, folder: Path) -> Qwen3MoeConfig:
+    """Write a checkpoint with random weights and a tokenizer."""
+    config = config_of("qwen3", setting, layers=2 if setting.is_tiny else 8)
+    config.vocab_size = 512 if setting.is_tiny else 49152
+    config.num_experts = min(config.num_experts, 64)
+    config.max_position_embeddings = 2 * _MOST_LEN
+    transformers_model(config, Bench.of(setting), torch.bfloat16).save_pretrained(folder)
+    if not setting.is_interpreted:
+        torch.cuda.empty_cache()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"word{at}" for at in range(config.vocab_size - len(alphabet)))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _MOST_LEN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return config
+
+
+def _engine_rates(
+    setting: Setting, model: Path, config: Qwen3MoeConfig, clients: Sequence[int]
+) -> dict[int, float]:
+    """Return the engine's output tokens/s without HTTP, by number of clients."""
+    settings = EngineConfig(
+        directory=model,
+        device="cpu" if setting.is_interpreted else "cuda",
+        kv_cache_bytes=(1 << 28) if setting.is_interpreted else (16 << 30),
+        max_num_seqs=max(clients),
+        max_model_len=_MOST_LEN,
+        max_num_batched_tokens=512 if setting.is_interpreted else 8192,
+    )
+    with EngineAlone(settings) as engine:
+        engine.run(_prompts(config, 2, _PROMPT, 0), _OUTPUT, 2)
+        return {
+            count: summarise(
+                engine.run(_prompts(config, max(count, 8), _PROMPT, count), _OUTPUT, count)
+            ).tokens_per_s
+            for count in clients
+        }
+
+
+def _rate_row(unit: str, count: int, latency: Latency, engine_rate: float | None) -> Row:
+    figures: dict[str, Figure] = {
+        "tokens/s": latency.tokens_per_s,
+        "of engine": None if engine_rate is None else latency.tokens_per_s / engine_rate,
+        "TTFT p50 ms": latency.ttft_p50_ms,
+        "ITL p50 ms": latency.itl_p50_ms,
+        "ITL p99 ms": latency.itl_p99_ms,
+    }
+    return Row(name=f"{unit}: {count} clients", figures=figures)
+
+
+async def _arrivals(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+    """Stream from 8 clients while a prompt arrives every second."""
+    complete = functools.partial(stream_completion, service.port)
+    streams_ended = asyncio.Event()
+
+    async def stream(seed: int) -> list[RequestTiming]:
+        timings = []
+        while not streams_ended.is_set():
+            (prompt,) = _prompts(config, 1, _PROMPT, 1000 + seed)
+            timings.append(await complete(prompt, num_tokens=_OUTPUT * 4))
+        return timings
+
+    streams = [asyncio.create_task(stream(seed)) for seed in range(_STREAMS)]
+    arrivals = []
+    for number in range(_ARRIVALS):
+        await asyncio.sleep(1.0)  # the load's arrival rate
+        (prompt,) = _prompts(config, 1, _PROMPT, 2000 + number)
+        arrivals.append(await complete(prompt, num_tokens=2))
+    streams_ended.set()
+    streamed = summarise([timing for each in await asyncio.gather(*streams) for timing in each])
+    figures: dict[str, Figure] = {
+        "TTFT p50 ms": summarise(arrivals).ttft_p50_ms,
+        "ITL p50 ms": streamed.itl_p50_ms,
+        "ITL p99 ms": streamed.itl_p99_ms,
+        "p50 x 2 / p99": _TIMES_ITL * streamed.itl_p50_ms / streamed.itl_p99_ms,
+    }
+    return Row(name=f"{unit}: 8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
+
+
+def _compared(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+    """Compare requests alone, together, and again (with prefix hits)."""
+    prompts = [_prompts(config, 1, 20 + 37 * (number % 7), 3000 + number)[0] for number in range(_COMPARED)]
+    ask = functools.partial(_tokens, service.port)
+    alone = [ask(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(_COMPARED) as pool:
+        together = list(pool.map(ask, prompts))
+    again = [ask(prompt) for prompt in prompts]
+    equal_together, equal_again = (
+        sum(one == other for one, other in zip(alone, each, strict=True)) for each in (together, again)
+    )
+    figures: dict[str, Figure] = {
+        "requests": len(prompts),
+        "alone = together": equal_together,
+        "alone = again": equal_again,
+        "same tokens": sum(one[0] == other[0] for one, other in zip(alone, together, strict=True)),
+    }
+    is_right = unit != _INVARIANT or (equal_together, equal_again) == (len(prompts), len(prompts))
+    return Row(name=f"{unit}: bits", figures=figures, is_right=is_right)
+
+
+def _killed(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+    """Kill the engine while a request runs, and compare its answer with that of an undisturbed one."""
+    (prompt,) = _prompts(config, 1, _PROMPT, 4000)
+    ask = functools.partial(_tokens, service.port, prompt, num_tokens=_LONG_ANSWER)
+    wanted = ask()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(ask)
+        time.sleep(0.3)  # some tokens are done
+        for pid in tree(service.process.pid):
+            if "engine" in command_of(pid):
+                os.kill(pid, signal.SIGKILL)
+        begun_s = time.perf_counter()
+        found = coming.result()
+    figures: dict[str, Figure] = {
+        "seconds": time.perf_counter() - begun_s,
+        "same tokens": int(found[0] == wanted[0]),
+    }
+    is_right = unit != _INVARIANT or found[0] == wanted[0]
+    return Row(name=f"{unit}: killed engine", figures=figures, is_right=is_right)
+
+
+def _tokens(
+    port: int, prompt: list[int], *, num_tokens: int = _COMPARED_TOKENS
+) -> tuple[list[str], list[float]]:
+    """Return the greedy tokens after a prompt, and their logprobs."""
+    body: dict[str, Any] = {
+        "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+        "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+    with Connection(f"http://{HOST}:{port}") as service:
+        found = service.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+    return found["tokens"], found["token_logprobs"]
+
+
+def _prompts(config: Qwen3MoeConfig, count: int, length: int, seed: int) -> list[list[int]]:
+    drawn = torch.randint(
+        0, config.vocab_size, (count, length), generator=torch.Generator().manual_seed(seed)
+    )
+    prompts: list[list[int]] = drawn.tolist()
+    return prompts
