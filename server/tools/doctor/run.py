@@ -7,14 +7,14 @@ ends the doctor immediately.
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from server.machine.interfaces import Taken, gloo_takes, other_interface
 from server.machine.lines import say
-from server.machine.report import Check, CheckReport, failure, not_here, ok
+from server.machine.report import Check, CheckReport, failure, not_here, ok, warning
 from server.options.reading import said_in
 from server.options.table import Options
 from server.serve.preflight.checkpoint import with_checkpoint
@@ -25,8 +25,11 @@ from server.serve.preflight.model import PreflightError
 from server.serve.store.links import Gathers
 from server.serve.store.meeting import Endpoint, Meeting, MeetingError, meet
 from server.tools.doctor.between_nodes import DispatchTrial, check_together, check_ways, sizes_of, tokens_of
+from server.tools.gpu_rates import GpuRates, measure_gpu
+from server.tools.size.devices import sheet_of
 
 _END_S = 30.0
+_LEAST_SHARE = 0.7  # of the data sheet's bandwidth: a copy on an H200 alone reaches 0.88
 
 
 class _Node(NamedTuple):
@@ -88,6 +91,8 @@ def _check_alone(
     args: argparse.Namespace, node: _Node, machine: Machine, *, has_front: bool
 ) -> Iterator[Check]:
     yield from node.checks
+    if node.device.name == "cuda":
+        yield check_speed(node.device)
     yield from check_machine(
         machine,
         node.device,
@@ -105,6 +110,27 @@ def _check_alone(
         )
     elif not any(check.name == "model files" for check in node.checks):
         yield not_here("model files", "no MODEL was given")
+
+
+def check_speed(device: Device, measure: Callable[[], GpuRates] = measure_gpu) -> Check:
+    """Measure the first GPU and compare it with the data sheet, if there is one in the table of `wideep size`."""
+    try:
+        rates = measure()
+    except PreflightError as error:
+        return failure("GPU speed", str(error))
+    name = device.facts.devices[0].name
+    copied, multiplied = rates.copy_bytes_per_s / 1e12, rates.bfloat16_per_s / 1e12
+    text = f"{name} copies {copied:.2f} TB/s and multiplies {multiplied:.0f} TFLOP/s in bfloat16"
+    figures = {"copy_tb_per_s": round(copied, 3), "bfloat16_tflops": round(multiplied, 1)}
+    sheet = sheet_of(name)
+    if sheet is not None and rates.copy_bytes_per_s < _LEAST_SHARE * sheet.memory_bytes_per_s:
+        return warning(
+            "GPU speed",
+            f"{text}; its data sheet says {sheet.memory_bytes_per_s / 1e12:.2f} TB/s",
+            "see what else uses the GPU, and its clocks and power limit, with nvidia-smi",
+            **figures,
+        )
+    return ok("GPU speed", text, **figures)
 
 
 def _check_between(

@@ -1,4 +1,4 @@
-"""Devices that `wideep size` supports by name, and measurements of this machine. No torch.
+"""Devices that `wideep size` supports by name, and measurements of this machine. Does not import torch.
 
 A device is the hardware of one rank: a GPU, or a machine's processor with memory and cores that its ranks share. Rates are
 dense ones (without sparsity) from data sheets; memory is what the driver makes available. The achieved share of a rate is
@@ -7,18 +7,22 @@ in `roofline.Shares`; only the rates of `this` are measured, and thus achieved.
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from server.serve.preflight.device import Gpu, look
 from server.serve.preflight.memory import available_bytes, usable_cores
+from server.tools.gpu_rates import GpuRates, measure_gpu
 
 _GIB = 1 << 30
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
 _MEASURED_BYTES = 256 << 20  # much larger than any cache
 _MEASURED_ROWS = 1024  # of a square matrix product
 _REPEATS = 5
+_ETHERNET_BYTES_PER_S = 1.25e9
+_PCIE_BYTES_PER_S = 32e9
 
 
 class UnknownDeviceError(ValueError):
@@ -138,14 +142,38 @@ def device_named(name: str) -> Device:
 
     Raises:
         UnknownDeviceError: There is no device with this name.
+        PreflightError: There is a GPU, but it cannot be measured.
     """
     if name == THIS:
-        return measure_cpu()
+        facts, problem = look()
+        return measure_cpu() if problem else gpu_of(facts.devices, measure_gpu())
     if name not in DEVICES:
         raise UnknownDeviceError(
-            f"--device is {name!r}; known devices are {', '.join(NAMES)}; {THIS} measures this machine's processor"
+            f"--device is {name!r}; known devices are {', '.join(NAMES)}; {THIS} measures this machine's GPU, or its processor"
         )
     return DEVICES[name]
+
+
+def sheet_of(name: str) -> Device | None:
+    """Return the table's row for a GPU's full name, such as "NVIDIA H200", or None."""
+    return next((each for each in _TABLE if each.name in name.lower().replace("-", " ").split()), None)
+
+
+def gpu_of(devices: Sequence[Gpu], rates: GpuRates) -> Device:
+    """Return this machine's GPUs with measured rates. Links are those of the table, or of PCIe for an unknown GPU."""
+    known = sheet_of(devices[0].name)
+    return Device(
+        name=THIS,
+        memory_bytes=devices[0].free_bytes,
+        memory_bytes_per_s=rates.copy_bytes_per_s,
+        rates={"bfloat16": rates.bfloat16_per_s},
+        link_bytes_per_s=known.link_bytes_per_s if known else _PCIE_BYTES_PER_S,
+        link_ranks=len(devices),
+        network_bytes_per_s=known.network_bytes_per_s if known else _ETHERNET_BYTES_PER_S,
+        node_ranks=len(devices),
+        is_measured=True,
+        source=f"{len(devices)} x {devices[0].name}; memory and products measured now, links from data sheets",
+    )
 
 
 def measure_cpu() -> Device:
@@ -158,7 +186,7 @@ def measure_cpu() -> Device:
         rates={"float32": _measure_products()},
         link_bytes_per_s=_measure_copying(),
         link_ranks=1 << 30,  # only this machine is known
-        network_bytes_per_s=1.25e9,
+        network_bytes_per_s=_ETHERNET_BYTES_PER_S,
         node_ranks=2,
         is_cpu=True,
         is_measured=True,

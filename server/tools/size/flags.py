@@ -37,8 +37,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device", default="this", metavar="NAME",
-        help="h100, h200, h800, b200, gb200, gb300, mi300x, cpu and others, or this, which measures this machine's processor "
-        "(default: %(default)s)",
+        help="h100, h200, h800, b200, gb200, gb300, mi300x, cpu and others, or this, which measures this machine's GPU, "
+        "or its processor if it has none (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--users", "--max-concurrency", metavar="N", help="concurrent requests (default: as many as fit)"

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from server.cli import main
+from server.serve.preflight.device import Gpu, GpuFacts
+from server.tools.gpu_rates import GpuRates
 from server.tools.size import devices
 from server.tools.size.published import MODELS
 from server.tools.size.roofline import Shares
@@ -180,7 +182,25 @@ def test_no_model_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MODEL is missing" in _said(capsys, status=2)
 
 
+def test_this_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=10, total_bytes=20)] * 2
+    monkeypatch.setattr(devices, "look", lambda: (GpuFacts(devices=tuple(gpus)), ""))
+    monkeypatch.setattr(devices, "measure_gpu", lambda: GpuRates(4e12, 8e14))
+    this = devices.device_named("this")
+    assert (this.is_cpu, this.is_measured, this.memory_bytes) == (False, True, 10)
+    assert (this.memory_bytes_per_s, this.rate_of("fp8"), this.node_ranks) == (4e12, 8e14, 2)
+    assert this.link_bytes_per_s == devices.DEVICES["h200"].link_bytes_per_s
+    assert "2 x NVIDIA H200" in this.source and "measured now" in this.source
+
+
+def test_links_of_an_unknown_gpu_are_those_of_pcie() -> None:
+    gpu = Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), free_bytes=10, total_bytes=20)
+    assert devices.sheet_of(gpu.name) is None
+    assert devices.gpu_of([gpu], GpuRates(1e12, 1e14)).link_bytes_per_s == 32e9
+
+
 def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "look", lambda: (GpuFacts(), "this machine has no CUDA device"))
     monkeypatch.setattr(devices, "_MEASURED_BYTES", 16 << 20)
     monkeypatch.setattr(devices, "_MEASURED_ROWS", 256)
     this = devices.device_named("this")
