@@ -8,6 +8,10 @@ is ever cleared. The end of a kernel orders its stores before the release in the
 The device counts the number (`calls`, int64 [1]), which also selects the half of the memory for the call. No argument
 from the host changes from call to call, so a CUDA graph can replay the launches.
 
+A kernel that writes a call's contents can also begin and end the call (`number_of_call`, `end_call`), which saves two launches.
+Its programs count themselves, and the last one publishes: each program's stores happen before its count, and all counts before
+the flags. NVSHMEM's puts keep their own launch: the last program could only wait for its own puts.
+
 Legend: R ranks. Addresses are int64; offsets (`_at`) are within a half of `half_bytes`.
 """
 
@@ -35,6 +39,30 @@ def begin_call(calls):
 def half_at(calls, half_bytes):
     """Return the offset of this call's half."""
     return (tl.load(calls) & 1) * half_bytes
+
+
+@triton.jit
+def number_of_call(calls, BEGINS: tl.constexpr):
+    """Return the number of the call that this kernel belongs to, or that it begins."""
+    return tl.load(calls) + 1 if BEGINS else tl.load(calls)
+
+
+@triton.jit
+def end_call(peers, mask, calls, ended, rank, number, half_bytes, kind, num_programs, R: tl.constexpr):
+    """Publish a call that this kernel began, in its last program. Every program calls this once, after its stores.
+
+    `ended`: int32 [1], programs that have ended; 0 between launches.
+    """
+    tl.debug_barrier()
+    if tl.atomic_add(ended, 1, sem="acq_rel", scope="gpu") == num_programs - 1:
+        tl.store(ended, 0)
+        tl.store(calls, number)
+        for peer in range(R):
+            if tl.load(mask + peer) == 0:
+                flag = (tl.load(peers + peer) + (number & 1) * half_bytes).to(
+                    tl.pointer_type(tl.int64)
+                ) + rank
+                tl.atomic_xchg(flag, (number << 32) | kind, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["rank", "kind"])
