@@ -5,7 +5,7 @@ count the call and publish it.
 
 On a GPU the host reads and counts nothing, so that a CUDA graph can replay the launches. Unless `is_blocking`, this has
 consequences. A call that a peer refused or that ranks disagree on delivers nothing; the next check (`check`, `barrier`)
-raises the error. A late peer is ignored after about `timeout_s`, and masked if `mask_lost`. If it is not masked, later
+raises the error. A late peer is ignored after `timeout_s`, and masked if `mask_lost`. If it is not masked, later
 calls do not wait for it again until the host has checked.
 On the CPU, where the host waits, the call itself raises errors. But a peer that died is reported as late, not as lost.
 A host that learns of a peer's end otherwise calls `interrupt`: waiting kernels poll a word in the host's memory.
@@ -30,7 +30,7 @@ from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, Symm
 from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal
 
-POLLS_PER_S = 1_000_000  # of a GPU, about: polling a flag reads memory
+_POLLS_PER_S = 1_000_000  # in place of a clock
 _POLLS_PER_LOOK = 10_000  # of a host that checks the clock in between
 _INTERPRETED_POLLS = 4  # they are slow and use a core that a peer may need, so the host pauses in between
 _PAUSE_S = 0.001
@@ -223,9 +223,12 @@ class DeviceCalls(OneTravels):
         """Wait for every peer's flag. If the host checks calls, raise their errors."""
         options = {"IS_MASKING": self._mask_lost, "ANY_CALL": is_any_call}
         if not (self.is_blocking or must_look):
-            polls = int(self._timeout_s * POLLS_PER_S)
-            has_clock = waited_R is not None and self.device.type != "cpu"  # the interpreter has none
-            self._wait_flags(kind, waited_R, polls, IS_LAST=True, HAS_CLOCK=has_clock, **options)
+            has_clock = self.device.type != "cpu"  # the interpreter has none
+            limit = int(self._timeout_s * (1e9 if has_clock else _POLLS_PER_S))
+            has_waits = has_clock and waited_R is not None
+            self._wait_flags(
+                kind, waited_R, limit, IS_LAST=True, HAS_CLOCK=has_clock, HAS_WAITS=has_waits, **options
+            )
             return
         begin = time.monotonic()
         self._poll(kind, begin, **options)
@@ -241,16 +244,16 @@ class DeviceCalls(OneTravels):
         polls = _INTERPRETED_POLLS if is_interpreted else _POLLS_PER_LOOK
         while not is_late:
             is_late = time.monotonic() - begin > self._timeout_s
-            self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
+            self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, HAS_WAITS=False, **options)
             if self._interruption is not None or bool(((self.arrived != 0) | (self.mask != 0)).all()):
                 break
             if is_interpreted:
                 time.sleep(_PAUSE_S)
 
-    def _wait_flags(self, kind: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
+    def _wait_flags(self, kind: int, waited_R: Tensor | None, limit: int, **options: Any) -> None:
         flags.wait_flags[(self.world_size,)](
             self.memory.peers, self.mask, self.arrived, self._trouble, waited_R, self.calls, self._stop.data_ptr(),
-            self.rank, self.layout.half_bytes, kind, polls, **options, num_warps=1,
+            self.rank, self.layout.half_bytes, kind, limit, **options, num_warps=1,
         )  # fmt: skip
 
     def _raise(self, found: dict[int, tuple[int, int]], doing: str) -> None:

@@ -45,7 +45,7 @@ ANSWER = {
     "kind": "i32",
 }
 WAIT = {
-    **TO_PEERS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "stop": "i64", "kind": "i32", "max_polls": "i32"
+    **TO_PEERS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "stop": "i64", "kind": "i32", "limit": "i64"
 }  # fmt: skip
 ORDER = {
     "choices": "*i64", **HALF, "row_of_pair": "*i64", "pair_of_choice": "*i32", "offsets": "*i64", "num_choices": "i32",
@@ -88,12 +88,22 @@ KERNELS = {
         1,
     ),
     "wait": Kernel(
-        wait_flags, WAIT, {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True}, 1
+        wait_flags,
+        WAIT,
+        {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True, "HAS_WAITS": True},
+        1,
     ),
     "wait_without_clock": Kernel(
         wait_flags,
         {**WAIT, "waits": "constexpr"},
-        {"waits": None, "IS_LAST": True, "IS_MASKING": False, "ANY_CALL": True, "HAS_CLOCK": False},
+        {
+            "waits": None,
+            "IS_LAST": True,
+            "IS_MASKING": False,
+            "ANY_CALL": True,
+            "HAS_CLOCK": False,
+            "HAS_WAITS": False,
+        },
         1,
     ),
     "order_received": Kernel(
