@@ -211,9 +211,14 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
 
 
 def _enter_thread(on: GpuDevice) -> None:
-    """Set the device. The stream is its default one, as on every thread."""
-    if on.device.type == "cuda":
-        torch.cuda.set_device(on.device)
+    """Set the device and, once per thread, another stream than the steps'. It waits for the steps launched so far."""
+    if on.device.type != "cuda":
+        return
+    torch.cuda.set_device(on.device)
+    steps = torch.cuda.default_stream(on.device)
+    if torch.cuda.current_stream(on.device) == steps:
+        torch.cuda.set_stream(torch.cuda.Stream(on.device))  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(on.device).wait_stream(steps)
 
 
 def warm_up(
