@@ -10,6 +10,9 @@ Does not depend on the wire. Rejected: a third mode that sends all tokens to eve
 from typing import NamedTuple
 
 SMALLEST_CAPACITY = 8  # tokens; smaller messages cost no less
+# Most tokens of a low-latency step with prompts, on GPUs. A rank then keeps R * 1,024 rows and 1,024 answers per choice, twice:
+# 2 * (34 + 34) MB for 8 ranks and 8 choices of 2,048 channels in bfloat16.
+_MOST_PROMPT_TOKENS = 1024
 
 
 class Mode(NamedTuple):
@@ -41,3 +44,8 @@ def fitting_capacity(num_tokens: int) -> int:
     while capacity < num_tokens:
         capacity *= 2
     return capacity
+
+
+def prompt_capacity(max_tokens: int) -> int:
+    """Return the capacity of low-latency steps with prompts on GPUs, where a step has at most `max_tokens` tokens."""
+    return min(_MOST_PROMPT_TOKENS, fitting_capacity(max_tokens))

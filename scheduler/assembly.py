@@ -215,7 +215,9 @@ def _cache_size(config: EngineConfig, skeleton: Skeleton, max_model_len: int) ->
 
 
 def _describe_steps(config: EngineConfig) -> str:
-    return describe_modes(config.dispatch_mode, config.max_decode_tokens, config.max_num_batched_tokens)
+    return describe_modes(
+        config.dispatch_mode, config.max_decode_tokens, config.max_num_batched_tokens, config.prompt_capacity
+    )
 
 
 def _make_scheduler(

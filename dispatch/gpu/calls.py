@@ -1,10 +1,11 @@
 """Calls of the Triton kernels: symmetric memory, numbered flags, waits and errors.
 
-This module does not depend on the contents: `exchange` writes them between `_begin` and `_post`.
+This module does not depend on the contents: `exchange` writes them between `_begin` and `_post`, in a launch that may also
+count the call and publish it.
 
 On a GPU the host reads and counts nothing, so that a CUDA graph can replay the launches. Unless `is_blocking`, this has
 consequences. A call that a peer refused or that ranks disagree on delivers nothing; the next check (`check`, `barrier`)
-raises the error. A late peer is ignored after about `timeout_s`, and masked if `mask_lost`. If it is not masked, later
+raises the error. A late peer is ignored after `timeout_s`, and masked if `mask_lost`. If it is not masked, later
 calls do not wait for it again until the host has checked.
 On the CPU, where the host waits, the call itself raises errors. But a peer that died is reported as late, not as lost.
 A host that learns of a peer's end otherwise calls `interrupt`: waiting kernels poll a word in the host's memory.
@@ -29,13 +30,15 @@ from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, Symm
 from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal
 
-POLLS_PER_S = 1_000_000  # of a GPU, about: polling a flag reads memory
+_POLLS_PER_S = 1_000_000  # in place of a clock
 _POLLS_PER_LOOK = 10_000  # of a host that checks the clock in between
 _INTERPRETED_POLLS = 4  # they are slow and use a core that a peer may need, so the host pauses in between
 _PAUSE_S = 0.001
 _TROUBLE_BITS = 3  # for a status, below the call's number
 _KIND_BITS = 31  # for the kind in a flag, next to the number; so it is an int32 for the kernels
 _REFUSAL = 0  # used in place of a kind
+# Most programs of a launch that counts them to publish a call: they add to one address, about one in a nanosecond.
+_MOST_COUNTED = 4096
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +79,8 @@ class DeviceCalls(OneTravels):
         self.mask = torch.zeros(world_size, dtype=torch.int32, device=self.device)
         self.arrived = torch.zeros_like(self.mask)
         self.calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of the last call
+        self._is_posted = False  # whether the launch of the contents publishes the call
+        self.ended = torch.zeros(1, dtype=torch.int32, device=self.device)  # see `flags.end_call`
         self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
         self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
         self._stop = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -139,11 +144,21 @@ class DeviceCalls(OneTravels):
         while self._opened:
             self._opened.pop().close()
 
-    def _begin(self, num_bytes: int) -> None:
-        """Finish the last call, then begin one with `num_bytes` of contents."""
+    def _begin(self, num_bytes: int, num_programs: int) -> bool:
+        """Finish the last call, then begin one with `num_bytes` of contents.
+
+        Args:
+            num_programs: Programs of the launch that writes them.
+
+        Returns:
+            Whether that launch must count the call and publish it (BEGINS).
+        """
         self.settle()
         self._make_room(num_bytes)
-        self._begin_call()
+        self._is_posted = not self.has_remote and num_programs <= _MOST_COUNTED
+        if not self._is_posted:
+            self._begin_call()
+        return self._is_posted
 
     def _post(
         self,
@@ -152,9 +167,10 @@ class DeviceCalls(OneTravels):
         deliver: Callable[[], None],
         waited_R: Tensor | None = None,
     ) -> Posted:
-        """Publish this call's contents. The returned call waits for the peers' contents and delivers them."""
-        kind = _kind(doing, shape)
-        self._post_flags(kind)
+        """Publish this call's contents unless their launch did. The returned call waits for the peers' and delivers them."""
+        kind = kind_of(doing, shape)
+        if not self._is_posted:
+            self._post_flags(kind)
 
         def finish() -> None:
             self._wait(kind, f"a {doing}", waited_R=waited_R)
@@ -181,7 +197,7 @@ class DeviceCalls(OneTravels):
 
     def _meet(self, doing: str) -> None:
         """Make a call without contents and check its outcome."""
-        kind = _kind(doing, None)
+        kind = kind_of(doing, None)
         self._begin_call()
         self._post_flags(kind)
         self._wait(kind, f"a {doing}", must_look=True)
@@ -207,9 +223,12 @@ class DeviceCalls(OneTravels):
         """Wait for every peer's flag. If the host checks calls, raise their errors."""
         options = {"IS_MASKING": self._mask_lost, "ANY_CALL": is_any_call}
         if not (self.is_blocking or must_look):
-            polls = int(self._timeout_s * POLLS_PER_S)
-            has_clock = waited_R is not None and self.device.type != "cpu"  # the interpreter has none
-            self._wait_flags(kind, waited_R, polls, IS_LAST=True, HAS_CLOCK=has_clock, **options)
+            has_clock = self.device.type != "cpu"  # the interpreter has none
+            limit = int(self._timeout_s * (1e9 if has_clock else _POLLS_PER_S))
+            has_waits = has_clock and waited_R is not None
+            self._wait_flags(
+                kind, waited_R, limit, IS_LAST=True, HAS_CLOCK=has_clock, HAS_WAITS=has_waits, **options
+            )
             return
         begin = time.monotonic()
         self._poll(kind, begin, **options)
@@ -225,16 +244,16 @@ class DeviceCalls(OneTravels):
         polls = _INTERPRETED_POLLS if is_interpreted else _POLLS_PER_LOOK
         while not is_late:
             is_late = time.monotonic() - begin > self._timeout_s
-            self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, **options)
+            self._wait_flags(kind, None, polls, IS_LAST=is_late, HAS_CLOCK=False, HAS_WAITS=False, **options)
             if self._interruption is not None or bool(((self.arrived != 0) | (self.mask != 0)).all()):
                 break
             if is_interpreted:
                 time.sleep(_PAUSE_S)
 
-    def _wait_flags(self, kind: int, waited_R: Tensor | None, polls: int, **options: Any) -> None:
+    def _wait_flags(self, kind: int, waited_R: Tensor | None, limit: int, **options: Any) -> None:
         flags.wait_flags[(self.world_size,)](
             self.memory.peers, self.mask, self.arrived, self._trouble, waited_R, self.calls, self._stop.data_ptr(),
-            self.rank, self.layout.half_bytes, kind, polls, **options, num_warps=1,
+            self.rank, self.layout.half_bytes, kind, limit, **options, num_warps=1,
         )  # fmt: skip
 
     def _raise(self, found: dict[int, tuple[int, int]], doing: str) -> None:
@@ -258,6 +277,6 @@ class DeviceCalls(OneTravels):
         return decode_refusal(bytes(self.memory.memory[at : at + TEXT_BYTES].tolist()).rstrip(b"\0"))
 
 
-def _kind(doing: str, shape: LowLatencyShape | None) -> int:
+def kind_of(doing: str, shape: LowLatencyShape | None) -> int:
     """Return the kind of a call, which its flag holds next to the number; never _REFUSAL."""
     return max(1, zlib.crc32(f"{doing} {shape}".encode()) >> (32 - _KIND_BITS))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.gpu import kernels
-from dispatch.gpu.calls import DeviceCalls
+from dispatch.gpu.calls import DeviceCalls, kind_of
 from dispatch.gpu.casts import STORED, as_stored
 from dispatch.gpu.pairs import DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
@@ -28,6 +28,7 @@ from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, Posted, Re
 _TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
 _WARPS = 8
 _TOKENS = 64  # tokens per tile of a program that reads choices
+_DISPATCH, _COMBINE = "dispatch of pairs", "combine of pairs"  # of the service, for messages and flags
 
 
 class DeviceExchange(DeviceCalls):
@@ -54,6 +55,7 @@ class DeviceExchange(DeviceCalls):
 
     def _send_rows(
         self,
+        doing: str,
         shape: LowLatencyShape,
         x_TH: Tensor,
         topk_TK: Tensor,
@@ -61,28 +63,33 @@ class DeviceExchange(DeviceCalls):
         *,
         round_scale: bool = False,
     ) -> None:
-        """Begin a dispatch, and write this rank's rows to its peers."""
+        """Begin a dispatch, and write this rank's rows to its peers. `doing` is the one of `_post`."""
         contents = DispatchContents(shape=shape, has_remote=self.has_remote)
-        self._begin(contents.num_bytes)
+        begins = self._begin(contents.num_bytes, shape.max_tokens)
         at = self.layout.contents_at
         kernels.send_rows[(shape.max_tokens,)](
-            as_stored(x_TH), topk_TK, sent_TK, self.sent_bytes, self.memory.peers, self.mask, self.calls, x_TH.shape[0],
-            self.rank, self.layout.half_bytes, at, at + contents.rows_at, at + contents.staging_at,
+            as_stored(x_TH), topk_TK, sent_TK, self.sent_bytes, self.memory.peers, self.mask, self.calls, self.ended,
+            x_TH.shape[0], self.rank, self.layout.half_bytes, at, at + contents.rows_at, at + contents.staging_at,
+            kind_of(doing, shape),
             R=shape.world_size, L=shape.experts_per_rank, M=shape.max_tokens, K=shape.choices, K_PAD=_padded(shape),
             H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at, GROUPS=_groups(shape),
             IS_FP8=shape.is_fp8, ROUND_SCALE=round_scale, IS_BFLOAT16=shape.dtype == torch.bfloat16,
-            **self.memory.reach, num_warps=_WARPS, enable_fp_fusion=False,
+            BEGINS=begins, **self.memory.reach, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def _send_answers(self, shape: LowLatencyShape, y: Tensor, at_NK: Tensor) -> None:
-        """Begin a combine and write this rank's answers to its peers: for each choice, row at_NK[n, k] of `y`."""
+    def _send_answers(self, doing: str, shape: LowLatencyShape, y: Tensor, at_NK: Tensor) -> None:
+        """Begin a combine and write this rank's answers to its peers: for each choice, row at_NK[n, k] of `y`.
+
+        `doing` is the one of `_post`.
+        """
         contents = CombineContents(shape=shape, dtype=y.dtype, has_remote=self.has_remote)
-        self._begin(contents.num_bytes)
+        begins = self._begin(contents.num_bytes, shape.rows_per_expert * shape.choices)
         at = self.layout.contents_at
         kernels.send_answers[(shape.rows_per_expert, shape.choices)](
-            as_stored(y), at_NK, self.answer_bytes, self.memory.peers, self.mask, self.calls, self.rank,
-            self.layout.half_bytes, at, at + contents.staging_at, M=shape.max_tokens, K=shape.choices, H=shape.hidden,
-            ANSWER_BYTES=contents.answer_bytes, **self.memory.reach, num_warps=_WARPS,
+            as_stored(y), at_NK, self.answer_bytes, self.memory.peers, self.mask, self.calls, self.ended, self.rank,
+            self.layout.half_bytes, at, at + contents.staging_at, kind_of(doing, shape), R=shape.world_size,
+            M=shape.max_tokens, K=shape.choices, H=shape.hidden, ANSWER_BYTES=contents.answer_bytes, BEGINS=begins,
+            **self.memory.reach, num_warps=_WARPS,
         )  # fmt: skip
 
     def _sum_answers(
@@ -171,15 +178,15 @@ class LowLatencyPairs(DeviceExchange):
             x_NH = self._rows[shape.dtype].take(N, shape.hidden)
             self._results[shape] = PairResult(shape, x_NH, self._pairs.take(N * shape.choices))
         result = self._result = self._results[shape]
-        self._send_rows(shape, x_TH, slots_TK, result.sent_TK)
-        self._post("dispatch of pairs", shape, partial(self._deliver, result), self.dispatch_ns)()
+        self._send_rows(_DISPATCH, shape, x_TH, slots_TK, result.sent_TK)
+        self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)()
         return result
 
     def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
         shape, sent_TK = self._result.shape, self._result.sent_TK
-        self._send_answers(shape, y_PH, self._result.at_NK)
+        self._send_answers(_COMBINE, shape, y_PH, self._result.at_NK)
         add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
-        self._post("combine of pairs", shape, add_up, self.combine_ns)()
+        self._post(_COMBINE, shape, add_up, self.combine_ns)()
 
     def check(self, doing: str = "step") -> None:
         super().check(doing)
@@ -243,7 +250,7 @@ class LowLatencyBlocks(DeviceExchange):
         self.settle()
         slot = self._results.next_held(shape)
         slot.num_tokens = x_TH.shape[0]
-        self._send_rows(shape, x_TH, topk_TK, slot.sent_TK, round_scale=round_scale)
+        self._send_rows("dispatch", shape, x_TH, topk_TK, slot.sent_TK, round_scale=round_scale)
         return slot, self._post("dispatch", shape, partial(self._deliver, slot, stats_L), waited_R)
 
     def post_combine(
@@ -258,12 +265,12 @@ class LowLatencyBlocks(DeviceExchange):
         waited_R: Tensor | None = None,
     ) -> tuple[Tensor, Posted]:
         assert isinstance(slot, HeldBlocks), "it comes from this exchange"
-        shape = slot.shape
-        self._send_answers(shape, y_LNH, slot.at_NK)
+        shape, doing = slot.shape, f"combine of {y_LNH.dtype}"
+        self._send_answers(doing, shape, y_LNH, slot.at_NK)
         if out_TH is None:
             out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
         add_up = partial(self._sum_answers, shape, topk_TK, slot.sent_TK, weights_TK, out_TH)
-        return out_TH, self._post(f"combine of {y_LNH.dtype}", shape, add_up, waited_R)
+        return out_TH, self._post(doing, shape, add_up, waited_R)
 
     def _deliver(self, slot: HeldBlocks, stats_L: Tensor | None) -> None:
         """Write the received rows to the slot."""

@@ -2,8 +2,8 @@
 # ruff: noqa: SIM102 - a condition that loads must not be evaluated together with its guard
 """Low-latency dispatch and combine as Triton kernels over a table of the ranks' memory.
 
-A call is a chain of launches: begin, send, post, wait, order, deliver; then begin, answer, post, wait, sum (`flags` has
-begin, post and wait). Every rank has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's base
+A call is a chain of launches: send, wait, order, deliver; then answer, wait, sum. Sending begins and posts the call itself
+(BEGINS), except through NVSHMEM and with very many answers: then begin and post are launches too (`flags` has them, and wait). Every rank has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's base
 address, or 0 for a peer that NVSHMEM reaches by puts (`HAS_REMOTE`; compiled, never run).
 
 A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: on another rank), and
@@ -25,15 +25,16 @@ import triton.language as tl
 
 from dispatch.gpu import nvshmem
 from dispatch.gpu.casts import copy_row, narrow, restore_row, see_row, widen, write_row
-from dispatch.gpu.flags import CAME, half_at, is_sound
+from dispatch.gpu.flags import CAME, end_call, half_at, is_sound, number_of_call
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "kind"])
 def send_rows(
-    x, topk, sent, sent_bytes, peers, mask, calls, num_tokens, rank, half_bytes, choices_at, rows_at, staging_at,
+    x, topk, sent, sent_bytes, peers, mask, calls, ended, num_tokens, rank, half_bytes, choices_at, rows_at,
+    staging_at, kind,
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr,
     ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
-    ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_REMOTE: tl.constexpr,
+    ROUND_SCALE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_REMOTE: tl.constexpr, BEGINS: tl.constexpr,
 ):  # fmt: skip
     """Program (token): write the token's choices to every rank, and the row to ranks that hold a chosen expert.
 
@@ -41,7 +42,8 @@ def send_rows(
     choices for the sum. The host does not check choices: one out of range counts as none. Increases `sent_bytes`, int64 [R].
     """
     token = tl.program_id(0)
-    half = half_at(calls, half_bytes)
+    number = number_of_call(calls, BEGINS)
+    half = (number & 1) * half_bytes
     choices_at, rows_at, staging_at = choices_at + half, rows_at + half, staging_at + half
     k = tl.arange(0, K_PAD)
     chosen = tl.load(topk + token * K + k, mask=(k < K) & (token < num_tokens), other=-1)
@@ -77,6 +79,8 @@ def send_rows(
             if to != rank:
                 num_bytes = tl.where(is_wanted, 4 * K + ROW_BYTES, 4 * K)
                 tl.atomic_add(sent_bytes + to, num_bytes.to(tl.int64), sem="relaxed")
+    if BEGINS:
+        end_call(peers, mask, calls, ended, rank, number, half_bytes, kind, tl.num_programs(0), R)
 
 
 @triton.jit
@@ -178,21 +182,23 @@ def deliver_blocks(
                 tl.store(scales_out + (local * SCALES + b) * N + row, scale, mask=b < SCALES)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "kind"])
 def send_answers(
-    y, at_NK, sent_bytes, peers, mask, calls, rank, half_bytes, answers_at, staging_at,
-    M: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr, HAS_REMOTE: tl.constexpr,
+    y, at_NK, sent_bytes, peers, mask, calls, ended, rank, half_bytes, answers_at, staging_at, kind,
+    R: tl.constexpr, M: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr,
+    HAS_REMOTE: tl.constexpr, BEGINS: tl.constexpr,
 ):  # fmt: skip
     """Program (place, choice): write the choice's answer, a row of `y`, to its place [token, choice] at the source.
 
     `sent_bytes`, int64 [R], is increased.
     """
     place, choice = tl.program_id(0), tl.program_id(1)
+    number = number_of_call(calls, BEGINS)
     at = tl.load(at_NK + place * K + choice)
     if at >= 0:
         source, token = place // M, place % M
         if tl.load(mask + source) == 0:
-            half = half_at(calls, half_bytes)
+            half = (number & 1) * half_bytes
             base, answer = tl.load(peers + source), y + at.to(tl.int64) * H
             target = answers_at + half + (token * K + choice).to(tl.int64) * ANSWER_BYTES
             if base != 0:
@@ -205,6 +211,9 @@ def send_answers(
                 nvshmem.put_block(own + target, outgoing, ANSWER_BYTES, source)
             if source != rank:
                 tl.atomic_add(sent_bytes + source, tl.full([], ANSWER_BYTES, tl.int64), sem="relaxed")
+    if BEGINS:
+        programs = tl.num_programs(0) * tl.num_programs(1)
+        end_call(peers, mask, calls, ended, rank, number, half_bytes, kind, programs, R)
 
 
 @triton.jit

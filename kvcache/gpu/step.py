@@ -93,6 +93,7 @@ class DeviceStep(Step):
         on_device: The step of the last call of `inputs`.
         sizes: Sizes to which decode-only steps are padded.
         graph_sizes: Padded sizes that determine all launches, on every rank; each may have a CUDA graph.
+        num_ranks: Ranks that run the same steps.
         max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
     """
 
@@ -120,7 +121,7 @@ class DeviceStep(Step):
             block_tokens=block_tokens,
         )
         self.device, self.sizes, self._is_invariant = device, decode_sizes(max_sequences), is_invariant
-        self._is_wide = num_ranks > 1
+        self.num_ranks, self._is_wide = num_ranks, num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
         self.max_rows = padded = -(-max(max_tokens, ROWS) // ROWS) * ROWS

@@ -21,7 +21,7 @@ from attention.recurrences.gpu import RECURRENCES
 from attention.sparse import index as sparse_index
 from attention.sparse import pools as pooled_index
 from dispatch.dispatched import TokenDispatcher
-from dispatch.mode import SMALLEST_CAPACITY
+from dispatch.mode import SMALLEST_CAPACITY, prompt_capacity
 from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
@@ -211,9 +211,14 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
 
 
 def _enter_thread(on: GpuDevice) -> None:
-    """Set the device. The stream is its default one, as on every thread."""
-    if on.device.type == "cuda":
-        torch.cuda.set_device(on.device)
+    """Set the device and, once per thread, another stream than the steps'. It waits for the steps launched so far."""
+    if on.device.type != "cuda":
+        return
+    torch.cuda.set_device(on.device)
+    steps = torch.cuda.default_stream(on.device)
+    if torch.cuda.current_stream(on.device) == steps:
+        torch.cuda.set_stream(torch.cuda.Stream(on.device))  # type: ignore[no-untyped-call]
+    torch.cuda.current_stream(on.device).wait_stream(steps)
 
 
 def warm_up(
@@ -230,12 +235,13 @@ def warm_up(
     """
     step = model.step
     assert isinstance(step, DeviceStep), "a step of another backend"
-    longer = [(ROWS + 1, 0)] if on.compiler and step.max_rows > ROWS else []
-    tried = ((1, 0), *longer, (1, 1))
-    for done, (num_tokens, num_decodes) in enumerate(tried):
+    longer = [(ROWS + 1, 0, 0)] if on.compiler and step.max_rows > ROWS else []
+    wide = [(1, 0, prompt_capacity(step.max_tokens))] if step.num_ranks > 1 else []  # allocates memory
+    tried = ((1, 0, 0), *longer, *wide, (1, 1, SMALLEST_CAPACITY))
+    for done, (num_tokens, num_decodes, agreed_tokens) in enumerate(tried):
         report(done, len(tried) + 1)
         span = Span(0, num_tokens, range(-(-num_tokens // step.block_tokens)))
-        step.fill([span], num_decodes, agreed_tokens=SMALLEST_CAPACITY * num_decodes)
+        step.fill([span], num_decodes, agreed_tokens=agreed_tokens)
         _try_out(on, model, cache, step.inputs([0] * num_tokens, [0]))
     report(len(tried), len(tried) + 1)
     if on.device.type == "cuda":  # the interpreter compiles nothing and is slow

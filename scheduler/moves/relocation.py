@@ -70,7 +70,8 @@ class Relocation:
         Args:
             channel: Not used by anything else.
             pace: The step loop reports every step to it.
-            enter_thread: Called first on the mover's thread, because the current GPU is set per thread.
+            enter_thread: Called on the mover's thread, first and before each transfer: the current GPU is set per
+                thread, and a step that was launched may still read the memory that the transfer writes.
         """
         self.placement, self.pace = placement, pace
         self.place = rank  # in the epoch
@@ -256,6 +257,7 @@ class Relocation:
         return problem
 
     def _carry(self, transfer: Transfer, staged: _Staged) -> None:
+        self._enter_thread()
         width = staged.current.slots_per_rank
         (source_rank, source), (target_rank, target) = (
             divmod(slot, width) for slot in (transfer.source, transfer.target)

@@ -5,6 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from dispatch.mode import prompt_capacity
 from expert_placement.config import EplbConfig
 from scheduler.policy.speculative import Method, SpeculativeConfig
 
@@ -114,6 +115,11 @@ class EngineConfig(EngineSettings):
     def max_decode_tokens(self) -> int:
         """Most tokens of a step without prompts."""
         return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
+
+    @property
+    def prompt_capacity(self) -> int:
+        """Most tokens of a rank in a low-latency step with prompts; 0 on CPUs, where normal mode waits for nothing more."""
+        return 0 if self.device == "cpu" else prompt_capacity(self.max_num_batched_tokens)
 
 
 def model_length(config: Any, wanted: int | None) -> int:

@@ -108,18 +108,25 @@ def agree_on_switch(headers: Sequence[Header]) -> int | None:
     return version if len(ready) == 1 and version != headers[0].placement_version else None
 
 
-def agree_on_tokens(headers: Sequence[Header], mode: DispatchMode, max_num_batched_tokens: int) -> int:
+def agree_on_tokens(
+    headers: Sequence[Header], mode: DispatchMode, max_num_batched_tokens: int, prompt_capacity: int = 0
+) -> int:
     """Return the common limit on the step's tokens, or 0 for a step in normal mode.
 
     Args:
         headers: Headers of all ranks.
         mode: Dispatch mode of the service.
         max_num_batched_tokens: Most tokens of any step, per rank.
+        prompt_capacity: Most tokens of a rank in a low-latency step with prompts; 0: these steps are normal. Requests that
+            arrive before the step only fill the room that is left.
     """
     if mode is DispatchMode.LOW_LATENCY:
         return fitting_capacity(max_num_batched_tokens)
-    if mode is DispatchMode.NORMAL or any(header.has_prefill for header in headers):
+    if mode is DispatchMode.NORMAL:
         return 0
+    if any(header.has_prefill for header in headers):
+        most = max(header.num_decodes + header.num_prefill for header in headers)
+        return prompt_capacity if most <= prompt_capacity else 0
     return fitting_capacity(max(header.num_decodes for header in headers))
 
 
@@ -143,16 +150,23 @@ def cause_of_waiting(own: Header, headers: Sequence[Header], prefill_budget: int
     return "contexts" if max(header.num_context for header in headers) > own.num_context else "other"
 
 
-def describe_modes(mode: DispatchMode, max_decode_tokens: int, max_num_batched_tokens: int) -> str:
+def describe_modes(
+    mode: DispatchMode, max_decode_tokens: int, max_num_batched_tokens: int, prompt_capacity: int = 0
+) -> str:
     """Describe in one sentence which steps use which dispatch mode."""
     if mode is DispatchMode.NORMAL:
         return "every step is dispatched in normal mode"
     if mode is DispatchMode.LOW_LATENCY:
         capacity = fitting_capacity(max_num_batched_tokens)
         return f"every step is dispatched in low-latency mode, with room for {capacity} tokens per rank"
+    prompts = (
+        f"those of up to {prompt_capacity} tokens too, larger ones"
+        if prompt_capacity
+        else "steps with prompts"
+    )
     return (
         f"decode-only steps are dispatched in low-latency mode, with room for {SMALLEST_CAPACITY} to "
-        f"{fitting_capacity(max_decode_tokens)} tokens per rank, steps with prompts in normal mode"
+        f"{fitting_capacity(max_decode_tokens)} tokens per rank, {prompts} in normal mode"
     )
 
 
@@ -167,6 +181,7 @@ class LockStep:
         timeout_s: float,
         mode: DispatchMode = DispatchMode.AUTO,
         max_num_batched_tokens: int = 0,
+        prompt_capacity: int = 0,
         placement_version: int = 0,
         step: int = 0,
     ) -> None:
@@ -176,6 +191,7 @@ class LockStep:
         """
         self._mailbox, self.epoch, self._timeout_s = mailbox, epoch, timeout_s
         self._mode, self._max_num_batched_tokens = mode, max_num_batched_tokens
+        self._prompt_capacity = prompt_capacity
         self.placement_version, self.step = placement_version, step
         self._own: Header | None = None  # as last posted
 
@@ -214,7 +230,7 @@ class LockStep:
             switch_to = None  # the order determines the next placement
         if switch_to is not None:
             self.placement_version = switch_to
-        tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens)
+        tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens, self._prompt_capacity)
         has_prefill = any(header.has_prefill for header in headers)
         budget = agree_on_prefill(
             [header.prefill_budget for header in headers],

@@ -132,6 +132,7 @@ def open_lockstep(
         timeout_s=config.distributed_timeout_s,
         mode=config.dispatch_mode,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        prompt_capacity=config.prompt_capacity,
         placement_version=placement_version,
         step=step,
     )

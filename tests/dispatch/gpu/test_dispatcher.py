@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -232,6 +233,31 @@ def count_launches() -> tuple[int, int]:
     return counts[2], counts[3] - counts[2]
 
 
-def test_a_layer_takes_eleven_launches(interpreting_pair: RankPool) -> None:
-    """Begin, send, post, wait, order, deliver; begin, answer, post, wait, sum. Each launch costs time in a decode step."""
-    assert interpreting_pair.run(count_launches) == [(6, 5)] * 2
+def test_a_layer_takes_seven_launches(interpreting_pair: RankPool) -> None:
+    """Send, wait, order, deliver; answer, wait, sum. Each launch costs time in a decode step."""
+    assert interpreting_pair.run(count_launches) == [(4, 3)] * 2
+
+
+def exchange_with_few_counted(most: int) -> list[list[int]]:
+    """Dispatch and combine with a limit to the programs that count themselves; return the sums' bits."""
+    from dispatch.gpu import calls  # noqa: PLC0415 - the interpreter is chosen before
+
+    with mock.patch.object(calls, "_MOST_COUNTED", most):
+        dispatcher, case = open_unwatched(timeout_s=20.0), draw(1, [3, 3])[dist.get_rank()]
+        sums = []
+        for _ in range(3):
+            sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
+            out_TH = dispatcher.combine(answer(sent, dist.get_rank()), case.weights_TK, sent)
+            sums.append(out_TH.view(torch.int32).flatten().tolist())
+        dispatcher.check()
+        dist.barrier()
+        dispatcher.close()
+    return sums
+
+
+def test_calls_that_publish_themselves_and_calls_that_do_not_have_the_same_bits(
+    interpreting_pair: RankPool,
+) -> None:
+    """3: rows publish themselves, answers (6 places of 2 choices) do not. 0: neither does."""
+    every, rows_only, none = (interpreting_pair.run(exchange_with_few_counted, most) for most in (4096, 3, 0))
+    assert every == rows_only == none

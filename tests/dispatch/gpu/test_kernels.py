@@ -31,19 +31,21 @@ HALF = {"calls": "*i64", "half_bytes": "i64"}
 TO_PEERS = {"peers": "*i64", "mask": "*i32", "rank": "i32", **HALF}
 RECEIVED = {"choices": "i64", "arrived": "*i32", **HALF}
 SEND = {
-    "x": "*i16", "topk": "*i64", "sent": "*i64", "sent_bytes": "*i64", **TO_PEERS, "num_tokens": "i32",
-    "choices_at": "i64", "rows_at": "i64", "staging_at": "i64",
+    "x": "*i16", "topk": "*i64", "sent": "*i64", "sent_bytes": "*i64", **TO_PEERS, "ended": "*i32", "num_tokens": "i32",
+    "choices_at": "i64", "rows_at": "i64", "staging_at": "i64", "kind": "i32",
 }  # fmt: skip
 ANSWER = {
     "y": "*i16",
     "at_NK": "*i32",
     "sent_bytes": "*i64",
     **TO_PEERS,
+    "ended": "*i32",
     "answers_at": "i64",
     "staging_at": "i64",
+    "kind": "i32",
 }
 WAIT = {
-    **TO_PEERS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "stop": "i64", "kind": "i32", "max_polls": "i32"
+    **TO_PEERS, "arrived": "*i32", "trouble": "*i64", "waits": "*i64", "stop": "i64", "kind": "i32", "limit": "i64"
 }  # fmt: skip
 ORDER = {
     "choices": "*i64", **HALF, "row_of_pair": "*i64", "pair_of_choice": "*i32", "offsets": "*i64", "num_choices": "i32",
@@ -61,9 +63,16 @@ PAIRS = {"y": "*i16", "pair_of_choice": "*i32", "weights": "*fp32", "out": "*i16
 V3 = {"R": 8, "L": 32, "M": 128, "K": 8, "K_PAD": 8, "H": 7168}  # DeepSeek-V3's decode on 8 ranks
 PLAIN = {"ROW_BYTES": 14336, "SCALES_AT": 0, "IS_FP8": False}
 FP8 = {"ROW_BYTES": 7392, "SCALES_AT": 7168, "IS_FP8": True}
-ROW = {**V3, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False}
+ROW = {**V3, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False, "BEGINS": True}
 BLOCK = {**V3, "N": 1024, "SCALES": 0, "SCALES_PAD": 1, "IS_UE8M0": False}
-ANSWERED = {**V3, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True, "HAS_REMOTE": False}
+ANSWERED = {
+    **V3,
+    "ANSWER_BYTES": 14336,
+    "TILE": 1024,
+    "IS_BFLOAT16": True,
+    "HAS_REMOTE": False,
+    "BEGINS": True,
+}
 NOBODY = {"arrived": None, "calls": None, "half_bytes": 0}
 KERNELS = {
     "send_bf16": Kernel(send_rows, SEND, {**ROW, **PLAIN}),
@@ -79,12 +88,22 @@ KERNELS = {
         1,
     ),
     "wait": Kernel(
-        wait_flags, WAIT, {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True}, 1
+        wait_flags,
+        WAIT,
+        {"IS_LAST": True, "IS_MASKING": True, "ANY_CALL": False, "HAS_CLOCK": True, "HAS_WAITS": True},
+        1,
     ),
     "wait_without_clock": Kernel(
         wait_flags,
         {**WAIT, "waits": "constexpr"},
-        {"waits": None, "IS_LAST": True, "IS_MASKING": False, "ANY_CALL": True, "HAS_CLOCK": False},
+        {
+            "waits": None,
+            "IS_LAST": True,
+            "IS_MASKING": False,
+            "ANY_CALL": True,
+            "HAS_CLOCK": False,
+            "HAS_WAITS": False,
+        },
         1,
     ),
     "order_received": Kernel(

@@ -1,5 +1,6 @@
 """Errors about features that a GPU lacks come when the model is built. Kernels are compiled before the first step."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -50,3 +51,25 @@ def test_a_gpu_runs_the_largest_prompts_before_it_serves_and_waits_for_every_ste
     assert [each for each in ran if isinstance(each, tuple)] == steps
     assert ran.count("wait") == (len(steps) if device == "cuda" else 0)
     assert ran[-1] == "clear"
+
+
+@pytest.mark.gpu
+def test_a_thread_that_moves_experts_works_beside_the_steps_and_after_those_launched_so_far() -> None:
+    on, seen = GpuDevice(device=torch.device("cuda", 0), dtype=torch.bfloat16), []
+    place = torch.zeros(1 << 20, device="cuda")
+
+    def move() -> None:
+        backend_on(on).enter_thread()
+        stream = torch.cuda.current_stream()
+        place.fill_(2.0)
+        stream.synchronize()
+        backend_on(on).enter_thread()
+        seen.append((stream, torch.cuda.current_stream(), place.unique().tolist()))
+
+    torch.cuda._sleep(50_000_000)  # a step that is still running, and then reads and writes the place
+    place.fill_(1.0)
+    mover = threading.Thread(target=move)
+    mover.start()
+    mover.join()
+    ((first, second, values),) = seen
+    assert first == second != torch.cuda.default_stream() and values == [2.0]

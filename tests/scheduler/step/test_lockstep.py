@@ -65,6 +65,17 @@ def test_one_ranks_prompt_makes_the_step_normal_for_all() -> None:
     assert agree_on_tokens([header(decodes=3), header(prefill=1)], DispatchMode.AUTO, 512) == 0
 
 
+def test_small_prompts_leave_a_step_of_gpus_in_low_latency_mode() -> None:
+    """In normal mode the host waits for the device in every layer."""
+    small, arriving = [header(decodes=3, prefill=1020), header(decodes=7)], header()._replace(has_prefill=1)
+    assert agree_on_tokens(small, DispatchMode.AUTO, 8192, 1024) == 1024
+    assert agree_on_tokens([arriving, header(decodes=7)], DispatchMode.AUTO, 8192, 1024) == 1024
+    assert agree_on_tokens([header(decodes=5, prefill=1020)], DispatchMode.AUTO, 8192, 1024) == 0
+    assert agree_on_tokens([header(decodes=3), header(decodes=7)], DispatchMode.AUTO, 8192, 1024) == 8
+    assert agree_on_tokens(small, DispatchMode.NORMAL, 8192, 1024) == 0
+    assert "those of up to 1024 tokens too" in describe_modes(DispatchMode.AUTO, 64, 8192, 1024)
+
+
 def test_a_rank_waits_for_what_another_has_more_of_and_costs_most() -> None:
     own = header(decodes=4)._replace(num_context=100)
     longer, more = own._replace(num_context=200), header(decodes=5)
