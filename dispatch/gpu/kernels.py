@@ -53,7 +53,8 @@ def send_rows(
     own = tl.load(peers + rank)
     outgoing = own + staging_at + token.to(tl.int64) * ROW_BYTES
     if HAS_REMOTE:
-        write_row(outgoing, row, H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16)
+        if token < num_tokens:  # `x` ends with the last token
+            write_row(outgoing, row, H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16)
     for to in range(R):
         local = tl.where(owner == to, expert - to * L, -1)
         is_wanted = tl.max(local, axis=0) >= 0
