@@ -29,7 +29,7 @@ _CHUNK, _OTHERS = (
 class ExpertChoices(NamedTuple):
     """Choices of experts that have one slot each, and the counters that they are added to."""
 
-    ids_TK: Tensor  # int64, contiguous; a value outside [0, E) is no choice
+    ids_TK: Tensor  # int64, contiguous; values outside [0, E) are ignored
     slot_E: Tensor  # int64: the slot of each expert
     cache_slot_T: Tensor  # int64: -1 for a padding row, which chooses nothing
     num_decodes_1: Tensor  # int64: the first rows are decodes
@@ -102,7 +102,7 @@ def count_chunks(
     pair = chunk * _CHUNK + tl.arange(0, _CHUNK)
     slot = _slots_of(choices, slot_of, cache_slots, pair, num_pairs, S, E, K, HAS_EXPERTS)
     tl.store(slots + pair, slot, mask=pair < num_pairs)
-    bins = tl.arange(0, BINS)  # more than S: the last one takes what is no pair
+    bins = tl.arange(0, BINS)  # more than S: the last one is for missing choices
     tl.store(
         counts_CS + chunk * S + bins, tl.histogram(tl.where(slot < 0, BINS - 1, slot), BINS), mask=bins < S
     )

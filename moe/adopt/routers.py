@@ -112,7 +112,7 @@ class Routers:
         if module.weight.dtype == rows.dtype:
             yield _PLAIN
             is_short = rows.dtype in (torch.bfloat16, torch.float16)
-            # A weight with its own product, as with --batch-invariant, is no parameter.
+            # With --batch-invariant a weight has its own product and is not a parameter.
             is_parameter = isinstance(module._parameters.get("weight"), nn.Parameter)
             if self._wide_product and is_short and is_parameter and module._parameters.get("bias") is None:
                 yield _SUMMED_WIDE

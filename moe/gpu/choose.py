@@ -104,7 +104,7 @@ def choose_and_count(
         one = tl.full([TILE], 1, tl.int64)
         tl.atomic_add(counts + phase_of_row * (E + R) + expert, one, mask=slot >= 0, sem="relaxed")
         of_rank = tl.where(slot >= 0, phase_of_row * R + slot // SLOTS_PER_RANK, BINS - 1)
-        bins = tl.arange(0, BINS)  # more than 2 * R: the last one takes what is no choice
+        bins = tl.arange(0, BINS)  # more than 2 * R: the last one is for missing choices
         count = tl.histogram(of_rank.to(tl.int32), BINS)
         places = counts + (bins // R) * (E + R) + E + bins % R
         tl.atomic_add(places, count.to(tl.int64), mask=(bins < 2 * R) & (count > 0), sem="relaxed")

@@ -18,7 +18,19 @@ from tests.support.ranks import RankPool
 KERNELS = Counter(choose_experts=1, order_few=1, grouped_rows=2, sum_pairs=1)
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::linear"}
 # Operators without a launch: views and memory.
-FREE = ("empty", "view", "slice", "select", "alias", "reshape", "detach", "transpose", "t.", "expand", "as_strided")
+FREE = (
+    "empty",
+    "view",
+    "slice",
+    "select",
+    "alias",
+    "reshape",
+    "detach",
+    "transpose",
+    "t.",
+    "expand",
+    "as_strided",
+)
 
 
 class Seen(NamedTuple):
@@ -96,7 +108,12 @@ def run_layer(directory: Path) -> Seen:
     layer._keep_sample(served)
     kept = layer.sample_TD
     return Seen(
-        seen.kernels, seen.operators, is_kept, is_kept_alone, len(kept), torch.equal(kept, served[: len(kept)])
+        seen.kernels,
+        seen.operators,
+        is_kept,
+        is_kept_alone,
+        len(kept),
+        torch.equal(kept, served[: len(kept)]),
     )
 
 
