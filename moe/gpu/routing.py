@@ -83,8 +83,8 @@ def choose_experts(
     """Program (tile of rows). NaN is chosen last, and an id is always a valid expert, so no access is out of bounds."""
     row, expert, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, E_PAD), tl.arange(0, K_PAD)
     is_row, is_expert = row < num_rows, expert < E
-    own = logits + row.to(tl.int64)[:, None] * E
-    is_read = is_row[:, None] & is_expert[None, :]
+    own = logits + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * E
+    is_read = tl.broadcast_to(is_expert[None, :], [ROWS, E_PAD])
     logit = tl.load(own + expert[None, :], mask=is_read, other=float("-inf")).to(tl.float32)
     top, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     if IS_SIGMOID:
@@ -108,7 +108,7 @@ def choose_experts(
         key = tl.where(expert[None, :] == best[:, None], _NEVER, key)
     is_choice = is_row[:, None] & (k < K)[None, :]
     # The chosen logits again, from the cache: the scores of all experts need no place in registers.
-    weight = tl.load(own + chosen, mask=is_choice, other=float("-inf")).to(tl.float32)
+    weight = tl.load(own + chosen, mask=(k < K)[None, :], other=float("-inf")).to(tl.float32)
     if IS_SIGMOID:
         weight = 1 / (1 + tl.exp(-weight))
     elif SOFTMAX_AFTER:
