@@ -188,9 +188,19 @@ class DeviceDispatcher:
         return Dispatched(received.x_NH, received.row_P, received.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        added_TH: Tensor | None = None,
     ) -> Tensor:
-        """Combine as `Dispatcher.combine`. Answers after the last pair are not read."""
+        """Combine as `Dispatcher.combine`. Answers after the last pair are not read.
+
+        Args:
+            added_TH: Added to the result; contiguous, of its shape and type. On one rank this is no separate launch.
+        """
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
         if problem:
@@ -199,8 +209,11 @@ class DeviceDispatcher:
             out = y_PH.new_empty(handle.num_tokens, handle.hidden)
         # The kernels of sums widen weights, so a router's weights need no cast.
         weights_TK = weights_TK if weights_TK.dtype in STORED else weights_TK.float()
+        if isinstance(self._last, LocalPairs):
+            self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out, added_TH)
+            return out
         self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out)
-        return out
+        return out if added_TH is None else out.add_(added_TH)
 
     def interrupt(self, error: DispatchError) -> None:
         for each in self._exchanges:
@@ -255,8 +268,10 @@ class LocalPairs:
         self.x_NH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype) if self._is_fp8 else x_TH
         return self
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        combine_pairs(y_PH, self._order.pair_of_choice_NK, weights_TK, out_TH)
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
+        combine_pairs(y_PH, self._order.pair_of_choice_NK, weights_TK, out_TH, added_TH)
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
         """Do nothing: there is no other rank."""

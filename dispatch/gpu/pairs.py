@@ -154,12 +154,13 @@ class PairOrders:
 
 @triton.jit
 def sum_pairs(
-    y, pair_of_choice, weights, out,
+    y, pair_of_choice, weights, added, out,
     K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_BFLOAT16_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile). Masks replace branches: a -1 choice adds +0, which does not change a sum's bits.
 
-    The loop is unrolled, so that the rows of all choices are loaded at once.
+    The loop is unrolled, so that the rows of all choices are loaded at once. `added` has a row for each token, added to the
+    rounded sum, or is None.
     """
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -170,10 +171,20 @@ def sum_pairs(
         weight = widen(tl.load(weights + token * K + k, mask=pair >= 0, other=0), HAS_BFLOAT16_WEIGHTS)
         answer = tl.load(y + pair * H + at, mask=is_channel & (pair >= 0), other=0)
         total += weight * widen(answer, IS_BFLOAT16)
-    tl.store(out + token * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=is_channel)
+    result = narrow(total, out.dtype.element_ty, IS_BFLOAT16)
+    if added is not None:
+        other = widen(tl.load(added + token * H + at, mask=is_channel, other=0), IS_BFLOAT16)
+        result = narrow(widen(result, IS_BFLOAT16) + other, out.dtype.element_ty, IS_BFLOAT16)
+    tl.store(out + token * H + at, result, mask=is_channel)
 
 
-def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Tensor:
+def combine_pairs(
+    y_PH: Tensor,
+    pair_of_choice_TK: Tensor,
+    weights_TK: Tensor,
+    out_TH: Tensor,
+    added_TH: Tensor | None = None,
+) -> Tensor:
     """Sum every token's answers with their weights.
 
     Args:
@@ -181,6 +192,7 @@ def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, o
         pair_of_choice_TK: int32 or int64, contiguous: the row of y_PH that answers each choice; -1 for no choice.
         weights_TK: bfloat16, float16 or float32, contiguous; the weight of a -1 choice is not read.
         out_TH: Output in the type of y_PH, contiguous.
+        added_TH: Added to the rounded sums, with one more rounding, as torch would; contiguous, in the type of y_PH.
 
     Returns:
         out_TH.
@@ -191,7 +203,8 @@ def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, o
         return out_TH
     tile = min(_SUMMED, triton.next_power_of_2(H))
     sum_pairs[(T, triton.cdiv(H, tile))](
-        as_stored(y_PH), pair_of_choice_TK, as_stored(weights_TK), as_stored(out_TH), K=K, H=H, TILE=tile,
+        as_stored(y_PH), pair_of_choice_TK, as_stored(weights_TK), None if added_TH is None else as_stored(added_TH),
+        as_stored(out_TH), K=K, H=H, TILE=tile,
         IS_BFLOAT16=y_PH.dtype == torch.bfloat16, HAS_BFLOAT16_WEIGHTS=weights_TK.dtype == torch.bfloat16, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip

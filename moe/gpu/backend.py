@@ -34,6 +34,7 @@ from moe.adopt.gates import gate_of
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
+from moe.adopt.shared import SharedSums
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
@@ -203,7 +204,7 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if not on.compiler:
         wide_product = multiply_wide if can_multiply_wide(on.device, on.dtype) else None
         routers = Routers(route, wide_product=wide_product)
-        adopt(net.modules(), (Norms(rms_norm), rotary, routers), rows)
+        adopt(net.modules(), (Norms(rms_norm), rotary, routers, SharedSums()), rows)
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)

@@ -47,6 +47,7 @@ class DeviceExpertLayer:
     is_invariant: bool = False  # a row's bits are the same in decode steps and in steps with prompts
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
+    added_TD: Tensor | None = None  # the next run adds this to its result
     _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +85,11 @@ class DeviceExpertLayer:
             sent.handle.num_pairs,
             expected,
         )
-        return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent)
+        added_TD, self.added_TD = self.added_TD, None
+        if isinstance(self.dispatcher, DeviceDispatcher):
+            return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=added_TD)
+        out_TD = self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent)
+        return out_TD if added_TD is None else out_TD + added_TD
 
     def compute(
         self,

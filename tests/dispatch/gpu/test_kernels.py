@@ -127,9 +127,10 @@ KERNELS = {
     "answer": Kernel(send_answers, ANSWER, ANSWERED),
     "sum": Kernel(sum_answers, SUM, ANSWERED),
     "sum_fp16": Kernel(sum_answers, {**SUM, "out": "*fp16"}, {**ANSWERED, "IS_BFLOAT16": False}),
-    "sum_pairs": Kernel(sum_pairs, PAIRS, ANSWERED, 4),
+    "sum_pairs": Kernel(sum_pairs, PAIRS, {**ANSWERED, "added": None}, 4),
+    "sum_pairs_and_shared": Kernel(sum_pairs, {**PAIRS, "added": "*i16"}, ANSWERED, 4),
     "sum_pairs_with_short_weights": Kernel(
-        sum_pairs, {**PAIRS, "weights": "*i16"}, {**ANSWERED, "HAS_BFLOAT16_WEIGHTS": True}, 4
+        sum_pairs, {**PAIRS, "weights": "*i16"}, {**ANSWERED, "added": None, "HAS_BFLOAT16_WEIGHTS": True}, 4
     ),
 }
 KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as launched
