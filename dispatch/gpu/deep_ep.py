@@ -219,6 +219,11 @@ class _LowLatency(_DeepEpPairs):
         y = y_PH.new_empty(L * N + 1, H)  # the last row takes rows that are not answers
         y.index_copy_(0, self._target_P, y_PH)
         _, _, receive = self._buffer.low_latency_combine(
-            y[:-1].view(L, N, H), self._slots_TK, weights_TK, self._handle, out=out_TH, return_recv_hook=True
+            y[:-1].view(L, N, H),
+            self._slots_TK,
+            weights_TK.float(),
+            self._handle,
+            out=out_TH,
+            return_recv_hook=True,
         )
         receive()

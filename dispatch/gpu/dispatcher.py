@@ -17,7 +17,8 @@ from dispatch.arguments import answers_problem, dispatch_problem, dtype_problem
 from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Waits
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
-from dispatch.gpu.pairs import PairOrders, combine_pairs
+from dispatch.gpu.ordering import ExpertChoices
+from dispatch.gpu.pairs import PairOrders, PairsOnDevice, combine_pairs
 from dispatch.mode import NORMAL, Mode
 
 
@@ -71,7 +72,7 @@ class PairExchange(Protocol):
         """Bring the answers of the last dispatch back and sum them in the order of the choices.
 
         Args:
-            y_PH: [num_pairs, H], contiguous. weights_TK: float32, contiguous. out_TH: contiguous.
+            y_PH: [num_pairs, H], contiguous. weights_TK: bfloat16, float16 or float32, contiguous. out_TH: contiguous.
         """
         ...
 
@@ -156,22 +157,63 @@ class DeviceDispatcher:
         if problem:
             self._refuse(problem)
         received = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity)
-        (T, H), K = x_TH.shape, slots_TK.shape[1]
+        return self._dispatched(x_TH, slots_TK, received)
+
+    @property
+    def takes_experts(self) -> bool:
+        """Whether `dispatch_experts` may be called: there is one rank."""
+        return isinstance(self._normal, LocalPairs)
+
+    def dispatch_experts(self, x_TH: Tensor, choices: ExpertChoices) -> Dispatched:
+        """Dispatch to the slots of chosen experts, and count the choices; on one rank. P is room.
+
+        Args:
+            x_TH: [T, H]. choices: See `ExpertChoices`; ids int64 [T, K].
+
+        Raises:
+            ValueError: An argument is bad.
+        """
+        assert isinstance(self._normal, LocalPairs), "experts of several ranks have no order on one of them"
+        self._call += 1
+        self._last = self._normal
+        problem = dispatch_problem(x_TH, choices.ids_TK, NORMAL, self.device)
+        if problem := problem or dtype_problem("x_TH", x_TH, STORED):
+            self._refuse(problem)
+        received = self._normal.dispatch_experts(x_TH.contiguous(), choices)
+        return self._dispatched(x_TH, choices.ids_TK, received)
+
+    def _dispatched(self, x_TH: Tensor, choices_TK: Tensor, received: ReceivedPairs) -> Dispatched:
+        (T, H), K = x_TH.shape, choices_TK.shape[1]
         handle = DispatchHandle(self._call, T, K, H, x_TH.dtype, received.num_pairs)
         return Dispatched(received.x_NH, received.row_P, received.slot_offsets, handle)
 
     def combine(
-        self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
+        self,
+        y_PH: Tensor,
+        weights_TK: Tensor,
+        dispatched: Dispatched,
+        *,
+        out: Tensor | None = None,
+        added_TH: Tensor | None = None,
     ) -> Tensor:
-        """Combine as `Dispatcher.combine`. Answers after the last pair are not read."""
+        """Combine as `Dispatcher.combine`. Answers after the last pair are not read.
+
+        Args:
+            added_TH: Added to the result; contiguous, of its shape and type. On one rank this is no separate launch.
+        """
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
         if problem:
             self._refuse(problem, is_combine=True)
         if out is None:
             out = y_PH.new_empty(handle.num_tokens, handle.hidden)
-        self._last.combine(y_PH.contiguous(), weights_TK.float().contiguous(), out)
-        return out
+        # The kernels of sums widen weights, so a router's weights need no cast.
+        weights_TK = weights_TK if weights_TK.dtype in STORED else weights_TK.float()
+        if isinstance(self._last, LocalPairs):
+            self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out, added_TH)
+            return out
+        self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out)
+        return out if added_TH is None else out.add_(added_TH)
 
     def interrupt(self, error: DispatchError) -> None:
         for each in self._exchanges:
@@ -214,13 +256,22 @@ class LocalPairs:
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "LocalPairs":
         """Return room for T*K pairs."""
-        order = self._order = self._orders.order(slots_TK)
-        self.row_P, self.slot_offsets, self.num_pairs = order.row_P, order.slot_offsets, slots_TK.numel()
+        return self._received(x_TH, self._orders.order(slots_TK))
+
+    def dispatch_experts(self, x_TH: Tensor, choices: ExpertChoices) -> "LocalPairs":
+        """Return room for T*K pairs."""
+        return self._received(x_TH, self._orders.order_experts(choices))
+
+    def _received(self, x_TH: Tensor, order: PairsOnDevice) -> "LocalPairs":
+        self._order = order
+        self.row_P, self.slot_offsets, self.num_pairs = order.row_P, order.slot_offsets, len(order.row_P)
         self.x_NH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype) if self._is_fp8 else x_TH
         return self
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
-        combine_pairs(y_PH, self._order.pair_of_choice_NK, weights_TK, out_TH)
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
+        combine_pairs(y_PH, self._order.pair_of_choice_NK, weights_TK, out_TH, added_TH)
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
         """Do nothing: there is no other rank."""

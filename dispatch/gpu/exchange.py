@@ -100,10 +100,11 @@ class DeviceExchange(DeviceCalls):
         if T == 0:
             return
         kernels.sum_answers[(T, triton.cdiv(shape.hidden, tile))](
-            self._contents, self.arrived, *self._half, topk_TK, sent_TK, weights_TK, as_stored(out_TH),
-            R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
+            self._contents, self.arrived, *self._half, topk_TK, sent_TK, as_stored(weights_TK),
+            as_stored(out_TH), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
             ANSWER_BYTES=CombineContents(shape=shape, dtype=out_TH.dtype).answer_bytes, TILE=tile,
-            IS_BFLOAT16=out_TH.dtype == torch.bfloat16, num_warps=_WARPS, enable_fp_fusion=False,
+            IS_BFLOAT16=out_TH.dtype == torch.bfloat16, HAS_BFLOAT16_WEIGHTS=weights_TK.dtype == torch.bfloat16,
+            num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 

@@ -55,7 +55,8 @@ def send_rows(
     own = tl.load(peers + rank)
     outgoing = own + staging_at + token.to(tl.int64) * ROW_BYTES
     if HAS_REMOTE:
-        write_row(outgoing, row, H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16)
+        if token < num_tokens:  # `x` ends with the last token
+            write_row(outgoing, row, H, SCALES_AT, GROUPS, IS_FP8, ROUND_SCALE, IS_BFLOAT16)
     for to in range(R):
         local = tl.where(owner == to, expert - to * L, -1)
         is_wanted = tl.max(local, axis=0) >= 0
@@ -220,7 +221,7 @@ def send_answers(
 def sum_answers(
     answers, arrived, calls, half_bytes, topk, sent, weights, out,
     R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr,
-    TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+    TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_BFLOAT16_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once.
 
@@ -237,5 +238,6 @@ def sum_answers(
             if tl.load(arrived + expert // L) == CAME:
                 place = see_row(answers + (token * K + k).to(tl.int64) * ANSWER_BYTES, out.dtype.element_ty)
                 answer = tl.load(place + at, mask=at < H, other=0)
-                total += tl.load(weights + token * K + k) * widen(answer, IS_BFLOAT16)
+                weight = widen(tl.load(weights + token * K + k), HAS_BFLOAT16_WEIGHTS)
+                total += weight * widen(answer, IS_BFLOAT16)
     tl.store(out + token.to(tl.int64) * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=at < H)

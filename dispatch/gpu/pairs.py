@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Sort (row, choice) pairs by slot, and sum a token's pairs, on a device. The host reads no counts.
 
-The order is that of `dispatch.layout`: by slot, then row, then choice. A program places the pairs of one slot in one chunk
+The order is that of `dispatch.layout`: by slot, then row, then choice. `ordering` sorts a rank's own choices. Here is the
+kernel for those that low-latency calls receive, at most a few thousand: a program places the pairs of one slot in one chunk
 of the choices. It counts the pairs before them itself, in all choices. So no program waits for another, and no
 counter decides an order. The choices of a decode step (32 KB for 1,024 rows of 8) stay in the cache that programs share.
-Rejected: a histogram, a scan and a scatter. A decode step pays per launch, and these are three.
 Sums are in the order of a token's choices, in float32 with one rounding. Products are rounded before they are added
 (compiled without fusion), so the bits are those of `layout.sum_answers`.
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dispatch.gpu.casts import as_stored, narrow, widen
 from dispatch.gpu.flags import CAME, half_at, is_sound
+from dispatch.gpu.ordering import ExpertChoices, OrderMemory, num_chunks, order
 
 _TILE = 512  # choices that a program reads at once
 _PROGRAMS = 512  # approximate number that a large GPU runs at once
@@ -64,8 +65,7 @@ class PairsOnDevice(NamedTuple):
 def _chosen(choices, arrived, choice, end, sound, PER_SOURCE: tl.constexpr):
     """Load choices below `end`; -1 for choices of a source that has not arrived."""
     is_read = choice < end
-    if PER_SOURCE > 0:
-        is_read &= sound & (tl.load(arrived + choice // PER_SOURCE, mask=is_read, other=0) == CAME)
+    is_read &= sound & (tl.load(arrived + choice // PER_SOURCE, mask=is_read, other=0) == CAME)
     return tl.load(choices + choice, mask=is_read, other=-1)
 
 
@@ -76,14 +76,11 @@ def order_pairs(
 ):  # fmt: skip
     """Program (slot, chunk): place the slot's pairs in a chunk of `chunk` choices. A value outside [0, S) is no choice.
 
-    `choices`: int64 [N, K]; or, if PER_SOURCE, the received ones: the address of int32 [R, PER_SOURCE] in the first
-    half, of which only choices of arrived sources count.
+    `choices`: the address of int32 [R, PER_SOURCE] in the first half, of which only choices of arrived sources count.
     """
     slot, first = tl.program_id(0), tl.program_id(1) * chunk
-    sound = True
-    if PER_SOURCE > 0:
-        sound = is_sound(arrived, R)
-        choices = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
+    sound = is_sound(arrived, R)
+    choices = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32))
     below, before, every = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     at = 0
     while at < num_choices:  # not a range: the interpreter does not accept an argument as its end
@@ -132,46 +129,70 @@ class PairOrders:
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self._rows, self._pairs = DeviceRoom(torch.int64, device), DeviceRoom(torch.int32, device)
+        self._slots, self._counts = DeviceRoom(torch.int32, device), DeviceRoom(torch.int32, device)
         self._offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self._totals = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def order(self, slots_NK: Tensor) -> PairsOnDevice:
         """Order the choices int64 [N, K], contiguous. A value outside [0, S) is no choice. Allocates only to grow."""
-        (N, K), S = slots_NK.shape, self.num_slots
-        order = PairsOnDevice(self._rows.take(N * K), self._offsets, self._pairs.take(N, K))
-        chunk, tile = chunk_of(N * K, S)
-        order_pairs[(S, max(1, triton.cdiv(N * K, chunk)))](
-            slots_NK, None, None, 0, order.row_P, order.pair_of_choice_NK, order.slot_offsets, N * K, chunk,
-            S=S, K=K, R=1, PER_SOURCE=0, TILE=tile, num_warps=4,
+        return self._order(slots_NK, None)
+
+    def order_experts(self, choices: ExpertChoices) -> PairsOnDevice:
+        """Order choices of experts, and count them. Allocates only to grow."""
+        return self._order(choices.ids_TK, choices)
+
+    def _order(self, choices_NK: Tensor, experts: ExpertChoices | None) -> PairsOnDevice:
+        N, K = choices_NK.shape
+        chunks = num_chunks(N * K)
+        memory = OrderMemory(
+            self._rows.take(N * K), self._pairs.take(N, K), self._offsets, self._slots.take(N * K if chunks else 0),
+            self._counts.take(chunks, self.num_slots), self._totals,
         )  # fmt: skip
-        return order
+        order(choices_NK, experts, memory)
+        return PairsOnDevice(memory.row_P, memory.slot_offsets, memory.pair_of_choice_NK)
 
 
 @triton.jit
 def sum_pairs(
-    y, pair_of_choice, weights, out,
-    K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr,
+    y, pair_of_choice, weights, added, out,
+    K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_BFLOAT16_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile). Masks replace branches: a -1 choice adds +0, which does not change a sum's bits."""
+    """Program (token, tile). Masks replace branches: a -1 choice adds +0, which does not change a sum's bits.
+
+    The loop is unrolled, so that the rows of all choices are loaded at once. `added` has a row for each token, added to the
+    rounded sum, or is None.
+    """
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_channel = at < H
     total = tl.zeros([TILE], tl.float32)
-    for k in range(K):
+    for k in tl.static_range(K):
         pair = tl.load(pair_of_choice + token * K + k).to(tl.int64)
-        weight = tl.load(weights + token * K + k, mask=pair >= 0, other=0.0)
+        weight = widen(tl.load(weights + token * K + k, mask=pair >= 0, other=0), HAS_BFLOAT16_WEIGHTS)
         answer = tl.load(y + pair * H + at, mask=is_channel & (pair >= 0), other=0)
         total += weight * widen(answer, IS_BFLOAT16)
-    tl.store(out + token * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=is_channel)
+    result = narrow(total, out.dtype.element_ty, IS_BFLOAT16)
+    if added is not None:
+        other = widen(tl.load(added + token * H + at, mask=is_channel, other=0), IS_BFLOAT16)
+        result = narrow(widen(result, IS_BFLOAT16) + other, out.dtype.element_ty, IS_BFLOAT16)
+    tl.store(out + token * H + at, result, mask=is_channel)
 
 
-def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, out_TH: Tensor) -> Tensor:
+def combine_pairs(
+    y_PH: Tensor,
+    pair_of_choice_TK: Tensor,
+    weights_TK: Tensor,
+    out_TH: Tensor,
+    added_TH: Tensor | None = None,
+) -> Tensor:
     """Sum every token's answers with their weights.
 
     Args:
         y_PH: bfloat16, float16 or float32, contiguous.
         pair_of_choice_TK: int32 or int64, contiguous: the row of y_PH that answers each choice; -1 for no choice.
-        weights_TK: float32, contiguous; the weight of a -1 choice is not read.
+        weights_TK: bfloat16, float16 or float32, contiguous; the weight of a -1 choice is not read.
         out_TH: Output in the type of y_PH, contiguous.
+        added_TH: Added to the rounded sums, with one more rounding, as torch would; contiguous, in the type of y_PH.
 
     Returns:
         out_TH.
@@ -182,7 +203,9 @@ def combine_pairs(y_PH: Tensor, pair_of_choice_TK: Tensor, weights_TK: Tensor, o
         return out_TH
     tile = min(_SUMMED, triton.next_power_of_2(H))
     sum_pairs[(T, triton.cdiv(H, tile))](
-        as_stored(y_PH), pair_of_choice_TK, weights_TK, as_stored(out_TH), K=K, H=H, TILE=tile,
-        IS_BFLOAT16=y_PH.dtype == torch.bfloat16, num_warps=4, enable_fp_fusion=False,
+        as_stored(y_PH), pair_of_choice_TK, as_stored(weights_TK), None if added_TH is None else as_stored(added_TH),
+        as_stored(out_TH), K=K, H=H, TILE=tile,
+        IS_BFLOAT16=y_PH.dtype == torch.bfloat16, HAS_BFLOAT16_WEIGHTS=weights_TK.dtype == torch.bfloat16, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out_TH

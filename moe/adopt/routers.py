@@ -3,7 +3,8 @@
 A module counts as a router if "Router" is in its class name, it has a weight [experts, hidden] and returns
 (logits, weights, experts). Its rule is found with a twin that has random float32 weights, so that no two scores are
 equal: how weights follow from logits, and which limit to groups of experts gives the same choice. A trial of the module
-itself shows whether it multiplies in float32. Families with another rule, with more inputs than rows (MiniMax-M2's bias
+itself shows whether it multiplies in float32. If it widens rows and weight for that (DeepSeek), a device's product of the
+short types with sums in float32 replaces both casts. Otherwise a widened weight is made once. Families with another rule, with more inputs than rows (MiniMax-M2's bias
 is an argument) or with inner modules (ERNIE-4.5's bias is in one) keep their own.
 
 Legend: T rows, D hidden dim, E experts, K choices.
@@ -23,10 +24,19 @@ from moe.routing import Routing
 
 _ROWS = {"cuda": 1024, "cpu": 16}  # to try; few on the CPU, because Triton's interpreter is slow
 _TOLERANCE = 1e-5  # for weights up to about 3; sums of exponentials have another order
+_SUMS_TOLERANCE = 1e-4  # for logits of products that are exact and sums that are in another order
 _WITH_BIAS = "correction_bias"  # in the name of the tensor that is added to scores to choose experts
 
-# Takes (logits [T, E], rule, bias_E=None or float32 [E]), returns ids and weights: a device's `routing.route`.
+# Takes (logits [T, E], rule, bias_E=None or float32 [E], dtype of the weights), returns ids and weights: a device's
+# `routing.route`.
 Launch = Callable[..., tuple[Tensor, Tensor]]
+# Takes rows [T, D] and a weight [E, D] of a short type, returns float32 [T, E], summed in float32.
+WideProduct = Callable[[Tensor, Tensor], Tensor]
+_PLAIN, _SUMMED_WIDE, _WIDENED = (
+    "plain",
+    "summed wide",
+    "widened",
+)  # products: the last widens rows and weight
 
 
 class Routed(NamedTuple):
@@ -48,15 +58,29 @@ class RouterForm(NamedTuple):
     rule: Routing
     dims: int  # most dimensions of input rows: 3 if [1, T, D] is accepted
     weights_dtype: torch.dtype
-    widens: bool  # the product is in float32
+    product: str
+
+
+class _Wide(NamedTuple):
+    """A router's tensors in float32."""
+
+    weight_ED: Tensor
+    bias_E: Tensor | None
 
 
 class Routers:
-    """Proposes the kernel for the routers of one model. Adopted classes get the attribute `form`."""
+    """Proposes the kernel for the routers of one model. Adopted classes get the attribute `form`.
 
-    def __init__(self, launch: Launch, try_out: Launch | None = None) -> None:
-        """`launch` runs the kernel. `try_out` replaces it in trials if it cannot be launched that way yet."""
-        self._launch, self._try_out = launch, try_out or launch
+    Args:
+        launch: Runs the kernel.
+        try_out: Replaces it in trials if it cannot be launched that way yet.
+        wide_product: The device's product of short types with sums in float32. None if it has none.
+    """
+
+    def __init__(
+        self, launch: Launch, try_out: Launch | None = None, *, wide_product: WideProduct | None = None
+    ) -> None:
+        self._launch, self._try_out, self._wide_product = launch, try_out or launch, wide_product
         self._rules: dict[Hashable, Routing | None] = {}
         self._classes: dict[Hashable, type[nn.Module]] = {}
 
@@ -73,34 +97,59 @@ class Routers:
         tried = None if rule is None else _try(module, x_TD)
         if rule is None or tried is None:
             return
-        for widens in (False, True) if module.weight.dtype == rows.dtype else (True,):
-            form = RouterForm(rule, tried.dims, tried.routed.weights_TK.dtype, widens)
+        for product in self._products(module, rows):
+            form = RouterForm(rule, tried.dims, tried.routed.weights_TK.dtype, product)
             yield Candidate(
                 own=lambda _x: tried.routed.logits_TE.float(),
-                ours=lambda x, widens=widens: _logits(module, x, widens=widens).float(),
+                ours=lambda x, product=product: self._logits(module, x, product).float(),
                 arguments=lambda: (x_TD,),
-                tolerance=0.0,
+                tolerance=_SUMS_TOLERANCE if product == _SUMMED_WIDE else 0.0,
                 install=partial(self._install, module, form),
             )
 
-    def _install(self, module: nn.Module, form: RouterForm) -> None:
+    def _products(self, module: Any, rows: SampleRows) -> Iterator[str]:
+        """Yield the products that a router may have, with the fastest first."""
+        if module.weight.dtype == rows.dtype:
+            yield _PLAIN
+            is_short = rows.dtype in (torch.bfloat16, torch.float16)
+            # With --batch-invariant a weight has its own product and is not a parameter.
+            is_parameter = isinstance(module._parameters.get("weight"), nn.Parameter)
+            if self._wide_product and is_short and is_parameter and module._parameters.get("bias") is None:
+                yield _SUMMED_WIDE
+        yield _WIDENED
+
+    def _logits(self, module: Any, hidden_states: Tensor, product: str) -> Tensor:
+        """Return the router's logits: [T, E], in the rows' type or float32."""
+        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if product == _PLAIN:
+            return linear(x_TD, module.weight, module._parameters.get("bias"))
+        if product == _SUMMED_WIDE:
+            assert self._wide_product is not None, "the trial used it"
+            return self._wide_product(x_TD, module.weight)
+        return linear(x_TD.float(), *(getattr(module, "wide", None) or _widened(module)))
+
+    def _install(self, module: Any, form: RouterForm) -> None:
         one = type(module), form
-        self._classes[one] = self._classes.get(one) or _one_launch(*one, self._launch)
+        self._classes[one] = self._classes.get(one) or self._one_launch(*one)
+        if form.product == _WIDENED and module.weight.dtype != torch.float32:
+            module.wide = _widened(module)
         module.__class__ = self._classes[one]
 
+    def _one_launch(self, own: type[nn.Module], form: RouterForm) -> type[nn.Module]:
+        """Make a router's class that runs the kernel. It is a class, not a `forward` per module, so that
+        torch.compile's code for one layer serves all."""
+        launch, logits_of = self._launch, self._logits
 
-def _one_launch(own: type[nn.Module], form: RouterForm, launch: Launch) -> type[nn.Module]:
-    """Make a router's class that runs the kernel. It is a class, not a `forward` per module, so that
-    torch.compile's code for one layer serves all."""
+        def forward(self: Any, hidden_states: Tensor) -> Any:
+            if hidden_states.dim() > form.dims:
+                return own.forward(self, hidden_states)
+            logits_TE = logits_of(self, hidden_states, form.product)
+            ids_TK, weights_TK = launch(
+                logits_TE, form.rule, bias_E=correction(self), dtype=form.weights_dtype
+            )
+            return Routed(logits_TE, weights_TK, ids_TK)
 
-    def forward(self: Any, hidden_states: Tensor) -> Any:
-        if hidden_states.dim() > form.dims:
-            return own.forward(self, hidden_states)
-        logits_TE = _logits(self, hidden_states, widens=form.widens)
-        ids_TK, weights_TK = launch(logits_TE, form.rule, bias_E=correction(self))
-        return Routed(logits_TE, weights_TK.to(form.weights_dtype), ids_TK)
-
-    return type(own.__name__, (own,), {"forward": forward, "form": form})
+        return type(own.__name__, (own,), {"forward": forward, "form": form})
 
 
 def _kind(module: Any) -> tuple[Any, ...]:
@@ -221,13 +270,9 @@ def _is_by_row(routed: Routed, num_rows: int, num_experts: int) -> bool:
     return shapes == [(num_rows, num_experts), (num_rows, choices), (num_rows, choices)]
 
 
-def _logits(module: Any, hidden_states: Tensor, *, widens: bool) -> Tensor:
-    """Return the router's logits, multiplied in the model's type or in float32: [T, E]."""
-    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+def _widened(module: Any) -> _Wide:
     bias_E = module._parameters.get("bias")
-    if not widens:
-        return linear(x_TD, module.weight, bias_E)
-    return linear(x_TD.float(), module.weight.float(), None if bias_E is None else bias_E.float())
+    return _Wide(module.weight.float(), None if bias_E is None else bias_E.float())
 
 
 def correction(module: Any) -> Tensor | None:

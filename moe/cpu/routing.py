@@ -130,15 +130,18 @@ def route_row(
     )  # fmt: skip
 
 
-def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Choose experts.
 
     Args:
         logits_TE: float32, contiguous.
         bias_E: float32, added to scores to choose experts, not to weights.
+        dtype: Type of the weights.
 
     Returns:
-        ids int64 [T, K], best first, and weights float32 [T, K].
+        ids int64 [T, K], best first, and weights [T, K].
     """
     T, E = logits_TE.shape
     ids = torch.empty(T, rule.choices, dtype=torch.int64)
@@ -148,4 +151,4 @@ def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> 
         logits_TE.data_ptr(), E * 4, E, rule, bias, ids.data_ptr(), weights.data_ptr(), rows.ctypes.data
     )
     run_alone(program_of([row]))
-    return ids, weights
+    return ids, weights.to(dtype)

@@ -34,6 +34,7 @@ from moe.adopt.gates import gate_of
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
+from moe.adopt.shared import SharedSums
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
@@ -41,7 +42,7 @@ from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.norm import rms_norm
-from moe.gpu.routing import route
+from moe.gpu.routing import can_multiply_wide, multiply_wide, route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
@@ -201,7 +202,9 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if sparse_index.exchange(net, choose_from_pages):
         use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
-        adopt(net.modules(), (Norms(rms_norm), rotary, Routers(route)), rows)
+        wide_product = multiply_wide if can_multiply_wide(on.device, on.dtype) else None
+        routers = Routers(route, wide_product=wide_product)
+        adopt(net.modules(), (Norms(rms_norm), rotary, routers, SharedSums()), rows)
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)

@@ -1,11 +1,14 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Map logical experts to physical slots on a GPU and count the choices, in one launch.
 
+On one rank this is part of the launch that orders pairs (`dispatch.gpu.ordering`), which takes `DeviceSlotChoice.experts`.
+
 The GPU's `moe.slot_choice` and `moe.load_counts`. A table on the device holds each expert's slots. A change of
 placement rewrites it in place, so captured graphs use it. If experts have copies, the n-th of an expert's N choices
 goes to the copy that `expert_placement.choose` gives, which needs n and N: a program compares its own choices with all
 others of its chunk. For a step of more than one chunk, which only prompts have, a first launch counts each chunk.
-Counters are integers, so the order of atomic additions has no effect.
+Counters are integers, so the order of atomic additions has no effect. They order no other memory. A program adds its choices
+of a rank up first, since all choices of a step go to few ranks.
 
 Legend: T rows, K choices, E experts, R ranks, C most copies of one expert, P pairs (row, choice).
 """
@@ -16,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dispatch.gpu.ordering import ExpertChoices
 from moe.load_counts import NUM_PHASES, LayerCounts, LoadCounts
 from moe.slot_choice import SlotChoice
 
@@ -41,7 +45,7 @@ def count_chunks(
     """Program (tile of pairs). Adds to [chunks, E] the number of choices of each expert in each chunk."""
     tile = tl.program_id(0)
     expert = _experts_of(ids, cache_slots, tile * TILE + tl.arange(0, TILE), num_pairs, E, K)
-    tl.atomic_add(chunk_counts + (tile // _TILES) * E + expert, 1, mask=expert >= 0)
+    tl.atomic_add(chunk_counts + (tile // _TILES) * E + expert, 1, mask=expert >= 0, sem="relaxed")
 
 
 @triton.jit
@@ -74,6 +78,7 @@ def choose_and_count(
     ids, slot_of, until, last, phase, chunk_counts, cache_slots, num_decodes, slots, counts, num_pairs, num_chunks,
     E: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr,
     SLOTS_PER_RANK: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE: tl.constexpr, HAS_CHUNKS: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of pairs). `slot_of` and `until` are [E, C]; `last` is the index of an expert's last copy."""
     pair = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -95,11 +100,14 @@ def choose_and_count(
     slot = tl.load(slot_of + expert * C + copy, mask=is_choice, other=-1)
     tl.store(slots + pair, slot, mask=is_in)
     if HAS_COUNTS:
-        row = pair // K
-        table = counts + (row < tl.load(num_decodes)).to(tl.int64) * (E + R)
+        phase_of_row = (pair // K < tl.load(num_decodes)).to(tl.int64)
         one = tl.full([TILE], 1, tl.int64)
-        tl.atomic_add(table + expert, one, mask=slot >= 0)
-        tl.atomic_add(table + E + slot // SLOTS_PER_RANK, one, mask=slot >= 0)
+        tl.atomic_add(counts + phase_of_row * (E + R) + expert, one, mask=slot >= 0, sem="relaxed")
+        of_rank = tl.where(slot >= 0, phase_of_row * R + slot // SLOTS_PER_RANK, BINS - 1)
+        bins = tl.arange(0, BINS)  # more than 2 * R: the last one is for missing choices
+        count = tl.histogram(of_rank.to(tl.int32), BINS)
+        places = counts + (bins // R) * (E + R) + E + bins % R
+        tl.atomic_add(places, count.to(tl.int64), mask=(bins < 2 * R) & (count > 0), sem="relaxed")
 
 
 class DeviceSlotChoice:
@@ -132,6 +140,13 @@ class DeviceSlotChoice:
         self._until_EC.copy_(torch.from_numpy(until_EC))
         self._last_E.copy_(torch.from_numpy(copies - 1))
 
+    def experts(
+        self, ids_TK: Tensor, cache_slot_T: Tensor, num_decodes_1: Tensor, counts: Tensor | None
+    ) -> ExpertChoices:
+        """Return the choices for a dispatch on one rank, which maps and counts them itself. Arguments as of `slots`."""
+        assert self._slot_EC.shape[1] == 1, "an expert with copies has several slots"
+        return ExpertChoices(ids_TK.contiguous(), self._slot_EC.view(-1), cache_slot_T, num_decodes_1, counts)
+
     def slots(
         self, ids_TK: Tensor, cache_slot_T: Tensor, num_decodes_1: Tensor, counts: Tensor | None
     ) -> Tensor:
@@ -160,7 +175,8 @@ class DeviceSlotChoice:
             ids_TK, self._slot_EC, self._until_EC, self._last_E, self._phase_E, chunk_counts, cache_slot_T,
             num_decodes_1, slots_TK, counts, num_pairs, num_chunks, E=E, R=self._num_ranks, K=choices, C=copies,
             C_PAD=triton.next_power_of_2(copies), SLOTS_PER_RANK=self._slots_per_rank,
-            HAS_COUNTS=counts is not None, TILE=_TILE, HAS_CHUNKS=chunk_counts is not None, num_warps=4,
+            HAS_COUNTS=counts is not None, TILE=_TILE, HAS_CHUNKS=chunk_counts is not None,
+            BINS=max(32, triton.next_power_of_2(2 * self._num_ranks + 1)), num_warps=4,
         )  # fmt: skip
         return slots_TK
 

@@ -46,26 +46,28 @@ def serve(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) ->
 @torch.library.custom_op("wideep::route", mutates_args=())
 def _route(
     logits: Tensor, bias: Tensor | None, choices: int, is_sigmoid: bool, softmax_after: bool, normalise: bool,
-    scale: float, groups: int, groups_chosen: int, best_of_group: bool,
+    scale: float, groups: int, groups_chosen: int, best_of_group: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     chosen = Routing(
         choices=choices, is_sigmoid=is_sigmoid, softmax_after=softmax_after, normalise=normalise, scale=scale,
         groups=groups, groups_chosen=groups_chosen, best_of_group=best_of_group,
     )  # fmt: skip
-    return routing.route(logits, chosen, bias_E=bias)
+    return routing.route(logits, chosen, bias_E=bias, dtype=dtype)
 
 
 @_route.register_fake
-def _like_route(logits: Tensor, bias: Tensor | None, choices: int, *_rest: object) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], choices)
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
+def _like_route(logits: Tensor, bias: Tensor | None, choices: int, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape, dtype = (logits.shape[0], choices), rest[-1]
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=dtype)
 
 
-def route(logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits_TE: Tensor, rule: Routing, *, bias_E: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Run `routing.route` as an operator."""
     ids, weights = torch.ops.wideep.route(
         logits_TE, bias_E, rule.choices, rule.is_sigmoid, rule.softmax_after, rule.normalise, rule.scale, rule.groups,
-        rule.groups_chosen, rule.best_of_group,
+        rule.groups_chosen, rule.best_of_group, dtype,
     )  # fmt: skip
     return ids, weights
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from dispatch.dispatched import TokenDispatcher
+from dispatch.dispatched import Dispatched, TokenDispatcher
+from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.mode import NORMAL, Mode
 from kvcache.gpu.step import DeviceStep
 from moe.adopt import gates
@@ -46,6 +47,7 @@ class DeviceExpertLayer:
     is_invariant: bool = False  # a row's bits are the same in decode steps and in steps with prompts
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
+    added_TD: Tensor | None = None  # the next run adds this to its result
     _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,11 +71,8 @@ class DeviceExpertLayer:
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._keep_sample(hidden_TD)
-        placed = self.step.on_device
-        table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
-        slots_TK = self._on_device.slots(ids_TK, placed.cache_slot_P, placed.num_decodes_1, table)
         mode = self._mode()
-        sent = self.dispatcher.dispatch(hidden_TD.contiguous(), slots_TK, mode)
+        sent = self._send(hidden_TD.contiguous(), ids_TK, mode)
         # The memory holds all pairs of all ranks. With even loads each rank receives as many as it sends.
         expected = mode.capacity * ids_TK.shape[1] or None
         y_PD = self.compute(
@@ -86,7 +85,11 @@ class DeviceExpertLayer:
             sent.handle.num_pairs,
             expected,
         )
-        return self.dispatcher.combine(y_PD, weights_TK.float().contiguous(), sent)
+        added_TD, self.added_TD = self.added_TD, None
+        if isinstance(self.dispatcher, DeviceDispatcher):
+            return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=added_TD)
+        out_TD = self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent)
+        return out_TD if added_TD is None else out_TD + added_TD
 
     def compute(
         self,
@@ -123,13 +126,26 @@ class DeviceExpertLayer:
         offsets = torch.tensor([0, len(x_TD)], device=device)
         return self.compute(module, up, down, x_TD, None, offsets, len(x_TD)).float().cpu()
 
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, mode: Mode) -> Dispatched:
+        """Choose slots, count the choices and dispatch. On one rank a single launch does all three."""
+        placed = self.step.on_device
+        table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
+        choices = ids_TK, placed.cache_slot_P, placed.num_decodes_1, table
+        if isinstance(self.dispatcher, DeviceDispatcher) and self.dispatcher.takes_experts:
+            return self.dispatcher.dispatch_experts(x_TD, self._on_device.experts(*choices))
+        return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode)
+
     def _mode(self) -> Mode:
         """Return the dispatch mode. A lone rank agrees on no capacity: its padding rows exceed the agreed tokens."""
         return NORMAL if self.dispatcher.world_size == 1 else Mode(self.step.agreed_tokens)
 
     def _keep_sample(self, hidden_TD: Tensor) -> None:
-        """Keep some rows of steps with prompts. Such a step is never captured, so it may wait."""
-        if not self.step.is_decode_only:
+        """Keep some rows of steps with prompts, to try experts that arrive. This waits for the device.
+
+        Experts never move on a single rank, and a step that is being captured may not wait.
+        """
+        is_capturing = hidden_TD.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.dispatcher.world_size > 1 and not self.step.is_decode_only and not is_capturing:
             self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 

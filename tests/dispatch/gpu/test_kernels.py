@@ -22,6 +22,7 @@ from dispatch.gpu.kernels import (
     send_rows,
     sum_answers,
 )
+from dispatch.gpu.ordering import add_chunks, count_chunks, order_few, place_chunks
 from dispatch.gpu.pairs import order_pairs, sum_pairs
 from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
 from tests.support.gpu.triton_compile import Kernel, assemble, check_budget, compile_kernel
@@ -66,14 +67,19 @@ FP8 = {"ROW_BYTES": 7392, "SCALES_AT": 7168, "IS_FP8": True}
 ROW = {**V3, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False, "BEGINS": True}
 BLOCK = {**V3, "N": 1024, "SCALES": 0, "SCALES_PAD": 1, "IS_UE8M0": False}
 ANSWERED = {
-    **V3,
-    "ANSWER_BYTES": 14336,
-    "TILE": 1024,
-    "IS_BFLOAT16": True,
-    "HAS_REMOTE": False,
+    **V3, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True, "HAS_BFLOAT16_WEIGHTS": False, "HAS_REMOTE": False,
     "BEGINS": True,
-}
-NOBODY = {"arrived": None, "calls": None, "half_bytes": 0}
+}  # fmt: skip
+CHOICES = {
+    "choices": "*i64", "slot_of": "*i64", "cache_slots": "*i64", "num_decodes": "*i64", "counts": "*i64"
+}  # fmt: skip
+WRITTEN = {"row_of_pair": "*i64", "pair_of_choice": "*i32", "offsets": "*i64", "num_pairs": "i32"}
+CHUNKED = {"slots": "*i32", "counts_CS": "*i32", "num_pairs": "i32"}
+EXPERTS = {"S": 256, "E": 256, "E_PAD": 256, "K": 8, "HAS_EXPERTS": True, "HAS_COUNTS": True}
+SLOTS = {
+    **EXPERTS, "HAS_EXPERTS": False, "HAS_COUNTS": False, "slot_of": None, "cache_slots": None, "num_decodes": None,
+    "counts": None,
+}  # fmt: skip
 KERNELS = {
     "send_bf16": Kernel(send_rows, SEND, {**ROW, **PLAIN}),
     "send_fp8": Kernel(send_rows, SEND, {**ROW, **FP8}),
@@ -109,11 +115,18 @@ KERNELS = {
     "order_received": Kernel(
         order_pairs, {**ORDER, **RECEIVED}, {"S": 32, "K": 8, "R": 8, "PER_SOURCE": 1024, "TILE": 512}, 4
     ),
-    "order_own": Kernel(
-        order_pairs,
-        {name: kind for name, kind in ORDER.items() if name not in HALF},
-        {**NOBODY, "S": 256, "K": 8, "R": 1, "PER_SOURCE": 0, "TILE": 512},
+    "order_few": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 256}, 1),
+    "order_most_at_once": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 4096}, 8, 160),
+    "order_slots": Kernel(order_few, {"choices": "*i64", **WRITTEN}, {**SLOTS, "TILE": 2048}, 8),
+    "count_chunks": Kernel(count_chunks, {**CHOICES, **CHUNKED}, {**EXPERTS, "BINS": 512}, 4),
+    "add_chunks": Kernel(
+        add_chunks,
+        {**CHOICES, **CHUNKED, "total_S": "*i32", "num_chunks": "i32"},
+        {**EXPERTS, "C_PAD": 256},
         4,
+    ),
+    "place_chunks": Kernel(
+        place_chunks, {**CHUNKED, **WRITTEN, "total_S": "*i32"}, {**EXPERTS, "S_PAD": 256}, 8, 128
     ),
     "deliver": Kernel(deliver_rows, DELIVER, {**ROW, **PLAIN}),
     "deliver_fp8": Kernel(deliver_rows, DELIVER, {**ROW, **FP8}),
@@ -127,7 +140,11 @@ KERNELS = {
     "answer": Kernel(send_answers, ANSWER, ANSWERED),
     "sum": Kernel(sum_answers, SUM, ANSWERED),
     "sum_fp16": Kernel(sum_answers, {**SUM, "out": "*fp16"}, {**ANSWERED, "IS_BFLOAT16": False}),
-    "sum_pairs": Kernel(sum_pairs, PAIRS, ANSWERED, 4),
+    "sum_pairs": Kernel(sum_pairs, PAIRS, {**ANSWERED, "added": None}, 4),
+    "sum_pairs_and_shared": Kernel(sum_pairs, {**PAIRS, "added": "*i16"}, ANSWERED, 4),
+    "sum_pairs_with_short_weights": Kernel(
+        sum_pairs, {**PAIRS, "weights": "*i16"}, {**ANSWERED, "added": None, "HAS_BFLOAT16_WEIGHTS": True}, 4
+    ),
 }
 KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as launched
 

@@ -49,29 +49,68 @@ def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
         check_pairs(Outcome(*results[name]), cases, 0, name, S)
 
 
-def order_many(num_tokens: int, programs: int) -> list[Tensor]:
-    """Order more choices than a program reads at once, with few or many programs."""
-    from dispatch.gpu import pairs  # noqa: PLC0415 - the interpreter is chosen before
+def order_many(num_tokens: int, most: int) -> list[Tensor]:
+    """Order choices in one launch, or in three if there are more than `most`."""
+    from dispatch.gpu import ordering, pairs  # noqa: PLC0415 - the interpreter is chosen before
 
-    pairs._PROGRAMS = programs
+    kept, ordering.MOST_AT_ONCE = ordering.MOST_AT_ONCE, most
     (case,) = make_cases(8, [num_tokens])
     order = pairs.PairOrders(S, CPU).order(case.slots_TK)
-    want = layout.order_pairs(case.slots_TK, S)
-    is_chosen = case.slots_TK >= 0
+    ordering.MOST_AT_ONCE = kept
+    return compared(order, case.slots_TK)
+
+
+def compared(order: Any, slots_TK: Tensor) -> list[Tensor]:
+    """Return the parts of an order, each followed by the layout's, and the pairs of missing choices."""
+    want, is_chosen = layout.order_pairs(slots_TK, S), slots_TK >= 0
     return [
         order.row_P[: len(want.row_P)], want.row_P, order.slot_offsets, want.slot_offsets,
         order.pair_of_choice_NK[is_chosen].long(), want.pair_of_answer, order.pair_of_choice_NK[~is_chosen],
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_tokens", "programs"), [(400, 512), (1000, S), (1000, 2 * S)])
-def test_many_pairs_are_ordered_as_the_layout_says(
-    interpreter: RankPool, num_tokens: int, programs: int
-) -> None:
-    (found,) = interpreter.run(order_many, num_tokens, programs)
+def order_received(num_tokens: int, programs: int) -> list[Tensor]:
+    """Order choices as low-latency calls receive them, from one source, with few or many programs."""
+    import triton  # noqa: PLC0415 - the interpreter is chosen before
+
+    from dispatch.gpu import flags, pairs  # noqa: PLC0415
+
+    kept, pairs._PROGRAMS = pairs._PROGRAMS, programs
+    (case,) = make_cases(8, [num_tokens])
+    (N, K), received = case.slots_TK.shape, case.slots_TK.int()
+    order = pairs.PairsOnDevice(
+        torch.empty(N * K, dtype=torch.int64),
+        torch.empty(S + 1, dtype=torch.int64),
+        torch.empty(N, K, dtype=torch.int32),
+    )
+    chunk, tile = pairs.chunk_of(N * K, S)
+    pairs._PROGRAMS = kept
+    arrived = torch.full((1,), flags.CAME.value, dtype=torch.int32)
+    pairs.order_pairs[(S, triton.cdiv(N * K, chunk))](
+        received.data_ptr(), arrived, torch.zeros(1, dtype=torch.int64), 0, order.row_P, order.pair_of_choice_NK,
+        order.slot_offsets, N * K, chunk, S=S, K=K, R=1, PER_SOURCE=N * K, TILE=tile,
+    )  # fmt: skip
+    return compared(order, case.slots_TK)
+
+
+def check_order(found: list[Tensor]) -> None:
     for ours, want in zip(found[0:6:2], found[1:6:2], strict=True):
         assert torch.equal(ours, want)
     assert (found[6] == -1).all() and len(found[6]) > 100
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(400, 4096), (400, 100)])
+def test_many_pairs_are_ordered_as_the_layout_says(interpreter: RankPool, num_tokens: int, most: int) -> None:
+    (found,) = interpreter.run(order_many, num_tokens, most)
+    check_order(found)
+
+
+@pytest.mark.parametrize(("num_tokens", "programs"), [(400, 512), (1000, S), (1000, 2 * S)])
+def test_received_pairs_are_ordered_as_the_layout_says(
+    interpreter: RankPool, num_tokens: int, programs: int
+) -> None:
+    (found,) = interpreter.run(order_received, num_tokens, programs)
+    check_order(found)
 
 
 def run_twice() -> tuple[list[int], list[int]]:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from tests.support.models.families import FAMILIES, make_model
+from tests.support.operators import Operators
 from tests.support.ranks import RankPool
 
 KEEP_THEIRS = ("ernie4_5_moe", "minimax_m2")  # a nested module, a bias that is an argument
@@ -145,3 +146,47 @@ def route_by_a_devices_weight() -> tuple[bool, float, bool]:
 def test_a_routers_weight_that_multiplies_by_itself_goes_on_doing_so(interpreter: RankPool) -> None:
     is_exchanged, difference, has_equal_logits = interpreter.run(route_by_a_devices_weight)[0]
     assert is_exchanged and has_equal_logits and difference < 1e-5
+
+
+class WideRouter(nn.Module):
+    """Multiplies in float32, like DeepSeek's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16).bfloat16(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = linear(x.reshape(-1, 16).float(), self.weight.float())
+        weights, ids = logits.sigmoid().topk(2)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+
+def route_wide(has_product: bool) -> tuple[str, float, bool, list[str]]:
+    """Return the adopted product, the deviation of logits, whether choices are equal, and the operators of a call."""
+    from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
+    from moe.adopt.routers import Routers  # noqa: PLC0415
+    from moe.gpu.routing import route  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    net: Any = nn.ModuleList([WideRouter()])
+    product = (lambda x, weight: (x.double() @ weight.double().t()).float()) if has_product else None
+    routers = Routers(route, wide_product=product)
+    adopt(net.modules(), (routers,), SampleRows(torch.bfloat16, CPU))
+    x = torch.randn(ROWS, 16).bfloat16()
+    with Operators() as ran:
+        logits = routers._logits(net[0], x, net[0].form.product)
+    ours, theirs = net[0](x), WideRouter.forward(net[0], x)
+    assert torch.equal(logits, ours[0])
+    difference = float((logits - theirs[0]).abs().max())
+    return net[0].form.product, difference, torch.equal(ours[2], theirs[2]), ran.names
+
+
+def test_a_router_that_multiplies_in_float32_widens_its_weight_once(interpreter: RankPool) -> None:
+    product, difference, is_same, ran = interpreter.run(route_wide, False)[0]
+    assert (product, difference, is_same) == ("widened", 0.0, True)
+    assert ran.count("aten::_to_copy") == 1, "only the rows are widened"
+
+
+def test_a_device_that_sums_short_types_in_float32_widens_nothing(interpreter: RankPool) -> None:
+    product, difference, is_same, _ = interpreter.run(route_wide, True)[0]
+    assert product == "summed wide" and is_same and difference < 1e-4

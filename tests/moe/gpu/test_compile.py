@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill
@@ -19,6 +18,7 @@ from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
 from tests.support.gpu.triton_compile import Kernel, check_budget
+from tests.support.operators import Operators
 from tests.support.placement.placements import random_placement
 from tests.support.service.recorded_launch import recording
 
@@ -110,18 +110,6 @@ def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", ALL)
 def test_every_launch_compiles_within_its_budget(name: str, arch: int, tmp_path: Path) -> None:
     check_budget(compiled(ALL[name]), tmp_path, arch)
-
-
-class Operators(TorchDispatchMode):
-    """Records the names of torch operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

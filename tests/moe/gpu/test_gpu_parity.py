@@ -257,22 +257,3 @@ def test_batch_invariant_rows_have_the_same_bits_beside_others(interpreter: Rank
     make_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
     assert interpreter.run(rows_alone_and_among_others, tmp_path, True, timeout_s=400.0)[0]
     assert not interpreter.run(rows_alone_and_among_others, tmp_path, False, timeout_s=400.0)[0]
-
-
-def samples(directory: Path) -> tuple[list[bool], list[int], bool]:
-    """Return per layer: whether it has rows after the warm-up, how many after a prompt, and whether all of them differ."""
-    built = build_interpreted(directory)
-    before = [layer.sample_TD is not None for layer in built.model.layers]
-    run_steps(built, [list(range(3, 15))], [[Part(0, 0, 12)]])
-    kept = [layer.sample_TD for layer in built.model.layers]
-    assert all(each is not None for each in kept)
-    are_unlike = all(len(each.unique(dim=0)) == len(each) for each in kept if each is not None)
-    return before, [len(each) for each in kept if each is not None], are_unlike
-
-
-def test_experts_that_arrive_are_tried_with_rows_that_were_served_not_with_the_warm_ups(
-    interpreter: RankPool, tmp_path: Path
-) -> None:
-    make_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
-    before, lengths, are_unlike = interpreter.run(samples, tmp_path, timeout_s=400.0)[0]
-    assert not any(before) and set(lengths) == {8} and are_unlike

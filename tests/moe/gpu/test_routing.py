@@ -63,6 +63,27 @@ def test_experts_and_weights_are_those_of_the_definition(interpreter: RankPool, 
     interpreter.run(route_rows, kind, 24, kind in HAS_BIAS, False)
 
 
+def route_many() -> None:
+    """Route more rows than a program takes, with weights in a short type. A router's own weights are rounded like this."""
+    from moe.gpu import routing  # noqa: PLC0415 - in the interpreter
+
+    torch.manual_seed(1)
+    logits, bias = torch.randn(11, 24), torch.rand(24)
+    for kind, rule in KINDS.items():
+        added = bias if kind in HAS_BIAS else None
+        wide_ids, wide = routing.route(logits, Routing(**rule), bias_E=added)
+        routing._MANY_ROWS = 8
+        ids, weights = routing.route(logits, Routing(**rule), bias_E=added, dtype=torch.float16)
+        routing._MANY_ROWS = 2048
+        want_ids, _ = oracle(logits, Routing(**rule), added)
+        assert torch.equal(ids, want_ids) and torch.equal(wide_ids, want_ids)
+        assert torch.equal(weights, wide.half())
+
+
+def test_rows_that_share_a_program_are_routed_as_alone(interpreter: RankPool) -> None:
+    interpreter.run(route_many)
+
+
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_of_equal_scores_the_lower_expert_is_chosen(interpreter: RankPool, kind: str) -> None:
     interpreter.run(route_rows, kind, 8, kind in HAS_BIAS, True)
