@@ -34,13 +34,14 @@ from moe.adopt.gates import gate_of
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
+from moe.adopt.stream import start_streams
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
-from moe.gpu.norm import rms_norm
+from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
@@ -201,7 +202,8 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if sparse_index.exchange(net, choose_from_pages):
         use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
-        adopt(net.modules(), (Norms(rms_norm), rotary, Routers(route)), rows)
+        adopt(net.modules(), (Norms(rms_norm, add_rms_norm), rotary, Routers(route)), rows)
+        start_streams(compiling.decoder_layers(net))
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)
