@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
     own: Callable[..., Any]  # the module's code
     ours: Callable[..., Any]
-    arguments: Callable[[], tuple[Tensor, ...]]  # called for each form, which may write into them
+    arguments: Callable[[], tuple[Any, ...]]  # called for each form, which may write into them
     tolerance: float  # absolute and relative; 0: bit-identical
     install: Callable[[], None]
     # Candidates of one kind agree or disagree together, so only the first is tried. None tries each.

@@ -29,6 +29,7 @@ from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe import long_rotary, scaled_experts
 from moe.adopt.adopt import SampleRows, adopt
+from moe.adopt.attention import attention
 from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.gates import gate_of
 from moe.adopt.norms import Norms
@@ -202,7 +203,8 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if sparse_index.exchange(net, choose_from_pages):
         use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
-        adopt(net.modules(), (Norms(rms_norm, add_rms_norm), rotary, Routers(route)), rows)
+        adopt(net.modules(), (Norms(rms_norm, add_rms_norm), Routers(route)), rows)
+        adopt(net.modules(), (attention, rotary), rows)  # after the norms of heads
         start_streams(compiling.decoder_layers(net))
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
