@@ -8,7 +8,7 @@ scales by position show. Modules that do more (gates on the result, indexes, sha
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -21,14 +21,13 @@ from attention.gpu.prepare import Angles, HeadNorm, prepare, prepare_latents
 from attention.gpu.rotary import Rotation
 from attention.transformers_names import CACHE
 from kvcache.paged_cache import BLOCK_TOKENS
-from moe.adopt.adopt import Candidate, SampleRows
+from moe.adopt.adopt import SPREADS, Candidate, SampleRows, by_size, draw_spread
 from moe.adopt.norms import epsilon, weight_of
 from moe.adopt.products import Products
 from moe.adopt.rotary import called_by, draw_angles, forward_of, kind_of
 
 _TRIED = "wideep_trial"  # name of the function that takes the place of attention
 _TAKEN = ["self", "hidden_states", "position_embeddings", "attention_mask"]  # first parameters of a forward
-_SPREADS = (1.0, 3.0, 30.0, 300.0)  # of the trial's rows
 _POSITIONS = (3, 10_000, 100_000, 1_000_000)
 _SLOTS, _BLOCKS = (5, 0, 17, 33), 3  # of the trial's pages
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}  # of a row's largest value
@@ -294,13 +293,12 @@ def _attend_in_trial(
 def _draw(
     module: Any, form: Form, rotation: Rotation, rows: SampleRows
 ) -> tuple[Tensor, Tensor, Tensor, _Trial]:
-    hidden = rows.draw(1, len(_SPREADS), form.products.in_features)
-    hidden *= torch.tensor(_SPREADS, device=rows.device, dtype=rows.dtype)[:, None]
+    hidden = draw_spread(rows, form.products.in_features)
     parameters = getattr(module.config, "rope_parameters", None) or {}
     share = parameters.get("partial_rotary_factor") or 1.0
     is_partial = isinstance(form, HeadsForm) and isinstance(share, float)
     dim = int(form.angle_dim * share) // 2 * 2 if is_partial else form.angle_dim
-    return hidden, *draw_angles(rows, rotation, len(_SPREADS), dim), _Trial(int(module.layer_idx), form, rows)
+    return hidden, *draw_angles(rows, rotation, len(SPREADS), dim), _Trial(int(module.layer_idx), form, rows)
 
 
 def _run(
@@ -338,7 +336,7 @@ def _own_results(
         raise TypeError("a module that caches nothing")
     seen.append(trial.options)
     cached = [torch.cat(trial.cached, -1)] if trial.is_latent else trial.cached
-    return _comparable([*results, *cached])
+    return by_size([*results, *cached])
 
 
 def _our_results(
@@ -352,13 +350,4 @@ def _our_results(
 ) -> list[Tensor]:
     """Return results like `_own_results`, or none if the options of attention differ."""
     results = _run(module, forward, hidden, cos, sin, trial)
-    return _comparable([*results, *trial.written()]) if trial.options == seen[-1] else []
-
-
-def _comparable(results: Sequence[Tensor]) -> list[Tensor]:
-    """Divide rows by their largest value, so that one tolerance suits small and large rows."""
-    found = []
-    for each in results:
-        size = each.float().abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        found += [each.float() / size, size.log()]
-    return found
+    return by_size([*results, *trial.written()]) if trial.options == seen[-1] else []

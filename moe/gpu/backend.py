@@ -32,6 +32,7 @@ from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.attention import attention
 from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.gates import gate_of
+from moe.adopt.mlp import GatedMlps
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
@@ -42,6 +43,7 @@ from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
+from moe.gpu.gate import silu_gate
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.routing import route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
@@ -204,7 +206,7 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
         use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
     if not on.compiler:
         adopt(net.modules(), (Norms(rms_norm, add_rms_norm), Routers(route)), rows)
-        adopt(net.modules(), (attention, rotary), rows)  # after the norms of heads
+        adopt(net.modules(), (attention, rotary, GatedMlps(silu_gate)), rows)  # after the norms of heads
         start_streams(compiling.decoder_layers(net))
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
