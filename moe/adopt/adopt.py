@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 # Errors of modules that take other shapes or more arguments.
 FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+SPREADS = (1.0, 3.0, 30.0, 300.0)  # of rows in trials that must find clamps
 
 
 class SampleRows(NamedTuple):
@@ -30,12 +31,27 @@ class SampleRows(NamedTuple):
         return (drawn * spread).to(self.device, self.dtype)
 
 
+def draw_spread(rows: SampleRows, width: int) -> Tensor:
+    """Draw small and large rows [1, len(SPREADS), width], so that clamps show."""
+    drawn = rows.draw(1, len(SPREADS), width)
+    return drawn * torch.tensor(SPREADS, device=rows.device, dtype=rows.dtype)[:, None]
+
+
+def by_size(results: Iterable[Tensor]) -> list[Tensor]:
+    """Divide rows by their largest value, so that one tolerance suits small and large rows. Return both, the sizes as logarithms."""
+    found = []
+    for each in results:
+        size = each.float().abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        found += [each.float() / size, size.log()]
+    return found
+
+
 class Candidate(NamedTuple):
     """A faster form of a module's code, to be tried."""
 
     own: Callable[..., Any]  # the module's code
     ours: Callable[..., Any]
-    arguments: Callable[[], tuple[Tensor, ...]]  # called for each form, which may write into them
+    arguments: Callable[[], tuple[Any, ...]]  # called for each form, which may write into them
     tolerance: float  # absolute and relative; 0: bit-identical
     install: Callable[[], None]
     # Candidates of one kind agree or disagree together, so only the first is tried. None tries each.

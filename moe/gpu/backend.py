@@ -29,19 +29,23 @@ from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Inputs, Span, Step
 from moe import long_rotary, scaled_experts
 from moe.adopt.adopt import SampleRows, adopt
+from moe.adopt.attention import attention
 from moe.adopt.exchanged import try_lightning, try_pools
 from moe.adopt.gates import gate_of
+from moe.adopt.mlp import GatedMlps
 from moe.adopt.norms import Norms
 from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.adopt.shared import SharedSums
+from moe.adopt.stream import start_streams
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
 from moe.gpu.experts import DeviceExpertLayer
-from moe.gpu.norm import rms_norm
+from moe.gpu.gate import silu_gate
+from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.routing import can_multiply_wide, multiply_wide, route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
@@ -204,7 +208,9 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
     if not on.compiler:
         wide_product = multiply_wide if can_multiply_wide(on.device, on.dtype) else None
         routers = Routers(route, wide_product=wide_product)
-        adopt(net.modules(), (Norms(rms_norm), rotary, routers, SharedSums()), rows)
+        adopt(net.modules(), (Norms(rms_norm, add_rms_norm), routers, SharedSums()), rows)
+        adopt(net.modules(), (attention, rotary, GatedMlps(silu_gate)), rows)  # after the norms of heads
+        start_streams(compiling.decoder_layers(net))
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)

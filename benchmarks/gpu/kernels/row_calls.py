@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attention.gpu.rotary import rotate
+from attention.gpu.rotary import Rotation, rotate
 from benchmarks.gpu.bench import Bench, Call, bytes_of
 from kvcache.gpu.write import write_pages
 from moe.gpu.norm import rms_norm
@@ -68,7 +68,9 @@ def rotary_call(
         return torch.stack(turned, -1 if is_interleaved else -2).flatten(-2)
 
     return Call(
-        run=functools.partial(rotate, query, cosines, sines, keys_TGD=key, is_interleaved=is_interleaved),
+        run=functools.partial(
+            rotate, query, cosines, sines, keys_TGD=key, rotation=Rotation(is_interleaved=is_interleaved)
+        ),
         prepare=prepare,
         result=lambda _: torch.cat((query, key), 1),
         oracle=oracle,

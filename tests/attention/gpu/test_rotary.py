@@ -9,7 +9,7 @@ from tests.support.gpu.attention import some_fast
 
 
 def rotate_heads(device: str, heads: int, dim: int, rotary_dim: int, is_interleaved: bool) -> None:
-    from attention.gpu.rotary import rotate  # noqa: PLC0415 - in the interpreter
+    from attention.gpu.rotary import Rotation, rotate  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
     angles = torch.randn(5, rotary_dim // 2).repeat(1, 2)
@@ -24,7 +24,7 @@ def rotate_heads(device: str, heads: int, dim: int, rotary_dim: int, is_interlea
     if is_interleaved:
         want = torch.stack(want.chunk(2, dim=-1), dim=-1).flatten(-2)
     before = wide.clone()
-    rotate(x, cosines, sines, is_interleaved=is_interleaved)
+    rotate(x, cosines, sines, rotation=Rotation(is_interleaved=is_interleaved))
     torch.testing.assert_close(x[..., :rotary_dim], want, atol=1e-6, rtol=1e-5)
     wide[:, :heads, :rotary_dim] = before[:, :heads, :rotary_dim]
     assert torch.equal(wide, before)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton: pip install -r requirements-
 from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choose import ReplicaChoice
-from moe.gpu import choose, norm, routing
+from moe.gpu import choose, gate, norm, routing
 from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
@@ -45,6 +45,14 @@ def launch_routing(experts: int, *, has_bias: bool, **routing_options: object) -
 
 def launch_norm(hidden: int) -> None:
     norm.rms_norm(rows(hidden), rows(hidden)[0], 1e-6)
+
+
+def launch_sum(hidden: int) -> None:
+    norm.add_rms_norm(rows(hidden), rows(hidden), rows(hidden)[0], 1e-6)
+
+
+def launch_gate(inner: int) -> None:
+    gate.silu_gate(*rows(2 * inner).split(inner, dim=-1))
 
 
 def launch_choice(slots_per_rank: int) -> None:
@@ -83,6 +91,9 @@ MORE_CASES = {
     "routing_512": Case(partial(launch_routing, 512, has_bias=False, choices=10), "choose_experts"),
     "norm_of_heads": Case(partial(launch_norm, 128), "norm_rows"),
     "norm_gpt_oss": Case(partial(launch_norm, 2880), "norm_rows"),
+    "sum_and_norm_qwen3": Case(partial(launch_sum, 2048), "norm_rows"),
+    "sum_and_norm_deepseek": Case(partial(launch_sum, 7168), "norm_rows"),
+    "gate_deepseek": Case(partial(launch_gate, 2048), "gate_rows"),
     "norm_deepseek": Case(partial(launch_norm, 7168), "norm_rows"),
     "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 128),
 }  # fmt: skip
@@ -92,7 +103,7 @@ ALL = CASES | MORE_CASES
 def compiled(case: Case) -> Kernel:
     """Return the case's kernel as it is launched."""
     kernels = (
-        (routing, "choose_experts"), (norm, "norm_rows"), (choose, "choose_and_count"),
+        (routing, "choose_experts"), (norm, "norm_rows"), (choose, "choose_and_count"), (gate, "gate_rows"),
     )  # fmt: skip
     with recording(*kernels) as launched:
         case.launch()

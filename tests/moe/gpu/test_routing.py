@@ -113,13 +113,18 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from moe.gpu.norm import rms_norm  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.norm import add_rms_norm, rms_norm  # noqa: PLC0415 - in the interpreter
 
     torch.manual_seed(0)
-    x, weight = torch.randn(shape).to(dtype), torch.randn(shape[1]).to(dtype)
+    rows, dim = shape
+    x, weight = torch.randn(rows, dim + 3).to(dtype)[:, :dim], torch.randn(dim).to(dtype)  # gaps between rows
     ours = rms_norm(x, weight, 1e-6)
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3  # one step of the type
     torch.testing.assert_close(ours, normed(x, weight, 1e-6), atol=tolerance, rtol=tolerance)
+    assert torch.equal(rms_norm(x[-1:], weight, 1e-6), ours[-1:])
+    added = torch.randn(shape).to(dtype)
+    total, summed = add_rms_norm(x, added, weight, 1e-6)
+    assert torch.equal(total, x + added) and torch.equal(summed, rms_norm(x + added, weight, 1e-6))
 
 
 @pytest.mark.parametrize(
