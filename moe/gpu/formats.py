@@ -13,7 +13,11 @@ when a scale is applied:
 
 FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows. Scales that rows share are stored once.
 
-GPUs before sm_89 have no e4m3 type; there, and for scales everywhere, it is decoded from bytes.
+Codes of 4 bits, and e4m3, are decoded in 32-bit words, if rows consist of whole ones: each operation on a word serves two
+codes, and memory is read in 16 bytes. The issue rate, not the memory, is the limit of a decode step: an H200 can spend about
+five instructions on a value of 4 bits and eight on one of 8 bits. No type of 8 bits is used, which GPUs before sm_89 lack.
+The placement of two codes in a word follows Marlin (IST-DASLab/marlin) and OpenAI's triton_kernels, which reorder weights in
+memory for it; here the rows are reordered in registers, so weights keep the checkpoint's bytes.
 
 Rejected: `tl.dot_scaled`, which compiles to better code, but the interpreter lacks it, so errors could go unnoticed.
 
@@ -37,6 +41,8 @@ _LIFT_E4M3 = tl.constexpr(2.0**120)
 _LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # float32 bits of e8m0's 0 and 255
 _COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32; its last bit counts ones
 _COUNTED_EIGHT = tl.constexpr(2.0**23 + 8)
+_COUNTED_HALF = tl.constexpr(0x4300)  # 128 in bfloat16; its last bit counts ones
+_COUNTED_REST = tl.constexpr(2.0**23 - 128)
 
 
 class DeviceFormat(NamedTuple):
@@ -151,41 +157,121 @@ def _share(scales_NB: Tensor, rows: int) -> bool:
     return torch.equal(firsts, scales_NB)
 
 
+def codes_per_word(form: DeviceFormat, in_dim: int) -> int:
+    """Return how many codes a kernel decodes at once, as a 32-bit word; 1 if it reads them one byte at a time."""
+    codes = {"e2m1": 8, "int4": 8, "e4m3": 4}.get(form.kind, 1)
+    return codes if in_dim % codes == 0 else 1
+
+
+@triton.jit
+def in_order_of_words(x_KR, INNER: tl.constexpr, ROWS: tl.constexpr, WORD: tl.constexpr):
+    """Return a tile of rows with its inputs in the order in which `load_tile` returns those of weights with words.
+
+    The tensor cores take two inputs, then two more, from each of the four threads that share a row. A thread decodes whole
+    words, and each operation serves the codes at two places, half a word apart. So this order saves exchanges between threads.
+    It depends on the format only, not on the tile.
+    """
+    x_GLHPR = tl.reshape(x_KR, [INNER // (4 * WORD), 4, 2, WORD // 2, ROWS])
+    return tl.reshape(tl.permute(x_GLHPR, [0, 3, 1, 2, 4]), [INNER, ROWS])
+
+
 @triton.jit
 def load_tile(
-    codes, scales, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, dtype,
+    codes, stored, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, dtype,
 ):  # fmt: skip
     """Load [columns, INNER] of one weight from `begin`, as `dtype`, times the scales that change within it.
 
-    Values beyond K are arbitrary; they are multiplied with 0.
+    Inputs are in the order of `in_order_of_words`. Values beyond K are arbitrary; they are multiplied with 0.
     """
-    value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
-    if KIND == "plain" or (zeros is None and (BLOCK >= INNER or BLOCK >= K)):
-        return value_NK.to(dtype)
+    IS_SCALED: tl.constexpr = KIND != "plain" and BLOCK < INNER and BLOCK < K
+    if WORD == 1:
+        value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
     else:
-        GROUPS: tl.constexpr = 1 if (BLOCK >= INNER or BLOCK >= K) else INNER // BLOCK
-        BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-        block = begin // BLOCK + tl.arange(0, GROUPS)
-        is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
-        value_NBI = tl.reshape(value_NK.to(tl.float32), [column.shape[0], GROUPS, INNER // GROUPS])
+        value_NK = _load_words(codes, column, begin, HEIGHT, K, INNER, KIND, WORD, zeros is not None, dtype)
+    if IS_SCALED or zeros is not None:
+        GROUPS: tl.constexpr = INNER // BLOCK if IS_SCALED else 1
+        value_NBI = tl.reshape(value_NK, [column.shape[0], GROUPS, INNER // GROUPS])
         if zeros is not None:
-            zero_NB = tl.load(zeros + column[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
-            value_NBI -= _counted(zero_NB.to(tl.int32))[:, :, None]
-        if GROUPS > 1:
-            place_NB = (column // ROWS)[:, None] * BLOCKS + block[None, :]
-            value_NBI *= _read_scales(scales + place_NB, is_in, SCALE)[:, :, None]
-        return tl.reshape(value_NBI, [column.shape[0], INNER]).to(dtype)
+            value_NBI -= _load_zeros(zeros, column, begin, HEIGHT, K, BLOCK, GROUPS, value_NBI.dtype)[
+                :, :, None
+            ]
+        if IS_SCALED:
+            value_NBI = _scaled(value_NBI, stored, SCALE)
+        value_NK = tl.reshape(value_NBI, [column.shape[0], INNER])
+    value_NK = value_NK.to(dtype)
+    if WORD > 1:
+        value_NGLPH = tl.reshape(value_NK, [column.shape[0], INNER // (4 * WORD), 4, WORD // 2, 2])
+        value_NK = tl.reshape(tl.permute(value_NGLPH, [0, 1, 3, 2, 4]), [column.shape[0], INNER])
+    return value_NK
 
 
 @triton.jit
 def load_scales(
-    scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the columns' scales for the block of K that contains `begin`, as float32."""
+    """Load the columns' scales for INNER inputs from `begin`, as they are stored: [columns, blocks], or [columns] for one."""
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    return _read_scales(scales + column // ROWS * BLOCKS + begin // BLOCK, column < HEIGHT, SCALE)
+    if BLOCK < INNER and BLOCK < K:
+        block = begin // BLOCK + tl.arange(0, INNER // BLOCK)
+        is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
+        return tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0.0)
+    else:
+        block = begin // BLOCK
+        return tl.load(
+            scales + column // ROWS * BLOCKS + block, mask=(column < HEIGHT) & (block < BLOCKS), other=0.0
+        )
+
+
+@triton.jit
+def read_scales(stored, SCALE: tl.constexpr):
+    """Return stored scales of any kind as float32."""
+    if SCALE == "e8m0":
+        power = stored.to(tl.int32)
+        bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, power << 23))
+        return bits.to(tl.float32, bitcast=True)
+    elif SCALE == "e4m3":
+        return _e4m3(stored)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _scaled(value_NBI, stored, SCALE: tl.constexpr):
+    """Multiply values with scales: in bfloat16 if the values and the scales are exact in it, so that it rounds once."""
+    if value_NBI.dtype == tl.bfloat16 and (SCALE != "float" or stored.dtype == tl.bfloat16):
+        if SCALE == "e8m0":
+            power = stored.to(tl.int32)  # 0 is 2^-127, which has no exponent's bits; 255 becomes NaN
+            bits = tl.maximum(power << 7, 0x0040) + ((power + 1) >> 8 << 6)
+            scale_NB = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            scale_NB = read_scales(stored, SCALE).to(tl.bfloat16)
+        return value_NBI * scale_NB[:, :, None]
+    else:
+        return value_NBI.to(tl.float32) * read_scales(stored, SCALE)[:, :, None]
+
+
+@triton.jit
+def _load_zeros(
+    zeros,
+    column,
+    begin,
+    HEIGHT: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    dtype,
+):
+    """Load zeros as large as `_load_values` and `_load_words` return codes, as `dtype`."""
+    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    block = begin // BLOCK + tl.arange(0, GROUPS)
+    is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
+    zero_NB = tl.load(zeros + column[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
+    if dtype == tl.bfloat16:
+        return (zero_NB.to(tl.int16) | _COUNTED_HALF).to(tl.bfloat16, bitcast=True)
+    else:
+        return _counted(zero_NB.to(tl.int32))
 
 
 @triton.jit
@@ -193,17 +279,19 @@ def _load_values(
     codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Decode [columns, INNER]. int4 with zeros is returned 2^23 too large."""
+    """Decode [columns, INNER] byte by byte. int4 with zeros is returned 2^23 too large."""
     PER_CODE: tl.constexpr = 2 if (KIND == "e2m1" or KIND == "int4") else 1
     at = begin // PER_CODE + tl.arange(0, INNER // PER_CODE)
     is_in = column[:, None] < HEIGHT
     if K % INNER != 0:
         is_in = is_in & (at[None, :] < K // PER_CODE)
     stored = tl.load(codes + column[:, None] * (K // PER_CODE) + at[None, :], mask=is_in, other=0.0)
-    if KIND == "e4m3" and codes.dtype.element_ty == tl.uint8:
+    if KIND == "e4m3":
         return _e4m3(stored)
-    elif PER_CODE == 1:
+    elif KIND == "plain":
         return stored
+    elif PER_CODE == 1:
+        return stored.to(tl.float32)
     else:
         pair = stored.to(tl.int32)
         code_NK = tl.reshape(tl.join(pair & 0xF, pair >> 4), [column.shape[0], INNER])
@@ -217,23 +305,79 @@ def _load_values(
 
 
 @triton.jit
-def _counted(whole):
-    """Return 2^23 + a small whole number as float32, without a conversion."""
-    return (whole | _COUNTED).to(tl.float32, bitcast=True)
+def _load_words(
+    codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
+    WORD: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype,
+):  # fmt: skip
+    """Decode [columns, INNER] word by word, as bfloat16 if the rows are, otherwise as float32.
+
+    A word's codes come in pairs that are half a word apart. int4 with zeros is returned 128 too large in bfloat16, and 2^23
+    in float32.
+    """
+    at = begin // WORD + tl.arange(0, INNER // WORD)
+    is_in = column[:, None] < HEIGHT
+    if K % INNER != 0:
+        is_in = is_in & (at[None, :] < K // WORD)
+    word = tl.load(codes + column[:, None] * (K // WORD) + at[None, :], mask=is_in, other=0).to(
+        tl.uint32, bitcast=True
+    )
+    pairs = tl.join(_pair(word, 0, KIND), _pair(word, 1, KIND))
+    if WORD == 8:
+        pairs = tl.join(
+            tl.join(_pair(word, 0, KIND), _pair(word, 2, KIND)),
+            tl.join(_pair(word, 1, KIND), _pair(word, 3, KIND)),
+        )
+    IS_HALF: tl.constexpr = dtype == tl.bfloat16
+    if IS_HALF:
+        low = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        low, high = (
+            (pairs << 16).to(tl.float32, bitcast=True),
+            (pairs & 0xFFFF0000).to(tl.float32, bitcast=True),
+        )
+    value_NK = tl.reshape(tl.join(low, high), [column.shape[0], INNER])
+    if KIND == "e2m1":
+        return value_NK * _LIFT_E2M1
+    elif KIND == "e4m3":
+        return value_NK * _LIFT_E4M3
+    elif not HAS_ZEROS:
+        return value_NK - 136.0
+    elif IS_HALF:
+        return value_NK
+    else:
+        return value_NK + _COUNTED_REST
 
 
 @triton.jit
-def _read_scales(pointers, is_in, SCALE: tl.constexpr):
-    """Read scales of any kind as float32."""
-    stored = tl.load(pointers, mask=is_in, other=0.0)
-    if SCALE == "e8m0":
-        power = stored.to(tl.int32)
-        bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, power << 23))
-        return bits.to(tl.float32, bitcast=True)
-    elif SCALE == "e4m3":
-        return _e4m3(stored)
+def _pair(word, AT: tl.constexpr, KIND: tl.constexpr):
+    """Return the code AT of each half of a word, as two bfloat16 in a word.
+
+    e2m1 and e4m3 have their exponent's bits as they are, to be lifted by a multiplication; int4 becomes 128 + the code.
+    """
+    if KIND == "e2m1":
+        return (_shifted(word, 6 - 4 * AT) & 0x01C001C0) | (_shifted(word, 12 - 4 * AT) & 0x80008000)
+    elif KIND == "e4m3":
+        return (_shifted(word, 4 - 8 * AT) & 0x07F007F0) | (_shifted(word, 8 - 8 * AT) & 0x80008000)
     else:
-        return stored.to(tl.float32)
+        return (_shifted(word, -4 * AT) & 0x000F000F) | 0x43004300
+
+
+@triton.jit
+def _shifted(word, LEFT: tl.constexpr):
+    """Shift a word to the left, or to the right by -LEFT."""
+    if LEFT > 0:
+        return word << LEFT
+    elif LEFT < 0:
+        return word >> -LEFT
+    else:
+        return word
+
+
+@triton.jit
+def _counted(whole):
+    """Return 2^23 + a small whole number as float32, without a conversion."""
+    return (whole | _COUNTED).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -13,17 +13,14 @@ rows in groups share a tile of columns while it is in the L2 cache.
 Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, W weights in memory (at least S).
 """
 
-import functools
-
 import torch
 import triton
 from torch import Tensor
 
-from moe.gpu.formats import PLAIN, PlacedWeights
+from moe.gpu.formats import PLAIN, PlacedWeights, codes_per_word
 from moe.gpu.grouped_kernel import GATES, grouped_rows
-from moe.gpu.tiles import GroupedTile, tile_of_launch
+from moe.gpu.tiles import MOST_REGISTERS, GroupedTile, tile_of_launch
 
-LEAST_FP8_CAPABILITY = (8, 9)
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -66,10 +63,13 @@ def grouped_linear(
     if out is None:
         out = x_TK.new_empty(num_pairs, N)
     expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
-    tile = tile or tile_of_launch(expected, S, weights)
+    tile = tile or tile_of_launch(expected, S, weights, has_gate=GATES[gate] > 0)
     num_tiles = min(S, expected) + expected // tile.rows  # at most one partial tile per slot
     codes, scales = weights.codes, weights.scales
-    if form.kind == "e4m3" and not has_fp8(codes.device):
+    word = codes_per_word(form, K)
+    if word > 1:
+        codes = codes.view(torch.int32)
+    elif form.kind == "e4m3":
         codes = codes.view(torch.uint8)
     if scales is not None and form.scale == "e4m3":
         scales = scales.view(torch.uint8)
@@ -77,15 +77,10 @@ def grouped_linear(
         x_TK, rows_P, codes, scales, weights.row_scales, weights.zeros, biases_WN, places_S, slot_offsets, out,
         S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUP=tile.group, GATE=GATES[gate], KIND=form.kind, SCALE=form.scale, BLOCK=form.block, SCALE_ROWS=form.rows,
-        num_warps=tile.warps, num_stages=tile.stages,
+        WORD=word, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers if tile.registers < MOST_REGISTERS else None,
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def has_fp8(device: torch.device) -> bool:
-    """Return whether Triton has an e4m3 type on the device."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_FP8_CAPABILITY
 
 
 def _check(x_TK: Tensor, weights: PlacedWeights) -> None:

@@ -10,7 +10,7 @@ Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import load_scales, load_tile
+from moe.gpu.formats import in_order_of_words, load_scales, load_tile, read_scales
 
 # Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
 # `up * gate * sigmoid(f(gate))`.
@@ -36,27 +36,24 @@ def gated(gate, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def count_tiles(offsets, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Count the row tiles of all slots."""
+def end_tiles(offsets, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Return the number of row tiles up to the end of each slot."""
     slot = tl.arange(0, S_PAD)
     begin = tl.load(offsets + slot, mask=slot < S, other=0)
     end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
-    return tl.sum((end - begin + ROWS - 1) // ROWS, axis=0)
+    return tl.cumsum(((end - begin + ROWS - 1) // ROWS).to(tl.int32), axis=0)
 
 
 @triton.jit
-def find_rows(offsets, tile, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
+def find_rows(offsets, end_tile, tile, S: tl.constexpr, S_PAD: tl.constexpr, ROWS: tl.constexpr):
     """Return the slot of a tile, its first row and the end of the slot's rows."""
     slot = tl.arange(0, S_PAD)
-    begin = tl.load(offsets + slot, mask=slot < S, other=0)
-    end = tl.load(offsets + slot + 1, mask=slot < S, other=0)
-    last_tile = tl.cumsum((end - begin + ROWS - 1) // ROWS, axis=0)
-    is_before = (last_tile <= tile) & (slot < S)
-    found = tl.sum(is_before.to(tl.int32), axis=0)
-    tiles_before = tl.max(tl.where(is_before, last_tile, 0), axis=0)
-    is_found = slot == found
-    first = tl.sum(tl.where(is_found, begin, 0), axis=0) + (tile - tiles_before) * ROWS
-    return found, first, tl.sum(tl.where(is_found, end, 0), axis=0)
+    is_before = (end_tile <= tile) & (slot < S)
+    # One reduction finds the slot and the tiles before it: the largest end belongs to the last slot before.
+    last = tl.max(tl.where(is_before, end_tile * (2 * S_PAD) + slot + 1, 0), axis=0)
+    found, tiles_before = last % (2 * S_PAD), last // (2 * S_PAD)
+    first = tl.load(offsets + found) + (tile - tiles_before) * ROWS
+    return found, first, tl.load(offsets + found + 1)
 
 
 @triton.jit
@@ -70,28 +67,28 @@ def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _multiplied(
-    total, x_KR, codes, scales, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
-    KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    total, x_KR, codes, stored, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """Add the product of one tile of a weight with the rows, [columns, rows]."""
     w_NK = load_tile(
-        codes, scales, zeros, column, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, SCALE_ROWS, x_KR.dtype
+        codes, stored, zeros, column, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, WORD, x_KR.dtype
     )
     if KIND != "plain" and BLOCK < K and BLOCK >= INNER:
         part = tl.dot(w_NK, x_KR, input_precision="ieee")
-        return total + part * load_scales(scales, column, begin, HEIGHT, K, SCALE, BLOCK, SCALE_ROWS)[:, None]
+        return total + part * read_scales(stored, SCALE)[:, None]
     else:
         return tl.dot(w_NK, x_KR, total, input_precision="ieee")
 
 
 @triton.jit
 def _finished(
-    total, scales, row_scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    total, stored, row_scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply sums with scales that hold for a whole row of the weight, and add biases."""
     if KIND != "plain" and BLOCK >= K:
-        total *= load_scales(scales, column, 0, HEIGHT, K, SCALE, BLOCK, SCALE_ROWS)[:, None]
+        total *= read_scales(stored, SCALE)[:, None]
     if row_scales is not None:
         total *= tl.load(row_scales + column, mask=column < HEIGHT, other=0.0)[:, None]
     if biases is not None:
@@ -104,18 +101,19 @@ def grouped_rows(
     x, rows, codes, scales, row_scales, zeros, biases, places, offsets, out,
     S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """Program (tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    num_tiles = count_tiles(offsets, S, S_PAD, ROWS)
+    end_tile = end_tiles(offsets, S, S_PAD, ROWS)
+    num_tiles = tl.max(end_tile, axis=0)
     at = tl.program_id(0)
     while at < num_tiles * COLUMN_TILES:
         tile, column_tile = find_tile(at, num_tiles, COLUMN_TILES, GROUP)
-        slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
+        slot, first, end = find_rows(offsets, end_tile, tile, S, S_PAD, ROWS)
         _multiply_tile(
             x, rows, codes, scales, row_scales, zeros, biases, places, out, slot, first, end, column_tile, N, K, ROWS,
-            COLUMNS, INNER, GATE, KIND, SCALE, BLOCK, SCALE_ROWS,
+            COLUMNS, INNER, GATE, KIND, SCALE, BLOCK, SCALE_ROWS, WORD,
         )  # fmt: skip
         at += tl.num_programs(0)
 
@@ -125,6 +123,7 @@ def _multiply_tile(
     x, rows, codes, scales, row_scales, zeros, biases, places, out, slot, first, end, column_tile,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     GATE: tl.constexpr, KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    WORD: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows from `first` to `end` with a tile of their slot's weight."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
@@ -133,7 +132,9 @@ def _multiply_tile(
     is_pair = pair < end
     source = tl.load(rows + pair, mask=is_pair, other=0) if rows is not None else pair
     place = tl.load(places + slot).to(tl.int64)
-    codes += place * (HEIGHT * (K // 2 if (KIND == "e2m1" or KIND == "int4") else K))
+    codes += place * (
+        HEIGHT * (K // WORD if WORD > 1 else (K // 2 if (KIND == "e2m1" or KIND == "int4") else K))
+    )
     if KIND != "plain":
         BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
         scales += place * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * BLOCKS)
@@ -145,24 +146,50 @@ def _multiply_tile(
         biases += place * HEIGHT
     x_rows = x + source * K
     total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
+    stored, stored_up = 0, 0
+    if KIND != "plain":
+        stored = load_scales(scales, column, 0, N, K, INNER, BLOCK, SCALE_ROWS)
+        if GATE > 0:
+            stored_up = load_scales(scales, column + N, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS)
     for begin in range(0, K, INNER):
         inner = begin + tl.arange(0, INNER)
         is_read = is_pair[None, :]
         if K % INNER != 0:
             is_read = is_read & (inner[:, None] < K)
         x_KR = tl.load(x_rows[None, :] + inner[:, None], mask=is_read, other=0.0)
+        if WORD > 1:
+            x_KR = in_order_of_words(x_KR, INNER, ROWS, WORD)
+        used, used_up = stored, stored_up
+        if KIND != "plain" and BLOCK < K:  # read one tile ahead, so that no product waits for it
+            stored = load_scales(scales, column, begin + INNER, N, K, INNER, BLOCK, SCALE_ROWS)
+            if GATE > 0:
+                stored_up = load_scales(
+                    scales, column + N, begin + INNER, HEIGHT, K, INNER, BLOCK, SCALE_ROWS
+                )
         total = _multiplied(
-            total, x_KR, codes, scales, zeros, column, begin, N, K, INNER, KIND, SCALE, BLOCK, SCALE_ROWS
+            total, x_KR, codes, used, zeros, column, begin, N, K, INNER, KIND, SCALE, BLOCK, WORD
         )
         if GATE > 0:
             total_up = _multiplied(
-                total_up, x_KR, codes, scales, zeros, column + N, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK,
-                SCALE_ROWS,
-            )  # fmt: skip
-    total = _finished(total, scales, row_scales, biases, column, N, K, KIND, SCALE, BLOCK, SCALE_ROWS)
+                total_up,
+                x_KR,
+                codes,
+                used_up,
+                zeros,
+                column + N,
+                begin,
+                HEIGHT,
+                K,
+                INNER,
+                KIND,
+                SCALE,
+                BLOCK,
+                WORD,
+            )
+    total = _finished(total, stored, row_scales, biases, column, N, K, KIND, SCALE, BLOCK)
     if GATE > 0:
         total_up = _finished(
-            total_up, scales, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK, SCALE_ROWS
+            total_up, stored_up, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK
         )
         total = gated(total, total_up, GATE)
     tl.store(

@@ -1,18 +1,22 @@
-"""Choose the tile of a launch of the grouped product: one for decode and one for prefill per weight format.
+"""Choose the tile of a launch of the grouped product, by the rows per expert and the weights' format.
 
 The choice depends on the rows per slot with even loads, which follow from the step's capacity and are equal on
-all ranks, never on the experts that rows chose. Tiles of a format add over the inner dimension in the same order and
-steps, with the same instruction of an architecture (64 columns on Hopper's wgmma, for any number of rows), so a row has
-the same bits in decode steps and next to prompts. The table of `attention.gpu.tiles` may change all but the steps.
+all ranks, never on the experts that rows chose. A row has the same bits with every tile: tiles of a format add over the
+inner dimension in the same order, with the same instruction of an architecture (64 columns of 16 inputs on Hopper's wgmma,
+for any number of rows). If a scale multiplies the product of a tile's inputs, those tiles also have the same inner size.
+
+The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_decode", "grouped_32", "grouped_64",
+"grouped_prefill"). Its shapes have a weight's sides, so a layer's two products have separate entries.
 """
 
 from typing import NamedTuple
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
-from moe.gpu.formats import PlacedWeights
+from moe.gpu.formats import DeviceFormat, PlacedWeights
 from moe.gpu.limits import TILE_INPUTS
 
 MANY_ROWS = 64  # per slot; from here on, reading weights costs less than multiplying
+MOST_REGISTERS = 255  # that a thread can have
 
 
 class GroupedTile(NamedTuple):
@@ -24,27 +28,57 @@ class GroupedTile(NamedTuple):
     group: int  # tiles of rows that share a tile of columns
     warps: int
     stages: int
+    registers: int = MOST_REGISTERS  # of a thread at most; fewer let more programs run on a multiprocessor
+
+
+class Range(NamedTuple):
+    """Tiles for launches with up to a number of rows per slot."""
+
+    kernel: str  # name in the table
+    below: float  # rows per slot
+    plain: GroupedTile
+    quantised: GroupedTile  # a cache line of each row, and FP8's scale for 128 inputs
 
 
 LEAST_COLUMNS = 64  # of one instruction on Hopper
+LEAST_INNER = 32  # two instructions, and a word of codes for each of the threads that share a row
 DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
-PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3)  # many rows: keep the tensor cores busy
-# For quantised weights of eight or four bits: a cache line of each row, and FP8's scale for 128 inputs.
 QUANTISED_DECODE_TILE = GroupedTile(16, 64, TILE_INPUTS, 1, 4, 4)
+PREFILL_TILE = GroupedTile(
+    128, 128, 64, 8, 8, 4
+)  # many rows, and two sums: one program fills a multiprocessor
+# Without a gate two programs fit, so that one multiplies while the other begins or ends its tile.
+SINGLE_PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3, 128)
 QUANTISED_PREFILL_TILE = GroupedTile(64, 128, TILE_INPUTS, 8, 8, 3)
+# Loads are uneven, so a tile has more rows than an expert has on average. A weight is then read, and decoded, once.
+RANGES = (
+    Range("grouped_decode", 12, DECODE_TILE, QUANTISED_DECODE_TILE),
+    Range("grouped_32", 28, GroupedTile(32, 64, 64, 1, 4, 4), GroupedTile(32, 64, TILE_INPUTS, 1, 4, 4)),
+    Range(
+        "grouped_64", MANY_ROWS, GroupedTile(64, 64, 64, 1, 4, 4), GroupedTile(64, 64, TILE_INPUTS, 1, 4, 3)
+    ),
+    Range("grouped_prefill", float("inf"), PREFILL_TILE, QUANTISED_PREFILL_TILE),
+)
 
 
-def choose_tile(expected_pairs: int, num_slots: int, *, is_quantised: bool = False) -> GroupedTile:
-    """Choose the tile of a launch.
+def range_of(expected_pairs: int, num_slots: int) -> Range:
+    """Return the range of a launch.
 
     Args:
         expected_pairs: Pairs on this rank with even loads, at the size that all ranks agreed on.
         num_slots: Slots of this rank; equal on all ranks.
-        is_quantised: True if weights are quantised.
     """
-    if expected_pairs < MANY_ROWS * num_slots:
-        return QUANTISED_DECODE_TILE if is_quantised else DECODE_TILE
-    return QUANTISED_PREFILL_TILE if is_quantised else PREFILL_TILE
+    return next(each for each in RANGES if expected_pairs < each.below * num_slots)
+
+
+def choose_tile(
+    expected_pairs: int, num_slots: int, *, is_quantised: bool = False, has_gate: bool = True
+) -> GroupedTile:
+    """Choose the tile of a launch. See `range_of`. With a gate, a program multiplies two tiles of a weight."""
+    chosen = range_of(expected_pairs, num_slots)
+    if is_quantised:
+        return chosen.quantised
+    return SINGLE_PREFILL_TILE if chosen.plain == PREFILL_TILE and not has_gate else chosen.plain
 
 
 def shape_of(weights: PlacedWeights) -> str:
@@ -53,27 +87,52 @@ def shape_of(weights: PlacedWeights) -> str:
     return shape_key(codes.dtype if kind == "plain" else kind, N=codes.shape[1], K=weights.in_dim)
 
 
-def tile_of_launch(expected_pairs: int, num_slots: int, weights: PlacedWeights) -> GroupedTile:
+def tile_of_launch(
+    expected_pairs: int, num_slots: int, weights: PlacedWeights, *, has_gate: bool = True
+) -> GroupedTile:
     """Return the table's tile for a launch on the weights' device, otherwise that of `choose_tile`.
 
     Raises:
         ValueError: The table would change the order of sums between steps.
     """
-    fallback = choose_tile(expected_pairs, num_slots, is_quantised=weights.format.kind != "plain")
-    kernel = "grouped_decode" if expected_pairs < MANY_ROWS * num_slots else "grouped_prefill"
-    shape = shape_of(weights)
-    return check_steps(shape, tile_of(kernel, shape, fallback, device_names(weights.codes.device)), fallback)
+    is_quantised, shape = weights.format.kind != "plain", shape_of(weights)
+    fallback = choose_tile(expected_pairs, num_slots, is_quantised=is_quantised, has_gate=has_gate)
+    tile = tile_of(
+        range_of(expected_pairs, num_slots).kernel, shape, fallback, device_names(weights.codes.device)
+    )
+    return check_steps(shape, tile, fallback, weights.format, weights.in_dim)
 
 
-def check_steps(shape: str, tile: GroupedTile, fallback: GroupedTile) -> GroupedTile:
+def check_steps(
+    shape: str, tile: GroupedTile, fallback: GroupedTile, form: DeviceFormat, in_dim: int
+) -> GroupedTile:
     """Return a tile of the table if it does not change rows' bits.
 
     Raises:
         ValueError: It does.
     """
-    if tile.inner != fallback.inner or tile.columns % LEAST_COLUMNS:
+    if not adds_alike(tile, fallback, form, in_dim):
+        is_free = _is_chained(tile, form, in_dim) and _is_chained(fallback, form, in_dim)
+        needed = f"in multiples of {LEAST_INNER}" if is_free else f"{fallback.inner}"
         raise ValueError(
             f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; it needs inner "
-            f"{fallback.inner} and columns in multiples of {LEAST_COLUMNS}, so that a row has the same bits in all steps"
+            f"{needed} and columns in multiples of {LEAST_COLUMNS}, so that a row has the same bits in all steps"
         )
     return tile
+
+
+def adds_alike(tile: GroupedTile, other: GroupedTile, form: DeviceFormat, in_dim: int) -> bool:
+    """Return whether two tiles add a row's products in the same order. The other one is right for the format."""
+    if tile.columns % LEAST_COLUMNS:
+        return False
+    if _is_chained(tile, form, in_dim) and _is_chained(other, form, in_dim):
+        return tile.inner % max(LEAST_INNER, form.block if form.block < tile.inner else 0) == 0
+    return tile.inner == other.inner
+
+
+def _is_chained(tile: GroupedTile, form: DeviceFormat, in_dim: int) -> bool:
+    """Return whether all products of a row are added to one sum, one instruction's inputs after another.
+
+    Otherwise a scale multiplies the sum of each tile's inputs.
+    """
+    return form.kind == "plain" or form.block >= in_dim or form.block < tile.inner

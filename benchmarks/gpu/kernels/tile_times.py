@@ -25,17 +25,26 @@ from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
 from benchmarks.gpu.ranks import models
 from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
-from moe.gpu.tiles import shape_of, tile_of_launch
+from moe.gpu.tiles import adds_alike, shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 
 _DECODE: Grid = {"tokens": (32, 64), "warps": (4, 8), "programs": (2, 4), "stages": (2, 3)}
 _LATENTS: Grid = {"tokens": (16, 32), "heads": (16, 32, 64), "programs": (1, 2)}
 _PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
-FEW, MANY = "grouped_decode", "grouped_prefill"  # names in the table
-# `inner` determines the order in which numbers are added, which both kinds of steps share.
-_FEW_ROWS: Grid = {"columns": (64, 128), "warps": (4, 8), "stages": (3, 4, 5)}
-_MANY_ROWS: Grid = {"rows": (64, 128), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4)}
+FEW = "grouped_decode"  # name in the table
+# With at most 128 registers, more programs fit on a multiprocessor.
+_FEW_ROWS: Grid = {"columns": (64, 128), "inner": (64, 128), "stages": (3, 4, 5), "registers": (128, 255)}
+_SOME_ROWS: Grid = {"rows": (16, 32, 64), "columns": (64, 128), "inner": (64, 128), "stages": (3, 4)}
+_MANY_ROWS: Grid = {
+    "rows": (64, 128, 256), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4), "registers": (128, 255),
+}  # fmt: skip
+_RANGES: Mapping[str, tuple[tuple[int, ...], Grid]] = {  # rows per expert to time
+    FEW: ((1, 4, 8), _FEW_ROWS),
+    "grouped_32": ((16, 24), _SOME_ROWS),
+    "grouped_64": ((32, 48), _SOME_ROWS),
+    "grouped_prefill": ((256, 1024), _MANY_ROWS),
+}
 
 
 class Tuned(NamedTuple):
@@ -78,7 +87,7 @@ def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
             f"{kernel} {model} {side}": _grouped(bench, kernel, shape, side, rows, grid)
             for model, shape in models.EXPERTS.items()
             for side in ("up", "down")
-            for kernel, rows, grid in ((FEW, (1, 4, 16), _FEW_ROWS), (MANY, (256, 1024), _MANY_ROWS))
+            for kernel, (rows, grid) in _RANGES.items()
         },
     }
 
@@ -113,11 +122,12 @@ def _grouped(
 ) -> Tuned:
     """Build a grouped GEMM case. Rows: numbers of rows per expert, in the range of the kernel."""
     like = no_experts(bench, shape, side)
-    choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like)
+    choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like, has_gate=side == "up")
     workloads = [
         partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
     ]
-    return Tuned(kernel, shape_of(like), choice, _others(choice, grid), workloads)
+    others = [tile for tile in _others(choice, grid) if adds_alike(tile, choice, like.format, like.in_dim)]
+    return Tuned(kernel, shape_of(like), choice, others, workloads)
 
 
 def _others(choice: Any, grid: Grid) -> list[Any]:

@@ -145,6 +145,8 @@ TILES = {
     "latent_decode": mla.LatentTile(),
     "paged_prefill": prefill.PrefillTile(),
     "grouped_decode": DECODE_TILE,
+    "grouped_32": DECODE_TILE,
+    "grouped_64": DECODE_TILE,
     "grouped_prefill": PREFILL_TILE,
 }
 

@@ -69,24 +69,32 @@ def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, cas
     interpreter.run(multiply, case, tile)
 
 
-def decode_from_bytes(case: Case) -> None:
-    """Decode like GPUs without the type, and like those with it."""
-    from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
-
-    problem, asked = Problem(case), list[torch.device]()
-    run = partial(grouped.grouped_linear, problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows)
-    wanted = run(**problem.arguments())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "has_fp8", asked.append)  # None: no
-        assert torch.equal(run(**problem.arguments()), wanted)
-    assert asked
-    problem.spoil()
-    assert not torch.equal(run(**problem.arguments()), wanted), "the control did not fail"
+@pytest.mark.parametrize(
+    "case", [Case([2, 3], 40, 202, "silu", F32, "fp8, rows"), Case([2], 40, 100, "none", F16, "int4, rows")]
+)
+def test_rows_of_no_whole_words_are_decoded_from_bytes(interpreter: RankPool, case: Case) -> None:
+    interpreter.run(multiply, case, "DECODE_TILE")
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8, rows", "mxfp8"])
-def test_gpus_without_the_type_decode_fp8_from_its_bytes(interpreter: RankPool, form: str) -> None:
-    interpreter.run(decode_from_bytes, Case([2, 3], 40, 200, "silu", F32, form))
+def multiply_with(case: Case) -> None:
+    """Use tiles with any number of rows per slot, and inner sizes that do not divide K."""
+    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+
+    problem, is_quantised = Problem(case), case.weights != "plain"
+    for rows in (1, 12, 28):
+        tile = tiles.choose_tile(rows, 1, is_quantised=is_quantised)
+        for inner in (tile.inner, 64):
+            ours = grouped_linear(
+                problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows, tile=tile._replace(inner=inner),
+                **problem.arguments(),
+            )  # fmt: skip
+            torch.testing.assert_close(ours.double(), problem.want(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["plain", "mxfp4"])
+def test_every_range_of_rows_gives_the_product(interpreter: RankPool, weights: str) -> None:
+    interpreter.run(multiply_with, Case([3, 0, 40, 1], 72, 160, "silu", F32, weights))
 
 
 def compare_rows(case: Case) -> None:

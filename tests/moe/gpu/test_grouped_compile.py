@@ -1,8 +1,6 @@
 """The grouped product in every format, compiled as launched by Qwen3-30B-A3B, gpt-oss-20b, DeepSeek-V3 and Kimi K2 (32 ranks)."""
 
-import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
-from moe.gpu.formats import PLAIN, DeviceFormat
+from moe.gpu.formats import PLAIN, DeviceFormat, codes_per_word
 from moe.gpu.grouped_kernel import GATES, grouped_rows
 from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel
 
@@ -68,49 +66,58 @@ SHAPES = {
     "int8_up": stored(12, 2048, 7168, "silu", INT8),
 }
 FAST = [
-    ("qwen3_up", "DECODE"), ("gpt_oss_down", "DECODE"), ("deepseek_down", "PREFILL"), ("nvfp4_up", "DECODE"),
-    ("awq_up", "PREFILL"),
+    ("qwen3_up", "grouped_decode"), ("qwen3_down", "grouped_prefill"), ("gpt_oss_down", "grouped_decode"),
+    ("deepseek_down", "grouped_prefill"), ("nvfp4_up", "grouped_64"), ("awq_up", "grouped_32"),
 ]  # fmt: skip
+KERNELS = [each.kernel for each in tiles.RANGES]
 
 
-def kernel_of(shape: Shape, tile_name: str, arch: int = 90) -> Kernel:
-    """Return a launch of `grouped_linear` on an architecture."""
+def tile_for(shape: Shape, kernel: str, arch: int) -> tiles.GroupedTile:
+    """Return the tile of a shape in a range of rows on an architecture."""
+    below = next(each.below for each in tiles.RANGES if each.kernel == kernel)
+    rows = int(min(below - 1, tiles.MANY_ROWS))
+    is_plain, has_gate = shape.form == PLAIN, shape.gate != "none"
+    fallback = tiles.choose_tile(rows, 1, is_quantised=not is_plain, has_gate=has_gate)
+    key = shape_key(
+        "bfloat16" if is_plain else shape.form.kind, N=2 * shape.N if has_gate else shape.N, K=shape.K
+    )
+    return tile_of(kernel, key, fallback, (f"sm_{arch}",))
+
+
+def kernel_of(shape: Shape, tile: tiles.GroupedTile) -> Kernel:
+    """Return a launch of `grouped_linear`."""
     slots, N, K, gate, own_types, form = shape
-    is_plain = form == PLAIN
-    fallback = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}_TILE")
-    key = shape_key("bfloat16" if is_plain else form.kind, N=N if gate == "none" else 2 * N, K=K)
-    tile = tile_of(f"grouped_{tile_name.lower()}", key, fallback, (f"sm_{arch}",))
-    types = {**TYPES, **own_types}
-    if arch < 89 and form.kind == "e4m3":
-        types["codes"] = "*u8"  # as `grouped_linear` passes them to a GPU without this type
+    types, word = {**TYPES, **own_types}, codes_per_word(form, K)
+    if word > 1:
+        types["codes"] = "*i32"  # as `grouped_linear` passes them
     constants = {
         **{name: None for name in ABSENT if name not in types}, "S": slots, "S_PAD": 1 << (slots - 1).bit_length(), "N": N,
         "K": K, "ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "GROUP": tile.group,
         "GATE": GATES[gate], "KIND": form.kind, "SCALE": form.scale, "BLOCK": form.block, "SCALE_ROWS": form.rows,
+        "WORD": word,
     }  # fmt: skip
-    return Kernel(grouped_rows, types, constants, tile.warps, 255, tile.stages, fuses=True, aligned=True)
+    maxnreg = tile.registers if tile.registers < tiles.MOST_REGISTERS else None
+    return Kernel(
+        grouped_rows, types, constants, tile.warps, tile.registers, tile.stages, fuses=True, aligned=True, maxnreg=maxnreg
+    )  # fmt: skip
 
 
-def check(name: str, tile: str, arch: int, folder: Path) -> None:
-    check_budget(kernel_of(SHAPES[name], tile, arch), folder, arch)
+def check(name: str, kernel: str, arch: int, folder: Path) -> None:
+    shape = SHAPES[name]
+    check_budget(kernel_of(shape, tile_for(shape, kernel, arch)), folder, arch)
 
 
-@pytest.mark.parametrize(("shape", "tile"), FAST)
-def test_common_launches_compile_within_their_budget(shape: str, tile: str, tmp_path: Path) -> None:
-    check(shape, tile, 90, tmp_path)
+@pytest.mark.parametrize(("shape", "kernel"), FAST)
+def test_common_launches_compile_within_their_budget(shape: str, kernel: str, tmp_path: Path) -> None:
+    check(shape, kernel, 90, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
-@pytest.mark.parametrize("tile", ["DECODE", "PREFILL"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: int, tmp_path: Path) -> None:
-    """FP8 runs in its own process: triton fixes the conversion at the first architecture that a process compiles for."""
-    if SHAPES[shape].form.kind != "e4m3" or arch == 80:
-        check(shape, tile, arch, tmp_path)
-        return
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:
-        own.submit(check, shape, tile, arch, tmp_path).result(timeout=300)
+def test_every_launch_compiles_within_its_budget(shape: str, kernel: str, arch: int, tmp_path: Path) -> None:
+    check(shape, kernel, arch, tmp_path)
 
 
 @pytest.mark.slow
@@ -123,13 +130,43 @@ def test_every_launch_compiles_within_its_budget(shape: str, tile: str, arch: in
         ("gpt_oss_up", 90, r"wgmma.mma_async.sync.aligned.m64n\d+k16.f32.bf16.bf16"),
     ],
 )
-def test_decode_and_prefill_multiply_with_the_same_instruction(
-    shape: str, arch: int, instruction: str
-) -> None:
-    """It takes the same number of features in both, so that a row's sums have the same order and roundings."""
-    for tile in ("DECODE", "PREFILL"):
+def test_all_tiles_multiply_with_the_same_instruction(shape: str, arch: int, instruction: str) -> None:
+    """It takes the same number of features in all, so that a row's sums have the same order and roundings."""
+    for kernel in KERNELS:
+        tile = tile_for(SHAPES[shape], kernel, arch)
         found = re.findall(
-            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(SHAPES[shape], tile, arch), arch).ptx
+            r"\b(?:mma|wgmma\.mma_async)\.\S*", compile_kernel(kernel_of(SHAPES[shape], tile), arch).ptx
         )
         assert found
         assert all(re.fullmatch(instruction, name) for name in found), set(found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ("qwen3_down", tiles.DECODE_TILE),
+        ("qwen3_down", tiles.DECODE_TILE._replace(inner=128, stages=3)),
+        ("gpt_oss_down", tiles.QUANTISED_DECODE_TILE._replace(inner=64)),
+    ],
+    ids=["64", "128", "mxfp4, 64"],
+)
+def test_any_inner_size_chains_the_same_products(shape: str, tile: tiles.GroupedTile) -> None:
+    """`check_steps` allows any inner size if a program adds all products to one sum, 16 inputs after another."""
+    sums = [
+        found.group(1)
+        for found in re.finditer(
+            r"wgmma\.mma_async\S*k16\S* \{(%\w+)[^}]*\}", compile_kernel(kernel_of(SHAPES[shape], tile)).ptx
+        )
+    ]
+    assert len(sums) == tile.columns // 64 * tile.inner // 16
+    assert len(set(sums)) == tile.columns // 64  # the same registers in each product of a tile
+
+
+def test_decoding_takes_few_instructions_and_reads_16_bytes_at_a_time() -> None:
+    """Decode steps of 4-bit weights are limited by instructions: see `moe.gpu.formats`."""
+    shape = SHAPES["gpt_oss_down"]
+    ptx = compile_kernel(kernel_of(shape, tile_for(shape, "grouped_decode", 90))).ptx
+    assert re.findall(r"cp\.async\.ca", ptx) == []
+    assert len(re.findall(r"cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], 0x10", ptx)) > 0
+    assert len(re.findall(r"mul\S*\.bf16x2", ptx)) == 64  # two values at a time, lifted and scaled
+    assert "cvt.rn.bf16x2" not in ptx.partition("wgmma.fence")[0]

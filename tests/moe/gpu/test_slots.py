@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from moe.gpu import tiles
-from moe.gpu.formats import DeviceFormat, PlacedWeights
+from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights
 from moe.gpu.slots import DeviceSlots, NoSpareSlotError, SlotStore
-from moe.gpu.tiles import check_steps, choose_tile, tile_of_launch
+from moe.gpu.tiles import check_steps, choose_tile, range_of, tile_of_launch
 
 
 def parts(value: float, *, has_bias: bool = True) -> dict[str, Tensor]:
@@ -82,12 +82,15 @@ def test_bytes_count_weights_and_biases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_pairs", "wanted"), [(8, tiles.DECODE_TILE), (8191, tiles.DECODE_TILE), (8192, tiles.PREFILL_TILE)]
-)
-def test_room_for_many_rows_per_slot_takes_the_tile_for_many(
-    num_pairs: int, wanted: tiles.GroupedTile
+    ("rows_per_slot", "rows", "kernel"),
+    [(0, 16, "grouped_decode"), (11, 16, "grouped_decode"), (12, 32, "grouped_32"), (27, 32, "grouped_32"),
+     (28, 64, "grouped_64"), (63, 64, "grouped_64"), (64, 128, "grouped_prefill"), (4096, 128, "grouped_prefill")],
+)  # fmt: skip
+def test_a_tile_has_more_rows_than_an_expert_has_on_average(
+    rows_per_slot: int, rows: int, kernel: str
 ) -> None:
-    assert choose_tile(num_pairs, 128) == wanted
+    assert range_of(rows_per_slot * 128, 128).kernel == kernel
+    assert choose_tile(rows_per_slot * 128, 128).rows == rows
 
 
 def test_eight_ranks_of_32_tokens_take_the_tile_for_few_rows() -> None:
@@ -96,11 +99,17 @@ def test_eight_ranks_of_32_tokens_take_the_tile_for_few_rows() -> None:
     assert choose_tile(8 * 32 * 8, 32) == tiles.PREFILL_TILE
 
 
+def test_many_rows_without_a_gate_leave_room_for_a_second_program() -> None:
+    assert choose_tile(8192, 128, has_gate=False) == tiles.SINGLE_PREFILL_TILE
+    assert choose_tile(8, 128, has_gate=False) == tiles.DECODE_TILE
+    assert choose_tile(8192, 128, is_quantised=True, has_gate=False) == tiles.QUANTISED_PREFILL_TILE
+
+
 @pytest.mark.parametrize("is_quantised", [False, True])
 def test_tiles_of_a_format_take_the_inner_dimension_in_the_same_steps(is_quantised: bool) -> None:
-    made = [choose_tile(num_pairs, 1, is_quantised=is_quantised) for num_pairs in (1, 1 << 20)]
-    assert made[0] != made[1]
-    assert made[0].inner == made[1].inner
+    made = [choose_tile(rows, 1, is_quantised=is_quantised) for rows in (1, 12, 28, 1 << 20)]
+    assert len(set(made)) == 4
+    assert len({tile.inner for tile in made}) == 1
     assert all(tile.columns % 64 == 0 for tile in made)  # the minimum of Hopper's instruction
 
 
@@ -126,9 +135,22 @@ def test_the_table_is_asked_by_device_step_and_shape(monkeypatch: pytest.MonkeyP
     assert tile_of_launch(9, 3, int4) == tiles.QUANTISED_DECODE_TILE._replace(rows=32, columns=128)
 
 
-@pytest.mark.parametrize("changed", [{"inner": 128}, {"columns": 32}])
-def test_a_table_may_not_change_the_order_of_sums(changed: dict[str, int]) -> None:
+FP8_BLOCKS = DeviceFormat("e4m3", "float", 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("form", "changed"), [(PLAIN, {"inner": 72}), (PLAIN, {"columns": 32}), (FP8_BLOCKS, {"inner": 128})]
+)
+def test_a_table_may_not_change_the_order_of_sums(form: DeviceFormat, changed: dict[str, int]) -> None:
     fallback = tiles.DECODE_TILE
-    assert check_steps("float32 N64 K32", fallback._replace(rows=32), fallback).rows == 32
-    with pytest.raises(ValueError, match=r"tiles\.json: a grouped product of float32 N64 K32 has inner"):
-        check_steps("float32 N64 K32", fallback._replace(**changed), fallback)
+    assert check_steps("float32 N64 K256", fallback._replace(rows=32), fallback, form, 256).rows == 32
+    with pytest.raises(ValueError, match=r"tiles\.json: a grouped product of float32 N64 K256 has inner"):
+        check_steps("float32 N64 K256", fallback._replace(**changed), fallback, form, 256)
+
+
+@pytest.mark.parametrize(
+    "form", [PLAIN, DeviceFormat("e2m1", "e8m0", 32), DeviceFormat("int8", "float", 256)]
+)
+def test_a_table_may_change_the_inner_size_of_a_chain_of_products(form: DeviceFormat) -> None:
+    wanted = tiles.DECODE_TILE._replace(inner=128)
+    assert check_steps("float32 N64 K256", wanted, tiles.DECODE_TILE, form, 256) == wanted

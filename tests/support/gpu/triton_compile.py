@@ -33,6 +33,7 @@ class Kernel(NamedTuple):
     stages: int = 2
     fuses: bool = False  # whether products may be fused into sums
     aligned: bool | frozenset[str] = False  # names of pointers and sizes divisible by 16; True: all pointers
+    maxnreg: int | None = None  # registers that the launch allows
 
 
 class Compiled(NamedTuple):
@@ -59,7 +60,12 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
     options = backend.parse_options(
-        {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": kernel.fuses}
+        {
+            "num_warps": kernel.warps,
+            "num_stages": kernel.stages,
+            "enable_fp_fusion": kernel.fuses,
+            "maxnreg": kernel.maxnreg,
+        }
     )
     context = ir.context()
     stages: dict[str, Any] = {}
