@@ -55,7 +55,8 @@ class DecodeTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_splits(
-    query, keys, values, context, table, sinks, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
+    query, keys, values, context, table, sinks, splits_before, sums, tops, totals, out, num_sequences, query_stride,
+    table_stride, scale,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
@@ -65,10 +66,9 @@ def attend_splits(
 
     If the sequence is one split, store the result instead.
     """
-    counts, least = count_splits(
-        context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, WINDOW, CHUNK
+    splits_up_to, least = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, WINDOW, CHUNK
     )
-    splits_up_to = tl.cumsum(counts, axis=0)
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
     factor = LOG2_E if SOFT_CAP > 0 else scale * LOG2_E
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
@@ -187,12 +187,12 @@ def paged_decode(
     if out is None:
         out = query_SHD.new_empty(S, H, V)
     attend_splits[(min(seats, G * cuts.most_parts(S)),)](
-        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.sums, scratch.tops, scratch.totals,
-        out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
+        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.sums,
+        scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits,
         PARTS=cuts.parts, IS_WHOLE=cuts.is_whole, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
         HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, cuts, context_S, sinks_H, out, tile.tokens, window, chunk)
+    launch_merge(scratch, cuts, sinks_H, out)
     return out

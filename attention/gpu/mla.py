@@ -43,15 +43,16 @@ class LatentTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_latent_splits(
-    query, latents, context, table, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
+    query, latents, context, table, splits_before, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
     S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, tile of heads), like `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    counts, least = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, 0, 0)
-    splits_up_to = tl.cumsum(counts, axis=0)
+    splits_up_to, least = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, 0, 0
+    )
     num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
     part = tl.program_id(0)
@@ -142,11 +143,12 @@ def latent_decode(
     if out is None:
         out = query_SHC.new_empty(S, H, latent_dim)
     attend_latent_splits[(min(seats, head_tiles * cuts.most_parts(S)),)](
-        query_SHC, latents_NBC, context_S, block_table_SM, scratch.sums, scratch.tops, scratch.totals, out, S,
+        query_SHC, latents_NBC, context_S, block_table_SM, scratch.splits_before, scratch.sums, scratch.tops,
+        scratch.totals, out, S,
         query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
         L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1],
         TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits, PARTS=cuts.parts, IS_WHOLE=cuts.is_whole,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, cuts, context_S, None, out, tile.tokens, 0, 0)
+    launch_merge(scratch, cuts, None, out)
     return out

@@ -53,12 +53,13 @@ def cut(
 
 @triton.jit
 def count_splits(
-    context, num_sequences,
+    context, num_sequences, splits_before,
     S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return [S_PAD], the number of splits of each sequence, and the factor on SPLIT.
+    """Return [S_PAD], the number of splits of each sequence and all before it, and the factor on SPLIT.
 
+    The first program leaves the former in `splits_before` [1 + sequences] for the merge.
     PARTS: wanted number of splits of all sequences, exceeded by fewer than there are sequences; 0 for any number.
     """
     sequence = tl.arange(0, S_PAD)
@@ -70,7 +71,10 @@ def count_splits(
             first, _, _ = cut(end, 1, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
             least = tl.maximum(tl.cdiv(tl.sum(tl.cdiv(end - first, SPLIT), axis=0), PARTS), 1)
         _, _, count = cut(end, least, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
-    return count, least
+    splits_up_to = tl.cumsum(count, axis=0)
+    if not IS_WHOLE:
+        tl.store(splits_before + 1 + sequence, splits_up_to, mask=is_one & (tl.program_id(0) == 0))
+    return splits_up_to, least
 
 
 @triton.jit
@@ -100,22 +104,18 @@ def with_sink(sums, top, total, sink):
     return sums * share[:, None] / tl.where(total > 0, total, 1.0)[:, None]
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit
 def merge_parts(
-    sums, tops, totals, context, sinks, out, num_sequences,
-    S_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, MERGED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    sums, tops, totals, splits_before, sinks, out,
+    V: tl.constexpr, V_PAD: tl.constexpr, MERGED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Run as program (sequence, head): add the parts in order, the sink first, and divide. A padded row becomes zero."""
     sequence, head = tl.program_id(0), tl.program_id(1)
-    counts, _ = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, PARTS, False, WINDOW, CHUNK)
-    number = tl.arange(0, S_PAD)
-    first = tl.sum(tl.where(number < sequence, counts, 0), axis=0)
-    count = tl.sum(tl.where(number == sequence, counts, 0), axis=0)
+    heads, dim = tl.num_programs(1), tl.arange(0, V_PAD)
+    first = tl.load(splits_before + sequence)
+    count = tl.load(splits_before + sequence + 1) - first
     if count == 1:  # its program wrote the result
         return
-    heads, dim = tl.num_programs(1), tl.arange(0, V_PAD)
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     if HAS_SINKS:
         top, total = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E, total + 1.0
@@ -189,6 +189,7 @@ class DecodeScratch:
         self.sums = torch.empty(parts * heads * value_dim, dtype=torch.float32, device=device)
         self.tops = torch.empty(parts * heads, dtype=torch.float32, device=device)
         self.totals = torch.empty_like(self.tops)
+        self.splits_before = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)  # [0] stays 0
 
     def cuts(self, turns: int, tile_tokens: int, window: int = 0, chunk: int = 0) -> Cuts:
         """Return how a launch cuts contexts.
@@ -214,11 +215,11 @@ class DecodeScratch:
 
     def check(self, sequences: int, heads: int, value_dim: int, cuts: Cuts) -> None:
         """Raise ValueError if a launch does not fit."""
-        rows = cuts.most_parts(sequences) * heads
-        if rows > self.tops.numel() or rows * value_dim > self.sums.numel():
+        rows, most_sequences = cuts.most_parts(sequences) * heads, self.splits_before.numel() - 1
+        if sequences > most_sequences or rows > self.tops.numel() or rows * value_dim > self.sums.numel():
             raise ValueError(
                 f"{sequences} sequences of {heads} heads with values of {value_dim} do not fit this DecodeScratch, "
-                f"which has room for {self.tops.numel()} rows and {self.sums.numel()} values, and they need {rows} rows; "
+                f"which has room for {most_sequences} sequences, {self.tops.numel()} rows and {self.sums.numel()} values; "
                 "allocate it for the largest batch and layer"
             )
 
@@ -228,23 +229,13 @@ def padded_sequences(sequences: int) -> int:
     return max(_LEAST_SEQUENCES, int(triton.next_power_of_2(sequences)))
 
 
-def launch_merge(
-    scratch: DecodeScratch,
-    cuts: Cuts,
-    context_S: Tensor,
-    sinks_H: Tensor | None,
-    out_SHV: Tensor,
-    tile_tokens: int,
-    window: int,
-    chunk: int,
-) -> None:
-    """Write the rows of `out_SHV` that the preceding launch over the same contexts has left in parts, and padded ones."""
+def launch_merge(scratch: DecodeScratch, cuts: Cuts, sinks_H: Tensor | None, out_SHV: Tensor) -> None:
+    """Write the rows of `out_SHV` that the preceding launch has left in parts, and padded ones."""
     if cuts.is_whole:
         return
     S, H, V = out_SHV.shape
-    merged = _MERGED_PARTS if V <= 128 else _MERGED_WIDE_PARTS
     merge_parts[(S, H)](
-        scratch.sums, scratch.tops, scratch.totals, context_S, sinks_H, out_SHV, S, S_PAD=padded_sequences(S), V=V,
-        V_PAD=triton.next_power_of_2(V), TILE=tile_tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits, PARTS=cuts.parts,
-        MERGED=merged, WINDOW=window, CHUNK=chunk, HAS_SINKS=sinks_H is not None, num_warps=4,
+        scratch.sums, scratch.tops, scratch.totals, scratch.splits_before, sinks_H, out_SHV, V=V,
+        V_PAD=triton.next_power_of_2(V), MERGED=_MERGED_PARTS if V <= 128 else _MERGED_WIDE_PARTS,
+        HAS_SINKS=sinks_H is not None, num_warps=4,
     )  # fmt: skip
