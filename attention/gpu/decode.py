@@ -19,42 +19,64 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import WIDE_DIM, check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
-from attention.gpu.splits import DecodeScratch, count_splits, find_split, launch_merge
+from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
+from attention.gpu.splits import (
+    DecodeScratch,
+    count_splits,
+    find_split,
+    launch_merge,
+    padded_sequences,
+    with_sink,
+)
 from attention.gpu.tiles import device_names, shape_key, tile_of
 
-__all__ = ["DecodeScratch", "DecodeTile", "attend_splits", "decode_tile", "paged_decode"]
+__all__ = [
+    "DecodeScratch",
+    "DecodeTile",
+    "attend_splits",
+    "decode_tile",
+    "padded_sequences",
+    "paged_decode",
+]
 
 LEAST_ROWS = 16  # rows of a product on tensor cores
-_LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer make no difference
 
 
 class DecodeTile(NamedTuple):
-    """Size of a program's work. All fields but `programs` determine the order in which numbers are added."""
+    """Size of a program's work. All fields but `programs` determine the order in which numbers are added; `turns` and the
+    number of programs do so unless bits must not depend on the batch."""
 
     tokens: int = 32  # tokens per product
     warps: int = 4
     stages: int = 3  # of the pipeline: two tiles are being loaded while one is computed
     programs: int = 4  # per multiprocessor
+    turns: int = 4  # splits that a program computes, in a large batch
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_splits(
-    query, keys, values, context, table, sums, tops, totals, num_sequences, query_stride, table_stride, scale,
+    query, keys, values, context, table, sinks, splits_before, sums, tops, totals, out, num_sequences, query_stride,
+    table_stride, scale,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights."""
-    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+    """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights.
+
+    If the sequence is one split, store the result instead.
+    """
+    splits_up_to, least = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, WINDOW, CHUNK
+    )
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
+    factor = LOG2_E if SOFT_CAP > 0 else scale * LOG2_E
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
     part = tl.program_id(0)
     while part < num_parts:
         kv_head = part % KV_HEADS
-        sequence, split, begin, stop, end = find_split(
-            context, part // KV_HEADS, splits_up_to, TILE, SPLIT, SPLITS, WINDOW, CHUNK
+        sequence, has_parts, begin, stop, end = find_split(
+            context, part // KV_HEADS, splits_up_to, least, TILE, SPLIT, SPLITS, IS_WHOLE, WINDOW, CHUNK
         )
         heads = kv_head * GROUP + head
         q = tl.load(
@@ -64,29 +86,43 @@ def attend_splits(
         top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
         own_table = table + sequence.to(tl.int64) * table_stride
+        blocks = blocks_of(own_table, begin, stop, BLOCK, TILE)
         for tile in range(bound(tl.cdiv(stop - begin, TILE))):
             at = begin + tile * TILE
             token = at + tl.arange(0, TILE)
             is_seen = token < stop
             if WINDOW > 0 or CHUNK > 0:
                 is_seen &= token >= first_seen(end - 1, WINDOW, CHUNK)
-            row = rows_of(own_table, at, stop, kv_head, KV_HEADS, BLOCK, TILE)
+            row = rows_in(blocks, kv_head, KV_HEADS, BLOCK, TILE)
+            blocks = blocks_of(own_table, at + TILE, stop, BLOCK, TILE)
             key_DC = tl.load(
                 keys + row[None, :] * D + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0
             )
-            scores = capped(tl.dot(q, key_DC, input_precision="ieee") * scale, SOFT_CAP) * LOG2_E
-            weights, top, total, shrink = weigh(scores, is_seen[None, :], top, total)
+            scores = tl.dot(q, key_DC, input_precision="ieee")
+            if SOFT_CAP > 0:
+                scores = capped(scores * scale, SOFT_CAP)
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            weights, top, total, shrink = soften(scores, factor, top, total)
             value_CV = tl.load(
                 values + row[:, None] * V + value_dim[None, :],
                 mask=is_seen[:, None] & (value_dim[None, :] < V), other=0.0,
             )  # fmt: skip
             added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
             sum_RV = sum_RV * shrink[:, None] + added
-        left = (sequence * (KV_HEADS * GROUP) + heads).to(tl.int64) * SPLITS + split
-        tl.store(tops + left, top, mask=head < GROUP)
-        tl.store(totals + left, total, mask=head < GROUP)
+        top *= factor
         is_out = (head[:, None] < GROUP) & (value_dim[None, :] < V)
-        tl.store(sums + left[:, None] * V + value_dim[None, :], sum_RV, mask=is_out)
+        if has_parts:
+            left = (part // KV_HEADS * (KV_HEADS * GROUP) + heads).to(tl.int64)
+            tl.store(tops + left, top, mask=head < GROUP)
+            tl.store(totals + left, total, mask=head < GROUP)
+            tl.store(sums + left[:, None] * V + value_dim[None, :], sum_RV, mask=is_out)
+        else:
+            sink = tl.full([ROWS], float("-inf"), tl.float32)
+            if HAS_SINKS:
+                sink = tl.load(sinks + heads, mask=head < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            result = with_sink(sum_RV, top, total, sink).to(out.dtype.element_ty)
+            own = (sequence * (KV_HEADS * GROUP) + heads).to(tl.int64)
+            tl.store(out + own[:, None] * V + value_dim[None, :], result, mask=is_out)
         part += tl.num_programs(0)
 
 
@@ -98,14 +134,9 @@ def decode_tile(
     if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:  # twice the registers and shared memory
         fallback = DecodeTile(programs=2)
     if max(key_dim, value_dim) > WIDE_DIM:
-        fallback = DecodeTile(tokens=16, warps=8, stages=2, programs=2)
+        fallback = DecodeTile(tokens=16, warps=8, programs=2)
     shape = shape_key(dtype, D=key_dim, V=value_dim, GROUP=group)
     return tile_of("paged_decode", shape, fallback, device_names(device))
-
-
-def padded_sequences(sequences: int) -> int:
-    """Return the padded number of sequences for which the kernel is compiled."""
-    return max(_LEAST_SEQUENCES, int(triton.next_power_of_2(sequences)))
 
 
 def paged_decode(
@@ -132,7 +163,7 @@ def paged_decode(
         context_S: int64 [S], tokens of each sequence, including the query token; 0 for a padded row.
         block_table_SM: int64 [S, M], rows contiguous.
         scratch: Scratch memory for at least these sequences, heads and values.
-        scale: Factor on the scores. window: number of tokens that a row sees, including itself; 0 for all.
+        scale: Factor on the scores, above 0. window: number of tokens that a row sees, including itself; 0 for all.
         chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         soft_cap: Bound on the scores (see `pages.capped`); 0 for none. sinks_H: [H] logits that carry no value (gpt-oss).
         out: [S, H, V] contiguous to write into; by default a new tensor.
@@ -150,16 +181,18 @@ def paged_decode(
     check_layout(query_SHD, keys_NGBD, values_NGBV)
     tile = tile or decode_tile(query_SHD.dtype, D, V, H // G, query_SHD.device)
     check_tile(tile.tokens, block)
-    scratch.check(S, H, V, tile.tokens)
+    seats = scratch.multiprocessors * tile.programs
+    cuts = scratch.cuts(triton.cdiv(seats * tile.turns, G), tile.tokens, window, chunk)
+    scratch.check(S, H, V, cuts)
     if out is None:
         out = query_SHD.new_empty(S, H, V)
-    programs = min(scratch.multiprocessors * tile.programs, S * G * scratch.num_splits)
-    attend_splits[(programs,)](
-        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, scratch.sums, scratch.tops, scratch.totals, S,
-        query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
+    attend_splits[(min(seats, G * cuts.most_parts(S)),)](
+        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.sums,
+        scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
-        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, SPLIT=scratch.split_tokens,
-        SPLITS=scratch.num_splits, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap, num_warps=tile.warps, num_stages=tile.stages,
+        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits,
+        PARTS=cuts.parts, IS_WHOLE=cuts.is_whole, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
+        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, context_S, sinks_H, out, tile.tokens, window, chunk)
+    launch_merge(scratch, cuts, sinks_H, out)
     return out

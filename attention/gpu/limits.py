@@ -17,6 +17,8 @@ WIDE_DIM = 256  # larger dims use tiles of fewer rows (Gemma 4's full attention:
 LARGEST_LATENT = 512
 MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a (wide) KV head, the rows of one product
 LATENT_VALUES = 512  # from this value dim on, heads share cached latents
+# Parts of splits beside one for each sequence. More are computed in turns by a GPU's programs, so few suffice.
+LEAST_SPARE_PARTS, MOST_SPARE_PARTS, SPARE_PART_BYTES = 128, 2048, 64 << 20
 # Size of the keys and values expanded at once from the contexts of prompts, for one layer: the product and its copy as pages.
 # Larger ones are expanded head by head: 128 heads (DeepSeek) of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
@@ -110,16 +112,44 @@ def why_not(shapes: Sequence[LayerShape], latent_ranks: Iterable[int]) -> str | 
     return None
 
 
-def split_sizes(value_dim: int, max_tokens: int) -> tuple[int, int]:
-    """Return the tokens of decode's shortest splits and the largest number of splits of a context of `max_tokens`."""
-    tokens, most = (1024, 32) if value_dim >= LATENT_VALUES else (256, 64)
+def split_sizes(value_dim: int, max_tokens: int, *, is_invariant: bool = False) -> tuple[int, int]:
+    """Return the tokens of decode's shortest splits and the largest number of splits of a context of `max_tokens`.
+
+    With `is_invariant`, splits do not adapt to the batch, so they are long enough for large batches.
+    """
+    if is_invariant:
+        tokens, most = (1024, 32) if value_dim >= LATENT_VALUES else (256, 64)
+    else:
+        tokens, most = (128, 64) if value_dim >= LATENT_VALUES else (64, 128)
     return tokens, max(1, min(most, -(-max_tokens // tokens)))
 
 
-def scratch_bytes(*, max_sequences: int, heads: int, value_dim: int, max_tokens: int) -> int:
-    """Return the bytes of a `DecodeScratch`: per sequence, head and split the values' sums, a maximum and a total, float32."""
-    _, num_splits = split_sizes(value_dim, max_tokens)
-    return max_sequences * heads * num_splits * (value_dim + 2) * 4
+def num_parts(
+    max_sequences: int, heads: int, value_dim: int, num_splits: int, *, is_invariant: bool = False
+) -> int:
+    """Return how many parts of splits a `DecodeScratch` holds.
+
+    With `is_invariant`, all splits of all sequences. Otherwise one for each sequence, and as many as keep a GPU busy.
+    """
+    most = max_sequences * num_splits
+    if is_invariant:
+        return most
+    spare = min(MOST_SPARE_PARTS, max(LEAST_SPARE_PARTS, SPARE_PART_BYTES // _part_bytes(heads, value_dim)))
+    return min(most, max_sequences + spare)
+
+
+def _part_bytes(heads: int, value_dim: int) -> int:
+    """Return the bytes of a split's values' sums, maxima and totals, float32."""
+    return heads * (value_dim + 2) * 4
+
+
+def scratch_bytes(
+    *, max_sequences: int, heads: int, value_dim: int, max_tokens: int, is_invariant: bool = False
+) -> int:
+    """Return the bytes of a `DecodeScratch`."""
+    _, num_splits = split_sizes(value_dim, max_tokens, is_invariant=is_invariant)
+    parts = num_parts(max_sequences, heads, value_dim, num_splits, is_invariant=is_invariant)
+    return parts * _part_bytes(heads, value_dim)
 
 
 def score_rows(max_rows: int, max_sequences: int, max_tokens: int) -> int:

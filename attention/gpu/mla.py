@@ -5,7 +5,7 @@ With the up-projections folded into the query and the output (DeepSeek-V2, 2024)
 the whole cached row and its value is the latent part of it. Each row of the pages is read from memory once for a tile of
 heads. The tiles of heads of one split run in consecutive programs, so that they find the row in the L2 cache.
 Bytes: L + E per token. Operations: 2 * H * (2 L + E) per token. With 128 heads, both take equally long on an H100.
-Splits and their merge are those of `splits`, which also explains why a row's bits do not depend on the batch.
+Splits and their merge are those of `splits`, which also explains when a row's bits depend on the batch.
 
 Legend: S sequences, H query heads, L latent dim, E rotary dim, N blocks, B tokens of a block.
 """
@@ -17,38 +17,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.decode import padded_sequences
 from attention.gpu.limits import check_latents, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
-from attention.gpu.splits import DecodeScratch, count_splits, find_split, launch_merge
+from attention.gpu.pages import LOG2_E, blocks_of, bound, rows_in, soften
+from attention.gpu.splits import (
+    DecodeScratch,
+    count_splits,
+    find_split,
+    launch_merge,
+    padded_sequences,
+    with_sink,
+)
 from attention.gpu.tiles import device_names, shape_key, tile_of
 
 
 class LatentTile(NamedTuple):
-    """Size of a program's work. All fields but `programs` determine the order in which numbers are added."""
+    """Size of a program's work; see `decode.DecodeTile`."""
 
     tokens: int = 32  # tokens per product
     heads: int = 32  # their sums of 512 values fit registers on every GPU; the table has 64 where those fit
     warps: int = 8
     stages: int = 2
     programs: int = 1  # per multiprocessor
+    turns: int = 2  # splits that a program computes, in a large batch
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_latent_splits(
-    query, latents, context, table, sums, tops, totals, num_sequences, query_stride, table_stride, scale,
+    query, latents, context, table, splits_before, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
     S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, tile of heads), like `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    splits_up_to = count_splits(context, num_sequences, S_PAD, TILE, SPLIT, SPLITS, 0, 0)
+    splits_up_to, least = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, 0, 0
+    )
     num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
     part = tl.program_id(0)
     while part < num_parts:
-        sequence, split, begin, stop, _ = find_split(
-            context, part // HEAD_TILES, splits_up_to, TILE, SPLIT, SPLITS, 0, 0
+        sequence, has_parts, begin, stop, _ = find_split(
+            context, part // HEAD_TILES, splits_up_to, least, TILE, SPLIT, SPLITS, IS_WHOLE, 0, 0
         )
         head = part % HEAD_TILES * HEADS + tl.arange(0, HEADS)
         is_head = head[:, None] < H
@@ -58,22 +68,32 @@ def attend_latent_splits(
         top, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
         sum_HL = tl.zeros([HEADS, L], tl.float32)
         own_table = table + sequence.to(tl.int64) * table_stride
+        blocks = blocks_of(own_table, begin, stop, BLOCK, TILE)
         for tile in range(bound(tl.cdiv(stop - begin, TILE))):
             at = begin + tile * TILE
             is_seen = at + tl.arange(0, TILE) < stop
-            place = latents + rows_of(own_table, at, stop, 0, 1, BLOCK, TILE) * (L + E)
+            place = latents + rows_in(blocks, 0, 1, BLOCK, TILE) * (L + E)
+            blocks = blocks_of(own_table, at + TILE, stop, BLOCK, TILE)
             latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
             is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
             rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
             scores = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-            scores = (scores + tl.dot(q_rope, rope_EC, input_precision="ieee")) * (scale * LOG2_E)
-            weights, top, total, shrink = weigh(scores, is_seen[None, :], top, total)
+            scores += tl.dot(q_rope, rope_EC, input_precision="ieee")
+            scores = tl.where(is_seen[None, :], scores, float("-inf"))
+            weights, top, total, shrink = soften(scores, scale * LOG2_E, top, total)
             added = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
             sum_HL = sum_HL * shrink[:, None] + added
-        left = (sequence * H + head).to(tl.int64) * SPLITS + split
-        tl.store(tops + left, top, mask=head < H)
-        tl.store(totals + left, total, mask=head < H)
-        tl.store(sums + left[:, None] * L + latent_dim[None, :], sum_HL, mask=is_head)
+        top *= scale * LOG2_E
+        if has_parts:
+            left = (part // HEAD_TILES * H + head).to(tl.int64)
+            tl.store(tops + left, top, mask=head < H)
+            tl.store(totals + left, total, mask=head < H)
+            tl.store(sums + left[:, None] * L + latent_dim[None, :], sum_HL, mask=is_head)
+        else:
+            no_sink = tl.full([HEADS], float("-inf"), tl.float32)
+            result = with_sink(sum_HL, top, total, no_sink).to(out.dtype.element_ty)
+            left = (sequence * H + head).to(tl.int64)
+            tl.store(out + left[:, None] * L + latent_dim[None, :], result, mask=is_head)
         part += tl.num_programs(0)
 
 
@@ -117,16 +137,18 @@ def latent_decode(
     check_layout(query_SHC, latents_NBC)
     tile = tile or latent_tile(query_SHC.dtype, H, latent_dim, query_SHC.device)
     check_tile(tile.tokens, latents_NBC.shape[1])
-    scratch.check(S, H, latent_dim, tile.tokens)
+    head_tiles, seats = triton.cdiv(H, tile.heads), scratch.multiprocessors * tile.programs
+    cuts = scratch.cuts(triton.cdiv(seats * tile.turns, head_tiles), tile.tokens)
+    scratch.check(S, H, latent_dim, cuts)
     if out is None:
         out = query_SHC.new_empty(S, H, latent_dim)
-    most = S * triton.cdiv(H, tile.heads) * scratch.num_splits
-    attend_latent_splits[(min(scratch.multiprocessors * tile.programs, most),)](
-        query_SHC, latents_NBC, context_S, block_table_SM, scratch.sums, scratch.tops, scratch.totals, S,
+    attend_latent_splits[(min(seats, head_tiles * cuts.most_parts(S)),)](
+        query_SHC, latents_NBC, context_S, block_table_SM, scratch.splits_before, scratch.sums, scratch.tops,
+        scratch.totals, out, S,
         query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
         L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1],
-        TILE=tile.tokens, SPLIT=scratch.split_tokens, SPLITS=scratch.num_splits, num_warps=tile.warps,
-        num_stages=tile.stages,
+        TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits, PARTS=cuts.parts, IS_WHOLE=cuts.is_whole,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    launch_merge(scratch, context_S, None, out, tile.tokens, 0, 0)
+    launch_merge(scratch, cuts, None, out)
     return out

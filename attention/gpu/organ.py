@@ -117,6 +117,7 @@ def _scratch(pages: DeviceCache, heads: int, value_dim: int) -> DecodeScratch:
             value_dim=value_dim,
             max_tokens=step.max_context,
             device=step.device,
+            is_invariant=step.is_invariant,
         ),
     )
 

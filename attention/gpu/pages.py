@@ -26,20 +26,35 @@ bound = _number if triton.knobs.runtime.interpret else _same  # lets a computed 
 
 
 @triton.jit
-def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Return the row numbers in the pages of TILE tokens from `begin`; both are multiples of BLOCK.
+def blocks_of(table, begin, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the numbers of the blocks of TILE tokens from `begin`, 0 from `stop` on; both are multiples of BLOCK.
 
-    Row numbers from `stop` on are meaningless. A block's table entry is loaded once for all its tokens, not once per
-    token. Dependent loads are then not pipelined twice, and keys and values are loaded one tile earlier.
+    A loop carries the next tile's numbers through its iterations. The compiler pipelines loads only as deep as chains of
+    loads allow. With numbers that an earlier iteration has read, keys and values are the only link of that chain, and
+    `num_stages - 1` tiles are copied while one is computed. A block's number is loaded once for all its tokens.
     """
+    blocks = ()
+    for i in tl.static_range(TILE // BLOCK):
+        first = begin + i * BLOCK
+        blocks = blocks + (tl.load(table + first // BLOCK, mask=first < stop, other=0),)  # noqa: RUF005 - Triton's tuple
+    return blocks
+
+
+@triton.jit
+def rows_in(blocks, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the row numbers in the pages of a tile's TILE tokens, from the numbers of its blocks."""
     offset = tl.arange(0, TILE)
     row = tl.zeros([TILE], tl.int64)
     for i in tl.static_range(TILE // BLOCK):
-        first = begin + i * BLOCK
-        block = tl.load(table + first // BLOCK, mask=first < stop, other=0).to(tl.int64)
-        own = (block * KV_HEADS + kv_head) * BLOCK + offset % BLOCK
+        own = (blocks[i].to(tl.int64) * KV_HEADS + kv_head) * BLOCK + offset % BLOCK
         row = tl.where(offset // BLOCK == i, own, row)
     return row
+
+
+@triton.jit
+def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Return the row numbers in the pages of TILE tokens from `begin`. Those from `stop` on are meaningless."""
+    return rows_in(blocks_of(table, begin, stop, BLOCK, TILE), kv_head, KV_HEADS, BLOCK, TILE)
 
 
 @triton.jit
@@ -70,4 +85,18 @@ def weigh(scores, is_seen, top, total):
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no token yet
     weights = tl.exp2(scores - shift[:, None])
     shrink = tl.exp2(top - shift)
+    return weights, new_top, total * shrink + tl.sum(weights, axis=1), shrink
+
+
+@triton.jit
+def soften(scores, factor, top, total):
+    """Take one tile of scores, -inf if not seen, whose product with `factor` is in base 2. Otherwise as `weigh`.
+
+    Maxima are of unscaled scores. Scaling and subtraction are one explicit fused operation. So masked and unmasked loops
+    compute the same bits, which the compiler's own fusing would not guarantee.
+    """
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top * factor)  # -inf: the row has seen no token yet
+    weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - shift[:, None]))
+    shrink = tl.exp2(tl.fma(top, tl.zeros_like(top) + factor, -shift))
     return weights, new_top, total * shrink + tl.sum(weights, axis=1), shrink

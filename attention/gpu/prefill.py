@@ -6,7 +6,11 @@ token, in one fixed order. A row's bits do not depend on the chunk it arrived in
 and every tile begins at a multiple of its size. With long chunks it is bound by operations, 4 * H * D per pair of tokens.
 Every tile of rows reads its context again, mostly from the L2 cache.
 
-Ideas: FlashAttention (Dao et al., 2022), GQA packing as in `decode`.
+Only the tiles of the context that some row does not see are masked, in loops of their own. Programs with the longest
+contexts start first, so that the last ones to end are short. A key dim that is not a power of 2 (192 of expanded latents)
+is multiplied in two parts, instead of being padded to the next one.
+
+Ideas: FlashAttention (Dao et al., 2022) and FlashAttention-2 (2023), GQA packing as in `decode`.
 
 Legend: T rows of the batch, H query heads, G KV heads, D key dim, V value dim, N blocks, B tokens of a block, X tiles.
 """
@@ -19,29 +23,80 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import LARGEST_DIM, WIDE_DIM, check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, bound, capped, first_seen, rows_of, weigh
+from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
 from attention.gpu.tiles import device_names, shape_key, tile_of
+
+_LEAST_PART = 16  # of a key dim: the least of a product on tensor cores
+_LONG_WINDOW = 1024  # from this size on, most tiles of a window or chunk need no mask
 
 
 class PrefillTile(NamedTuple):
-    """Size of a program's work, except for its rows. It determines the order in which numbers are added."""
+    """Size of a program's work. `tokens` determines the order in which numbers are added."""
 
     tokens: int = 64  # tokens of the context per product
     warps: int = 8
-    stages: int = 3
+    stages: int = 3  # of the pipeline: two tiles are being loaded while one is computed
+    # Query tokens times the heads that share a KV head. Several programs share a step's larger tile.
+    rows: int = 128
+
+
+@triton.jit
+def attend_tokens(
+    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale, factor,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, D_REST: tl.constexpr, V: tl.constexpr,
+    V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFT_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the TILE tokens from `at`. Return the next tile's blocks, and the rows' maxima and sums."""
+    dim, value_dim = tl.arange(0, D_PAD), tl.arange(0, V_PAD)
+    token = at + tl.arange(0, TILE)
+    place = rows_in(blocks, kv_head, KV_HEADS, BLOCK, TILE)
+    blocks = blocks_of(own_table, at + TILE, stop, BLOCK, TILE)
+    own_keys = keys + place[None, :] * D
+    is_key, is_value = dim[:, None] < D, value_dim[None, :] < V
+    if IS_MASKED:
+        is_key, is_value = is_key & (token[None, :] < stop), is_value & (token[:, None] < stop)
+    key_DC = tl.load(own_keys + dim[:, None], mask=is_key, other=0.0)
+    scores = tl.dot(q, key_DC, input_precision="ieee")
+    if D_REST > 0:
+        rest = D_PAD + tl.arange(0, D_REST)
+        is_rest = rest[:, None] < D
+        if IS_MASKED:
+            is_rest = is_rest & (token[None, :] < stop)
+        rest_DC = tl.load(own_keys + rest[:, None], mask=is_rest, other=0.0)
+        scores = tl.dot(q_rest, rest_DC, scores, input_precision="ieee")
+    if SOFT_CAP > 0:
+        scores = capped(scores * scale, SOFT_CAP)
+    if IS_MASKED:
+        is_seen = token[None, :] <= position[:, None]
+        if WINDOW > 0 or CHUNK > 0:
+            is_seen &= token[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None]
+        scores = tl.where(is_seen, scores, float("-inf"))
+    weights, top, total, shrink = soften(scores, factor, top, total)
+    value_CV = tl.load(values + place[:, None] * V + value_dim[None, :], mask=is_value, other=0.0)
+    added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
+    return blocks, top, total, sum_RV * shrink[:, None] + added
 
 
 @triton.jit
 def attend_tile(
     query, keys, values, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    D_REST: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_INNER: tl.constexpr,
 ):  # fmt: skip
-    """Run as program (tile, KV head). `tiles` int64 [tiles, 3]: sequence, first query token within its rows, query tokens."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    """Run as program (tile, KV head, part of the tile's query tokens).
+
+    `tiles` int64 [tiles, 3]: sequence, first query token within its rows, query tokens.
+    """
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last tiles see most tokens
+    kv_head, before = tl.program_id(1), tl.program_id(2) * (ROWS // GROUP)
     sequence = tl.load(tiles + tile * 3)
-    first, count = tl.load(tiles + tile * 3 + 1).to(tl.int32), tl.load(tiles + tile * 3 + 2).to(tl.int32)
+    first = tl.load(tiles + tile * 3 + 1).to(tl.int32) + before
+    count = tl.minimum(tl.load(tiles + tile * 3 + 2).to(tl.int32) - before, ROWS // GROUP)
+    if count <= 0:
+        return
     row_begin, row_end = tl.load(query_start + sequence), tl.load(query_start + sequence + 1)
     cached = (tl.load(context + sequence) - (row_end - row_begin)).to(tl.int32)
     stop = cached + first + count
@@ -50,36 +105,42 @@ def attend_tile(
     position = cached + first + row // GROUP
     head = kv_head * GROUP + row % GROUP
     token_row = row_begin + first + row // GROUP
-    q = tl.load(
-        query + token_row[:, None] * query_stride + head[:, None] * D + dim[None, :],
-        mask=is_row[:, None] & (dim[None, :] < D), other=0.0,
-    )  # fmt: skip
+    own_query = query + token_row[:, None] * query_stride + head[:, None] * D
+    q = tl.load(own_query + dim[None, :], mask=is_row[:, None] & (dim[None, :] < D), other=0.0)
+    q_rest = q
+    if D_REST > 0:
+        rest = D_PAD + tl.arange(0, D_REST)
+        q_rest = tl.load(own_query + rest[None, :], mask=is_row[:, None] & (rest[None, :] < D), other=0.0)
+    factor = LOG2_E if SOFT_CAP > 0 else scale * LOG2_E
     top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E / factor
         total += 1.0
     sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
     own_table = table + sequence * table_stride
     begin = first_seen(cached + first, WINDOW, CHUNK) // TILE * TILE
-    for step in range(bound(tl.cdiv(stop - begin, TILE))):
-        at = begin + step * TILE
-        token = at + tl.arange(0, TILE)
-        is_cached = token < stop
-        is_seen = token[None, :] <= position[:, None]
+    blocks = blocks_of(own_table, begin, stop, BLOCK, TILE)
+    inner = begin  # all rows see the tiles from here to the next mark
+    last = begin
+    if HAS_INNER:
+        last = tl.maximum((cached + first + 1) // TILE * TILE, begin)
         if WINDOW > 0 or CHUNK > 0:
-            is_seen &= token[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None]
-        place = rows_of(own_table, at, stop, kv_head, KV_HEADS, BLOCK, TILE)
-        key_DC = tl.load(
-            keys + place[None, :] * D + dim[:, None], mask=is_cached[None, :] & (dim[:, None] < D), other=0.0
-        )
-        scores = capped(tl.dot(q, key_DC, input_precision="ieee") * scale, SOFT_CAP) * LOG2_E
-        weights, top, total, shrink = weigh(scores, is_seen, top, total)
-        value_CV = tl.load(
-            values + place[:, None] * V + value_dim[None, :],
-            mask=is_cached[:, None] & (value_dim[None, :] < V), other=0.0,
+            inner = tl.minimum(tl.cdiv(first_seen(stop - 1, WINDOW, CHUNK), TILE) * TILE, last)
+            for at in range(bound(begin), bound(inner), TILE):
+                blocks, top, total, sum_RV = attend_tokens(
+                    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
+                    factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, True,
+                )  # fmt: skip
+        for at in range(bound(inner), bound(last), TILE):
+            blocks, top, total, sum_RV = attend_tokens(
+                at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
+                factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, False,
+            )  # fmt: skip
+    for at in range(bound(last), bound(stop), TILE):
+        blocks, top, total, sum_RV = attend_tokens(
+            at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
+            factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, True,
         )  # fmt: skip
-        added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
-        sum_RV = sum_RV * shrink[:, None] + added
     result = sum_RV / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
         out + token_row[:, None] * out_stride + head[:, None] * V + value_dim[None, :],
@@ -91,26 +152,32 @@ def prefill_tile(
     dtype: torch.dtype, key_dim: int, value_dim: int, group: int, device: torch.device
 ) -> PrefillTile:
     """Return the tile for heads of this shape on a device."""
-    fallback = PrefillTile()
-    if max(key_dim, value_dim) > 128 or dtype.itemsize > 2:
-        fallback = PrefillTile(tokens=32)
+    is_short = dtype.itemsize <= 2
+    fallback = PrefillTile() if is_short else PrefillTile(tokens=32)
+    if not _is_narrow(key_dim, value_dim) or (key_dim > 128 and not is_short):
+        fallback = PrefillTile(tokens=32, rows=64)
     if max(key_dim, value_dim) > WIDE_DIM:  # twice the memory again, which leaves room for two stages
-        fallback = (
-            PrefillTile(stages=2, tokens=32) if dtype.itemsize <= 2 else PrefillTile(stages=1, tokens=16)
-        )
+        fallback = PrefillTile(stages=2 if is_short else 1, tokens=32 if is_short else 16, rows=32)
     shape = shape_key(dtype, D=key_dim, V=value_dim, GROUP=group)
     return tile_of("paged_prefill", shape, fallback, device_names(device))
 
 
-def tile_rows(key_dim: int, value_dim: int) -> int:
-    """Return the number of rows of a program: query tokens times the heads that share a KV head."""
-    widest = max(key_dim, value_dim)
-    return 128 if widest <= 128 else 64 if widest <= WIDE_DIM else 32
+def parts_of(dim: int) -> tuple[int, int]:
+    """Return the sizes, powers of 2, of the two parts in which a key dim is multiplied; one part, and 0, if that is no more."""
+    whole = int(triton.next_power_of_2(dim))
+    rest = max(_LEAST_PART, int(triton.next_power_of_2(dim - whole // 2)))
+    return (whole // 2, rest) if dim < whole and rest < whole // 2 else (whole, 0)
+
+
+def _is_narrow(key_dim: int, value_dim: int) -> bool:
+    """Return whether 128 rows' queries and sums fit registers and shared memory. Keys of 192 are two parts."""
+    return key_dim <= 192 and value_dim <= 128
 
 
 def tile_tokens(heads: int, kv_heads: int, key_dim: int = LARGEST_DIM, value_dim: int = LARGEST_DIM) -> int:
     """Return the largest number of query tokens in a tile, for `Step.tiles`. The default dims are safe for all heads."""
-    return max(1, tile_rows(key_dim, value_dim) // (heads // kv_heads))
+    widest = 128 if _is_narrow(key_dim, value_dim) else 64 if max(key_dim, value_dim) <= WIDE_DIM else 32
+    return max(1, widest // (heads // kv_heads))
 
 
 def paged_prefill(
@@ -156,11 +223,15 @@ def paged_prefill(
     check_tile(tile.tokens, block)
     if out is None:
         out = query_THD.new_zeros(T, H, V)
-    attend_tile[(tiles_X3.shape[0], G)](
+    main, rest = parts_of(D)
+    rows = max(tile.rows, triton.next_power_of_2(group))
+    parts = triton.cdiv(tile_tokens(H, G, D, V), rows // group)
+    attend_tile[(tiles_X3.shape[0], G, parts)](
         query_THD, keys_NGBD, values_NGBV, tiles_X3, query_start_S, context_S, block_table_SM, sinks_H, out,
         query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
-        ROWS=max(tile_rows(D, V), triton.next_power_of_2(group)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
+        ROWS=rows, KV_HEADS=G, D=D, D_PAD=main, D_REST=rest, V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
+        HAS_SINKS=sinks_H is not None, HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -1,99 +1,135 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """How decode cuts contexts into splits that run in parallel, and merges their parts.
 
-The cuts of a context depend on its own length and on the shape of the heads, never on the batch: splits have
-`split_tokens`, or two, three, ... times that if a context would otherwise have more than `num_splits` of them. Any program
-may compute any split without changing a bit: as many programs as the GPU runs at once take turns at all splits of all
-sequences, and find them from the contexts on the device. One long context among short ones is thus spread over the whole
-GPU, no program starts past the end of a sequence, and a CUDA graph can replay the launches for any contexts.
+As many programs as the GPU runs at once take turns at all splits of all sequences, and find them from the contexts on the
+device. Any program may compute any split without changing a bit. One long context among short ones is thus spread over
+the whole GPU, no program starts past the end of a sequence, and a CUDA graph can replay the launches for any contexts.
 
-Memory traffic besides the cache: per split and head V + 2 float32 written and read once. With 8 heads on a KV head and
-256 tokens that is 6 % of the split's keys and values. Latents have all heads on one row, so their splits are longer.
-One sequence of 8k tokens on 4 KV heads makes 128 parts, near the 132 multiprocessors of an H100 or H200. 256 sequences
-of 2k make 8,192 parts, 16 for each of 528 programs, so the last round costs 3 %.
-Rejected: splits chosen to fill the GPU (FlashDecoding), whose sums depend on the batch; a grid over sequences and the
-longest context allowed, in which most programs find nothing to do.
+A split has `split_tokens` or a multiple: enough that a context has at most `num_splits` of them. With `is_invariant` that
+is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits never depend on the
+batch. Otherwise splits are shorter, for a small batch to fill the GPU, and also grow with the tokens of all sequences:
+there are at most as many as the programs take in a few turns, plus one for each sequence. Large batches have few parts to
+write, read and merge, and the scratch memory is small. The last bits of a row then depend on the lengths beside it.
+
+Parts are numbered over all sequences. A part is V + 2 float32 for each head, written and read once: with 8 heads on a KV
+head and 256 tokens that is 6 % of the split's keys and values. A sequence of one split needs no part. Its program writes
+the result. If every sequence is one split (a short window), nothing is merged and the second launch is omitted.
+Rejected: a grid over sequences and the longest context allowed, in which most programs find nothing to do.
 
 Ideas: FlashDecoding (Dao et al., 2023); one persistent program per seat, as in FlashMLA and FlashInfer.
 
-Legend: S sequences, H query heads, V value dim, C splits.
+Legend: S sequences, H query heads, V value dim.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.limits import split_sizes
+from attention.gpu.limits import num_parts, split_sizes
 from attention.gpu.pages import LOG2_E, bound, first_seen
 
-_MERGED_PARTS = 8  # parts of a row merged at a time
+_LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer make no difference
+# Parts of a row merged at a time: all those of a small batch, as far as their values fit registers.
+_MERGED_PARTS, _MERGED_WIDE_PARTS = 32, 16
+_WHOLE_TOKENS = 256  # windows up to this size are one split
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns in the interpreter too
 
 
 @triton.jit
 def cut(
-    end, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    end, least, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return where contexts' first splits begin (a multiple of TILE), the tokens of a split, and the number of splits."""
+    """Return where contexts' first splits begin (a multiple of TILE), the tokens of a split, and the number of splits.
+
+    A split has at least `least` times SPLIT tokens.
+    """
     first = first_seen(tl.maximum(end - 1, 0), WINDOW, CHUNK) // TILE * TILE
-    tokens = SPLIT * tl.maximum(tl.cdiv(end - first, SPLIT * SPLITS), 1)
+    tokens = SPLIT * tl.maximum(tl.cdiv(end - first, SPLIT * SPLITS), least)
     return first, tokens, tl.cdiv(end - first, tokens)
 
 
 @triton.jit
 def count_splits(
-    context, num_sequences,
-    S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
+    context, num_sequences, splits_before,
+    S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return [S_PAD], the number of splits of each sequence and all before it."""
+    """Return [S_PAD], the number of splits of each sequence and all before it, and the factor on SPLIT.
+
+    The first program leaves the former in `splits_before` [1 + sequences] for the merge.
+    PARTS: wanted number of splits of all sequences, exceeded by fewer than there are sequences; 0 for any number.
+    """
     sequence = tl.arange(0, S_PAD)
-    end = tl.load(context + sequence, mask=sequence < num_sequences, other=0).to(tl.int32)
-    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
-    return tl.cumsum(count, axis=0)
+    is_one = sequence < num_sequences
+    count, least = is_one.to(tl.int32), 1
+    if not IS_WHOLE:
+        end = tl.load(context + sequence, mask=is_one, other=0).to(tl.int32)
+        if PARTS > 0:
+            first, _, _ = cut(end, 1, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+            least = tl.maximum(tl.cdiv(tl.sum(tl.cdiv(end - first, SPLIT), axis=0), PARTS), 1)
+        _, _, count = cut(end, least, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+    splits_up_to = tl.cumsum(count, axis=0)
+    if not IS_WHOLE:
+        tl.store(splits_before + 1 + sequence, splits_up_to, mask=is_one & (tl.program_id(0) == 0))
+    return splits_up_to, least
 
 
 @triton.jit
 def find_split(
-    context, number, splits_up_to,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    context, number, splits_up_to, least,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return for split `number`: its sequence, its number within the sequence, its first token, and the one past its end."""
+    """Return for split `number`: its sequence, whether that has other splits, its first token, the one past its end, and
+    the end of the context. `splits_up_to` [S_PAD]: the splits of each sequence and all before it."""
     is_before = splits_up_to <= number
     sequence = tl.sum(is_before.to(tl.int32), axis=0)
     split = number - tl.max(tl.where(is_before, splits_up_to, 0), axis=0)
     end = tl.load(context + sequence).to(tl.int32)
-    first, tokens, _ = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+    first, tokens, count = cut(end, least, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
     begin = first + split * tokens
-    return sequence, split, begin, tl.minimum(begin + tokens, end), end
+    return sequence, (count > 1) & (not IS_WHOLE), begin, tl.minimum(begin + tokens, end), end
+
+
+@triton.jit
+def with_sink(sums, top, total, sink):
+    """Return the result of a row that is one split, from its sums, maximum (base 2) and sum of weights. `sink` is in base 2."""
+    new_top = tl.maximum(top, sink)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: a padded row
+    share = tl.exp2(top - shift)
+    total = total * share + tl.exp2(sink - shift)
+    return sums * share[:, None] / tl.where(total > 0, total, 1.0)[:, None]
 
 
 @triton.jit
 def merge_parts(
-    sums, tops, totals, context, sinks, out,
-    V: tl.constexpr, V_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    sums, tops, totals, splits_before, sinks, out,
+    V: tl.constexpr, V_PAD: tl.constexpr, MERGED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Run as program (sequence, head): add the parts in order, the sink first, and divide. A padded row becomes zero."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     heads, dim = tl.num_programs(1), tl.arange(0, V_PAD)
-    end = tl.load(context + sequence).to(tl.int32)
-    _, _, count = cut(end, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+    first = tl.load(splits_before + sequence)
+    count = tl.load(splits_before + sequence + 1) - first
+    if count == 1:  # its program wrote the result
+        return
     top, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     if HAS_SINKS:
         top, total = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E, total + 1.0
     sum_V = tl.zeros([V_PAD], tl.float32)
-    at = (sequence * heads + head).to(tl.int64) * SPLITS
-    for step in range(bound(tl.cdiv(count, PARTS))):
-        split = step * PARTS + tl.arange(0, PARTS)
-        part_top = tl.load(tops + at + split, mask=split < count, other=float("-inf"))
+    for step in range(bound(tl.cdiv(count, MERGED))):
+        split = step * MERGED + tl.arange(0, MERGED)
+        at = (first + split).to(tl.int64) * heads + head
+        part_top = tl.load(tops + at, mask=split < count, other=float("-inf"))
         new_top = tl.maximum(top, tl.max(part_top, axis=0))
         shrink, share = tl.exp2(top - new_top), tl.exp2(part_top - new_top)
-        part_total = tl.load(totals + at + split, mask=split < count, other=0.0)
+        part_total = tl.load(totals + at, mask=split < count, other=0.0)
         total = total * shrink + tl.sum(part_total * share, axis=0)
         part_CV = tl.load(
-            sums + (at + split)[:, None] * V + dim[None, :],
+            sums + at[:, None] * V + dim[None, :],
             mask=(split[:, None] < count) & (dim[None, :] < V), other=0.0,
         )  # fmt: skip
         sum_V = sum_V * shrink + tl.sum(part_CV * share[:, None], axis=0)
@@ -101,6 +137,20 @@ def merge_parts(
     result = sum_V / tl.where(total > 0, total, 1.0)
     place = out + (sequence * heads + head).to(tl.int64) * V + dim
     tl.store(place, result.to(out.dtype.element_ty), mask=dim < V)
+
+
+class Cuts(NamedTuple):
+    """How a launch cuts contexts: constants of its kernels."""
+
+    tokens: int  # of a shortest split
+    splits: int  # most of a sequence
+    parts: int  # wanted of all sequences; 0 for any number
+    is_whole: bool  # whether every sequence is one split
+
+    def most_parts(self, sequences: int) -> int:
+        """Return the largest number of splits of all sequences."""
+        most = sequences if self.is_whole else sequences * self.splits
+        return min(most, self.parts + sequences) if self.parts else most
 
 
 class DecodeScratch:
@@ -115,55 +165,77 @@ class DecodeScratch:
         value_dim: int,
         max_tokens: int,
         device: torch.device,
+        is_invariant: bool = False,
         split_tokens: int | None = None,
         max_splits: int | None = None,
     ) -> None:
         """Allocate for contexts of up to `max_tokens`. Longer ones are computed as well, in longer splits.
 
         Args:
+            is_invariant: A row's bits must not depend on the batch. This needs more memory.
             split_tokens: Tokens of the shortest splits. max_splits: largest number of splits of a context. Both default to
                 values for the shape of the heads. A row's bits depend on both.
         """
-        self.split_tokens, self.num_splits = split_sizes(value_dim, max_tokens)
+        self.split_tokens, self.num_splits = split_sizes(value_dim, max_tokens, is_invariant=is_invariant)
         if split_tokens is not None or max_splits is not None:
             self.split_tokens = split_tokens or self.split_tokens
             self.num_splits = max(1, min(max_splits or 64, -(-max_tokens // self.split_tokens)))
         self.multiprocessors = _INTERPRETED_MULTIPROCESSORS
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        parts = max_sequences * heads * self.num_splits
-        self.sums = torch.empty(parts * value_dim, dtype=torch.float32, device=device)
-        self.tops = torch.empty(parts, dtype=torch.float32, device=device)
+        parts = num_parts(max_sequences, heads, value_dim, self.num_splits, is_invariant=is_invariant)
+        self.is_invariant = is_invariant
+        self.spare_parts = parts - max_sequences  # beside one of each sequence
+        self.sums = torch.empty(parts * heads * value_dim, dtype=torch.float32, device=device)
+        self.tops = torch.empty(parts * heads, dtype=torch.float32, device=device)
         self.totals = torch.empty_like(self.tops)
+        self.splits_before = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)  # [0] stays 0
 
-    def check(self, sequences: int, heads: int, value_dim: int, tile_tokens: int) -> None:
-        """Raise ValueError if a launch does not fit."""
-        parts = sequences * heads * self.num_splits
-        if parts > self.tops.numel() or parts * value_dim > self.sums.numel():
-            raise ValueError(
-                f"{sequences} sequences of {heads} heads with values of {value_dim} do not fit this DecodeScratch, "
-                f"which has room for {self.tops.numel() // self.num_splits} rows and {self.sums.numel()} values; "
-                "allocate it for the largest batch and layer"
-            )
+    def cuts(self, turns: int, tile_tokens: int, window: int = 0, chunk: int = 0) -> Cuts:
+        """Return how a launch cuts contexts.
+
+        Args:
+            turns: Number of splits that suffices, from the programs of the launch. Ignored with `is_invariant`.
+            tile_tokens: Tokens of the kernel's tile. window, chunk: of the layer.
+
+        Raises:
+            ValueError: Splits would not consist of whole tiles.
+        """
         if self.split_tokens % tile_tokens:
             raise ValueError(
                 f"split_tokens is {self.split_tokens}; the kernel needs multiples of its tile, {tile_tokens}"
             )
+        tokens = self.split_tokens
+        most_seen = -(-((window or chunk) + tile_tokens - 1) // tile_tokens) * tile_tokens
+        if (window or chunk) and not self.is_invariant and most_seen <= _WHOLE_TOKENS:
+            tokens = max(tokens, most_seen)
+        is_whole = self.num_splits == 1 or (bool(window or chunk) and most_seen <= tokens)
+        parts = 0 if self.is_invariant or is_whole else max(1, min(turns, self.spare_parts))
+        return Cuts(tokens, self.num_splits, parts, is_whole)
+
+    def check(self, sequences: int, heads: int, value_dim: int, cuts: Cuts) -> None:
+        """Raise ValueError if a launch does not fit."""
+        rows, most_sequences = cuts.most_parts(sequences) * heads, self.splits_before.numel() - 1
+        if sequences > most_sequences or rows > self.tops.numel() or rows * value_dim > self.sums.numel():
+            raise ValueError(
+                f"{sequences} sequences of {heads} heads with values of {value_dim} do not fit this DecodeScratch, "
+                f"which has room for {most_sequences} sequences, {self.tops.numel()} rows and {self.sums.numel()} values; "
+                "allocate it for the largest batch and layer"
+            )
 
 
-def launch_merge(
-    scratch: DecodeScratch,
-    context_S: Tensor,
-    sinks_H: Tensor | None,
-    out_SHV: Tensor,
-    tile_tokens: int,
-    window: int,
-    chunk: int,
-) -> None:
-    """Write `out_SHV` from the parts that the preceding launch over the same contexts has stored."""
+def padded_sequences(sequences: int) -> int:
+    """Return the padded number of sequences for which kernels are compiled."""
+    return max(_LEAST_SEQUENCES, int(triton.next_power_of_2(sequences)))
+
+
+def launch_merge(scratch: DecodeScratch, cuts: Cuts, sinks_H: Tensor | None, out_SHV: Tensor) -> None:
+    """Write the rows of `out_SHV` that the preceding launch has left in parts, and padded ones."""
+    if cuts.is_whole:
+        return
     S, H, V = out_SHV.shape
     merge_parts[(S, H)](
-        scratch.sums, scratch.tops, scratch.totals, context_S, sinks_H, out_SHV, V=V, V_PAD=triton.next_power_of_2(V),
-        TILE=tile_tokens, SPLIT=scratch.split_tokens, SPLITS=scratch.num_splits, PARTS=_MERGED_PARTS, WINDOW=window,
-        CHUNK=chunk, HAS_SINKS=sinks_H is not None, num_warps=4,
+        scratch.sums, scratch.tops, scratch.totals, scratch.splits_before, sinks_H, out_SHV, V=V,
+        V_PAD=triton.next_power_of_2(V), MERGED=_MERGED_PARTS if V <= 128 else _MERGED_WIDE_PARTS,
+        HAS_SINKS=sinks_H is not None, num_warps=4,
     )  # fmt: skip

@@ -95,6 +95,7 @@ class DeviceStep(Step):
         graph_sizes: Padded sizes that determine all launches, on every rank; each may have a CUDA graph.
         num_ranks: Ranks that run the same steps.
         max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
+        is_invariant: Whether a row's bits must depend neither on the batch nor on how its prompt is cut.
     """
 
     on_device: OnDevice
@@ -112,7 +113,7 @@ class DeviceStep(Step):
     ) -> None:
         """Allocate on the host (pinned for a GPU) and on the device.
 
-        With `is_invariant`, a row's bits must not depend on how its prompt is cut.
+        With `is_invariant`, a row's bits must depend neither on the batch nor on how its prompt is cut.
         """
         super().__init__(
             max_tokens=max_tokens,
@@ -120,7 +121,7 @@ class DeviceStep(Step):
             max_blocks=max_blocks,
             block_tokens=block_tokens,
         )
-        self.device, self.sizes, self._is_invariant = device, decode_sizes(max_sequences), is_invariant
+        self.device, self.sizes, self.is_invariant = device, decode_sizes(max_sequences), is_invariant
         self.num_ranks, self._is_wide = num_ranks, num_ranks > 1
         self.graph_sizes = agreed_sizes(max_sequences) if self._is_wide else self.sizes
         self.max_context = max_blocks * block_tokens
@@ -235,7 +236,7 @@ class DeviceStep(Step):
         starts = np.cumsum([0, *(span.length for span in self._whole)])
         if self.is_decode_only:
             return np.pad(starts, (0, num_padded + 1 - len(starts)), mode="edge"), np.zeros(1, np.int64)
-        num_walked = len(starts) - 1 if self._is_invariant else int(np.searchsorted(starts, self.num_decodes))
+        num_walked = len(starts) - 1 if self.is_invariant else int(np.searchsorted(starts, self.num_decodes))
         return starts[: num_walked + 1], starts[num_walked:]
 
     def _fill_pieces(self, _rows: Sequence[Span]) -> None:

@@ -42,6 +42,7 @@ def attention_bytes(
     has_index: bool,
     max_num_seqs: int,
     max_model_len: int,
+    is_invariant: bool = False,
 ) -> int:
     """Return what attention on a GPU needs in addition to the pages: partial results of decodes, expanded latents of
     prompts, and an index's scores.
@@ -49,9 +50,16 @@ def attention_bytes(
     Args:
         heads: Query heads of a layer. value_dims: Dimension of a head's value for each kind of layer; of a latent if
             the layer caches latents.
+        is_invariant: Bits must not depend on the batch, which needs more partial results.
     """
     scratch = sum(
-        scratch_bytes(max_sequences=max_num_seqs, heads=heads, value_dim=dim, max_tokens=max_model_len)
+        scratch_bytes(
+            max_sequences=max_num_seqs,
+            heads=heads,
+            value_dim=dim,
+            max_tokens=max_model_len,
+            is_invariant=is_invariant,
+        )
         for dim in value_dims
     )
     scores = score_bytes(max_num_seqs, max_model_len) if has_index else 0

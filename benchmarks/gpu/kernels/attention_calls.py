@@ -25,6 +25,7 @@ from kvcache.step import Span, Step
 
 BLOCK = 16
 _SERVED_TOKENS = 32768  # most tokens of a sequence
+_SERVED_SEQUENCES = 256  # scratch memory, which decides how contexts are split, is that of a service
 
 
 def decode_call(
@@ -34,9 +35,13 @@ def decode_call(
     shape: AttentionShape,
     contexts: Sequence[int],
     with_peers: bool = False,
+    is_invariant: bool = False,
     **options: Any,
 ) -> Call:
-    """Build a call with one query token per sequence over its pages; `options` are the kernel's."""
+    """Build a call with one query token per sequence over its pages; `options` are the kernel's.
+
+    With `is_invariant`, bits do not depend on the batch, as with --batch-invariant.
+    """
     generator, S = bench.generator(seed), len(contexts)
     table_SM = _table(bench, generator, contexts)
     pages = (int(table_SM.max()) + 1, shape.kv_heads, BLOCK, shape.dim)
@@ -45,11 +50,12 @@ def decode_call(
     sinks = bench.normal(generator, shape.heads).float() if shape.has_sinks else None
     context_S, scale = bench.integers(list(contexts)), shape.dim**-0.5
     scratch = DecodeScratch(
-        max_sequences=S,
+        max_sequences=max(S, _SERVED_SEQUENCES),
         heads=shape.heads,
         value_dim=shape.dim,
         max_tokens=_longest(contexts),
         device=bench.device,
+        is_invariant=is_invariant,
     )
     out = torch.empty_like(query)
     run = functools.partial(
@@ -74,16 +80,23 @@ def decode_call(
 
 
 def latent_call(
-    bench: Bench, seed: int, *, shape: LatentShape, contexts: Sequence[int], **options: Any
+    bench: Bench,
+    seed: int,
+    *,
+    shape: LatentShape,
+    contexts: Sequence[int],
+    is_invariant: bool = False,
+    **options: Any,
 ) -> Call:
-    """Build a call with one absorbed query token per sequence over latent pages."""
+    """Build a call with one absorbed query token per sequence over latent pages, as `decode_call`."""
     generator, S, width = bench.generator(seed), len(contexts), shape.latent + shape.rope
     table_SM = _table(bench, generator, contexts)
     pages = bench.normal(generator, int(table_SM.max()) + 1, BLOCK, width)
     query = bench.normal(generator, S, shape.heads, width, spread=0.3)
     out = query.new_empty(S, shape.heads, shape.latent)
     scratch = DecodeScratch(
-        max_sequences=S, heads=shape.heads, value_dim=shape.latent, max_tokens=_longest(contexts), device=bench.device
+        max_sequences=max(S, _SERVED_SEQUENCES), heads=shape.heads, value_dim=shape.latent,
+        max_tokens=_longest(contexts), device=bench.device, is_invariant=is_invariant,
     )  # fmt: skip
     run = functools.partial(
         latent_decode, query, pages, bench.integers(list(contexts)), table_SM, scratch,
@@ -120,14 +133,14 @@ def prefill_call(
     generator = bench.generator(seed)
     contexts = [start + length for start, length in spans]
     table_SM = _table(bench, generator, contexts)
-    pages = (int(table_SM.max()) + 1, shape.kv_heads, BLOCK, shape.dim)
-    keys, values = (bench.normal(generator, *pages) for _ in range(2))
+    pages = (int(table_SM.max()) + 1, shape.kv_heads, BLOCK)
+    keys, values = (bench.normal(generator, *pages, dim) for dim in (shape.dim, shape.values))
     query = bench.normal(generator, sum(length for _, length in spans), shape.heads, shape.dim)
     sinks = bench.normal(generator, shape.heads).float() if shape.has_sinks else None
     scale, starts = shape.dim**-0.5, [0]
     for _, length in spans:
         starts.append(starts[-1] + length)
-    out = torch.empty_like(query)
+    out = query.new_empty(len(query), shape.heads, shape.values)
     run = functools.partial(
         paged_prefill, query, keys, values, _tiles(bench, spans, shape), bench.integers(starts),
         bench.integers(contexts), table_SM, scale=scale, window=shape.window, sinks_H=sinks, out=out,
@@ -143,11 +156,12 @@ def prefill_call(
         return torch.cat(rows)
 
     pairs = sum(_pairs(start, length, shape.window) for start, length in spans)
-    moved = sum(contexts) * shape.kv_heads * 2 * shape.dim * keys.element_size() + 2 * bytes_of(query)
+    dims = shape.dim + shape.values
+    moved = sum(contexts) * shape.kv_heads * dims * keys.element_size() + bytes_of(query, out)
     peers = _prefill_peers(query, keys, values, table_SM, spans[0], scale) if with_peers else {}
     return Call(
         run=run, prepare=spoiling(out), oracle=oracle, control=functools.partial(oracle, 1), num_bytes=moved, peers=peers,
-        operations=4 * pairs * shape.heads * shape.dim,
+        operations=2 * pairs * shape.heads * dims,
     )  # fmt: skip
 
 
@@ -214,7 +228,7 @@ def _tiles(bench: Bench, spans: Sequence[tuple[int, int]], shape: AttentionShape
         max_blocks=max(-(-(start + length) // BLOCK) for start, length in spans),
     )  # fmt: skip
     step.fill([Span(start, length, [0]) for start, length in spans])
-    tokens = tile_tokens(shape.heads, shape.kv_heads, shape.dim, shape.dim)
+    tokens = tile_tokens(shape.heads, shape.kv_heads, shape.dim, shape.values)
     return torch.from_numpy(step.tiles(tokens)).to(bench.device)
 
 

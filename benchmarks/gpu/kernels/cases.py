@@ -95,10 +95,16 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
     decode = partial(decode_call, contexts=_CONTEXTS)
     cases: dict[str, MakeCall] = {
         "decode qwen3": partial(decode, shape=models.QWEN3),
+        "decode qwen3, batch-invariant": partial(decode, shape=models.QWEN3, is_invariant=True),
+        "decode gemma": partial(decode, shape=models.GEMMA),
         "decode gpt-oss": partial(decode, shape=models.GPT_OSS),
         "decode gpt-oss, window": partial(decode, shape=models.GPT_OSS_WINDOW),
         "latents deepseek": partial(latent_call, shape=models.DEEPSEEK, contexts=_CONTEXTS),
+        "latents deepseek, batch-invariant": partial(
+            latent_call, shape=models.DEEPSEEK, contexts=_CONTEXTS, is_invariant=True
+        ),
         "prefill qwen3": prefill_maker(models.QWEN3, *_SPANS),
+        "prefill deepseek": prefill_maker(models.DEEPSEEK_EXPANDED, *_SPANS),
         "prefill gpt-oss": prefill_maker(models.GPT_OSS, *_SPANS),
         "prefill gpt-oss, window": prefill_maker(models.GPT_OSS_WINDOW, *_SPANS),
     }

@@ -29,9 +29,10 @@ from moe.gpu.tiles import adds_alike, shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 
-_DECODE: Grid = {"tokens": (32, 64), "warps": (4, 8), "programs": (2, 4), "stages": (2, 3)}
-_LATENTS: Grid = {"tokens": (16, 32), "heads": (16, 32, 64), "programs": (1, 2)}
-_PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)}
+# With n stages, n - 1 tiles are copied while one is computed.
+_DECODE: Grid = {"tokens": (32, 64), "programs": (2, 4), "stages": (3, 4, 5), "turns": (2, 4, 8)}
+_LATENTS: Grid = {"tokens": (16, 32), "heads": (32, 64), "stages": (2, 3, 4), "turns": (1, 2, 4)}
+_PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4), "rows": (64, 128)}
 FEW = "grouped_decode"  # name in the table
 # With at most 128 registers, more programs fit on a multiprocessor.
 _FEW_ROWS: Grid = {"columns": (64, 128), "inner": (64, 128), "stages": (3, 4, 5), "registers": (128, 255)}
@@ -80,9 +81,11 @@ def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
     return {
         "decode qwen3": _decode(bench, models.QWEN3, decodes, _DECODE),
         "decode gpt-oss": _decode(bench, models.GPT_OSS, decodes, _DECODE),
+        "decode gemma": _decode(bench, models.GEMMA, decodes, _DECODE),
         "latents deepseek": _latents(bench, models.DEEPSEEK, [(1, 2048), (32, 2048), (1, 32768)], _LATENTS),
         "prefill qwen3": _prefill(bench, models.QWEN3, prefills, _PREFILL),
         "prefill gpt-oss": _prefill(bench, models.GPT_OSS, prefills, _PREFILL),
+        "prefill deepseek": _prefill(bench, models.DEEPSEEK_EXPANDED, [(0, 2048)], _PREFILL),
         **{
             f"{kernel} {model} {side}": _grouped(bench, kernel, shape, side, rows, grid)
             for model, shape in models.EXPERTS.items()
@@ -111,9 +114,9 @@ def _latents(bench: Bench, shape: LatentShape, sizes: list[tuple[int, int]], gri
 def _prefill(bench: Bench, shape: AttentionShape, spans: list[tuple[int, int]], grid: Grid) -> Tuned:
     """Build a prefill case. Spans: cached tokens, and tokens of the prompt after them."""
     group = shape.heads // shape.kv_heads
-    choice = prefill_tile(bench.dtype, shape.dim, shape.dim, group, bench.device)
+    choice = prefill_tile(bench.dtype, shape.dim, shape.values, group, bench.device)
     workloads = [partial(prefill_call, shape=shape, spans=[span]) for span in spans]
-    key = shape_key(bench.dtype, D=shape.dim, V=shape.dim, GROUP=group)
+    key = shape_key(bench.dtype, D=shape.dim, V=shape.values, GROUP=group)
     return Tuned("paged_prefill", key, choice, _others(choice, grid), workloads)
 
 

@@ -40,9 +40,15 @@ class AttentionShape(NamedTuple):
 
     heads: int
     kv_heads: int
-    dim: int
+    dim: int  # of a key
     window: int = 0
     has_sinks: bool = False
+    value_dim: int = 0  # of a value; 0 if it is that of a key
+
+    @property
+    def values(self) -> int:
+        """Return the dim of a value."""
+        return self.value_dim or self.dim
 
 
 class LatentShape(NamedTuple):
@@ -68,6 +74,8 @@ class ExpertShape(NamedTuple):
 QWEN3 = AttentionShape(32, 4, 128)
 GPT_OSS = AttentionShape(64, 8, 64, has_sinks=True)
 GPT_OSS_WINDOW = GPT_OSS._replace(window=128)
+GEMMA = AttentionShape(16, 8, 256)  # Gemma 2 9B
+DEEPSEEK_EXPANDED = AttentionShape(128, 128, 192, value_dim=128)
 DEEPSEEK = LatentShape(128, 512, 64, (128 + 64) ** -0.5)
 TINY_ATTENTION = AttentionShape(4, 2, 16)
 TINY_SINKS = AttentionShape(4, 2, 16, window=5, has_sinks=True)

@@ -46,4 +46,5 @@ def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:
         has_index=heads.has_index,
         max_num_seqs=min(most_rows, engine.max_num_batched_tokens or most_rows),
         max_model_len=heads.max_model_len,
+        is_invariant=engine.batch_invariant,
     )

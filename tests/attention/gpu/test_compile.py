@@ -18,7 +18,7 @@ from attention.gpu import decode, mla, prefill, rotary, sparse, splits
 from attention.recurrences import gpu as recurrences
 from attention.recurrences.mixers import MixerCall
 from attention.sparse.pools import Pooling
-from tests.support.gpu.triton_compile import check_budget
+from tests.support.gpu.triton_compile import SHARED_LIMITS, check_budget, waits_in_loops
 from tests.support.service.recorded_launch import Launch, recording
 
 META = torch.device("meta")
@@ -175,6 +175,7 @@ CASES = {
 }
 MORE_CASES = {
     "decode_gpt_oss": Case(partial(launch_decode, GPT_OSS, 32, **SINKS), "attend_splits", 128),
+    "decode_gpt_oss_full": Case(partial(launch_decode, GPT_OSS, 32, sinks_H=SINKS["sinks_H"]), "attend_splits", 128),
     "decode_one_sequence": Case(partial(launch_decode, QWEN3, 1), "attend_splits", 128),
     "decode_mixtral": Case(partial(launch_decode, Heads(32, 8, 128, 128), 64), "attend_splits", 128),
     "decode_olmoe": Case(partial(launch_decode, Heads(16, 16, 128, 128), 64), "attend_splits", 128),
@@ -189,7 +190,7 @@ MORE_CASES = {
     "decode_320": Case(partial(launch_decode, Heads(16, 2, 320, 320), 64, window=1024), "attend_splits"),
     "prefill_320": Case(partial(launch_prefill, Heads(16, 2, 320, 320), window=1024), "attend_tile"),
     "decode_llama4": Case(partial(launch_decode, LLAMA4, 64, chunk=8192), "attend_splits"),
-    "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, **SINKS), "merge_parts", 64),
+    "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, sinks_H=SINKS["sinks_H"]), "merge_parts", 64),
     "merge_gemma": Case(partial(launch_decode, GEMMA, 64), "merge_parts", 64),
     "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
     "latents_16_heads": Case(partial(launch_latents, 16, 16), "attend_latent_splits"),
@@ -230,9 +231,32 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     return next(launch for launch in launched if launch.function.__name__ == case.kernel)
 
 
+# Programs per multiprocessor of the kernels whose copies run ahead of the products on sm_90.
+PIPELINED = {
+    "decode_qwen3": 4, "decode_gpt_oss": 4, "decode_gemma": 2, "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1,
+    "prefill_deepseek": 1, "prefill_gpt_oss": 1,
+}  # fmt: skip
+
+
+def check_on_sm_90(name: str, folder: Path) -> None:
+    """Check the budget of a kernel, and that its loops do not wait for copies of later tiles."""
+    compiled = check_budget(recorded(ALL[name]).kernel(ALL[name].max_registers), folder)
+    if name in PIPELINED:
+        waits = waits_in_loops(compiled.ttgir)
+        assert waits and min(waits) > 0, f"a loop waits for all its copies: {waits}"
+        own_bytes = compiled.shared_bytes + 1024  # of which the driver takes a kilobyte
+        assert own_bytes * PIPELINED[name] <= SHARED_LIMITS[90] + 1024, f"{own_bytes} bytes of shared memory"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path) -> None:
-    check_budget(recorded(ALL[name]).kernel(ALL[name].max_registers), tmp_path)
+    check_on_sm_90(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(PIPELINED) - set(CASES)))
+def test_loops_of_further_models_do_not_wait_for_later_tiles(name: str, tmp_path: Path) -> None:
+    check_on_sm_90(name, tmp_path)
 
 
 @pytest.mark.slow
@@ -253,18 +277,35 @@ def test_as_many_programs_run_as_the_device_seats_or_as_there_are_parts() -> Non
     assert recorded(ALL["decode_qwen3"]).grid == (seats.multiprocessors * decode.DecodeTile().programs,)
     with recording((decode, "attend_splits"), (splits, "merge_parts")) as launched:
         launch_decode(Heads(2, 1, 16, 16), 1, BF16, tile=decode.DecodeTile(programs=1000))
-    assert launched[0].grid == (64,)
+    assert launched[0].grid == (128,)
     assert launched[1].grid == (1, 2)
 
 
+@pytest.mark.parametrize(("window", "launches"), [(0, 2), (128, 1), (200, 1), (300, 2)])
+def test_short_windows_are_one_split_and_need_no_merge(window: int, launches: int) -> None:
+    with recording((decode, "attend_splits"), (splits, "merge_parts")) as launched:
+        launch_decode(GPT_OSS, 32, BF16, window=window)
+    assert len(launched) == launches
+
+
 @pytest.mark.parametrize(
-    ("heads", "value_dim", "expected"), [(32, 128, (256, 64)), (64, 64, (256, 64)), (128, 512, (1024, 32))]
+    ("heads", "value_dim", "steady", "adapted"),
+    [
+        (32, 128, (256, 64), (64, 128)),
+        (64, 64, (256, 64), (64, 128)),
+        (128, 512, (1024, 32), (128, 64)),
+    ],
 )
 def test_splits_are_chosen_by_the_shape_of_the_heads(
-    heads: int, value_dim: int, expected: tuple[int, int]
+    heads: int, value_dim: int, steady: tuple[int, int], adapted: tuple[int, int]
 ) -> None:
     for sequences in (1, 256):
-        scratch = splits.DecodeScratch(
-            max_sequences=sequences, heads=heads, value_dim=value_dim, max_tokens=131072, device=META
-        )
-        assert (scratch.split_tokens, scratch.num_splits) == expected
+        for is_invariant, expected in ((True, steady), (False, adapted)):
+            scratch = splits.DecodeScratch(
+                max_sequences=sequences, heads=heads, value_dim=value_dim, max_tokens=131072, device=META,
+                is_invariant=is_invariant,
+            )  # fmt: skip
+            assert (scratch.split_tokens, scratch.num_splits) == expected
+            cuts = scratch.cuts(528, 32)
+            assert (cuts.parts == 0) is is_invariant
+            scratch.check(sequences, heads, value_dim, cuts)

@@ -27,20 +27,39 @@ FEW = [1, 33, 100]
 SMALL, SMALLEST = Heads(4, 2, 32, 32), Heads(2, 1, 32, 32)
 
 
-def decode(paged: Paged, query_SHD: Tensor, rows: slice | int, *, most_splits: int = 8, seats: int = 3, **options: Any) -> Tensor:  # fmt: skip
-    """Run the kernel on some sequences. The scratch starts as NaN: its contents must not matter."""
+def decode(
+    paged: Paged,
+    query_SHD: Tensor,
+    rows: slice | int,
+    *,
+    most_splits: int = 8,
+    seats: int = 3,
+    is_invariant: bool = True,
+    **options: Any,
+) -> Tensor:
+    """Run the kernel on some sequences. The scratch and the result start as NaN: their contents must not matter."""
     from attention.gpu.decode import DecodeScratch, paged_decode  # noqa: PLC0415 - in the interpreter
 
     context_S, table_SM = paged.of(rows)
     scratch = DecodeScratch(
         max_sequences=len(context_S), heads=query_SHD.shape[1], value_dim=paged.values_NGBV.shape[3],
         max_tokens=1024, device=query_SHD.device, split_tokens=SPLIT, max_splits=most_splits,
+        is_invariant=is_invariant,
     )  # fmt: skip
     scratch.multiprocessors = seats
     for part in (scratch.sums, scratch.tops, scratch.totals):
         part.fill_(float("nan"))
+    out = torch.full_like(query_SHD[..., :1], float("nan")).repeat(1, 1, paged.values_NGBV.shape[3])
     return paged_decode(
-        query_SHD, paged.keys_NGBD, paged.values_NGBV, context_S, table_SM, scratch, scale=SCALE, **options
+        query_SHD,
+        paged.keys_NGBD,
+        paged.values_NGBV,
+        context_S,
+        table_SM,
+        scratch,
+        scale=SCALE,
+        out=out,
+        **options,
     )
 
 
@@ -122,6 +141,28 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_programs(
     on_device(vary_what_must_not_matter)
 
 
+def adapt_to_the_batch(device: str) -> None:
+    """Split finely alone, and coarsely beside many tokens: 300 tokens are 5 splits of 64 tokens, or fewer."""
+    from attention.gpu.decode import DecodeTile  # noqa: PLC0415 - in the interpreter
+
+    contexts = [300, 1, 64, 65, 200]
+    paged = make_paged([(context - 1, 1) for context in contexts], SMALLEST).to(device)
+    query = torch.randn(6, 2, 32).to(device)
+    want = oracle(query[:5], paged)
+    for turns in (1, 5, 9):
+        tile = DecodeTile(tokens=32, programs=1, turns=turns)
+        options = {"is_invariant": False, "seats": 1, "tile": tile}
+        ours = decode(paged, query, 6, **options)
+        check_close(ours[:5], want)
+        assert not ours[5].any()
+        assert torch.equal(decode(paged, query, 6, **options), ours)
+        check_close(decode(paged, query[:1], 1, **options), want[:1])
+
+
+def test_splits_that_adapt_to_the_batch_give_the_oracles_results(on_device: OnDevice) -> None:
+    on_device(adapt_to_the_batch)
+
+
 def replay(device: str) -> None:
     """Refill one set of tensors in place, as a captured graph sees it."""
     paged = make_paged([(70, 1), (20, 1), (40, 1)], SMALLEST).to(device)
@@ -161,7 +202,7 @@ def refuse(device: str) -> None:
     with pytest.raises(ValueError, match="1 sequences of 4 heads with values of 32 do not fit"):
         paged_decode(query, *about, small, scale=1.0)
     scratch = DecodeScratch(max_sequences=1, heads=4, value_dim=32, max_tokens=64, device=query.device)
-    with pytest.raises(ValueError, match="split_tokens is 256; the kernel needs multiples of its tile, 48"):
+    with pytest.raises(ValueError, match="split_tokens is 64; the kernel needs multiples of its tile, 48"):
         paged_decode(query, *about, scratch, scale=1.0, tile=DecodeTile(tokens=48))
     with pytest.raises(ValueError, match="a tile has 40 tokens; the kernels need multiples of a block's 16"):
         paged_decode(query, *about, scratch, scale=1.0, tile=DecodeTile(tokens=40))

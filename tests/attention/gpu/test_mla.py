@@ -28,21 +28,29 @@ def make_latents(
     return paged._replace(values_NGBV=paged.keys_NGBD[..., :latent_dim])  # a view
 
 
-def decode(paged: Paged, query_SHC: Tensor, rows: slice | int, *, seats: int = 3, heads: int = 16) -> Tensor:
+def decode(
+    paged: Paged,
+    query_SHC: Tensor,
+    rows: slice | int,
+    *,
+    seats: int = 3,
+    heads: int = 16,
+    is_invariant: bool = True,
+) -> Tensor:
     from attention.gpu.decode import DecodeScratch  # noqa: PLC0415 - in the interpreter
     from attention.gpu.mla import LatentTile, latent_decode  # noqa: PLC0415
 
     latent_dim = paged.values_NGBV.shape[3]
     scratch = DecodeScratch(
         max_sequences=query_SHC.shape[0], heads=query_SHC.shape[1], value_dim=latent_dim, max_tokens=512,
-        device=query_SHC.device, split_tokens=64,
+        device=query_SHC.device, split_tokens=64, is_invariant=is_invariant,
     )  # fmt: skip
     scratch.multiprocessors = seats
     for part in (scratch.sums, scratch.tops, scratch.totals):
         part.fill_(float("nan"))
     return latent_decode(
         query_SHC, paged.keys_NGBD[:, 0], *paged.of(rows), scratch, latent_dim=latent_dim, scale=SCALE,
-        tile=LatentTile(tokens=16, heads=heads),
+        tile=LatentTile(tokens=16, heads=heads), out=torch.full_like(query_SHC[..., :latent_dim], float("nan")).contiguous(),
     )  # fmt: skip
 
 
@@ -94,6 +102,20 @@ def vary_what_must_not_matter(device: str) -> None:
 
 def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_replay(on_device: OnDevice) -> None:
     on_device(vary_what_must_not_matter)
+
+
+def adapt_to_the_batch(device: str) -> None:
+    paged = make_latents([140, 1, 70], 32, 16).to(device)
+    query = torch.randn(4, 2, 48).to(device)
+    want = oracle(query[:3], paged)
+    for seats in (1, 3):
+        ours = decode(paged, query, 4, seats=seats, is_invariant=False)
+        check_close(ours[:3], want)
+        assert not ours[3].any()
+
+
+def test_splits_that_adapt_to_the_batch_give_the_oracles_results(on_device: OnDevice) -> None:
+    on_device(adapt_to_the_batch)
 
 
 def refuse(device: str) -> None:

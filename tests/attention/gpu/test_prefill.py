@@ -60,6 +60,10 @@ CASES: dict[str, tuple[Spans, Heads, torch.dtype, dict[str, Any]]] = {
     "D 512, group of 8": (FEW, Heads(8, 1, 512, 512), torch.float32, {}),
     "chunks within a tile": (UNEVEN, SMALL, torch.float32, {"chunk": 5}),
     "chunks over tiles": ([(37, 1), (30, 70)], SMALL, torch.float32, {"chunk": 40}),
+    "long prompt behind a prefix": ([(150, 80), (0, 140)], Heads(2, 1, 16, 16), torch.float32, {}),
+    "D 80 in two parts": ([(90, 30)], Heads(2, 2, 80, 32), torch.float32, {}),
+    "long window": ([(1200, 70)], Heads(2, 1, 16, 16), torch.float32, {"window": 1024}),
+    "long chunk": ([(1000, 60)], Heads(2, 1, 16, 16), torch.float32, {"chunk": 1024}),
     "window within a tile": (UNEVEN, SMALL, torch.float32, {"window": 5}),
     "window, cap and sinks": (
         [(37, 1), (30, 70)],

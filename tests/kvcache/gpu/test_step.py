@@ -259,7 +259,7 @@ def test_recurrences_get_the_rows_of_whole_sequences(step: DeviceStep) -> None:
     assert on.state_after_P.tolist() == [1, 2, 5, NO_STATE]
     assert on.row_before_P.tolist()[:3] == [0, 1, 0]
     for is_invariant, walked, in_chunks in ((False, [0, 2, 3], [3, 7]), (True, [0, 2, 3, 7], [7])):
-        step._is_invariant = is_invariant
+        step.is_invariant = is_invariant
         step.fill([*drafted, Span(0, 4, [2], (StatePiece(NO_STATE, 7, 4),))], 3)
         step.inputs(range(7), range(4))
         assert step.on_device.walk_start_W.tolist() == walked

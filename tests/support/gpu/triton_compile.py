@@ -37,10 +37,11 @@ class Kernel(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """Result of a compilation: the kernel's PTX text, and its shared memory in bytes."""
+    """Result of a compilation: the kernel's PTX text, its shared memory in bytes, and Triton's own GPU code before both."""
 
     ptx: str
     shared_bytes: int
+    ttgir: str = ""
 
 
 def _is_aligned(kernel: Kernel, name: str) -> bool:
@@ -76,9 +77,25 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
         target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
     metadata = {"target": target, **options.__dict__}
+    ttgir = ""
     for stage in ("ttir", "ttgir", "llir", "ptx"):
         module = stages[stage](module, metadata)
-    return Compiled(module, metadata["shared"])
+        ttgir = str(module) if stage == "ttgir" else ttgir
+    return Compiled(module, metadata["shared"], ttgir)
+
+
+def waits_in_loops(ttgir: str) -> list[int]:
+    """Return for each wait inside a counted loop how many groups of copies it leaves in flight; 0 waits for all copies."""
+    waits, loops = [], [-1]
+    for line in ttgir.splitlines():
+        text, indent = line.strip(), len(line) - len(line.lstrip())
+        if "scf.for " in text:
+            loops.append(indent)
+        elif text.startswith("}") and indent == loops[-1]:
+            loops.pop()
+        elif len(loops) > 1 and (found := re.search(r"async_wait.*num = (\d+)", text)):
+            waits.append(int(found[1]))
+    return waits
 
 
 def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, int]:
@@ -92,10 +109,11 @@ def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, 
     return max(registers), sum(int(size) for size in re.findall(r"(\d+) bytes spill", done.stderr))
 
 
-def check_budget(kernel: Kernel, folder: Path, arch: int = 90) -> None:
-    """Compile and assemble a kernel. Check spills, registers and shared memory against their limits."""
+def check_budget(kernel: Kernel, folder: Path, arch: int = 90) -> Compiled:
+    """Compile and assemble a kernel. Check spills, registers and shared memory against their limits. Return its code."""
     compiled = compile_kernel(kernel, arch)
     registers, spilled = assemble(compiled.ptx, folder, arch=arch)
     assert spilled == 0, f"{spilled} bytes spilled with {registers} registers"
     assert registers <= kernel.max_registers, f"{registers} registers"
     assert compiled.shared_bytes <= SHARED_LIMITS[arch], f"{compiled.shared_bytes} bytes of shared memory"
+    return compiled

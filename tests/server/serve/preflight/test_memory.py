@@ -142,7 +142,9 @@ def test_what_attention_takes_beside_the_pages_is_counted(tmp_path: Path) -> Non
     assert found == (128, (512,), True, False, 163840)
     sizes = {"max_num_seqs": 256, "max_model_len": 163840}
     scratch = attention_bytes(128, (512,), is_latent=False, has_index=False, **sizes)
-    assert scratch == 256 * 128 * 32 * 514 * 4, "2.1 GB"
+    assert scratch == (256 + 255) * 128 * 514 * 4, "0.13 GB"
+    steady = attention_bytes(128, (512,), is_latent=False, has_index=False, is_invariant=True, **sizes)
+    assert steady == 256 * 128 * 32 * 514 * 4, "2.1 GB with --batch-invariant"
     both = attention_bytes(128, (512,), is_latent=True, has_index=False, **sizes)
     assert both - scratch == EXPANDED_BYTES
     assert attention_bytes(128, (512,), is_latent=True, has_index=True, **sizes) - both == SCORE_BYTES
