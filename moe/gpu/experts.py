@@ -128,8 +128,8 @@ class DeviceExpertLayer:
         return NORMAL if self.dispatcher.world_size == 1 else Mode(self.step.agreed_tokens)
 
     def _keep_sample(self, hidden_TD: Tensor) -> None:
-        """Keep some rows of steps with prompts. Such a step is never captured, so it may wait."""
-        if not self.step.is_decode_only:
+        """Keep some rows of steps with prompts that are never captured, so that they may wait."""
+        if not (self.step.is_decode_only or self.step.has_fixed_shape):
             self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 
