@@ -225,7 +225,13 @@ class Model:
 
     @torch.inference_mode()
     def forward(
-        self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
+        self,
+        token_T: Tensor,
+        cache: PagedCache,
+        logits_R: Tensor,
+        *,
+        keeps_hidden: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run the step that `step` and `cache.step` describe; collective over the dispatcher's group.
 
@@ -234,9 +240,10 @@ class Model:
             cache: Cache to write at the step's positions.
             logits_R: [R] int64 rows that need logits.
             keeps_hidden: Keep hidden states until the next forward, so that `logits_of` can return more rows.
+            out: [R, V] float32 to write the logits into. None: a new tensor.
 
         Returns:
-            [R, V] float32 logits, new.
+            [R, V] float32 logits.
         """
         cache.step = self.step
         # Hidden states are kept by a hook on the decoder, which a program of the whole model does not call.
@@ -250,7 +257,7 @@ class Model:
                 pages=cache,
                 **{CACHE: cache},
             )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0].float() if out is None else out.copy_(output.logits[0])
         if self._drafting is not None:
             # A program of the whole model returns its hidden states in the output.
             found_TD = getattr(output, "hidden_TD", None)

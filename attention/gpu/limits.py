@@ -22,6 +22,12 @@ LEAST_SPARE_PARTS, MOST_SPARE_PARTS, SPARE_PART_BYTES = 128, 2048, 64 << 20
 # Size of the keys and values expanded at once from the contexts of prompts, for one layer: the product and its copy as pages.
 # Larger ones are expanded head by head: 128 heads (DeepSeek) of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
+# Pairs of a prompt's row and a cached latent for which a captured step attends absorbed, per ABSORBED_HEADS heads. By estimate,
+# not measured, a layer then takes as long as the host takes to launch one that expands latents.
+ABSORBED_PAIRS, ABSORBED_HEADS = 3 << 20, 64
+ABSORBED_LAUNCHES = (
+    8  # most launches for the rows of a layer; each takes as many rows as there may be decodes
+)
 SCORE_BYTES = 256 << 20  # of an index's scores at a time; decodes, scored together, may exceed it
 # Values per token: a key. An index over pools adds a gate and a part of a pool's key.
 LARGEST_INDEX = 3 * 256

@@ -2,8 +2,11 @@
 
 Decodes use the split kernel and prompts the tiled one, even in the same step, because a row's bits must not depend on
 whether prompts run in its step. Multi-head latent attention decodes absorbed, on the latents themselves (the two parts of
-`kv_b_proj` move into the query and the output). Only the latents of prompts are expanded, within a memory bound.
-Nothing here waits for the device. A step that only decodes reads nothing from the host but its padded size.
+`kv_b_proj` move into the query and the output). Only the latents of prompts are expanded, within a memory bound. In short
+steps of fixed shape prompts attend absorbed as well, row by row, unless bits must not depend on the step: expanding a
+fixed number of latents would cost a short prompt more than its attention.
+Nothing here waits for the device. A step of fixed shape reads nothing from the host but its padded size. If it has prompts,
+decodes' rows are those with a context, and prompts' tiles come from the device.
 
 Legend: P rows of the step, padding included, H query heads, D key dim, V value dim, L latent dim, E rotary dim,
 N blocks, B tokens of a block, X blocks in use, U the part of the key dim that is not rotary.
@@ -18,7 +21,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention.gpu.decode import DecodeScratch, paged_decode
-from attention.gpu.limits import EXPANDED_BYTES, expanded_bytes_of_token
+from attention.gpu.limits import (
+    ABSORBED_HEADS,
+    ABSORBED_LAUNCHES,
+    ABSORBED_PAIRS,
+    EXPANDED_BYTES,
+    expanded_bytes_of_token,
+)
 from attention.gpu.mla import latent_decode
 from attention.gpu.prefill import paged_prefill, tile_tokens
 from attention.gpu.sparse import chosen_attention
@@ -74,8 +83,10 @@ def attend(
         return _attend_chosen(module, query_PHD, pages, layer, indices[0], scaling, s_aux)[None], None
     if shape.latent and step.is_decode_only:
         return _decode_latents(module, query_PHD, pages, layer, scaling)[None], None
+    if shape.latent and _absorbs_prompts(step):
+        return _mixed_latents(module, query_PHD, pages, layer, scaling)[None], None
     out_PHV = (query_PHD.new_empty if step.is_decode_only else query_PHD.new_zeros)(P, H, value_dim)
-    of_decodes = slice(0, P if step.is_decode_only else step.num_decodes)
+    of_decodes = slice(0, step.decode_rows)
     if shape.latent:
         if of_decodes.stop:
             out_PHV[of_decodes] = _decode_latents(module, query_PHD[of_decodes], pages, layer, scaling)
@@ -90,7 +101,7 @@ def attend(
     }
     if of_decodes.stop:
         paged_decode(
-            query_PHD[of_decodes], own.keys_NGBD, own.values_NGBV, step.on_device.context_S[of_decodes],
+            query_PHD[of_decodes], own.keys_NGBD, own.values_NGBV, step.on_device.decode_context_S[of_decodes],
             own.table_SM[of_decodes], _scratch(pages, H, value_dim), out=out_PHV[of_decodes], **options,
         )  # fmt: skip
     if not step.is_decode_only:
@@ -159,10 +170,44 @@ def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: i
     key_HUL, value_HVL = _halves(module, query_SHD)
     latent_dim = key_HUL.shape[2]
     out_SHL = latent_decode(
-        _absorbed(query_SHD, key_HUL), pages.keys[layer], step.on_device.context_S[:S], step.on_device.table_SM[:S],
-        _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
+        _absorbed(query_SHD, key_HUL), pages.keys[layer], step.on_device.decode_context_S[:S],
+        step.on_device.table_SM[:S], _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
     )  # fmt: skip
     return _expanded_values(out_SHL, value_HVL)
+
+
+def _absorbs_prompts(step: DeviceStep) -> bool:
+    """Whether prompts attend to latents absorbed. Depends on the step's size only."""
+    is_few = step.num_padded <= ABSORBED_LAUNCHES * step.sizes[-1]
+    return step.prompt_shape is not None and is_few and not step.is_invariant
+
+
+def _mixed_latents(module: Any, query_PHD: Tensor, pages: DeviceCache, layer: int, scale: float) -> Tensor:
+    """Attend absorbed in a step of fixed shape, decodes as in steps without prompts: [P, H, V]."""
+    step = pages.step
+    assert step is not None
+    (P, H, _), S, at_once = query_PHD.shape, step.decode_rows, step.sizes[-1]
+    key_HUL, value_HVL = _halves(module, query_PHD)
+    query_PHC, latent_dim = _absorbed(query_PHD, key_HUL), key_HUL.shape[2]
+    mean_PHL = query_PHD.new_empty(P, H, latent_dim)
+    context_P, table_PM = step.rows_as_sequences(ABSORBED_PAIRS // -(-H // ABSORBED_HEADS))
+    decode_S = step.on_device.decode_context_S[:S]
+    about: Any = {"latent_dim": latent_dim, "scale": scale}
+    about |= {"latents_NBC": pages.keys[layer], "scratch": _scratch(pages, H, latent_dim)}
+    for first in range(0, P, at_once):
+        here = slice(first, min(first + at_once, P))
+        latent_decode(
+            query_PHC[here],
+            context_S=context_P[here],
+            block_table_SM=table_PM[here],
+            out=mean_PHL[here],
+            **about,
+        )
+    of_decodes_SHL = latent_decode(
+        query_PHC[:S], context_S=decode_S, block_table_SM=step.on_device.table_SM[:S], **about
+    )
+    mean_PHL[:S] = torch.where((decode_S > 0)[:, None, None], of_decodes_SHL, mean_PHL[:S])
+    return _expanded_values(mean_PHL, value_HVL)
 
 
 def _attend_chosen(

@@ -10,6 +10,11 @@ A decode-only step is padded to one of a few sizes, other steps to a multiple of
 the tokens on which they agreed, so one number determines what all ranks run. Padded rows have cache slot -1. So their
 keys and values are not written, they choose no expert, and their context is 0.
 
+A lone rank may also pad short steps with prompts to a few sizes (`fix_prompts`). Every part then has the length of the
+size's `PromptShape`, and the device derives tiles and expanded blocks itself (`kvcache.gpu.prompts`), so that nothing
+that is launched depends on the number of decodes, prompts or tokens. The last sequence of such a step is always empty:
+tiles without rows belong to it.
+
 Legend: P rows, padding included, S sequences (P of them in a decode-only step), M blocks that a sequence may have,
 R rows for which logits are needed, X tiles or blocks.
 """
@@ -23,6 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcache.gpu.prompts import (
+    PROMPT_SIZES,
+    PromptLoad,
+    PromptShape,
+    expanded_blocks,
+    prompt_load,
+    prompt_rows,
+    prompt_shapes,
+    prompt_tiles,
+)
 from kvcache.states import NO_STATE
 from kvcache.step import Inputs, Span, Step
 
@@ -37,6 +52,7 @@ class OnDevice(NamedTuple):
     token_P: Tensor
     row_R: Tensor
     context_S: Tensor  # 0 for a padded row
+    decode_context_S: Tensor  # the same, and 0 for sequences that are not decodes
     query_start_S: Tensor  # [S + 1]
     num_decodes_1: Tensor
     # Only of models with recurrent layers; otherwise empty.
@@ -57,6 +73,11 @@ class Expansion(NamedTuple):
     sequences: range
     block_X: Tensor  # the blocks, ordered by sequence and position
     table_SM: Tensor  # their places in that order; rows of other sequences are not filled
+
+
+def _ending(starts: np.ndarray, length: int) -> np.ndarray:
+    """Append empty sequences to first rows and the end."""
+    return np.pad(starts, (0, length - len(starts)), mode="edge")
 
 
 def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
@@ -91,6 +112,8 @@ class DeviceStep(Step):
 
     Attributes:
         on_device: The step of the last call of `inputs`.
+        prompt_shape: The step's, if it has prompts and is padded to one of `prompt_shapes`; otherwise None.
+        prompt_shapes: Those of `fix_prompts`, smallest first.
         sizes: Sizes to which decode-only steps are padded.
         graph_sizes: Padded sizes that determine all launches, on every rank; each may have a CUDA graph.
         num_ranks: Ranks that run the same steps.
@@ -131,24 +154,57 @@ class DeviceStep(Step):
         self._most_new = 4 * max_sequences  # blocks that are sent individually
         # Parts of tables that the device does not have yet: row, begin, blocks.
         self._new: list[tuple[int, int, Sequence[int]]] = []
-        self._host = self._pinned(7 * padded + 5 * max(padded, max_sequences) + 20 + 2 * self._most_new)
+        self.prompt_shapes: tuple[PromptShape, ...] = ()
+        self.prompt_shape: PromptShape | None = None
+        self._has_room = True  # for the rows with logits
+        # What the model does in steps of a `prompt_shape`: the shapes in which it expands latents, and the most pairs of a
+        # prompt's row and a token that it sees.
+        self._expanding: set[PromptShape] = set()
+        self._most_pairs = 1 << 62
+        self._rows: tuple[Tensor, Tensor] | None = None
+        self._host = self._pinned(7 * padded + 7 * max(padded, max_sequences) + 60 + 2 * self._most_new)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
         self._table = self.block_table_SM.numpy()
-        self._device_table_SM = torch.zeros_like(self.block_table_SM, device=device)
+        self._device_table_SM = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int64, device=device)
         self._tiles_on_device: dict[tuple[int, range], Tensor] = {}
         self._expansions: dict[int, list[Expansion]] = {}
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every sequence has one generated token. Also true of a step without sequences."""
-        return self.num_decodes == self.num_tokens
+        """Whether every sequence has one generated token. Also true of a step without sequences, except an idle one for
+        prompts."""
+        return self.num_decodes == self.num_tokens and self.prompt_shape is None
 
     @property
     def has_fixed_shape(self) -> bool:
         """Whether the padded size determines all that the step launches, on every rank."""
+        if self.prompt_shape is not None:
+            return self._has_room
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
+
+    @property
+    def decode_rows(self) -> int:
+        """Number of rows that the kernel for decodes runs on. Rows that are not decodes have a `decode_context_S` of 0."""
+        if self.prompt_shape is not None:
+            return self.prompt_shape.sequences
+        return self.num_padded if self.is_decode_only else self.num_decodes
+
+    @property
+    def replayable_prompts(self) -> tuple[int, ...]:
+        """Sizes for `fix_prompts`. Empty with several ranks, because their prompts have no common size."""
+        return () if self._is_wide else PROMPT_SIZES
+
+    def fix_prompts(self, sizes: Sequence[int]) -> None:
+        """Pad later steps with prompts to one of these sizes if they fit, and others to a multiple of ROWS."""
+        assert not (sizes and self._is_wide), "steps with prompts of several ranks have no common size"
+        self.prompt_shapes = prompt_shapes(
+            sizes,
+            max_rows=self.max_rows,
+            max_sequences=self.sizes[-1],
+            block_tokens=self.block_tokens,
+        )
 
     @property
     def positions(self) -> Tensor:
@@ -164,23 +220,33 @@ class DeviceStep(Step):
         """
         self._whole = spans
         super().fill(_one_by_one(spans, num_decodes), num_decodes, agreed_tokens=agreed_tokens)
+        self.forget_derived()
+
+    def forget_derived(self) -> None:
+        """Let the next forward derive tiles and expansions again. Called before every recording, which must contain
+        that work."""
         self._tiles_on_device.clear()
         self._expansions.clear()
+        self._rows = None
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
 
-        In a decode-only step, `row_R` has the padded length: first the wanted rows, then arbitrary ones.
+        In a step of fixed shape, `row_R` has the padded length: first the wanted rows, then arbitrary ones.
         """
         P, T = self.num_padded, self.num_tokens
-        S = P if self.is_decode_only else self.num_sequences
-        R = P if self.is_decode_only else len(rows)
+        S, R = self.num_sequences, len(rows)
+        if self.is_decode_only:
+            S = R = P
+        elif self.prompt_shape is not None:
+            self._has_room = len(rows) <= self.prompt_shape.sequences
+            S, R = self.prompt_shape.sequences + 1, max(R, self.prompt_shape.sequences)
         new_blocks = self._take_new()
         N = len(new_blocks)
         Z = P if self.has_states else 0
         walk_start, chunk_start = self._recurrent_starts(S)
         lengths = (
-            P, P, P, R, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
+            P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
         )  # fmt: skip
         # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
@@ -191,6 +257,7 @@ class DeviceStep(Step):
             token_P,
             row_R,
             context_S,
+            decode_context_S,
             query_start_S,
             num_decodes_1,
             state_before_P,
@@ -208,6 +275,7 @@ class DeviceStep(Step):
         row_R[: len(rows)], row_R[len(rows) :] = rows, 0
         n = self.num_sequences
         context_S[:n], context_S[n:] = self._context[:n], 0
+        decode_context_S[:], decode_context_S[self.num_decodes :] = context_S, 0
         query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
         num_decodes_1[:] = self.num_decodes
         state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, :Z]
@@ -229,15 +297,20 @@ class DeviceStep(Step):
         """Return first rows, and the end, of the sequences that recurrences walk, and of those computed in chunks.
 
         Decodes are walked together with their drafts. Prompts are computed in chunks, unless bits must not depend on
-        cuts. In a decode-only step, `num_padded` sequences are walked, some of them empty.
+        cuts. In a step of fixed shape, some of them are empty: `num_padded` sequences are walked, and as many are
+        computed in chunks as there may be prompts.
         """
         if not self.has_states:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         starts = np.cumsum([0, *(span.length for span in self._whole)])
         if self.is_decode_only:
-            return np.pad(starts, (0, num_padded + 1 - len(starts)), mode="edge"), np.zeros(1, np.int64)
+            return _ending(starts, num_padded + 1), np.zeros(1, np.int64)
         num_walked = len(starts) - 1 if self.is_invariant else int(np.searchsorted(starts, self.num_decodes))
-        return starts[: num_walked + 1], starts[num_walked:]
+        walked, in_chunks = starts[: num_walked + 1], starts[num_walked:]
+        if self.prompt_shape is None:
+            return walked, in_chunks
+        prompts = 0 if self.is_invariant else self.prompt_shape.prompts
+        return _ending(walked, num_padded), _ending(in_chunks, prompts + 1)
 
     def _fill_pieces(self, _rows: Sequence[Span]) -> None:
         before_P, after_P, row_P = self._states_3P
@@ -283,6 +356,12 @@ class DeviceStep(Step):
         self.num_padded = size
         return self.inputs([], [])
 
+    def idle_prompts(self, shape: PromptShape) -> Inputs:
+        """Describe an empty step with prompts of one of `prompt_shapes`, for compilation and capture."""
+        self.fill([])
+        self.prompt_shape, self.num_padded = shape, shape.rows
+        return self.inputs([], [])
+
     def fill_with_prompts(self, num_blocks: int, vocabulary: int) -> Inputs:
         """Describe the largest possible step of prompts, on the first blocks of `num_blocks`, to compile and to find a
         lack of memory early. Sequences share blocks, so the cached values are meaningless."""
@@ -302,27 +381,70 @@ class DeviceStep(Step):
         return range(self.num_decodes, self.num_sequences)
 
     def tiles_on_device(self, tile_tokens: int, sequences: range | None = None) -> Tensor:
-        """Return the tiles of some sequences (by default all except decodes), as `tiles`: [X, 3] int64."""
+        """Return the tiles of some sequences (by default all except decodes), as `tiles`: [X, 3] int64.
+
+        In a step of a `prompt_shape`, tiles of 0 tokens follow.
+        """
         key = tile_tokens, self.prompts if sequences is None else sequences
         if key not in self._tiles_on_device:
-            tiles = self.tiles(tile_tokens)
-            is_in = (tiles[:, 0] >= key[1].start) & (tiles[:, 0] < key[1].stop)
-            self._tiles_on_device[key] = self._upload(tiles[is_in])
+            self._tiles_on_device[key] = self._make_tiles(*key)
         return self._tiles_on_device[key]
+
+    def _make_tiles(self, tile_tokens: int, sequences: range) -> Tensor:
+        shape = self.prompt_shape
+        if shape is not None and sequences == self.prompts:
+            most = (shape.rows + shape.prompts * (tile_tokens - 1)) // tile_tokens
+            on = self.on_device
+            return prompt_tiles(on.query_start_S, on.num_decodes_1, tile_tokens, most)
+        tiles = self.tiles(tile_tokens)
+        return self._upload(tiles[(tiles[:, 0] >= sequences.start) & (tiles[:, 0] < sequences.stop)])
 
     def expansions(self, most_blocks: int) -> list[Expansion]:
         """Lay the blocks of all sequences except decodes side by side, in groups of at most `most_blocks` blocks. A single
-        sequence may exceed that."""
+        sequence may exceed that.
+
+        In a step of a `prompt_shape` there is one group, and the device derives it. Later steps only get such a shape if
+        their blocks fit it.
+        """
         if most_blocks not in self._expansions:
-            counts = -(-self._context[: self.num_sequences] // self.block_tokens)
-            made, first = [], self.num_decodes
-            while first < self.num_sequences:
-                together = np.cumsum(counts[first:]) <= most_blocks
-                end = first + max(1, int(together.sum()))
-                made.append(self._expansion(range(first, end), counts))
-                first = end
-            self._expansions[most_blocks] = made
+            shape = self.prompt_shape
+            if shape is not None:
+                self._expanding.add(shape)
+            if shape is not None and self._prompt_load().blocks <= shape.blocks:
+                on, most = self.on_device, shape.blocks
+                made = expanded_blocks(on.context_S, on.num_decodes_1, on.table_SM, self.block_tokens, most)
+                self._expansions[most_blocks] = [Expansion(self.prompts, *made)]
+            else:
+                self._expansions[most_blocks] = self._groups(most_blocks)
         return self._expansions[most_blocks]
+
+    def rows_as_sequences(self, most_pairs: int) -> tuple[Tensor, Tensor]:
+        """Return every prompt row's context [P], 0 for other rows, and the block table of its sequence [P, M].
+
+        Only of a step of a `prompt_shape`. Later steps only get such a shape if all prompts' rows together see at most
+        `most_pairs` tokens.
+        """
+        self._most_pairs = most_pairs
+        if self._rows is None:
+            on = self.on_device
+            self._rows = prompt_rows(
+                on.position_P, on.cache_slot_P, on.query_start_S, on.num_decodes_1, on.table_SM
+            )
+        return self._rows
+
+    def _prompt_load(self) -> PromptLoad:
+        n = self.num_sequences
+        return prompt_load(self._query_start[: n + 1], self._context[:n], self.num_decodes, self.block_tokens)
+
+    def _groups(self, most_blocks: int) -> list[Expansion]:
+        counts = -(-self._context[: self.num_sequences] // self.block_tokens)
+        made, first = [], self.num_decodes
+        while first < self.num_sequences:
+            together = np.cumsum(counts[first:]) <= most_blocks
+            end = first + max(1, int(together.sum()))
+            made.append(self._expansion(range(first, end), counts))
+            first = end
+        return made
 
     def _expansion(self, sequences: range, count_S: np.ndarray) -> Expansion:
         table_SM = np.zeros((self.num_sequences, int(count_S.max(initial=1))), np.int64)
@@ -335,11 +457,20 @@ class DeviceStep(Step):
         return Expansion(sequences, self._upload(np.concatenate(blocks)), self._upload(table_SM))
 
     def _padded(self, num_tokens: int) -> int:
+        self.prompt_shape, self._has_room = None, True
         if self.has_fixed_shape and self._is_wide:
             return min(self.agreed_tokens, self.sizes[-1])
         if self.is_decode_only:
             return self.sizes[bisect_left(self.sizes, num_tokens)]
-        return -(-num_tokens // ROWS) * ROWS
+        if self.prompt_shapes:
+            load = self._prompt_load()
+            fitting = (
+                shape
+                for shape in self.prompt_shapes
+                if shape.fits(load, shape in self._expanding, self._most_pairs)
+            )
+            self.prompt_shape = next(fitting, None)
+        return -(-num_tokens // ROWS) * ROWS if self.prompt_shape is None else self.prompt_shape.rows
 
     def _pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")

@@ -142,10 +142,10 @@ class DeviceExpertLayer:
     def _keep_sample(self, hidden_TD: Tensor) -> None:
         """Keep some rows of steps with prompts, to try experts that arrive. This waits for the device.
 
-        Experts never move on a single rank, and a step that is being captured may not wait.
+        Experts never move on a single rank, and steps of a fixed shape may be captured.
         """
-        is_capturing = hidden_TD.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.dispatcher.world_size > 1 and not self.step.is_decode_only and not is_capturing:
+        is_fixed = self.step.is_decode_only or self.step.has_fixed_shape
+        if self.dispatcher.world_size > 1 and not is_fixed:
             self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 

@@ -7,6 +7,7 @@ and are opened again for the next one.
 """
 
 import importlib
+import logging
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,8 @@ from scheduler.step.lockstep import Header, LockStep
 from scheduler.step.runner import Forward
 
 INTERPRETER = "interpreter"
+
+log = logging.getLogger(__name__)
 
 
 def backend_of(config: EngineConfig) -> Backend:
@@ -81,13 +84,26 @@ def open_device_dispatcher(
 
 
 def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Report) -> Forward:
-    """Return the function that runs steps. On a GPU with `replays`, it replays decode-only steps from graphs."""
+    """Return the function that runs steps. On a GPU with `replays`, it replays steps from graphs: decode-only ones, and a
+    lone rank's short steps with prompts."""
     if model.device.type != "cuda" or not replays:
         return model.forward
     gpu = importlib.import_module("scheduler.step.graphs")
     step: Any = model.step  # the backend's `DeviceStep`
-    graphs = gpu.DecodeGraphs(model.forward, step, cache)
-    graphs.capture(step.graph_sizes, gpu.CudaRecorder(), partial(report, "graphs"))
+    graphs = gpu.StepGraphs(model.forward, step, cache)
+    graphs.capture(
+        step.graph_sizes,
+        gpu.CudaRecorder(),
+        partial(report, "graphs"),
+        prompt_sizes=step.replayable_prompts,
+    )
+    if graphs.why_no_prompts is not None:
+        log.warning(
+            "steps with prompts of %s run without CUDA graphs, which makes short prompts slower: %s",
+            model.net.config.model_type,
+            graphs.why_no_prompts,
+        )
+    log.info("CUDA graphs of %d sizes take %d MiB", graphs.num_graphs, graphs.num_bytes >> 20)
     forward: Forward = graphs
     return forward
 

@@ -432,7 +432,7 @@ class Options:
         help="make results independent of the other requests in a batch, bit for bit, at a cost in speed; always so on CPU",
     ))  # fmt: skip
     engine_enforce_eager = row(
-        switch(RANKS, "--enforce-eager", help="run decode steps on a GPU without CUDA graphs")
+        switch(RANKS, "--enforce-eager", help="run all steps on a GPU without CUDA graphs")
     )
     engine_enable_torch_compile = row(switch(
         RANKS, "--enable-torch-compile",

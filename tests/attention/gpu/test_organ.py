@@ -1,5 +1,7 @@
-"""Attention on GPUs: latents of prompts are expanded within a memory limit, and no bit depends on the limit."""
+"""Attention on GPUs: latents of prompts are expanded within a memory limit, and no bit depends on the limit. In steps of fixed
+shape prompts attend absorbed, or expand as many latents as the shape has room for."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +17,9 @@ BLOCK, NUM_BLOCKS = 16, 12
 SPANS = [Span(20, 1, [3, 7]), Span(16, 20, [5, 1, 2]), Span(0, 9, [9]), Span(40, 8, [4, 6, 0])]
 
 
-def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
+def expand_within(
+    device: str, budget_bytes: int, *, sizes_of_prompts: Sequence[int] = (), is_invariant: bool = False
+) -> tuple[Tensor, list[int]]:
     """Attend a decode and three prompts over latents. Return the result, and the sizes of each launch."""
     from attention.gpu import organ  # noqa: PLC0415 - in the interpreter
     from attention.gpu.prefill import paged_prefill  # noqa: PLC0415
@@ -25,7 +29,15 @@ def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
     torch.manual_seed(0)
     place = torch.device(device)
     shape = LayerShape(num_kv_heads=1, key_dim=RANK + ROTARY, value_dim=0, latent=True)
-    step = DeviceStep(max_tokens=64, max_sequences=4, max_blocks=4, block_tokens=BLOCK, device=place)
+    step = DeviceStep(
+        max_tokens=64,
+        max_sequences=8,
+        max_blocks=4,
+        block_tokens=BLOCK,
+        device=place,
+        is_invariant=is_invariant,
+    )
+    step.fix_prompts(sizes_of_prompts)
     cache = DeviceCache([shape], NUM_BLOCKS, dtype=torch.float32, device=place)
     cache.step = step
     cache.keys[0].copy_(torch.randn(cache.keys[0].shape))
@@ -49,6 +61,7 @@ def expand_within(device: str, budget_bytes: int) -> tuple[Tensor, list[int]]:
         mock.patch.object(organ, "EXPANDED_BYTES", budget_bytes),
     ):
         out, _ = organ.attend(module, query, value, value, scaling=0.2, pages=cache)
+    assert not out[0, step.num_tokens :].any(), "padded rows are zero"
     return out[0, : step.num_tokens].cpu(), sizes
 
 
@@ -66,3 +79,17 @@ def bound_expansions(device: str) -> None:
 
 def test_what_is_expanded_at_once_is_bounded_and_changes_nothing(on_device: OnDevice) -> None:
     on_device(bound_expansions)
+
+
+def attend_in_a_shape(device: str) -> None:
+    eager, _ = expand_within(device, 1 << 30)
+    absorbed, sizes = expand_within(device, 1 << 30, sizes_of_prompts=(40, 48))
+    assert not sizes, "prompts attend absorbed"
+    torch.testing.assert_close(absorbed, eager, atol=1e-6, rtol=1e-4)
+    expanded, (size,) = expand_within(device, 1 << 30, sizes_of_prompts=(40, 48), is_invariant=True)
+    assert size == 1024 * HEADS * (UNROTATED + ROTARY + VALUES), "as many latents as the shape has room for"
+    torch.testing.assert_close(expanded, eager, atol=1e-6, rtol=1e-5)
+
+
+def test_latents_in_a_step_of_fixed_shape_give_the_same_result(on_device: OnDevice) -> None:
+    on_device(attend_in_a_shape)

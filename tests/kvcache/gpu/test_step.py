@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from kvcache.gpu.prompts import PromptShape, prompt_shapes
 from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
 from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
@@ -159,6 +160,157 @@ def test_blocks_of_prompts_lie_side_by_side_for_expansion_as_many_as_may_be(step
     step.fill([Span(0, 3, [7])])
     step.inputs(range(3), [2])
     assert step.expansions(3)[0].block_X.tolist() == [7]
+
+
+def mixed(rng: random.Random, shape: PromptShape) -> tuple[list[Span], int]:
+    """Return random decodes and prompts that fit a shape, and the number of decodes."""
+    prompts = rng.randint(1, shape.prompts)
+    decodes = rng.randint(0, min(shape.sequences, shape.rows) - prompts)
+    lengths, left = [1] * (decodes + prompts), shape.rows - decodes - prompts
+    for _ in range(rng.randint(0, left)):
+        at = rng.randrange(decodes, decodes + prompts)
+        lengths[at] += lengths[at] < MAX_BLOCKS * BLOCK
+    spans = []
+    for row, length in enumerate(lengths):
+        start = rng.randint(0, MAX_BLOCKS * BLOCK - length)
+        spans.append(Span(start, length, [100 + 10 * row + block for block in range(MAX_BLOCKS)]))
+    return spans, decodes
+
+
+def test_the_device_derives_the_tiles_and_blocks_that_the_host_makes(step: DeviceStep) -> None:
+    rng = random.Random(2)
+    for shape in (
+        prompt_shapes((16, 32, 64), max_rows=64, max_sequences=MAX_SEQUENCES, block_tokens=BLOCK) * 20
+    ):
+        spans, decodes = mixed(rng, shape)
+        tokens = sum(span.length for span in spans)
+        step.fix_prompts(())
+        step.fill(spans, decodes)
+        step.inputs(range(tokens), [])
+        tile_tokens = rng.choice([1, 3, 16, 128])
+        tiles = step.tiles_on_device(tile_tokens).tolist()
+        (expansion,) = step.expansions(10_000)
+        step.fix_prompts([shape.rows])
+        step.fill(spans, decodes)
+        step.inputs(range(tokens), [])
+        found = step.tiles_on_device(tile_tokens).tolist()
+        assert found[: len(tiles)] == tiles
+        assert {tuple(tile) for tile in found[len(tiles) :]} <= {(shape.sequences, 0, 0)}, (
+            "empty, and of no sequence"
+        )
+        (derived,) = step.expansions(10_000)
+        count = len(expansion.block_X)
+        assert (
+            derived.block_X[:count].tolist() == expansion.block_X.tolist()
+            and len(derived.block_X) == shape.blocks
+        )
+        for row in expansion.sequences:
+            used = -(-(spans[row].start + spans[row].length) // BLOCK)
+            assert derived.table_SM[row, :used].tolist() == expansion.table_SM[row, :used].tolist()
+        assert 0 <= int(derived.table_SM.min()) <= int(derived.table_SM.max()) < shape.blocks
+
+
+def test_steps_of_a_prompt_size_have_the_same_parts_at_the_same_addresses(step: DeviceStep) -> None:
+    step.has_states = step.tells_long = True
+    step.fix_prompts((16, 32))
+    rng, seen = random.Random(4), set()
+    for _ in range(30):
+        spans, decodes = mixed(rng, step.prompt_shapes[0])
+        step.fill(spans, decodes)
+        step.inputs(range(step.num_tokens), range(len(spans)))
+        on = step.on_device
+        seen.add(tuple((part.data_ptr(), part.shape, part.stride()) for part in on))
+        n = len(spans)
+        assert (step.num_padded, step.has_fixed_shape, step.is_decode_only) == (16, True, False)
+        assert on.context_S.tolist() == [*(span.start + span.length for span in spans), *[0] * (17 - n)]
+        assert on.decode_context_S.tolist() == [*on.context_S[:decodes].tolist(), *[0] * (17 - decodes)]
+        assert on.query_start_S[n:].tolist() == [step.num_tokens] * (18 - n)
+        assert on.cache_slot_P[step.num_tokens :].tolist() == [-1] * (16 - step.num_tokens)
+        assert on.walk_start_W.tolist() == [*range(decodes + 1), *[decodes] * (16 - decodes)]
+        assert on.chunk_start_C[: n - decodes + 1].tolist() == on.query_start_S[decodes : n + 1].tolist()
+        assert set(on.chunk_start_C[n - decodes :].tolist()) == {step.num_tokens}
+    inputs = step.idle_prompts(step.prompt_shapes[0])
+    assert len(inputs.token_T) == len(inputs.row_R) == 16 and not step.is_decode_only
+    seen.add(tuple((part.data_ptr(), part.shape, part.stride()) for part in step.on_device))
+    assert len(seen) == 1
+
+
+def test_a_step_takes_the_smallest_shape_with_room_for_its_tokens_prompts_and_sequences() -> None:
+    step = DeviceStep(
+        max_tokens=2000, max_sequences=40, max_blocks=100, block_tokens=BLOCK, device=torch.device("cpu")
+    )
+    step.fix_prompts(step.replayable_prompts)
+    assert [shape.rows for shape in step.prompt_shapes] == [64, 128, 192, 256, 384, 512, 768, 1024]
+    assert [shape.prompts for shape in step.prompt_shapes] == [8, 8, 12, 16, 24, 32, 40, 40]
+    assert {shape.sequences for shape in step.prompt_shapes} == {40}
+    for lengths, decodes, rows in [
+        ([64], 0, 64), ([65], 0, 128), ([1] * 31 + [100], 31, 192), ([2] * 9, 0, 192), ([2] * 40, 0, 768),
+        ([1] * 39 + [985], 39, 1024), ([1025], 0, 1032),
+    ]:  # fmt: skip
+        step.fill([Span(0, length, range(100)) for length in lengths], decodes)
+        assert step.num_padded == rows
+    step.fill([Span(1500, 20, range(100))])
+    step.inputs(range(20), [19])
+    assert step.num_padded == 64, "96 blocks are no concern of models that expand nothing"
+    for shape in reversed(step.prompt_shapes):  # as at capture
+        step.idle_prompts(shape)
+        step.expansions(10_000)
+    step.fill([Span(1500, 20, range(100))])
+    assert step.num_padded == 768, "96 blocks are the room of 768 rows"
+    step.fill([Span(800, 20, range(100)), Span(900, 600, range(100))])
+    step.inputs(range(620), [])
+    (one,) = step.expansions(10_000)
+    assert step.prompt_shape is None and len(one.block_X) == 52 + 94
+
+
+def test_every_row_of_a_prompt_is_a_sequence_for_absorbed_attention(step: DeviceStep) -> None:
+    step.fix_prompts((16,))
+    step.fill([*decodes(18), Span(16, 3, [4, 5]), Span(0, 2, [9])], 1)
+    step.inputs(range(6), [0])
+    context_P, table_PM = step.rows_as_sequences(1000)
+    assert context_P.tolist() == [0, 17, 18, 19, 1, 2, *[0] * 10]
+    assert table_PM[1:4, :2].tolist() == [[4, 5]] * 3 and table_PM[4:6, 0].tolist() == [9, 9]
+    step.fill([*decodes(18), Span(15, 1, [4])], 1)
+    step.inputs(range(2), [0])
+    assert step.rows_as_sequences(1000)[0].tolist() == [0, 16, *[0] * 14], "derived again for the next step"
+
+
+def test_a_step_whose_prompts_see_too_much_has_no_shape(step: DeviceStep) -> None:
+    step.fix_prompts((16,))
+    step.fill([*decodes(60), Span(10, 3, [1, 2]), Span(0, 2, [3])], 1)  # 11 + 12 + 13 and 1 + 2 pairs
+    step.inputs(range(6), [0])
+    for most_pairs, is_shaped in ((39, True), (38, False)):
+        step.rows_as_sequences(most_pairs)
+        step.fill([*decodes(60), Span(10, 3, [1, 2]), Span(0, 2, [3])], 1)
+        assert (step.prompt_shape is not None) == is_shaped
+
+
+def test_the_first_expansion_of_a_long_context_in_a_shape_holds_all_blocks() -> None:
+    """A draft layer may be the first that expands latents. The shape of its step then does not consider blocks."""
+    step = DeviceStep(
+        max_tokens=64, max_sequences=2, max_blocks=100, block_tokens=BLOCK, device=torch.device("cpu")
+    )
+    step.fix_prompts((64,))
+    step.fill([Span(1500, 20, range(100))])
+    step.inputs(range(20), [19])
+    assert step.num_padded == 64
+    (one,) = step.expansions(10_000)
+    assert one.block_X.tolist() == [*range(95)]
+
+
+def test_several_ranks_have_no_sizes_for_prompts() -> None:
+    step = DeviceStep(
+        max_tokens=64,
+        max_sequences=8,
+        max_blocks=2,
+        block_tokens=BLOCK,
+        device=torch.device("cpu"),
+        num_ranks=2,
+    )
+    assert step.replayable_prompts == ()
+    step.fix_prompts(step.replayable_prompts)
+    step.fill([Span(0, 5, [1])])
+    assert step.prompt_shape is None and step.num_padded == ROWS
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(3, (3,)), (8, (8,)), (20, (8, 16, 20)), (32, (8, 16, 32))])

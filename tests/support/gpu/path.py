@@ -11,6 +11,7 @@ from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
 from moe.long_rotary import limit_of
 from scheduler.assembly import Assembled
+from scheduler.step.runner import Forward
 from tests.support.engines.serving import build
 
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 48, "max_num_seqs": 3}
@@ -31,13 +32,23 @@ def build_interpreted(directory: Path, **settings: Any) -> Assembled:
 
 
 def run_steps(
-    built: Assembled, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[Part]]
+    built: Assembled,
+    sequences: Sequence[Sequence[int]],
+    steps: Sequence[Sequence[Part]],
+    *,
+    forward: Forward | None = None,
+    only_last: bool = False,
 ) -> list[np.ndarray]:
     """Run given tokens in given steps. Return the logits of every token, [tokens, V] per sequence.
 
     A part of one token that does not start its sequence is a decode. Decodes come first in their step.
+
+    Args:
+        forward: Runs the steps; by default the model.
+        only_last: Return only the logits of each part's last token.
     """
     model, step, cache = built.model, built.runner.step, built.runner._cache
+    forward = forward or model.forward
     per_sequence = -(-int(built.max_model_len) // step.block_tokens)
     found: list[list[np.ndarray]] = [[] for _ in sequences]
     slots = [NO_STATE] * len(sequences)
@@ -57,9 +68,11 @@ def run_steps(
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
         step.fill(spans, decodes)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]
-        inputs = step.inputs(tokens, range(len(tokens)))
-        logits = model.forward(inputs.token_T, cache, inputs.row_R)[: len(tokens)].cpu().numpy()
         ends = np.cumsum([part.end - part.start for part in parts])
+        wanted = (ends - 1).tolist() if only_last else range(len(tokens))
+        inputs = step.inputs(tokens, wanted)
+        logits = forward(inputs.token_T, cache, inputs.row_R)[: len(wanted)].cpu().numpy().copy()
+        ends = np.arange(1, len(parts) + 1) if only_last else ends
         for part, rows in zip(parts, np.split(logits, ends[:-1]), strict=True):
             found[part.sequence].append(rows)
     return [np.concatenate(rows) for rows in found]
