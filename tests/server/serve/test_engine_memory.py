@@ -21,7 +21,9 @@ class Cycle:
         self.own = self
 
 
-def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loaded: list[Any] = []
     seen: list[tuple[bool, bool, int]] = []
 
