@@ -87,7 +87,7 @@ class Logprobs(NamedTuple):
     rank: int = 0  # of the token among all, 1 is the most likely; set for prompt tokens only
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: a step makes one per request, and frozen ones take three times as long
 class RequestOutput:
     """What one step yielded for one request: 0 to n tokens, and perhaps the end. With neither, it has begun."""
 

@@ -8,7 +8,6 @@ plain decoding would have sampled. Does not know torch or the model. A batch may
 import heapq
 from collections import deque
 from collections.abc import Sequence as Series
-from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
@@ -248,7 +247,7 @@ class Scheduler:
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         self._roster.unpark()
         items = self._plan_decodes(most)
-        num_decode_tokens = sum(item.num_tokens for item in items)
+        num_decode_tokens = sum([item.num_tokens for item in items])
         return self._plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
 
     def _plan_prompts(
@@ -266,7 +265,7 @@ class Scheduler:
         prefills = self._plan_prefills(budget)
         prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
-        num_tokens = sum(item.num_tokens for item in items) + num_prefill_tokens
+        num_tokens = sum([item.num_tokens for item in items]) + num_prefill_tokens
         batch = StepBatch(items + prefills, num_tokens, num_prefill_tokens)
         if batch.items:
             self._in_flight.append(batch)
@@ -292,50 +291,60 @@ class Scheduler:
 
         Returns: Outputs in batch order. Stop tokens are included.
         """
-        num_samples = sum(item.num_samples for item in batch.items)
+        num_samples = sum([item.num_samples for item in batch.items])
         assert len(token_ids) == len(logprobs) == num_samples, (
             f"{len(token_ids)} tokens and {len(logprobs)} logprobs for {num_samples} sampling items"
         )
         if batch.items:
             oldest = self._in_flight.popleft()
             assert oldest is batch, "batches commit once, in the order planned"
-        outputs, of_prompts = self._take_refused(), prompt_logprobs or {}
-        sampled = iter([*zip(token_ids, logprobs, strict=True)])
+        outputs, end = self._take_refused(), 0
         for item in batch.items:
-            sequence, drawn = item.sequence, list(islice(sampled, item.num_samples))
+            sequence, begin = item.sequence, end
+            if item.samples:
+                end += 1 + len(item.drafts)
             sequence.num_in_flight -= 1
             sequence.num_pending -= item.samples
             if item.drafts:
                 sequence.has_drafts_in_flight = False
             if sequence.status is not SequenceStatus.ENDED:
-                sequence.prompt_logprobs += of_prompts.get(sequence.request.request_id, ())
-                outputs += self._take(item, drawn)
+                if prompt_logprobs:
+                    sequence.prompt_logprobs += prompt_logprobs.get(sequence.request.request_id, ())
+                output = self._take(item, token_ids[begin:end], logprobs[begin:end])
+                if output is not None:
+                    outputs.append(output)
             if sequence.status is not SequenceStatus.RUNNING:
                 self._tables.vacate(sequence)
         return outputs
 
-    def _take(self, item: Scheduled, drawn: list[tuple[int, Logprobs | None]]) -> list[RequestOutput]:
-        """Append an item's sampled tokens that count to its sequence. Returns the output to deliver."""
-        sequence, end, taken, reason = item.sequence, item.end, 0, None
-        if item.samples and sequence.matcher is not None and sequence.matcher.is_late:
+    def _take(
+        self, item: Scheduled, drawn: list[int], logprobs: list[Logprobs | None]
+    ) -> RequestOutput | None:
+        """Append an item's sampled tokens that count to its sequence. Returns the output to deliver, if any."""
+        sequence, start, num_tokens, samples, _, drafts = item
+        matcher, end, taken, reason = sequence.matcher, start + num_tokens, 0, None
+        if samples and matcher is not None and matcher.is_late:
             self._sit_out(item)
-            return []
-        for (token_id, _), draft in zip_longest(drawn, item.drafts):
+            return None
+        for token_id in drawn:
             sequence.token_ids.append(token_id)
-            if sequence.matcher is not None:
-                sequence.matcher.advance(token_id)
-            taken += 1
+            if matcher is not None:
+                matcher.advance(token_id)
             reason = self._why_ended(sequence)
-            if reason is not None or token_id != draft:
+            taken += 1
+            if reason is not None or taken > len(drafts) or token_id != drafts[taken - 1]:
                 break
-        if item.drafts:
-            end = item.start + taken
+        if drafts:
+            end = start + taken
             sequence.num_planned = end
-        self._roster.charge(sequence, num_output_tokens=taken)
-        if self._drafter is not None and taken:
-            self._drafter.note(sequence, len(item.drafts), taken - 1)
-        self._tables.advance(sequence, item.start, end, num_drafts=len(item.drafts))
-        return [self._deliver(sequence, drawn[:taken], reason, len(item.drafts))] if taken else []
+        if taken:
+            self._roster.charge(sequence, num_output_tokens=taken)
+            if self._drafter is not None:
+                self._drafter.note(sequence, len(drafts), taken - 1)
+        self._tables.advance(sequence, start, end, num_drafts=len(drafts))
+        if not taken:
+            return None
+        return self._deliver(sequence, drawn[:taken], logprobs[:taken], reason, len(drafts))
 
     def _sit_out(self, item: Scheduled) -> None:
         """Drop what an item sampled before its structure's mask was known. Another step computes the same logits."""
@@ -361,12 +370,12 @@ class Scheduler:
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
                 and not sequence.has_drafts_in_flight
-                and not sequence.ends_within(sequence.num_pending, self._max_model_len)
+                and sequence.num_left(self._max_model_len) > sequence.num_pending
                 and self._tables.is_ready(sequence)
                 and not self._has_grown(sequence)
                 and self._make_room(sequence)
             ):
-                drafts = self._draft(sequence, min(limit, room))
+                drafts = self._draft(sequence, min(limit, room)) if limit else ()
                 room -= len(drafts)
                 items.append(self._plan(sequence, 1 + len(drafts), drafts))
         return items
@@ -390,6 +399,8 @@ class Scheduler:
         return self._drafter.propose(sequence, most) if most > 0 else ()
 
     def _send_back_grown(self) -> None:
+        if self._rotary_limit is None:
+            return
         for sequence in [each for each in self._roster.running if self._has_grown(each)]:
             if not sequence.num_in_flight:
                 self._roster.send_back(sequence)
@@ -470,7 +481,8 @@ class Scheduler:
     def _deliver(
         self,
         sequence: Sequence,
-        taken: list[tuple[int, Logprobs | None]],
+        token_ids: list[int],
+        logprobs: list[Logprobs | None],
         reason: FinishReason | None,
         num_drafts: int,
     ) -> RequestOutput:
@@ -478,15 +490,16 @@ class Scheduler:
         error = ""
         if reason is FinishReason.ERROR:
             assert sequence.matcher is not None, "only a structure fails"
-            error, taken = sequence.matcher.failure or "", taken[:-1]
+            error, token_ids, logprobs = sequence.matcher.failure or "", token_ids[:-1], logprobs[:-1]
         if reason is not None:
             self._end(sequence)
         of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
-        is_first = sequence.num_delivered_tokens == len(taken)
+        num_before = sequence.num_prompt_tokens + len(sequence.request.replayed_ids)
+        is_first = len(sequence.token_ids) == num_before + len(token_ids)
         return RequestOutput(
             request_id=sequence.request.request_id,
-            token_ids=[token_id for token_id, _ in taken],
-            logprobs=[logprob for _, logprob in taken if logprob is not None],
+            token_ids=token_ids,
+            logprobs=[each for each in logprobs if each is not None],
             prompt_logprobs=of_prompt,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             queued_s=sequence.queued_s if is_first else 0.0,

@@ -204,8 +204,10 @@ class Sequence:
 
         A prompt may fill the model's length. Its single output token is sampled, but never run.
         """
-        most_tokens = max(max_model_len, self.num_prompt_tokens + 1)
-        return min(self.request.params.max_tokens - self.num_output_tokens, most_tokens - len(self.token_ids))
+        length, num_prompt = len(self.token_ids), self.num_prompt_tokens
+        of_model = (max_model_len if max_model_len > num_prompt else num_prompt + 1) - length
+        of_request = self.request.params.max_tokens + num_prompt - length
+        return of_request if of_request < of_model else of_model
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Return why the last token ended the sequence, or None if it did not.
@@ -213,12 +215,13 @@ class Sequence:
         A stop token among the first min_tokens outputs is an ordinary token. A complete structure ends the sequence
         regardless of min_tokens, because no token can follow.
         """
-        params = self.request.params
+        params, token_ids = self.request.params, self.token_ids
         if self.matcher is not None and self.matcher.has_ended:
             return FinishReason.STOP
-        if self.num_output_tokens > params.min_tokens and self.token_ids[-1] in params.stop_token_ids:
+        is_stop = token_ids[-1] in params.stop_token_ids
+        if is_stop and len(token_ids) - self.num_prompt_tokens > params.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.ends_within(0, max_model_len) else None
+        return FinishReason.LENGTH if self.num_left(max_model_len) <= 0 else None
 
 
 class DraftedContext:

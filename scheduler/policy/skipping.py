@@ -7,7 +7,7 @@ Services do not use this. Rejected: a second, simpler policy for simulations, wh
 """
 
 from scheduler.policy.batch import StepBatch
-from scheduler.policy.request import Logprobs, RequestOutput
+from scheduler.policy.request import RequestOutput
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.sequence import Sequence
 
@@ -90,8 +90,5 @@ class SkippingScheduler(Scheduler):
             self._roster.charge(sequence, num_output_tokens=num_steps)
             reason = sequence.finish_reason(self._max_model_len)
             if reason is not None:
-                gained: list[tuple[int, Logprobs | None]] = [
-                    (token_id, None) for token_id in sequence.token_ids[-num_steps:]
-                ]
-                outputs.append(self._deliver(sequence, gained, reason, 0))
+                outputs.append(self._deliver(sequence, sequence.token_ids[-num_steps:], [], reason, 0))
         return outputs

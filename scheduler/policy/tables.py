@@ -128,7 +128,9 @@ class BlockTables:
 
     def num_plannable(self, sequence: Sequence, num_spare_blocks: int = 0) -> int:
         """Return how many more tokens fit in the sequence's and the free blocks if `num_spare_blocks` stay free."""
-        num_blocks = len(sequence.block_ids) + max(0, self._pool.num_free - num_spare_blocks)
+        num_blocks, num_free = len(sequence.block_ids), self._pool.num_free - num_spare_blocks
+        if num_free > 0:
+            num_blocks += num_free
         return num_blocks * self._pool.block_tokens - sequence.num_planned
 
     def plan(self, sequence: Sequence, num_tokens: int, *, num_drafts: int = 0) -> list[StatePiece]:
@@ -174,7 +176,7 @@ class BlockTables:
         """
         assert start == sequence.num_computed, f"token {start} was run, {sequence.num_computed} was next"
         size = self._pool.block_tokens
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and start // size < end // size:
             for index in range(start // size, end // size):
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.token_ids[index * size : (index + 1) * size]

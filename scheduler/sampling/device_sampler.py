@@ -1,24 +1,25 @@
 """Sampling on a GPU, a whole batch at once, with the order, rules and random numbers of `scheduler.sampling.sampler`.
 
 The plan of `scheduler.sampling.plan` is applied while the device still computes the logits. Only work on whole rows is
-done on the device, in plain torch. After launching everything, the host reads once: the token ids, and the few numbers
-of each row with logprobs.
+done on the device. After launching everything, the host reads once: the token ids, and the few numbers of each row with
+logprobs.
 
 Greedy rows take their largest logit. Sampled rows are weighted with exp((logit - top) / temperature). With filters,
-they are sorted by falling weight, equal weights by id, and top-k, min-p and top-p each keep a prefix of that order.
+tokens are ordered by falling weight, equal weights by id, and top-k, min-p and top-p each keep a prefix of that order.
 Sums use whole units in int64, so that they are exact and no row's token or logprob depends on other rows. Tokens equal
 the CPU's for the same logits, unless a draw falls within about 1e-7 of a border between two tokens.
 
+Engines choose tokens with the Triton kernels of `scheduler.sampling.gpu`, which do not sort. `choose_tokens` does the same in
+plain torch with a stable sort. It is the kernels' oracle, and their substitute without Triton.
+
 Rules yield if they would leave nothing to sample. The plan can judge only the sets of tokens. If all allowed tokens of a
 row have logits of -inf, the row is sampled on the CPU from the model's logits (a second read).
-
-Rejected: custom Triton kernels that bisect instead of sorting (700 lines, never run on a GPU; vLLM's own sampler also
-sorts).
 
 Legend: R rows, V vocabulary, M masked rows, W words of 32 bits, E edits of single logits, D sampled rows, K rows with
 kept logits, N further tokens with logprobs per row.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
@@ -36,6 +37,8 @@ _SUM_UNITS = 2.0**44  # exponential of the top, for logprobs; 2^19 tokens do not
 _SUM, _TOP, _MINE, _RANK, _OTHERS = range(5)  # columns of a row's result; ids and logits of others follow
 _LOWER = 0xFFFFFFFF
 
+Choose = Callable[[Tensor, SamplingPlan], Tensor]  # `choose_tokens` or the kernels
+
 
 class DeviceSampler:
     """Samples on the model's device; a `scheduler.sampling.sampler.Sampler`.
@@ -44,14 +47,15 @@ class DeviceSampler:
         num_host_rows: Counter of rows that had to be sampled on the CPU; see the module.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, choose: Choose | None = None) -> None:
+        """`choose`: chooses tokens, as `choose_tokens`, which is the default."""
+        self._device, self._choose = device, choose or choose_tokens
         self.num_host_rows = 0
 
     def warm_up(self, vocabulary: int) -> None:
         """Load everything that steps use."""
-        for temperature in (0.0, 1.0):
-            plain = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.5)
+        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
+            plain = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p)
             ruled = replace(plain, allowed_token_ids=(0,), presence_penalty=1.0, num_logprobs=1)
             for params in (plain, ruled):
                 request = Request(request_id="", prompt_ids=(0,), params=params, arrival_s=0.0)
@@ -66,8 +70,10 @@ class DeviceSampler:
         logits_RV = logits_RV.contiguous()
         R, V = logits_RV.shape
         plan = make_plan(contexts, V, self._device)
+        if plan.edited_E.numel():
+            logits_RV = logits_RV.float()  # does nothing if they are float32
         kept_KV = logits_RV.index_select(0, plan.kept_row_K) if plan.kept_rows else logits_RV
-        found = _read(_launch(logits_RV, kept_KV, plan))
+        found = _read(self._launch(logits_RV, kept_KV, plan))
         token_ids: list[int] = found[:R].tolist()
         logprobs: list[Logprobs | None] = [None] * R
         if plan.asked:
@@ -88,25 +94,25 @@ class DeviceSampler:
         found = _read([measure(logits_CV.contiguous(), asked, token_C).flatten()])
         return read_measured(found, asked, next_ids, logits_CV.shape[1], with_rank=True)
 
+    def _launch(self, logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
+        """Return int64 tensors: token ids [R], whether each masked row has no token left [M], and numbers for logprobs."""
+        id_R = self._choose(logits_RV, plan)
+        parts = [id_R]
+        if plan.masked_rows:  # the token of such a row has a logit of -inf
+            row_M = plan.masked_row_M
+            place_M = row_M * logits_RV.shape[1] + id_R.index_select(0, row_M)
+            parts.append(logits_RV.view(-1).index_select(0, place_M).isneginf().long())
+        if plan.asked:
+            parts.append(measure(kept_KV, plan.asked, id_R).flatten())
+        return parts
+
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _launch(logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
-    """Return int64 tensors: token ids [R], whether each masked row has no token left [M], and numbers for logprobs."""
-    id_R = choose_tokens(logits_RV, plan)
-    parts = [id_R]
-    if plan.masked_rows:
-        masked_MV = logits_RV.index_select(0, plan.masked_row_M)
-        parts.append(masked_MV.amax(dim=1).isneginf().long())
-    if plan.asked:
-        parts.append(measure(kept_KV, plan.asked, id_R).flatten())
-    return parts
-
-
 def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
-    """Choose a token per row. Does not wait for the device.
+    """Choose a token per row in plain torch. Does not wait for the device.
 
     Args:
         logits_RV: float32 contiguous. Rows with a mask or edits are changed in place.
@@ -118,7 +124,7 @@ def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
         raise ValueError(
             f"logits_RV is {logits_RV.dtype} with strides {logits_RV.stride()}; it must be contiguous float32"
         )
-    _edit(logits_RV, plan)
+    edit_logits(logits_RV, plan)
     _mask(logits_RV, plan)
     id_R = logits_RV.argmax(dim=1)
     begin = 0
@@ -129,7 +135,7 @@ def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
     return id_R
 
 
-def _edit(logits_RV: Tensor, plan: SamplingPlan) -> None:
+def edit_logits(logits_RV: Tensor, plan: SamplingPlan) -> None:
     """Apply bias, repetition penalty, then frequency and presence penalties to the few logits that have them."""
     if not plan.edited_E.numel():
         return
@@ -183,7 +189,7 @@ def measure(logits_KV: Tensor, asked: Rows[LogprobQuery], token_T: Tensor) -> Te
     has no ties to break.
 
     Args:
-        logits_KV: float32 contiguous.
+        logits_KV: Contiguous.
         asked: L rows, at least one.
         token_T: int64 tokens; each query names one.
 
@@ -206,7 +212,7 @@ def measure(logits_KV: Tensor, asked: Rows[LogprobQuery], token_T: Tensor) -> Te
     parts = []
     for begin in range(0, len(asked), MOST_ROWS):
         part = {name: each[begin : begin + MOST_ROWS] for name, each in sent.items()}
-        x_LV = logits_KV.index_select(0, part["place"])
+        x_LV = logits_KV.index_select(0, part["place"]).float()
         top_L1 = x_LV.amax(dim=1, keepdim=True)
         sum_L = ((x_LV - top_L1).exp_().double() * _SUM_UNITS).long().sum(dim=1)
         mine_L1 = x_LV.gather(1, token_T.index_select(0, part["token"])[:, None])

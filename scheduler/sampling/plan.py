@@ -19,7 +19,8 @@ from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import LEAST_TEMPERATURE, uniform_at
 from scheduler.sampling.sampler import LEAST_PENALTY
 
-MOST_ROWS = 32  # rows sorted or measured at once; each takes about 40 bytes x vocabulary
+MOST_ROWS = 16  # rows that torch sorts or measures at once; each takes about 40 bytes x vocabulary
+SMALL_TOP_K = 1024  # up to this, the kernels need no sums over the vocabulary
 _ALIGNMENT = 16  # bytes; enough for every type and for vector loads
 
 
@@ -43,8 +44,10 @@ class LogprobQuery(NamedTuple):
 class SamplingPlan:
     """How a step's rows are sampled. Tensors are on the device; those with a D list the rows of all draws in turn."""
 
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...]  # those without filters come first
+    has_open_rows: bool  # whether a filtered row has no small top-k
     row_D: Tensor  # int64
+    draw_of_row_R: Tensor  # int32, the place of each row in the D's, or -1
     inverse_temperature_D: Tensor  # float32
     least_weight_D: Tensor  # float32, min-p: share of the top's weight
     top_k_D: Tensor  # int64, at least 1
@@ -78,13 +81,17 @@ def make_plan(contexts: Rows[TokenContext], vocabulary: int, device: torch.devic
         if ruled_V is not None or _is_penalised(context):
             edits[row] = _Edits.of(context, ruled_V)
     draws = _draws(contexts)
+    drawn = [row for draw in draws for row in draw.rows]
+    draw_of_row_R = np.full(len(contexts), -1, np.int32)
+    draw_of_row_R[drawn] = np.arange(len(drawn))
     asking = [row for row, each in enumerate(contexts) if each.request.params.num_logprobs is not None]
     is_changed = bool(masks) or any(each.ids.size for each in edits.values())
     kept_rows = tuple(sorted({*asking, *masks})) if is_changed else ()
     place_of = {row: place for place, row in enumerate(kept_rows or range(len(contexts)))}
     arrays = {
-        **_drawn_arrays([contexts[row] for draw in draws for row in draw.rows], vocabulary),
-        "row_D": np.array([row for draw in draws for row in draw.rows], np.int64),
+        **_drawn_arrays([contexts[row] for row in drawn], vocabulary),
+        "row_D": np.array(drawn, np.int64),
+        "draw_of_row_R": draw_of_row_R,
         "masked_row_M": np.array(list(masks), np.int64),
         "mask_MW": np.stack(list(masks.values())) if masks else np.empty((0, 0), np.int32),
         "kept_row_K": np.array(kept_rows, np.int64),
@@ -96,6 +103,12 @@ def make_plan(contexts: Rows[TokenContext], vocabulary: int, device: torch.devic
     return SamplingPlan(
         **send(arrays, device),
         draws=draws,
+        has_open_rows=any(
+            not 0 < contexts[row].request.params.top_k <= SMALL_TOP_K
+            for draw in draws
+            for row in draw.rows
+            if draw.is_filtered
+        ),
         masked_rows=tuple(masks),
         kept_rows=kept_rows,
         asked=tuple(

@@ -114,7 +114,8 @@ def open_sampler(config: EngineConfig, model: Model) -> Sampler:
         host = HostSampler(model.step.team)
         host.warm_up()
         return host
-    sampler = DeviceSampler(model.device)
+    gpu = importlib.import_module("scheduler.sampling.gpu.draws")
+    sampler = DeviceSampler(model.device, gpu.KernelChoice(model.device))
     sampler.warm_up(model.lm_head.shape[0])
     return sampler
 

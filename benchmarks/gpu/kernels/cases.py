@@ -37,7 +37,7 @@ from benchmarks.gpu.ranks.checks import combine_call, permute_call
 from benchmarks.gpu.ranks.models import ExpertShape, sequence_of
 from benchmarks.gpu.results import Setting
 from scheduler.policy.request import SamplingParams
-from scheduler.sampling.device_sampler import choose_tokens
+from scheduler.sampling.gpu.draws import KernelChoice
 from scheduler.sampling.plan import make_plan
 from scheduler.sampling.sampler import sample
 
@@ -46,6 +46,7 @@ KINDS = {
     "temperature": SamplingParams(max_tokens=8, temperature=0.8),
     "top p": SamplingParams(max_tokens=8, temperature=0.8, top_p=0.95),
     "top k": SamplingParams(max_tokens=8, temperature=1.0, top_k=50, min_p=0.02),
+    "top k and p": SamplingParams(max_tokens=8, temperature=0.6, top_k=20, top_p=0.95),
 }
 
 
@@ -66,7 +67,7 @@ def sampling_call(
         return bench.integers(chosen).float()
 
     return Call(
-        run=functools.partial(choose_tokens, logits, plan),
+        run=functools.partial(KernelChoice(bench.device), logits, plan),
         prepare=lambda: None,
         result=lambda ids: ids.float(),
         oracle=oracle,
@@ -155,7 +156,7 @@ def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
         "rows": _rows(),
         "sampling": [
             TimedCase(f"{kind}, {rows} rows", partial(sampling_call, rows=rows, vocabulary=151936, kinds=[kind]))
-            for kind in ("greedy", "temperature", "top p")
+            for kind in ("greedy", "temperature", "top k and p", "top p")
             for rows in (1, 32, 256)
         ],
     }  # fmt: skip

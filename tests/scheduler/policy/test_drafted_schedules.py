@@ -70,9 +70,8 @@ def test_a_token_too_many_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a scheduler keeps a draft that was not sampled."""
     take = Scheduler._take
 
-    def keeps_drafts(self: Scheduler, item, drawn):  # type: ignore[no-untyped-def]
-        drawn = [(draft, None) for draft in item.drafts] + drawn[len(item.drafts) :]
-        return take(self, item, drawn)
+    def keeps_drafts(self: Scheduler, item, drawn, logprobs):  # type: ignore[no-untyped-def]
+        return take(self, item, [*item.drafts, *drawn[len(item.drafts) :]], logprobs)
 
     monkeypatch.setattr(Scheduler, "_take", keeps_drafts)
     with pytest.raises(AssertionError):

@@ -204,16 +204,17 @@ def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pyt
     assert len(waits) == 1
 
 
-def test_a_warm_up_samples_in_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_up_samples_in_every_way() -> None:
     seen = []
 
     def note(rows: torch.Tensor, made: plan.SamplingPlan) -> torch.Tensor:
-        seen.append((bool(made.draws), bool(made.masked_rows), bool(made.edited_E.numel()), bool(made.asked)))
+        ways = tuple(draw.is_filtered for draw in made.draws)
+        seen.append((ways, bool(made.masked_rows), bool(made.edited_E.numel()), bool(made.asked)))
         return choose_tokens(rows, made)
 
-    monkeypatch.setattr("scheduler.sampling.device_sampler.choose_tokens", note)
-    DeviceSampler(CPU).warm_up(40)
-    assert {each[:2] for each in seen} == {(a, b) for a in (False, True) for b in (False, True)}
+    DeviceSampler(CPU, note).warm_up(40)
+    kinds = {(), (False,), (True,)}  # whether filters exclude tokens, for each way of drawing
+    assert {each[:2] for each in seen} == {(a, b) for a in kinds for b in (False, True)}
     assert any(each[2] for each in seen) and any(each[3] for each in seen)
 
 
