@@ -5,6 +5,11 @@ what to do, take the inbox, plan, post the header of the next step, run, commit,
 step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
 on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
+A rank that serves alone on a GPU overlaps its steps, so that the GPU never waits for Python: it plans and launches a
+step while the one before runs, and then commits that one. A sequence that ended with a stop token has one row too many
+in the step behind it; its token is dropped. A step that `Underway.may_run_on` excludes is committed before the next one
+is planned, as without overlap.
+
 If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
 and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
 overwrites everything it wrote, so it becomes the first step of the next epoch. An order that lets a rank join takes
@@ -36,7 +41,7 @@ from scheduler.policy.request import (
 from scheduler.policy.scheduler import Scheduler
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
 from scheduler.step.prefill_pace import PrefillPace
-from scheduler.step.runner import Runner
+from scheduler.step.runner import Runner, Underway
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
@@ -49,6 +54,13 @@ class _Planned(NamedTuple):
 
     batch: StepBatch
     outputs: list[RequestOutput]  # for requests that arrived or ended before the step
+
+
+class _Running(NamedTuple):
+    """A launched step that is not committed yet."""
+
+    underway: Underway
+    agreement: Agreement
 
 
 class _Serving(NamedTuple):
@@ -84,6 +96,7 @@ class Engine:
         *,
         prefill_pace: PrefillPace | None = None,
         drafter: Drafter | None = None,
+        overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -93,12 +106,18 @@ class Engine:
             epochs: Follows orders. With None there are no orders, and a lost rank is an error.
             prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
             drafter: The scheduler's drafter; learns the duration of steps.
+            overlaps: Whether to launch a step before the one before it ends, in epochs in which this rank serves alone.
+                Not with a drafter, which needs the newest token.
         """
+        assert not (overlaps and drafter), (
+            "drafts follow the newest token, which overlapped steps do not know"
+        )
         assert lockstep or epochs, "an engine without an epoch must follow orders"
         self._epochs, self._heart = epochs, heart
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
         self._planned: _Planned | None = None
+        self._overlaps, self._running = overlaps, deque[_Running]()  # at most one
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
@@ -232,6 +251,7 @@ class Engine:
             if self._epochs is None:
                 raise
             reason, decision = f"{type(error).__name__}: {error}", Decision.REGROUP
+        self._drain(on_step)
         if decision is Decision.REGROUP:
             # Outside the handler: an error's traceback keeps groups alive, and they must end now.
             assert self._epochs is not None, "without orders no rank announces one"
@@ -255,6 +275,7 @@ class Engine:
             progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
             if switch_to is not None:
+                self._drain(on_step)
                 self._relocation.switch(switch_to, lockstep.step)
             if decision in (Decision.STOP, Decision.REGROUP):
                 return decision
@@ -272,8 +293,17 @@ class Engine:
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
         self._structures.masks.begin_step()
-        self._planned = batch, outputs = self._planned or self._plan(agreement)
+        self._planned = self._planned or self._plan(agreement)
         self._post_next(lockstep)
+        if self._overlaps and self._runner.dispatcher.world_size == 1:
+            self._run_overlapped(*self._planned, agreement, on_step)
+        else:
+            self._run_alone(*self._planned, agreement, on_step)
+
+    def _run_alone(
+        self, batch: StepBatch, outputs: list[RequestOutput], agreement: Agreement, on_step: OnStep
+    ) -> None:
+        """Run a step to its end."""
         begun_s = time.perf_counter()
         sampled = self._runner.run(
             batch,
@@ -288,6 +318,46 @@ class Engine:
         on_step(outputs, self._stats(batch.num_tokens))
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
+
+    def _run_overlapped(
+        self, batch: StepBatch, outputs: list[RequestOutput], agreement: Agreement, on_step: OnStep
+    ) -> None:
+        """Launch a step behind the one that runs, and commit that one. The new step runs on if it may."""
+        num_tokens = 0
+        self._planned = None
+        # No other rank needs this one's experts. But requests that wait for their masks are not polled without a pause.
+        if batch.items or (self._scheduler.has_work and not self._running):
+            before = self._running[0].underway if self._running else None
+            underway = self._runner.launch(
+                batch,
+                agreement.agreed_tokens,
+                has_prefill=agreement.has_prefill,
+                wait_cause=agreement.wait_cause,
+                before=before,
+            )
+            outputs += self._finish_running()
+            self._runner.sample(underway)  # now all tokens before this step's are known
+            self._running.append(_Running(underway, agreement))
+            num_tokens = batch.num_tokens
+            if underway.may_run_on:
+                on_step(outputs, self._stats(num_tokens))
+                return
+        outputs += self._finish_running()
+        on_step(outputs, self._stats(num_tokens))
+
+    def _drain(self, on_step: OnStep) -> None:
+        """Commit the running step, if there is one, and deliver its outputs."""
+        if self._running:
+            on_step(self._finish_running(), self._stats(0))
+
+    def _finish_running(self) -> list[RequestOutput]:
+        """Wait for the running step, if there is one, and commit it. Returns its outputs."""
+        if not self._running:
+            return []
+        underway, agreement = self._running.popleft()
+        batch, sampled = underway.batch, self._runner.read(underway)
+        self._note_step(batch, underway.seconds, agreement)
+        return self._scheduler.commit(batch, *sampled) + batch.begun
 
     def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
         begun_s = time.perf_counter()

@@ -7,7 +7,7 @@ import torch
 
 from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
 from kvcache.states import NO_STATE, StatePiece
-from kvcache.step import Span
+from kvcache.step import Drawn, Span
 
 MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
 
@@ -264,3 +264,30 @@ def test_recurrences_get_the_rows_of_whole_sequences(step: DeviceStep) -> None:
         step.inputs(range(7), range(4))
         assert step.on_device.walk_start_W.tolist() == walked
         assert step.on_device.chunk_start_C.tolist() == in_chunks
+
+
+def test_tokens_that_an_earlier_step_samples_are_gathered_on_the_device(step: DeviceStep) -> None:
+    """They take the places of unknown ones. All other parts stay where graphs look for them."""
+    step.fill(decodes(3, 4, 5), 3)
+    step.inputs([1, 2, 3], [0, 1, 2])
+    before = [tensor.data_ptr() for tensor in step.on_device]
+    sampled = torch.tensor([70, 71, 72, 73])
+    step.fill(decodes(4, 6, 9), 3)
+    inputs = step.inputs([0, 8, 0], [0, 1, 2], Drawn(sampled, [0, 2], [3, 1]))
+    assert inputs.token_T.tolist() == [73, 8, 71, 0]
+    assert [tensor.data_ptr() for tensor in step.on_device] == before
+    assert sampled.tolist() == [70, 71, 72, 73]
+
+
+def test_the_buffer_on_the_host_holds_the_largest_step_whose_tokens_are_all_unknown() -> None:
+    step = DeviceStep(
+        max_tokens=20, max_sequences=20, max_blocks=2, block_tokens=BLOCK, device=torch.device("cpu")
+    )
+    step.has_states = step.tells_long = True
+    spans = [
+        Span(16 + row % 16, 1, [2 * row, 2 * row + 1], (StatePiece(0, 1, 1),), is_long=True)
+        for row in range(20)
+    ]
+    step.fill(spans, 20)
+    inputs = step.inputs([0] * 20, range(20), Drawn(torch.arange(50, 70), range(20), range(20)))
+    assert inputs.token_T.tolist() == [*range(50, 70)]

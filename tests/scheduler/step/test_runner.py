@@ -88,5 +88,6 @@ def test_a_step_with_prompts_is_counted_twice() -> None:
 
 def _runner_of(dispatcher: Any, *, passes: Any = None, model: Any = None, forward: Any = None) -> Runner:
     unused: Any = None
-    sampler: Any = SimpleNamespace(sample=lambda *_: Sampled([], []))
+    drawing = SimpleNamespace(read=lambda: Sampled([], []), is_settled=True)
+    sampler: Any = SimpleNamespace(begin=lambda *_: drawing)
     return Runner(model, unused, dispatcher, forward, sampler, passes)
