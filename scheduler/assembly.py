@@ -53,6 +53,7 @@ from scheduler.step.parts import (
     open_lockstep,
     open_sampler,
 )
+from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize, cache_size
@@ -169,6 +170,7 @@ def assemble(
         prefill_pace=pace,
         drafter=drafter,
         overlaps=_overlaps(config, drafter, size),
+        plan_time=PlanTime() if backend.device.type == "cuda" else None,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"

@@ -6,7 +6,7 @@ step too, on padded rows, because other ranks' tokens need its experts. If no ra
 on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
 A rank that serves alone on a GPU overlaps its steps, so that the GPU never waits for Python: it plans and launches a
-step while the one before runs, and then commits that one. A sequence that ended with a stop token has one row too many
+step while the one before runs (as late as it may: `plan_time`), and then commits that one. A sequence that ended with a stop token has one row too many
 in the step behind it; its token is dropped. A step that `Underway.may_run_on` excludes is committed before the next one
 is planned, as without overlap.
 
@@ -40,6 +40,7 @@ from scheduler.policy.request import (
 )
 from scheduler.policy.scheduler import Scheduler
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner, Underway
 from scheduler.structure.compiler import StructureCompiler, Structured
@@ -97,6 +98,7 @@ class Engine:
         prefill_pace: PrefillPace | None = None,
         drafter: Drafter | None = None,
         overlaps: bool = False,
+        plan_time: PlanTime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -108,6 +110,7 @@ class Engine:
             drafter: The scheduler's drafter; learns the duration of steps.
             overlaps: Whether to launch a step before the one before it ends, in epochs in which this rank serves alone.
                 Not with a drafter, which needs the newest token.
+            plan_time: Delays the plans of overlapped steps. None plans at once.
         """
         assert not (overlaps and drafter), (
             "drafts follow the newest token, which overlapped steps do not know"
@@ -117,7 +120,8 @@ class Engine:
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
         self._planned: _Planned | None = None
-        self._overlaps, self._running = overlaps, deque[_Running]()  # at most one
+        self._overlaps, self._plan_time = overlaps, plan_time
+        self._running: deque[_Running] = deque()  # at most one
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
@@ -292,6 +296,10 @@ class Engine:
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
+        if self._plan_time is not None:
+            if self._running:
+                self._plan_time.wait()
+            self._plan_time.begin_plan()
         self._structures.masks.begin_step()
         self._planned = self._planned or self._plan(agreement)
         self._post_next(lockstep)
@@ -335,6 +343,10 @@ class Engine:
                 wait_cause=agreement.wait_cause,
                 before=before,
             )
+            if self._plan_time is not None:
+                self._plan_time.end_launch(
+                    num_decodes=batch.num_decode_tokens, num_prefill=batch.num_prefill_tokens
+                )
             outputs += self._finish_running()
             self._runner.sample(underway)  # now all tokens before this step's are known
             self._running.append(_Running(underway, agreement))
@@ -356,6 +368,10 @@ class Engine:
             return []
         underway, agreement = self._running.popleft()
         batch, sampled = underway.batch, self._runner.read(underway)
+        if self._plan_time is not None:
+            self._plan_time.end_step(
+                underway.seconds, num_decodes=batch.num_decode_tokens, num_prefill=batch.num_prefill_tokens
+            )
         self._note_step(batch, underway.seconds, agreement)
         return self._scheduler.commit(batch, *sampled) + batch.begun
 

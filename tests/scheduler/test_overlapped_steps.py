@@ -15,6 +15,7 @@ import pytest
 from scheduler.assembly import Assembled
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, Structure, TokenBias
+from scheduler.step.plan_time import PlanTime
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.gpu.path import build_interpreted
@@ -305,6 +306,26 @@ def test_a_step_is_planned_and_launched_before_the_one_before_is_read(
     else:
         assert device.events == in_turn * 21, "the last one is a step of padded rows"
     assert device.idle_ms == (3.0 if overlaps else 3.0 + 20 * 7.0)
+
+
+def test_an_arrival_waits_for_one_step_at_most_and_the_device_stays_busy(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are late: 10 ms a step, less 1.25 times the 3 ms from plan to launch, less the margin."""
+    built = engine_of(directory, overlaps=True)
+    device = Device(built, 10.0, {"schedule": 1.0, "launch": 2.0, "commit": 0.5})
+    monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: int(device.now_ms * 1e6))
+    slept_ms: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept_ms.append(seconds * 1e3)
+        device.now_ms += seconds * 1e3
+
+    built.engine._plan_time = PlanTime(clock=lambda: device.now_ms / 1e3, sleep=sleep)
+    serve(built, [request("0", range(3, 9), max_tokens=30)])
+    assert device.idle_ms == 3.0, "only before the first step"
+    # The commit comes after a step's begin and before the wait.
+    assert slept_ms == [pytest.approx(10.0 - 0.5 - 1.25 * 3.0 - 1.0)] * len(slept_ms) and len(slept_ms) > 15
 
 
 def test_a_stop_delivers_the_running_step_s_tokens(directory: Path) -> None:
