@@ -8,7 +8,7 @@ on a largest number of tokens for a step, the step keeps to it: later arrivals o
 A rank that serves alone on a GPU overlaps its steps, so that the GPU never waits for Python: it plans and launches a
 step while the one before runs (as late as it may: `plan_time`), and then commits that one. A sequence that ended with a stop token has one row too many
 in the step behind it; its token is dropped. A step that `Underway.may_run_on` excludes is committed before the next one
-is planned, as without overlap.
+is planned, as without overlap. Alone, it is not bound by what was agreed before a request arrived.
 
 If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
 and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
@@ -301,9 +301,14 @@ class Engine:
                 self._plan_time.wait()
             self._plan_time.begin_plan()
         self._structures.masks.begin_step()
+        is_overlapped = self._overlaps and self._runner.dispatcher.world_size == 1
+        if is_overlapped:
+            agreement = agreement._replace(agreed_tokens=0)
         self._planned = self._planned or self._plan(agreement)
         self._post_next(lockstep)
-        if self._overlaps and self._runner.dispatcher.world_size == 1:
+        if is_overlapped:
+            has_prefill = self._planned.batch.num_prefill_tokens > 0
+            agreement = agreement._replace(has_prefill=has_prefill)
             self._run_overlapped(*self._planned, agreement, on_step)
         else:
             self._run_alone(*self._planned, agreement, on_step)

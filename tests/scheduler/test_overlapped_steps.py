@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from torch.distributed import HashStore
 
-from scheduler.assembly import Assembled
+from scheduler.assembly import Assembled, assemble
+from scheduler.epochs.orders import Order
 from scheduler.policy.batch import StepBatch
+from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, Structure, TokenBias
 from scheduler.step.plan_time import PlanTime
 from scheduler.structure.compiler import Vocabulary
-from tests.support.engines.serving import build, occupy, request, serve
+from tests.support.engines.serving import WaveDoorbell, build, occupy, request, serve
 from tests.support.gpu.path import build_interpreted
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
@@ -311,21 +314,30 @@ def test_a_step_is_planned_and_launched_before_the_one_before_is_read(
 def test_an_arrival_waits_for_one_step_at_most_and_the_device_stays_busy(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans are late: 10 ms a step, less 1.25 times the 3 ms from plan to launch, less the margin."""
+    """Plans are late: 10 ms a step, less 1.25 times the 3 ms from plan to launch, less the margin. The next step has the
+    whole prompt of a request that arrives before, although it was not announced."""
     built = engine_of(directory, overlaps=True)
     device = Device(built, 10.0, {"schedule": 1.0, "launch": 2.0, "commit": 0.5})
     monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: int(device.now_ms * 1e6))
     slept_ms: list[float] = []
+    log = log_of(built)
+    num_launched = 0
 
     def sleep(seconds: float) -> None:
+        nonlocal num_launched
         slept_ms.append(seconds * 1e3)
         device.now_ms += seconds * 1e3
+        if len(slept_ms) == 5:
+            built.engine.submit(request("1", range(40, 60), max_tokens=1))
+            num_launched = sum(event == "launch" for event, _ in log)
 
     built.engine._plan_time = PlanTime(clock=lambda: device.now_ms / 1e3, sleep=sleep)
     serve(built, [request("0", range(3, 9), max_tokens=30)])
     assert device.idle_ms == 3.0, "only before the first step"
     # The commit comes after a step's begin and before the wait.
     assert slept_ms == [pytest.approx(10.0 - 0.5 - 1.25 * 3.0 - 1.0)] * len(slept_ms) and len(slept_ms) > 15
+    launched = [batch for event, batch in log if event == "launch"]
+    assert [each.num_prefill_tokens for each in launched[num_launched - 1 : num_launched + 2]] == [0, 20, 0]
 
 
 def test_a_stop_delivers_the_running_step_s_tokens(directory: Path) -> None:
@@ -346,6 +358,35 @@ def test_a_stop_delivers_the_running_step_s_tokens(directory: Path) -> None:
     built.engine.run(on_step)
     log = [len(built.scheduler.running[0].token_ids) - 6, len(tokens)]
     assert not built.engine._running and log[0] == log[1] > 4
+
+
+def test_an_order_commits_the_running_step_and_changes_no_token(directory: Path) -> None:
+    """The next epoch continues with the step that follows it."""
+    asked = request("0", range(3, 9), max_tokens=20)
+    wanted = serve(engine_of(directory, overlaps=False), [asked]).token_ids["0"]
+    config = EngineConfig(
+        directory=directory, kv_cache_bytes=8 << 20, max_model_len=128, max_num_seqs=6, overlaps_steps=True
+    )
+    built = assemble(config, WaveDoorbell(), store=HashStore(), is_joining=True)
+    engine, tokens, epochs, steps = built.engine, list[int](), list[int](), 0
+
+    def on_step(outputs: list[RequestOutput], _stats: RankStats) -> None:
+        nonlocal steps
+        steps += 1
+        for output in outputs:
+            tokens.extend(output.token_ids)
+            if output.finish_reason is not None:
+                engine.stop()
+        if steps in (5, 9):
+            assert engine._running
+            engine.regroup(Order(len(epochs) + 1, (0,), built.relocation.placement))
+
+    engine.tell_membership(lambda *_, **__: None, epochs.append)
+    engine.regroup(Order(1, (0,), built.relocation.placement))
+    engine.submit(asked)
+    engine.run(on_step)
+    engine.close()
+    assert epochs == [1, 2, 3] and tokens == wanted
 
 
 def overlapped_and_not(directory: Path, seed: int) -> tuple[dict[str, Answer], dict[str, Answer], int]:
