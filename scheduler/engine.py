@@ -5,10 +5,8 @@ what to do, take the inbox, plan, post the header of the next step, run, commit,
 step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
 on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
-A rank that serves alone on a GPU overlaps its steps, so that the GPU never waits for Python: it plans and launches a
-step while the one before runs (as late as it may: `plan_time`), and then commits that one. A sequence that ended with a stop token has one row too many
-in the step behind it; its token is dropped. A step that `Underway.may_run_on` excludes is committed before the next one
-is planned, as without overlap. Alone, it is not bound by what was agreed before a request arrived.
+A rank that serves alone on a GPU launches a step while the one before runs (`step.overlap`). It is not bound by what was
+agreed before a request arrived.
 
 If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
 and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
@@ -39,10 +37,12 @@ from scheduler.policy.request import (
     Withdraw,
 )
 from scheduler.policy.scheduler import Scheduler
+from scheduler.sampling.sampler import Sampled
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.overlap import OverlappedSteps
 from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
-from scheduler.step.runner import Runner, Underway
+from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
@@ -55,13 +55,6 @@ class _Planned(NamedTuple):
 
     batch: StepBatch
     outputs: list[RequestOutput]  # for requests that arrived or ended before the step
-
-
-class _Running(NamedTuple):
-    """A launched step that is not committed yet."""
-
-    underway: Underway
-    agreement: Agreement
 
 
 class _Serving(NamedTuple):
@@ -120,8 +113,7 @@ class Engine:
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
         self._planned: _Planned | None = None
-        self._overlaps, self._plan_time = overlaps, plan_time
-        self._running: deque[_Running] = deque()  # at most one
+        self._overlapped = OverlappedSteps(runner, self._commit, plan_time) if overlaps else None
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
@@ -296,27 +288,12 @@ class Engine:
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
-        if self._plan_time is not None:
-            if self._running:
-                self._plan_time.wait()
-            self._plan_time.begin_plan()
+        if self._overlapped is not None and self._overlapped.may_overlap:
+            self._step_overlapped(self._overlapped, lockstep, agreement, on_step)
+            return
         self._structures.masks.begin_step()
-        is_overlapped = self._overlaps and self._runner.dispatcher.world_size == 1
-        if is_overlapped:
-            agreement = agreement._replace(agreed_tokens=0)
-        self._planned = self._planned or self._plan(agreement)
+        self._planned = batch, outputs = self._planned or self._plan(agreement)
         self._post_next(lockstep)
-        if is_overlapped:
-            has_prefill = self._planned.batch.num_prefill_tokens > 0
-            agreement = agreement._replace(has_prefill=has_prefill)
-            self._run_overlapped(*self._planned, agreement, on_step)
-        else:
-            self._run_alone(*self._planned, agreement, on_step)
-
-    def _run_alone(
-        self, batch: StepBatch, outputs: list[RequestOutput], agreement: Agreement, on_step: OnStep
-    ) -> None:
-        """Run a step to its end."""
         begun_s = time.perf_counter()
         sampled = self._runner.run(
             batch,
@@ -324,60 +301,38 @@ class Engine:
             has_prefill=agreement.has_prefill,
             wait_cause=agreement.wait_cause,
         )
-        self._note_step(batch, time.perf_counter() - begun_s, agreement)
-        self._planned = None
-        outputs += self._scheduler.commit(batch, *sampled)
-        outputs += batch.begun
+        seconds, self._planned = time.perf_counter() - begun_s, None
+        outputs += self._commit(batch, sampled, seconds, agreement)
         on_step(outputs, self._stats(batch.num_tokens))
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
 
-    def _run_overlapped(
-        self, batch: StepBatch, outputs: list[RequestOutput], agreement: Agreement, on_step: OnStep
+    def _step_overlapped(
+        self, steps: OverlappedSteps, lockstep: LockStep, agreement: Agreement, on_step: OnStep
     ) -> None:
-        """Launch a step behind the one that runs, and commit that one. The new step runs on if it may."""
-        num_tokens = 0
+        """Plan a step and launch it behind the running one, which is committed meanwhile."""
+        steps.begin_plan()
+        self._structures.masks.begin_step()
+        batch, outputs = self._planned or self._plan(agreement._replace(agreed_tokens=0))
         self._planned = None
+        self._post_next(lockstep)
         # No other rank needs this one's experts. But requests that wait for their masks are not polled without a pause.
-        if batch.items or (self._scheduler.has_work and not self._running):
-            before = self._running[0].underway if self._running else None
-            underway = self._runner.launch(
-                batch,
-                agreement.agreed_tokens,
-                has_prefill=agreement.has_prefill,
-                wait_cause=agreement.wait_cause,
-                before=before,
-            )
-            if self._plan_time is not None:
-                self._plan_time.end_launch(
-                    num_decodes=batch.num_decode_tokens, num_prefill=batch.num_prefill_tokens
-                )
-            outputs += self._finish_running()
-            self._runner.sample(underway)  # now all tokens before this step's are known
-            self._running.append(_Running(underway, agreement))
-            num_tokens = batch.num_tokens
-            if underway.may_run_on:
-                on_step(outputs, self._stats(num_tokens))
-                return
-        outputs += self._finish_running()
-        on_step(outputs, self._stats(num_tokens))
+        if batch.items or (self._scheduler.has_work and not steps.is_running):
+            own = agreement._replace(agreed_tokens=0, has_prefill=batch.num_prefill_tokens > 0)
+            outputs += steps.run(batch, own)
+        else:
+            outputs += steps.finish()
+        on_step(outputs, self._stats(batch.num_tokens))
 
     def _drain(self, on_step: OnStep) -> None:
         """Commit the running step, if there is one, and deliver its outputs."""
-        if self._running:
-            on_step(self._finish_running(), self._stats(0))
+        if self._overlapped is not None and self._overlapped.is_running:
+            on_step(self._overlapped.finish(), self._stats(0))
 
-    def _finish_running(self) -> list[RequestOutput]:
-        """Wait for the running step, if there is one, and commit it. Returns its outputs."""
-        if not self._running:
-            return []
-        underway, agreement = self._running.popleft()
-        batch, sampled = underway.batch, self._runner.read(underway)
-        if self._plan_time is not None:
-            self._plan_time.end_step(
-                underway.seconds, num_decodes=batch.num_decode_tokens, num_prefill=batch.num_prefill_tokens
-            )
-        self._note_step(batch, underway.seconds, agreement)
+    def _commit(
+        self, batch: StepBatch, sampled: Sampled, seconds: float, agreement: Agreement
+    ) -> list[RequestOutput]:
+        self._note_step(batch, seconds, agreement)
         return self._scheduler.commit(batch, *sampled) + batch.begun
 
     def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:

@@ -18,6 +18,7 @@ from scheduler.epochs.orders import Order
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, Structure, TokenBias
+from scheduler.step.overlap import OverlappedSteps
 from scheduler.step.plan_time import PlanTime
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import WaveDoorbell, build, occupy, request, serve
@@ -127,7 +128,8 @@ def answers(built: Assembled, given: Workload) -> dict[str, Answer]:
     free = built.scheduler.stats.num_free_blocks
     engine.run(on_step)
     assert built.scheduler.stats.num_free_blocks == free, "blocks leaked"
-    assert not engine._running and not built.scheduler.has_work
+    assert engine._overlapped is None or not engine._overlapped.is_running
+    assert not built.scheduler.has_work
     return found
 
 
@@ -182,6 +184,11 @@ def test_overlapped_steps_give_every_request_the_same_bits(
         if leaving is not None:
             assert built.scheduler.stats.num_preemptions > 0
     check_same(both[1], both[0])
+
+
+def overlapped_of(built: Assembled) -> OverlappedSteps:
+    assert built.engine._overlapped is not None
+    return built.engine._overlapped
 
 
 def log_of(built: Assembled) -> list[tuple[str, StepBatch]]:
@@ -331,7 +338,7 @@ def test_an_arrival_waits_for_one_step_at_most_and_the_device_stays_busy(
             built.engine.submit(request("1", range(40, 60), max_tokens=1))
             num_launched = sum(event == "launch" for event, _ in log)
 
-    built.engine._plan_time = PlanTime(clock=lambda: device.now_ms / 1e3, sleep=sleep)
+    overlapped_of(built).plan_time = PlanTime(clock=lambda: device.now_ms / 1e3, sleep=sleep)
     serve(built, [request("0", range(3, 9), max_tokens=30)])
     assert device.idle_ms == 3.0, "only before the first step"
     # The commit comes after a step's begin and before the wait.
@@ -351,13 +358,13 @@ def test_a_stop_delivers_the_running_step_s_tokens(directory: Path) -> None:
         for output in outputs:
             tokens.extend(output.token_ids)
         if steps == 5:
-            assert built.engine._running
+            assert overlapped_of(built).is_running
             built.engine.stop()
 
     built.engine.submit(request("0", range(3, 9), max_tokens=40))
     built.engine.run(on_step)
     log = [len(built.scheduler.running[0].token_ids) - 6, len(tokens)]
-    assert not built.engine._running and log[0] == log[1] > 4
+    assert not overlapped_of(built).is_running and log[0] == log[1] > 4
 
 
 def test_an_order_commits_the_running_step_and_changes_no_token(directory: Path) -> None:
@@ -378,7 +385,7 @@ def test_an_order_commits_the_running_step_and_changes_no_token(directory: Path)
             if output.finish_reason is not None:
                 engine.stop()
         if steps in (5, 9):
-            assert engine._running
+            assert overlapped_of(built).is_running
             engine.regroup(Order(len(epochs) + 1, (0,), built.relocation.placement))
 
     engine.tell_membership(lambda *_, **__: None, epochs.append)
