@@ -2,10 +2,10 @@
 
 `run` does all of it. `launch`, `sample` and `read` are its three parts, so that on a GPU a step may be launched while the
 one before still runs: its rows take that step's tokens on the device. Nothing else of a step depends on these tokens
-before `sample`, which comes after the earlier step was read. Idea: the overlapped loops of SGLang and vLLM's
-asynchronous scheduling. Both plan the sampling before the tokens are known; here penalties and seeds see them.
+before `sample`, which comes after the earlier step was read. So penalties, seeds and rules see every token.
 """
 
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
@@ -128,7 +128,10 @@ class Runner:
         logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
         if has_prefill:
             experts_s = self._model.load_counts.experts_s - experts_s
-        return Underway(batch, logits_RV, scored, begun_ns, waits, wait_cause, has_prefill, experts_s)
+        return Underway(
+            batch=batch, logits_RV=logits_RV, scored=scored, begun_ns=begun_ns, waits=waits, wait_cause=wait_cause,
+            has_prefill=has_prefill, experts_s=experts_s,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def sample(self, underway: "Underway") -> None:
@@ -210,30 +213,20 @@ class Runner:
         return found
 
 
+@dataclass(kw_only=True)
 class Underway:
-    """A launched step whose tokens were not read yet.
+    """A launched step whose tokens were not read yet. `Runner` fills it."""
 
-    Attributes:
-        drawing: The tokens, once they are sampled.
-        seconds: Time from its launch, or from the end of the step before, until its tokens were read.
-    """
-
-    def __init__(
-        self,
-        batch: StepBatch,
-        logits_RV: Tensor,
-        scored: "list[_Scored]",
-        begun_ns: int,
-        waits: Waits,
-        wait_cause: str,
-        has_prefill: bool,
-        experts_s: float,
-    ) -> None:
-        self.batch, self.logits_RV, self.scored = batch, logits_RV, scored
-        self.begun_ns, self.waits, self.wait_cause = begun_ns, waits, wait_cause
-        self.has_prefill, self.experts_s = has_prefill, experts_s
-        self.drawing: Drawing | None = None
-        self.seconds = 0.0
+    batch: StepBatch
+    logits_RV: Tensor
+    scored: "list[_Scored]"
+    begun_ns: int
+    waits: Waits  # before the step
+    wait_cause: str
+    has_prefill: bool
+    experts_s: float
+    drawing: Drawing | None = None  # its tokens, once they are sampled
+    seconds: float = 0.0  # from its launch, or the end of the step before, until its tokens were read
 
     @property
     def may_run_on(self) -> bool:
