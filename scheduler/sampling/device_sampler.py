@@ -90,7 +90,7 @@ class DeviceDrawing:
         kept_KV: Tensor,
         parts: list[Tensor],
     ) -> None:
-        """Take the results of `_launch`. `plan` is None if there is no row."""
+        """Take the results of `_launch`. `plan` is None for a step that samples nothing."""
         self._sampler, self._contexts, self._plan, self._kept_KV = sampler, contexts, plan, kept_KV
         self.token_R = parts[0]
         # The CPU may replace the token of a masked row.

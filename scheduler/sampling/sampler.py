@@ -45,7 +45,7 @@ class Drawing(Protocol):
     is_settled: bool
 
     def read(self) -> Sampled:
-        """Return the tokens when everything launched before them is done, even if there are none. Call it once."""
+        """Wait for everything launched before, even without a row to sample, and return the tokens. Call it once."""
         ...
 
 

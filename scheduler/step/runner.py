@@ -215,7 +215,7 @@ class Runner:
 
 @dataclass(kw_only=True)
 class Underway:
-    """A launched step whose tokens were not read yet. `Runner` fills it."""
+    """A launched step, until its tokens were read. `Runner` fills it."""
 
     batch: StepBatch
     logits_RV: Tensor
@@ -232,7 +232,7 @@ class Underway:
     def may_run_on(self) -> bool:
         """Whether the next step may be planned and launched before this one is read.
 
-        It may not if the CPU has a say in the tokens (a structure or a rule masks a row), if prompt tokens are scored from
+        It may not if the CPU may choose tokens again (a structure or a rule masks a row), if prompt tokens are scored from
         states that the next step overwrites, or if the next step needs the number of accepted drafts.
         """
         assert self.drawing is not None, "a step is sampled before the next one is launched"

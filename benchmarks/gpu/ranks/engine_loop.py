@@ -1,8 +1,8 @@
-"""One rank's engine whose step loop runs in a thread of this process, for one load after another.
+"""One rank's engine with its step loop in a thread of this process, for one load after another.
 
 Between loads the loop sleeps, so that the caller may use the model and the scheduler. A load of decodes begins without a
-prefill: the scheduler plans its prompts and commits them, and no model runs. Their keys and values are whatever the pages
-hold.
+prefill: the scheduler plans its prompts and commits them, but the model does not run. The pages keep their present keys
+and values.
 """
 
 import itertools
