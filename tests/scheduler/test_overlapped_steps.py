@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, Structure, TokenBias
 from scheduler.step.overlap import OverlappedSteps
 from scheduler.step.plan_time import PlanTime
+from scheduler.step.runner import Underway
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import WaveDoorbell, build, occupy, request, serve
 from tests.support.gpu.path import build_interpreted
-from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.families import VOCABULARY, make_model
+from tests.support.models.no_reads import NoReads
 from tests.support.ranks import RankPool
 
 END = 2
@@ -151,7 +154,7 @@ def check_same(found: dict[str, Answer], wanted: dict[str, Answer]) -> None:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint."""
     made: Path = tmp_path_factory.mktemp("overlapped")
-    write_checkpoint("qwen3_moe", made)
+    make_model("qwen3_moe", num_hidden_layers=2).save_pretrained(made)
     return made
 
 
@@ -179,7 +182,7 @@ def test_overlapped_steps_give_every_request_the_same_bits(
             occupy(built, leaving=leaving)
         log = log_of(built)
         longest = 24 if leaving is None else 80
-        both.append(answers(built, workload(seed, count=30, longest=longest)))
+        both.append(answers(built, workload(seed, count=18, longest=longest)))
         assert (num_behind(log) > 20) == overlaps
         if leaving is not None:
             assert built.scheduler.stats.num_preemptions > 0
@@ -396,13 +399,29 @@ def test_an_order_commits_the_running_step_and_changes_no_token(directory: Path)
     assert epochs == [1, 2, 3] and tokens == wanted
 
 
+def forbid_reads(built: Assembled) -> None:
+    """Raise an error if the host reads from the device while it launches or samples a step of decodes."""
+    launch, sample = built.runner.launch, built.runner.sample
+
+    def launched(batch: StepBatch, *arguments: Any, **options: Any) -> Underway:
+        with nullcontext() if batch.num_prefill_tokens else NoReads():
+            return launch(batch, *arguments, **options)
+
+    def sampled(underway: Underway) -> None:
+        with NoReads():
+            sample(underway)
+
+    built.runner.launch, built.runner.sample = launched, sampled  # type: ignore[method-assign]
+
+
 def overlapped_and_not(directory: Path, seed: int) -> tuple[dict[str, Answer], dict[str, Answer], int]:
-    """Serve a workload twice on the GPU path. Return also how many steps were launched behind another."""
+    """Serve a workload twice on the GPU path. No launch waits for the device. Return also how many steps were launched behind another."""
     found = []
     for overlaps in (False, True):
         built = build_interpreted(
             directory, load_vocabulary=lambda: BYTES, batch_invariant=True, overlaps_steps=overlaps
         )
+        forbid_reads(built)
         log = log_of(built)
         found.append(answers(built, workload(seed, count=8, longest=8)))
     return found[0], found[1], num_behind(log)

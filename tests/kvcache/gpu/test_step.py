@@ -1,6 +1,7 @@
 """A step arrives on the device as filled: padded rows choose nothing, and addresses depend only on the size."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,3 +292,17 @@ def test_the_buffer_on_the_host_holds_the_largest_step_whose_tokens_are_all_unkn
     step.fill(spans, 20)
     inputs = step.inputs([0] * 20, range(20), Drawn(torch.arange(50, 70), range(20), range(20)))
     assert inputs.token_T.tolist() == [*range(50, 70)]
+
+
+def test_a_step_is_filled_when_the_last_copy_is_done(step: DeviceStep) -> None:
+    """The copy is queued behind a running step, and reads what is filled."""
+    log: list[tuple[str, int]] = []
+    event = SimpleNamespace(
+        record=lambda: log.append(("copied", step.num_tokens)),
+        synchronize=lambda: log.append(("wait", step.num_tokens)),
+    )
+    step._copied = event  # type: ignore[assignment]
+    for count in (2, 5):
+        step.fill(decodes(*range(1, count + 1)), count)
+        step.inputs(range(count), range(count))
+    assert log == [("wait", 0), ("copied", 2), ("wait", 2), ("copied", 5)]
