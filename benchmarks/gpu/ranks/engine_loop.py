@@ -132,10 +132,8 @@ class EngineLoop:
             scheduler.commit(batch, [1] * count, [None] * count)
 
     def _run(self) -> None:
-        device = self.assembled.model.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         try:
+            self.assembled.model.skeleton.backend.enter_thread()
             self.assembled.engine.run(self._take)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             self._error = error
