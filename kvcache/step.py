@@ -39,6 +39,14 @@ class Inputs(NamedTuple):
     row_R: Tensor  # int64, rows for which logits are needed
 
 
+class Drawn(NamedTuple):
+    """Tokens of a step that an earlier step samples, so that only the device knows them yet."""
+
+    token_R: Tensor  # int64, the earlier step's samples, on the model's device
+    rows: Sequence[int]  # rows of the step that run them
+    sources: Sequence[int]  # their places in token_R
+
+
 class Step:
     """The packed batch of one step. Rows after `num_tokens` are padding: not cached, attended to or sampled."""
 
@@ -139,14 +147,17 @@ class Step:
         """Write the new part of a sequence's table."""
         self._table[row, begin : begin + len(block_ids)] = block_ids
 
-    def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
+    def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch. Returns the inputs of a model's forward.
 
         Args:
-            token_ids: Tokens of the step's rows, in order.
+            token_ids: Tokens of the step's rows, in order; any for the rows in `drawn`.
             rows: Rows for which logits are needed.
+            drawn: Tokens that are still unknown to the host.
         """
         self.token_T[: self.num_tokens] = torch.tensor(token_ids, dtype=torch.int64)
+        if drawn is not None:
+            self.token_T[list(drawn.rows)] = drawn.token_R[list(drawn.sources)]
         self.token_T[self.num_tokens : self.num_padded] = 0
         return Inputs(self.token_T[: self.num_padded], torch.tensor(rows, dtype=torch.int64))
 

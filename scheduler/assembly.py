@@ -53,6 +53,7 @@ from scheduler.step.parts import (
     open_lockstep,
     open_sampler,
 )
+from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize, cache_size
@@ -168,6 +169,8 @@ def assemble(
         epochs,
         prefill_pace=pace,
         drafter=drafter,
+        overlaps=_overlaps(config, drafter, size),
+        plan_time=PlanTime() if backend.device.type == "cuda" else None,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
@@ -175,6 +178,12 @@ def assemble(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
         _map_experts(skeleton, placement), relocation, structures, config.num_drafts,
     )  # fmt: skip
+
+
+def _overlaps(config: EngineConfig, drafter: Drafter | None, size: CacheSize) -> bool:
+    """Whether steps overlap. Drafts need the newest token. A recurrent state has no slot for a second step in flight."""
+    wanted = config.device.startswith("cuda") if config.overlaps_steps is None else config.overlaps_steps
+    return wanted and drafter is None and not size.num_states
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:

@@ -5,6 +5,9 @@ what to do, take the inbox, plan, post the header of the next step, run, commit,
 step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
 on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
+A rank that serves alone on a GPU launches a step while the one before runs (`step.overlap`). It is not bound by what was
+agreed before a request arrived.
+
 If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
 and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
 overwrites everything it wrote, so it becomes the first step of the next epoch. An order that lets a rank join takes
@@ -34,7 +37,10 @@ from scheduler.policy.request import (
     Withdraw,
 )
 from scheduler.policy.scheduler import Scheduler
+from scheduler.sampling.sampler import Sampled
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.overlap import OverlappedSteps
+from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
@@ -84,6 +90,8 @@ class Engine:
         *,
         prefill_pace: PrefillPace | None = None,
         drafter: Drafter | None = None,
+        overlaps: bool = False,
+        plan_time: PlanTime | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -93,12 +101,19 @@ class Engine:
             epochs: Follows orders. With None there are no orders, and a lost rank is an error.
             prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
             drafter: The scheduler's drafter; learns the duration of steps.
+            overlaps: Whether to launch a step before the one before it ends, in epochs in which this rank serves alone.
+                Not with a drafter, which needs the newest token.
+            plan_time: Delays the plans of overlapped steps. None plans at once.
         """
+        assert not (overlaps and drafter), (
+            "drafts follow the newest token, which overlapped steps do not know"
+        )
         assert lockstep or epochs, "an engine without an epoch must follow orders"
         self._epochs, self._heart = epochs, heart
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
         self._planned: _Planned | None = None
+        self._overlapped = OverlappedSteps(runner, self._commit, plan_time) if overlaps else None
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
@@ -232,6 +247,7 @@ class Engine:
             if self._epochs is None:
                 raise
             reason, decision = f"{type(error).__name__}: {error}", Decision.REGROUP
+        self._drain(on_step)
         if decision is Decision.REGROUP:
             # Outside the handler: an error's traceback keeps groups alive, and they must end now.
             assert self._epochs is not None, "without orders no rank announces one"
@@ -255,6 +271,7 @@ class Engine:
             progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
             if switch_to is not None:
+                self._drain(on_step)
                 self._relocation.switch(switch_to, lockstep.step)
             if decision in (Decision.STOP, Decision.REGROUP):
                 return decision
@@ -271,6 +288,9 @@ class Engine:
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
         self._relocation.pace.step()
+        if self._overlapped is not None and self._overlapped.may_overlap:
+            self._step_overlapped(self._overlapped, lockstep, agreement, on_step)
+            return
         self._structures.masks.begin_step()
         self._planned = batch, outputs = self._planned or self._plan(agreement)
         self._post_next(lockstep)
@@ -281,13 +301,39 @@ class Engine:
             has_prefill=agreement.has_prefill,
             wait_cause=agreement.wait_cause,
         )
-        self._note_step(batch, time.perf_counter() - begun_s, agreement)
-        self._planned = None
-        outputs += self._scheduler.commit(batch, *sampled)
-        outputs += batch.begun
+        seconds, self._planned = time.perf_counter() - begun_s, None
+        outputs += self._commit(batch, sampled, seconds, agreement)
         on_step(outputs, self._stats(batch.num_tokens))
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
+
+    def _step_overlapped(
+        self, steps: OverlappedSteps, lockstep: LockStep, agreement: Agreement, on_step: OnStep
+    ) -> None:
+        """Plan a step and launch it behind the running one, which is committed meanwhile."""
+        steps.begin_plan()
+        self._structures.masks.begin_step()
+        batch, outputs = self._planned or self._plan(agreement._replace(agreed_tokens=0))
+        self._planned = None
+        self._post_next(lockstep)
+        # No other rank needs this one's experts. But requests that wait for their masks are not polled without a pause.
+        if batch.items or (self._scheduler.has_work and not steps.is_running):
+            own = agreement._replace(agreed_tokens=0, has_prefill=batch.num_prefill_tokens > 0)
+            outputs += steps.run(batch, own)
+        else:
+            outputs += steps.finish()
+        on_step(outputs, self._stats(batch.num_tokens))
+
+    def _drain(self, on_step: OnStep) -> None:
+        """Commit the running step, if there is one, and deliver its outputs."""
+        if self._overlapped is not None and self._overlapped.is_running:
+            on_step(self._overlapped.finish(), self._stats(0))
+
+    def _commit(
+        self, batch: StepBatch, sampled: Sampled, seconds: float, agreement: Agreement
+    ) -> list[RequestOutput]:
+        self._note_step(batch, seconds, agreement)
+        return self._scheduler.commit(batch, *sampled) + batch.begun
 
     def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
         begun_s = time.perf_counter()

@@ -3,8 +3,9 @@
 The description of a step is in one pinned buffer and is sent in one asynchronous copy. Block tables are large (128k
 tokens are 8,192 blocks of a sequence) and change little: their new entries are sent in the same copy and put in place,
 and whole rows are copied if much is new. Places on the device depend only on the padded size, so a CUDA graph captured
-for a size finds every later step of that size. Nothing is read back. The pinned buffer may be refilled after the step's
-tokens were read, which waits for everything queued before.
+for a size finds every later step of that size. Nothing is read back. The next step may be filled while this one runs:
+`fill` waits until the last copy is done, which is queued behind the step before. Tokens that a running step will sample
+are gathered on the device.
 
 A decode-only step is padded to one of a few sizes, other steps to a multiple of ROWS. Several ranks derive the size from
 the tokens on which they agreed, so one number determines what all ranks run. Padded rows have cache slot -1. So their
@@ -39,7 +40,7 @@ from kvcache.gpu.prompts import (
     prompt_tiles,
 )
 from kvcache.states import NO_STATE
-from kvcache.step import Inputs, Span, Step
+from kvcache.step import Drawn, Inputs, Span, Step
 
 ROWS = 8  # steps with prompts have a multiple of this many rows, as tensor cores require
 
@@ -162,9 +163,13 @@ class DeviceStep(Step):
         self._expanding: set[PromptShape] = set()
         self._most_pairs = 1 << 62
         self._rows: tuple[Tensor, Tensor] | None = None
-        self._host = self._pinned(7 * padded + 7 * max(padded, max_sequences) + 60 + 2 * self._most_new)
+        most_values = (
+            7 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
+        )
+        self._host = self._pinned(most_values)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # of the last copy
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
         self._table = self.block_table_SM.numpy()
         self._device_table_SM = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int64, device=device)
@@ -218,6 +223,8 @@ class DeviceStep(Step):
         know them: all rows' keys and values are in the pages before the first row attends. Recurrences walk a decode and
         its drafts as one sequence, row by row, and write the state after each.
         """
+        if self._copied is not None:
+            self._copied.synchronize()  # until then the copy reads what is filled here
         self._whole = spans
         super().fill(_one_by_one(spans, num_decodes), num_decodes, agreed_tokens=agreed_tokens)
         self.forget_derived()
@@ -229,7 +236,7 @@ class DeviceStep(Step):
         self._expansions.clear()
         self._rows = None
 
-    def inputs(self, token_ids: Sequence[int], rows: Sequence[int]) -> Inputs:
+    def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
 
         In a step of fixed shape, `row_R` has the padded length: first the wanted rows, then arbitrary ones.
@@ -242,11 +249,12 @@ class DeviceStep(Step):
             self._has_room = len(rows) <= self.prompt_shape.sequences
             S, R = self.prompt_shape.sequences + 1, max(R, self.prompt_shape.sequences)
         new_blocks = self._take_new()
-        N = len(new_blocks)
+        N, D = len(new_blocks), 0 if drawn is None else len(drawn.rows)
         Z = P if self.has_states else 0
         walk_start, chunk_start = self._recurrent_starts(S)
         lengths = (
             P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
+            D, D,
         )  # fmt: skip
         # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
@@ -268,6 +276,8 @@ class DeviceStep(Step):
             is_long_P,
             place_N,
             block_N,
+            row_D,
+            source_D,
         ) = parts
         position_P[:T], position_P[T:] = self._position[:T], 0
         cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
@@ -284,13 +294,20 @@ class DeviceStep(Step):
         if self.tells_long and self.has_long:
             is_long_P[:T] = self.long_T[:T].numpy()
         place_N[:], block_N[:] = new_blocks.T
+        if drawn is not None:
+            row_D[:], source_D[:] = drawn.rows, drawn.sources
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
-        *views, place_on_device_N, block_on_device_N = (
+        *views, place_on_device_N, block_on_device_N, row_on_device_D, source_on_device_D = (
             self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)
         )
         if N:
             self._device_table_SM.view(-1).index_copy_(0, place_on_device_N, block_on_device_N)
         self.on_device = OnDevice._make([*views, self._device_table_SM[:S]])
+        if drawn is not None:
+            token_D = drawn.token_R.index_select(0, source_on_device_D)
+            self.on_device.token_P.index_copy_(0, row_on_device_D, token_D)
+        if self._copied is not None:
+            self._copied.record()
         return Inputs(self.on_device.token_P, self.on_device.row_R)
 
     def _recurrent_starts(self, num_padded: int) -> tuple[np.ndarray, np.ndarray]:

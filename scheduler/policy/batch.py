@@ -38,6 +38,11 @@ class StepBatch(NamedTuple):
     num_prefill_tokens: int
 
     @property
+    def num_decode_tokens(self) -> int:
+        """Number of generated tokens to run, drafts included."""
+        return self.num_tokens - self.num_prefill_tokens
+
+    @property
     def begun(self) -> list[RequestOutput]:
         """Return an empty output for a half-done prompt, which shows that its request has begun. Read it after `commit`."""
         return [

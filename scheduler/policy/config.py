@@ -110,6 +110,8 @@ class EngineConfig(EngineSettings):
     # Experts that may move to a rank at once; a GPU reserves memory for them. None is one layer's slots, or 0 if alone.
     num_spare: int | None = None
     epoch: int = 0
+    # Whether a rank that serves alone launches steps before the one before is done. None: on a GPU.
+    overlaps_steps: bool | None = None
 
     @property
     def max_decode_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """Sampling on a GPU, a whole batch at once, with the order, rules and random numbers of `scheduler.sampling.sampler`.
 
 The plan of `scheduler.sampling.plan` is applied while the device still computes the logits. Only work on whole rows is
-done on the device. After launching everything, the host reads once: the token ids, and the few numbers of each row with
-logprobs.
+done on the device. Behind the launches, one copy takes the token ids, and the few numbers of each row with logprobs, to the
+host. The next step may be launched before the host reads it.
 
 Greedy rows take their largest logit. Sampled rows are weighted with exp((logit - top) / temperature). With filters,
 tokens are ordered by falling weight, equal weights by id, and top-k, min-p and top-p each keep a prefix of that order.
@@ -64,34 +64,24 @@ class DeviceSampler:
                 self.sample(torch.zeros(1, vocabulary, device=self._device), [sequence])
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
+        return self.begin(logits_RV, contexts).read()
+
+    def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> "DeviceDrawing":
         if not contexts:
-            self._wait()  # after this returns, the runner may overwrite the step's memory on the host
-            return Sampled([], [])
+            return DeviceDrawing(
+                self, [], None, logits_RV, [torch.empty(0, dtype=torch.int64, device=self._device)]
+            )
         logits_RV = logits_RV.contiguous()
-        R, V = logits_RV.shape
-        plan = make_plan(contexts, V, self._device)
+        plan = make_plan(contexts, logits_RV.shape[1], self._device)
         if plan.edited_E.numel():
             logits_RV = logits_RV.float()  # does nothing if they are float32
         kept_KV = logits_RV.index_select(0, plan.kept_row_K) if plan.kept_rows else logits_RV
-        found = _read(self._launch(logits_RV, kept_KV, plan))
-        token_ids: list[int] = found[:R].tolist()
-        logprobs: list[Logprobs | None] = [None] * R
-        if plan.asked:
-            told = read_measured(found[-measured_size(plan.asked, V) :], plan.asked, token_ids, V)
-            for each, one in zip(plan.asked, told, strict=True):
-                logprobs[each.token] = one
-        for place, row in enumerate(plan.masked_rows):
-            if found[R + place]:  # no token is left
-                own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
-                again = sample(own_1V, [contexts[row]])
-                token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
-                self.num_host_rows += 1
-        return Sampled(token_ids, logprobs)
+        return DeviceDrawing(self, contexts, plan, kept_KV, self._launch(logits_RV, kept_KV, plan))
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         asked = [LogprobQuery(row, row, num_top) for row in range(len(next_ids))]
         token_C = send({"token": np.array(next_ids, np.int64)}, self._device)["token"]
-        found = _read([measure(logits_CV.contiguous(), asked, token_C).flatten()])
+        found = _Copy([measure(logits_CV.contiguous(), asked, token_C).flatten()]).read()
         return read_measured(found, asked, next_ids, logits_CV.shape[1], with_rank=True)
 
     def _launch(self, logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
@@ -106,9 +96,63 @@ class DeviceSampler:
             parts.append(measure(kept_KV, plan.asked, id_R).flatten())
         return parts
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+class DeviceDrawing:
+    """A `scheduler.sampling.sampler.Drawing` on the device. Its numbers are copied to the host behind the launches."""
+
+    def __init__(
+        self,
+        sampler: DeviceSampler,
+        contexts: Rows[TokenContext],
+        plan: SamplingPlan | None,
+        kept_KV: Tensor,
+        parts: list[Tensor],
+    ) -> None:
+        """Take the results of `_launch`. `plan` is None for a step that samples nothing."""
+        self._sampler, self._contexts, self._plan, self._kept_KV = sampler, contexts, plan, kept_KV
+        self.token_R = parts[0]
+        # The CPU may replace the token of a masked row.
+        self.is_settled = plan is None or not plan.masked_rows
+        self._copy = _Copy(parts)
+
+    def read(self) -> Sampled:
+        found, plan, kept_KV, V = self._copy.read(), self._plan, self._kept_KV, self._kept_KV.shape[1]
+        if plan is None:
+            return Sampled([], [])
+        R = len(self._contexts)
+        token_ids: list[int] = found[:R].tolist()
+        logprobs: list[Logprobs | None] = [None] * R
+        if plan.asked:
+            told = read_measured(found[-measured_size(plan.asked, V) :], plan.asked, token_ids, V)
+            for each, one in zip(plan.asked, told, strict=True):
+                logprobs[each.token] = one
+        for place, row in enumerate(plan.masked_rows):
+            if found[R + place]:  # no token is left
+                own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
+                again = sample(own_1V, [self._contexts[row]])
+                token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
+                self._sampler.num_host_rows += 1
+        return Sampled(token_ids, logprobs)
+
+
+class _Copy:
+    """Numbers on their way to the host, behind everything launched so far."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._done, self._packed = None, packed
+        if packed.device.type == "cuda":
+            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._packed.copy_(packed, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def read(self) -> np.ndarray:
+        """Wait for the copy, not for later launches."""
+        if self._done is not None:
+            self._done.synchronize()
+        found: np.ndarray = self._packed.numpy()
+        return found
 
 
 def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:
@@ -275,10 +319,3 @@ def _likeliest(x_LV: Tensor, count: int) -> Tensor:
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     key_LV = (order << 32) + torch.arange(V - 1, -1, -1, device=x_LV.device)
     return V - 1 - (key_LV.topk(count, dim=1).values & _LOWER)
-
-
-def _read(parts: list[Tensor]) -> np.ndarray:
-    """Copy numbers to the host. Waits for everything launched so far."""
-    packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-    found: np.ndarray = packed.numpy(force=True)
-    return found

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Rows
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dispatch.team import Team
@@ -32,8 +33,28 @@ class Sampled(NamedTuple):
     prompt_logprobs: dict[str, list[Logprobs]] | None = None  # of prompt tokens that ran, by request id
 
 
+class Drawing(Protocol):
+    """A step's tokens while the device may still choose them.
+
+    Attributes:
+        token_R: int64, on the model's device, for later launches.
+        is_settled: Whether `token_R` will be what `read` returns. Otherwise `read` may replace tokens.
+    """
+
+    token_R: Tensor
+    is_settled: bool
+
+    def read(self) -> Sampled:
+        """Wait for everything launched before, even without a row to sample, and return the tokens. Call it once."""
+        ...
+
+
 class Sampler(Protocol):
-    """Chooses tokens. Returns when everything the step launched is done, even if there is no row to sample."""
+    """Chooses tokens."""
+
+    def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Drawing:
+        """Launch the choice of a token per row, as `sample`. On a GPU this does not wait for the device."""
+        ...
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Choose a token per row.
@@ -49,6 +70,18 @@ class Sampler(Protocol):
         ...
 
 
+class _Chosen:
+    """A `Drawing` that has ended."""
+
+    is_settled = True
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.token_R, self._sampled = torch.tensor(sampled.token_ids, dtype=torch.int64), sampled
+
+    def read(self) -> Sampled:
+        return self._sampled
+
+
 class HostSampler:
     """Samples on the CPU."""
 
@@ -60,6 +93,9 @@ class HostSampler:
         """Compile the kernels before the first step."""
         DRAW.compile()
         ARG_MAX.compile()
+
+    def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Drawing:
+        return _Chosen(self.sample(logits_RV, contexts))
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         return sample(logits_RV.cpu(), contexts, self._team)

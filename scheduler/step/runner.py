@@ -1,5 +1,11 @@
-"""Run one planned batch: fill the step, call the model, sample. Does not know the policy or the state of requests."""
+"""Run planned batches: fill the step, call the model, sample. Does not know the policy or the state of requests.
 
+`run` does all of it. `launch`, `sample` and `read` are its three parts, so that on a GPU a step may be launched while the
+one before still runs: its rows take that step's tokens on the device. Nothing else of a step depends on these tokens
+before `sample`, which comes after the earlier step was read. So penalties, seeds and rules see every token.
+"""
+
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
@@ -10,12 +16,12 @@ from torch import Tensor
 from dispatch.dispatched import TokenDispatcher, Waits
 from expert_placement.load import WAIT_CAUSES, LoadFigures
 from kvcache.paged_cache import PagedCache
-from kvcache.step import Inputs, Span, Step
+from kvcache.step import Drawn, Inputs, Span, Step
 from moe.model import Model
 from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import Logprobs
-from scheduler.policy.sequence import DraftedContext, TokenContext
-from scheduler.sampling.sampler import Sampled, Sampler
+from scheduler.policy.sequence import DraftedContext, Sequence, TokenContext
+from scheduler.sampling.sampler import Drawing, Sampled, Sampler
 from scheduler.step.draft_passes import DraftPasses
 
 
@@ -96,29 +102,65 @@ class Runner:
         Returns:
             The items' samples, in order, and the logprobs of prompt tokens if requested.
         """
+        underway = self.launch(batch, agreed_tokens, has_prefill=has_prefill, wait_cause=wait_cause)
+        self.sample(underway)
+        return self.read(underway)
+
+    @torch.inference_mode()
+    def launch(
+        self,
+        batch: StepBatch,
+        agreed_tokens: int = 0,
+        *,
+        has_prefill: bool = False,
+        wait_cause: str = "other",
+        before: "Underway | None" = None,
+    ) -> "Underway":
+        """Run the model on a batch. On a GPU this only launches it. The arguments are those of `run`.
+
+        Args:
+            before: The step before, if it was not read yet. It must have been sampled.
+        """
         begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
-        inputs = fill_step(self.step, batch, agreed_tokens)
+        inputs = fill_step(self.step, batch, agreed_tokens, before)
         logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
+        if has_prefill:
+            experts_s = self._model.load_counts.experts_s - experts_s
+        return Underway(
+            batch=batch, logits_RV=logits_RV, scored=scored, begun_ns=begun_ns, waits=waits, wait_cause=wait_cause,
+            has_prefill=has_prefill, experts_s=experts_s,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def sample(self, underway: "Underway") -> None:
+        """Choose a launched step's tokens. On a GPU this only launches the choice. All earlier tokens must be known."""
+        batch = underway.batch
         sampling = [context for item in batch.items for context in _contexts(item)]
-        sampled = self._sampler.sample(logits_RV[: len(sampling)], sampling)
+        underway.drawing = self._sampler.begin(underway.logits_RV[: len(sampling)], sampling)
+
+    @torch.inference_mode()
+    def read(self, underway: "Underway") -> Sampled:
+        """Wait for a step's tokens, and count the step. Steps are read in the order of their launches."""
+        batch, scored = underway.batch, underway.scored
+        assert underway.drawing is not None, "a step is sampled before it is read"
+        sampled = underway.drawing.read()
         self.dispatcher.check()
         if scored:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}
             )
-        figures = self._times(begun_ns, waits, wait_cause)._replace(
+        figures = self._times(underway.begun_ns, underway.waits, underway.wait_cause)._replace(
             steps=1,
             prefill_tokens=batch.num_prefill_tokens,
             decode_tokens=batch.num_tokens - batch.num_prefill_tokens,
             draft_tokens=sum(len(item.drafts) for item in batch.items),
         )
-        if has_prefill:
+        underway.seconds = figures.step_s
+        if underway.has_prefill:
             figures = figures._replace(
-                prefill_steps=1,
-                prefill_step_s=figures.step_s,
-                prefill_experts_s=self._model.load_counts.experts_s - experts_s,
+                prefill_steps=1, prefill_step_s=figures.step_s, prefill_experts_s=underway.experts_s
             )
         self.figures = self.figures.plus(figures)
         return sampled
@@ -130,7 +172,8 @@ class Runner:
     def _times(self, begun_ns: int, before: Waits, cause: str) -> LoadFigures:
         """End a step and return its times. It waits for ranks at dispatches for their attention, at combines for their experts.
 
-        Half of the wire time is subtracted from each, because no rank causes it.
+        Half of the wire time is subtracted from each, because no rank causes it. A step that was launched behind another
+        begins when that one ends.
         """
         waits = self.dispatcher.waits
         wire_ns = waits.wire_ns - before.wire_ns
@@ -138,6 +181,7 @@ class Runner:
         waited_ns[cause] += max(0, waits.dispatch_ns - before.dispatch_ns - wire_ns // 2)
         waited_ns["experts"] += max(0, waits.combine_ns - before.combine_ns - wire_ns // 2)
         last_ns = begun_ns if self._ended_ns is None else self._ended_ns
+        begun_ns = max(begun_ns, last_ns)
         self._ended_ns = perf_counter_ns()
         return LoadFigures(
             step_s=(self._ended_ns - begun_ns) * 1e-9,
@@ -167,6 +211,38 @@ class Runner:
             next_ids = scored.next_ids[first : first + SCORED_ROWS]
             found += self._sampler.score(logits_CV, next_ids, scored.num_top)
         return found
+
+
+@dataclass(kw_only=True)
+class Underway:
+    """A launched step, until its tokens were read. `Runner` fills it."""
+
+    batch: StepBatch
+    logits_RV: Tensor
+    scored: "list[_Scored]"
+    begun_ns: int
+    waits: Waits  # before the step
+    wait_cause: str
+    has_prefill: bool
+    experts_s: float
+    drawing: Drawing | None = None  # its tokens, once they are sampled
+    seconds: float = 0.0  # from its launch, or the end of the step before, until its tokens were read
+
+    @property
+    def may_run_on(self) -> bool:
+        """Whether the next step may be planned and launched before this one is read.
+
+        It may not if the CPU may choose tokens again (a structure or a rule masks a row), if prompt tokens are scored from
+        states that the next step overwrites, or if the next step needs the number of accepted drafts.
+        """
+        assert self.drawing is not None, "a step is sampled before the next one is launched"
+        needs_host = any(item.drafts or item.sequence.has_structure for item in self.batch.items)
+        return bool(self.batch.items) and self.drawing.is_settled and not (self.scored or needs_host)
+
+    def places(self) -> dict[Sequence, int]:
+        """Return where the sampled sequences' tokens are in `drawing.token_R`. Of steps without drafts."""
+        sampling = [item.sequence for item in self.batch.items if item.samples]
+        return {sequence: place for place, sequence in enumerate(sampling)}
 
 
 def _contexts(item: Scheduled) -> list[TokenContext]:
@@ -200,15 +276,17 @@ def _scored(batch: StepBatch) -> list[_Scored]:
     return scored
 
 
-def fill_step(step: Step, batch: StepBatch, agreed_tokens: int) -> Inputs:
+def fill_step(step: Step, batch: StepBatch, agreed_tokens: int, before: Underway | None = None) -> Inputs:
     """Put a batch into a step. Logits are computed for the rows that are sampled.
 
     Args:
         agreed_tokens: `lockstep.Agreement.agreed_tokens`.
+        before: The step that samples the tokens that are still unknown.
     """
     spans: list[Span] = []
     tokens: list[int] = []
     rows: list[int] = []
+    unknown: list[tuple[int, Sequence]] = []
     row = 0
     for item in batch.items:
         sequence, start, length = item.sequence, item.start, item.num_tokens
@@ -216,6 +294,22 @@ def fill_step(step: Step, batch: StepBatch, agreed_tokens: int) -> Inputs:
         tokens += sequence.token_ids[start : start + length - len(item.drafts)]
         tokens += item.drafts
         row += length
+        if len(tokens) < row:
+            tokens.append(0)
+            unknown.append((row - 1, sequence))
         rows += range(row - item.num_samples, row)
     step.fill(spans, batch.num_tokens - batch.num_prefill_tokens, agreed_tokens=agreed_tokens)
-    return step.inputs(tokens, rows)
+    return step.inputs(tokens, rows, _drawn(unknown, before))
+
+
+def _drawn(unknown: list[tuple[int, Sequence]], before: Underway | None) -> Drawn | None:
+    """Return the places of the tokens that the step before samples. None if all tokens are known."""
+    if not unknown:
+        return None
+    assert before is not None and before.drawing is not None, "a token is unknown, and no step samples it"
+    places = before.places()
+    return Drawn(
+        before.drawing.token_R,
+        [row for row, _ in unknown],
+        [places[sequence] for _, sequence in unknown],
+    )

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvcache.step import ROW_MULTIPLE, Span, Step
+from kvcache.step import ROW_MULTIPLE, Drawn, Span, Step
 
 
 def make_step() -> Step:
@@ -124,3 +124,10 @@ def test_pytorch_loops_over_padded_rows_have_no_tail_that_rounds_otherwise() -> 
             parts = torch.cat([function(part) for part in column[: 63 * ROW_MULTIPLE].split(rows)])
             assert torch.equal(parts, whole[: 63 * ROW_MULTIPLE])
     torch.set_num_threads(threads)
+
+
+def test_tokens_of_an_earlier_step_take_the_places_of_unknown_ones() -> None:
+    step = Step(max_tokens=8, max_sequences=4, max_blocks=2, block_tokens=16)
+    step.fill([Span(3, 1, [0]), Span(5, 1, [1]), Span(0, 2, [2])], 2)
+    inputs = step.inputs([0, 7, 8, 9], [0, 1, 3], Drawn(torch.tensor([70, 71]), [0], [1]))
+    assert inputs.token_T[:5].tolist() == [71, 7, 8, 9, 0]

@@ -2,8 +2,9 @@
 
 The floor of a step is the bytes that it must read (the cache of all contexts and every weight except those of experts that no
 row chose) over the copy's bandwidth. `of_floor` is that floor over the device's time for the model's forward, `eager` the
-same without a graph. `step ms` is the step as in the service: filling the step, copying it, the forward, sampling, tokens to the
-host. `gap` is the share of it in which the device does not run the forward.
+same without a graph. `step ms` is the time from one step's tokens to the next one's in the engine's own loop, which overlaps
+steps on a GPU: planning, filling, copying, the forward, sampling, commit, hand-out. `gap` is the share of it in which the device
+does not run the forward. `alone ms` is a step without overlap: filling, copying, the forward, sampling, tokens to the host.
 Contexts have the given length and hold random keys and values: nothing was prefilled.
 """
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, bytes_of, time_queued
-from benchmarks.gpu.ranks.models import MODELS, Silent, config_of, engine_config, sequence_of
+from benchmarks.gpu.ranks.engine_loop import EngineLoop, room
+from benchmarks.gpu.ranks.models import MODELS, config_of, engine_config, sequence_of
 from benchmarks.gpu.ranks.parity import COMPILED, compiler_of, is_eager
 from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
-from scheduler.assembly import Assembled, assemble
+from scheduler.assembly import Assembled
 from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import SamplingParams
 from scheduler.step.runner import fill_step
@@ -30,6 +32,8 @@ _TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
 _GOALS = {"of_floor": 0.8}
 _STEPS = 20
 _INVARIANT = " batch-invariant"
+_LOOP_STEPS, _TINY_LOOP_STEPS = 40, 3
+_BATCH_TOKENS, _TINY_BATCH_TOKENS = 8192, 64  # of a step
 
 
 def units(setting: Setting) -> list[str]:
@@ -47,29 +51,36 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
     batches = _TINY_BATCHES if setting.is_tiny else _BATCHES
     context = _TINY_CONTEXT if setting.is_tiny else _CONTEXT
     model, eager = name.partition(" ")[0], is_eager(setting, name)
-    blocks = -(-context // BLOCK_TOKENS)
+    num_steps = _TINY_LOOP_STEPS if setting.is_tiny else _LOOP_STEPS
+    step_tokens = _TINY_BATCH_TOKENS if setting.is_tiny else _BATCH_TOKENS
+    blocks = -(-(context + room(max(batches), context, num_steps, step_tokens)) // BLOCK_TOKENS)
     limits: dict[str, Any] = {
         "max_num_seqs": max(batches),
         "max_model_len": blocks * BLOCK_TOKENS,
+        "max_num_batched_tokens": step_tokens,
+        "enable_prefix_caching": False,
         "enable_torch_compile": bool(compiler_of(setting, name)),
         "compiler": compiler_of(setting, name),
         "batch_invariant": name.endswith(_INVARIANT),
         "enforce_eager": eager,
     }
     with engine_config(config_of(model, setting), setting, **limits) as about:
-        assembled = assemble(about, Silent())
-    fill_cache(bench, assembled)
+        loop = EngineLoop(about)
+    fill_cache(bench, loop.assembled)
     goals, note = _GOALS if model == "qwen3" else {}, "without graphs" if eager else ""
-    for batch in batches:
-        if batch * blocks > assembled.runner.cache.num_blocks:
-            yield Row(name=f"{name} b{batch} at {context}", figures={}, note="does not fit into the memory")
-            continue
-        figures = _figures(setting, bench, assembled, batch, context)
-        yield Row(name=f"{name} b{batch} at {context}", figures=figures, goals=goals, note=note)
+    with loop:
+        for batch in batches:
+            row = f"{name} b{batch} at {context}"
+            if batch * blocks > loop.assembled.num_blocks:
+                yield Row(name=row, figures={}, note="does not fit into the memory")
+                continue
+            step_s = statistics.median(loop.decode_steps_s(batch, context, num_steps))
+            figures = _figures(setting, bench, loop.assembled, batch, context, step_s)
+            yield Row(name=row, figures=figures, goals=goals, note=note)
 
 
 def _figures(
-    setting: Setting, bench: Bench, assembled: Assembled, batch: int, context: int
+    setting: Setting, bench: Bench, assembled: Assembled, batch: int, context: int, step_s: float
 ) -> dict[str, Figure]:
     runner, model = assembled.runner, assembled.model
     vocab = int(model.lm_head.shape[0])
@@ -78,7 +89,7 @@ def _figures(
     runner.run(work)
     after = [layer.counts.expert_E for layer in model.layers if layer.counts is not None]
     touched = sum(int((now > then).sum()) for then, now in zip(before, after, strict=True))
-    step_s = median_s(lambda: runner.run(work), 3 if setting.is_tiny else _STEPS)
+    alone_s = median_s(lambda: runner.run(work), 3 if setting.is_tiny else _STEPS)
     forward = forward_of(assembled, work)
     replayed_s = time_queued(bench, lambda: forward(runner.forward))
     eager_s = time_queued(bench, lambda: forward(model.forward))
@@ -91,6 +102,7 @@ def _figures(
         "eager": None if floor_s is None else floor_s / eager_s,
         "step ms": step_s * 1e3,
         "gap": 1 - replayed_s / step_s,
+        "alone ms": alone_s * 1e3,
         "GB": num_bytes / 1e9,
         "experts": touched,
     }

@@ -1,6 +1,7 @@
 """A step arrives on the device as filled: padded rows choose nothing, and addresses depend only on the size."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from kvcache.gpu.prompts import PromptShape, prompt_shapes
 from kvcache.gpu.step import ROWS, DeviceStep, agreed_sizes, decode_sizes
 from kvcache.states import NO_STATE, StatePiece
-from kvcache.step import Span
+from kvcache.step import Drawn, Span
 
 MAX_SEQUENCES, MAX_BLOCKS, BLOCK = 20, 4, 16
 
@@ -416,3 +417,44 @@ def test_recurrences_get_the_rows_of_whole_sequences(step: DeviceStep) -> None:
         step.inputs(range(7), range(4))
         assert step.on_device.walk_start_W.tolist() == walked
         assert step.on_device.chunk_start_C.tolist() == in_chunks
+
+
+def test_tokens_that_an_earlier_step_samples_are_gathered_on_the_device(step: DeviceStep) -> None:
+    """They take the places of unknown ones. All other parts stay where graphs look for them."""
+    step.fill(decodes(3, 4, 5), 3)
+    step.inputs([1, 2, 3], [0, 1, 2])
+    before = [tensor.data_ptr() for tensor in step.on_device]
+    sampled = torch.tensor([70, 71, 72, 73])
+    step.fill(decodes(4, 6, 9), 3)
+    inputs = step.inputs([0, 8, 0], [0, 1, 2], Drawn(sampled, [0, 2], [3, 1]))
+    assert inputs.token_T.tolist() == [73, 8, 71, 0]
+    assert [tensor.data_ptr() for tensor in step.on_device] == before
+    assert sampled.tolist() == [70, 71, 72, 73]
+
+
+def test_the_buffer_on_the_host_holds_the_largest_step_whose_tokens_are_all_unknown() -> None:
+    step = DeviceStep(
+        max_tokens=20, max_sequences=20, max_blocks=2, block_tokens=BLOCK, device=torch.device("cpu")
+    )
+    step.has_states = step.tells_long = True
+    spans = [
+        Span(16 + row % 16, 1, [2 * row, 2 * row + 1], (StatePiece(0, 1, 1),), is_long=True)
+        for row in range(20)
+    ]
+    step.fill(spans, 20)
+    inputs = step.inputs([0] * 20, range(20), Drawn(torch.arange(50, 70), range(20), range(20)))
+    assert inputs.token_T.tolist() == [*range(50, 70)]
+
+
+def test_a_step_is_filled_when_the_last_copy_is_done(step: DeviceStep) -> None:
+    """The copy is queued behind a running step, and reads what is filled."""
+    log: list[tuple[str, int]] = []
+    event = SimpleNamespace(
+        record=lambda: log.append(("copied", step.num_tokens)),
+        synchronize=lambda: log.append(("wait", step.num_tokens)),
+    )
+    step._copied = event  # type: ignore[assignment]
+    for count in (2, 5):
+        step.fill(decodes(*range(1, count + 1)), count)
+        step.inputs(range(count), range(count))
+    assert log == [("wait", 0), ("copied", 2), ("wait", 2), ("copied", 5)]

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import Tensor
 
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Logprobs, Structure, TokenBias
 from scheduler.policy.sequence import TokenContext
-from scheduler.sampling.sampler import HostSampler, Sampled, Sampler
+from scheduler.sampling.sampler import Drawing, HostSampler, Sampled, Sampler
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import request, serve
 from tests.support.gpu.path import build_interpreted
@@ -60,6 +62,12 @@ class TwoSamplers:
     def __init__(self, sampler: Sampler, reads: list[str]) -> None:
         self._sampler, self._reads = sampler, reads
         self.found = Found({}, {}, {}, [], [])
+
+    def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Drawing:
+        sampled = self.sample(logits_RV, contexts)
+        return SimpleNamespace(  # type: ignore[return-value]
+            token_R=torch.tensor(sampled.token_ids), is_settled=True, read=lambda: sampled
+        )
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         raw_RV = logits_RV.clone()

@@ -10,7 +10,7 @@ import torch
 
 from scheduler.policy.request import Logprobs, TokenBias
 from scheduler.policy.sequence import Sequence
-from scheduler.sampling import plan
+from scheduler.sampling import device_sampler, plan
 from scheduler.sampling.device_sampler import (
     DeviceSampler,
     choose_tokens,
@@ -197,11 +197,32 @@ def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted() -> 
 
 
 def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next step would overwrite data that the device has not copied yet."""
-    waits: list[int] = []
-    monkeypatch.setattr(DeviceSampler, "_wait", lambda _: waits.append(1))
-    assert DeviceSampler(CPU).sample(torch.empty(0, VOCABULARY), []) == Sampled([], [])
-    assert len(waits) == 1
+    """Its end is counted, and reported, when the device is done."""
+    copies: list[int] = []
+    copy = device_sampler._Copy
+
+    class Counted(copy):  # type: ignore[misc, valid-type]
+        def read(self) -> np.ndarray:
+            copies.append(1)
+            found: np.ndarray = super().read()
+            return found
+
+    monkeypatch.setattr(device_sampler, "_Copy", Counted)
+    drawing = DeviceSampler(CPU).begin(torch.empty(0, VOCABULARY), [])
+    assert drawing.is_settled and not copies
+    assert drawing.read() == Sampled([], []) and len(copies) == 1
+
+
+def test_only_rows_that_the_cpu_may_choose_again_leave_the_tokens_open() -> None:
+    """The next step may take settled tokens from the device."""
+    for fields, is_settled in (
+        ({"temperature": 0.0}, True),
+        ({"temperature": 1.0, "top_p": 0.5, "frequency_penalty": 1.0, "num_logprobs": 2}, True),
+        ({"temperature": 0.0, "allowed_token_ids": (5, 6)}, False),
+    ):
+        drawing = DeviceSampler(CPU).begin(logits(2, seed=3), [sequence(), sequence(**fields)])
+        assert drawing.is_settled == is_settled
+        assert drawing.token_R.tolist() == drawing.read().token_ids
 
 
 def test_a_warm_up_samples_in_every_way() -> None:

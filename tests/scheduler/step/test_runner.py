@@ -64,6 +64,33 @@ def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.
     )  # 30 + 13 + 2 + 1, and 7 + 1
 
 
+def test_a_step_behind_another_is_counted_from_that_one_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is counted twice, or as time between steps, as long as the device is busy."""
+    times = iter([100, 130, 150, 170, 200, 210, 260, 275])
+    monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
+    step = SimpleNamespace(
+        fill=lambda *_, **__: None, inputs=lambda *_: Inputs(torch.zeros(5), torch.zeros(0))
+    )
+    runner = _runner_of(
+        SimpleNamespace(waits=Waits(0, 0, 0), check=lambda: None),
+        model=SimpleNamespace(step=step),
+        forward=lambda *_, **__: torch.zeros(0, 9),
+    )
+    first = runner.launch(NO_BATCH)  # at 100
+    runner.sample(first)
+    second = runner.launch(NO_BATCH, before=first)  # at 130, while the first one runs
+    runner.read(first)  # until 150
+    runner.sample(second)
+    third = runner.launch(NO_BATCH, before=second)  # at 170
+    runner.read(second)  # until 200
+    runner.sample(third)
+    runner.read(third)  # until 210
+    runner.run(NO_BATCH)  # from 260 to 275
+    assert [each.seconds * 1e9 for each in (first, second, third)] == pytest.approx([50, 50, 10])
+    assert runner.figures.step_s * 1e9 == pytest.approx(50 + 50 + 10 + 15)
+    assert runner.figures.between_steps_s * 1e9 == pytest.approx(50) and runner.figures.steps == 4
+
+
 def test_a_step_with_prompts_is_counted_twice() -> None:
     counts = SimpleNamespace(experts_s=7.0)  # of earlier epochs
 
@@ -88,5 +115,6 @@ def test_a_step_with_prompts_is_counted_twice() -> None:
 
 def _runner_of(dispatcher: Any, *, passes: Any = None, model: Any = None, forward: Any = None) -> Runner:
     unused: Any = None
-    sampler: Any = SimpleNamespace(sample=lambda *_: Sampled([], []))
+    drawing = SimpleNamespace(read=lambda: Sampled([], []), is_settled=True)
+    sampler: Any = SimpleNamespace(begin=lambda *_: drawing)
     return Runner(model, unused, dispatcher, forward, sampler, passes)
