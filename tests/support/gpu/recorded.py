@@ -105,7 +105,7 @@ class FakeGraphs:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _write_again(outputs: list[Tensor], result: Any) -> None:
