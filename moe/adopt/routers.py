@@ -4,8 +4,9 @@ A module counts as a router if "Router" is in its class name, it has a weight [e
 (logits, weights, experts). Its rule is found with a twin that has random float32 weights, so that no two scores are
 equal: how weights follow from logits, and which limit to groups of experts gives the same choice. A trial of the module
 itself shows whether it multiplies in float32. If it widens rows and weight for that (DeepSeek), a device's product of the
-short types with sums in float32 replaces both casts. Otherwise a widened weight is made once. Families with another rule, with more inputs than rows (MiniMax-M2's bias
-is an argument) or with inner modules (ERNIE-4.5's bias is in one) keep their own.
+short types with sums in float32 replaces both casts. Otherwise a widened weight is made once. Families with another rule,
+with more inputs than rows (MiniMax-M2's bias is an argument) or with inner modules (ERNIE-4.5's bias is in one) keep their
+own.
 
 Legend: T rows, D hidden dim, E experts, K choices.
 """
@@ -32,11 +33,8 @@ _WITH_BIAS = "correction_bias"  # in the name of the tensor that is added to sco
 Launch = Callable[..., tuple[Tensor, Tensor]]
 # Takes rows [T, D] and a weight [E, D] of a short type, returns float32 [T, E], summed in float32.
 WideProduct = Callable[[Tensor, Tensor], Tensor]
-_PLAIN, _SUMMED_WIDE, _WIDENED = (
-    "plain",
-    "summed wide",
-    "widened",
-)  # products: the last widens rows and weight
+# Products of routers: in the rows' type, in it with sums in float32, and of rows and weight in float32.
+_PLAIN, _SUMMED_WIDE, _WIDENED = "plain", "summed wide", "widened"
 
 
 class Routed(NamedTuple):
@@ -101,7 +99,7 @@ class Routers:
             form = RouterForm(rule, tried.dims, tried.routed.weights_TK.dtype, product)
             yield Candidate(
                 own=lambda _x: tried.routed.logits_TE.float(),
-                ours=lambda x, product=product: self._logits(module, x, product).float(),
+                ours=lambda x, product=product: _logits(module, x, product, self._wide_product).float(),
                 arguments=lambda: (x_TD,),
                 tolerance=_SUMS_TOLERANCE if product == _SUMMED_WIDE else 0.0,
                 install=partial(self._install, module, form),
@@ -118,16 +116,6 @@ class Routers:
                 yield _SUMMED_WIDE
         yield _WIDENED
 
-    def _logits(self, module: Any, hidden_states: Tensor, product: str) -> Tensor:
-        """Return the router's logits: [T, E], in the rows' type or float32."""
-        x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if product == _PLAIN:
-            return linear(x_TD, module.weight, module._parameters.get("bias"))
-        if product == _SUMMED_WIDE:
-            assert self._wide_product is not None, "the trial used it"
-            return self._wide_product(x_TD, module.weight)
-        return linear(x_TD.float(), *(getattr(module, "wide", None) or _widened(module)))
-
     def _install(self, module: Any, form: RouterForm) -> None:
         one = type(module), form
         self._classes[one] = self._classes.get(one) or self._one_launch(*one)
@@ -138,12 +126,12 @@ class Routers:
     def _one_launch(self, own: type[nn.Module], form: RouterForm) -> type[nn.Module]:
         """Make a router's class that runs the kernel. It is a class, not a `forward` per module, so that
         torch.compile's code for one layer serves all."""
-        launch, logits_of = self._launch, self._logits
+        launch, wide_product = self._launch, self._wide_product
 
         def forward(self: Any, hidden_states: Tensor) -> Any:
             if hidden_states.dim() > form.dims:
                 return own.forward(self, hidden_states)
-            logits_TE = logits_of(self, hidden_states, form.product)
+            logits_TE = _logits(self, hidden_states, form.product, wide_product)
             ids_TK, weights_TK = launch(
                 logits_TE, form.rule, bias_E=correction(self), dtype=form.weights_dtype
             )
@@ -268,6 +256,17 @@ def _is_by_row(routed: Routed, num_rows: int, num_experts: int) -> bool:
     choices = routed.ids_TK.shape[-1]
     shapes = [tuple(each.shape) for each in routed]
     return shapes == [(num_rows, num_experts), (num_rows, choices), (num_rows, choices)]
+
+
+def _logits(module: Any, hidden_states: Tensor, product: str, wide_product: WideProduct | None) -> Tensor:
+    """Return the router's logits: [T, E], in the rows' type or float32."""
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if product == _PLAIN:
+        return linear(x_TD, module.weight, module._parameters.get("bias"))
+    if product == _SUMMED_WIDE:
+        assert wide_product is not None, "the trial used it"
+        return wide_product(x_TD, module.weight)
+    return linear(x_TD.float(), *(getattr(module, "wide", None) or _widened(module)))
 
 
 def _widened(module: Any) -> _Wide:

@@ -164,17 +164,16 @@ class WideRouter(nn.Module):
 def route_wide(has_product: bool) -> tuple[str, float, bool, list[str]]:
     """Return the adopted product, the deviation of logits, whether choices are equal, and the operators of a call."""
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415 - in the interpreter
-    from moe.adopt.routers import Routers  # noqa: PLC0415
+    from moe.adopt.routers import Routers, _logits  # noqa: PLC0415
     from moe.gpu.routing import route  # noqa: PLC0415
 
     torch.manual_seed(0)
     net: Any = nn.ModuleList([WideRouter()])
     product = (lambda x, weight: (x.double() @ weight.double().t()).float()) if has_product else None
-    routers = Routers(route, wide_product=product)
-    adopt(net.modules(), (routers,), SampleRows(torch.bfloat16, CPU))
+    adopt(net.modules(), (Routers(route, wide_product=product),), SampleRows(torch.bfloat16, CPU))
     x = torch.randn(ROWS, 16).bfloat16()
     with Operators() as ran:
-        logits = routers._logits(net[0], x, net[0].form.product)
+        logits = _logits(net[0], x, net[0].form.product, product)
     ours, theirs = net[0](x), WideRouter.forward(net[0], x)
     assert torch.equal(logits, ours[0])
     difference = float((logits - theirs[0]).abs().max())
