@@ -188,23 +188,23 @@ def _output_of(module: Any) -> Any:
 
 
 def _heads_form(module: Any) -> HeadsForm | None:
-    layers = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    layers: list[Any] = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
     output, dim = _output_of(module), getattr(module, "head_dim", None)
     if not all(isinstance(layer, nn.Linear) for layer in (*layers, output)) or not isinstance(dim, int):
         return None
-    query_out, key_out, value_out = (layer.out_features for layer in layers if layer is not None)
+    query_out, key_out, value_out = (int(layer.out_features) for layer in layers)
     heads, kv_heads = query_out // dim, key_out // dim
     if heads * dim != query_out or kv_heads * dim != key_out or value_out % max(kv_heads, 1):
         return None
     value_dim, is_known = value_out // kv_heads, True
-    norms = []
+    norms: list[HeadNorm | None] = []
     for names in (("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")):
         found = next(filter(None, (getattr(module, name, None) for name in names)), None)
         norms.append(_norm_of(found, dim))
         is_known = is_known and (found is None) == (norms[-1] is None)
     if not is_known or output.in_features != heads * value_dim or value_dim > dim:
         return None
-    return HeadsForm(Products(layers), heads, kv_heads, dim, value_dim, *norms)  # type: ignore[arg-type]
+    return HeadsForm(Products(layers), heads, kv_heads, dim, value_dim, *norms)
 
 
 def _latents_form(module: Any) -> LatentsForm | None:
@@ -215,23 +215,23 @@ def _latents_form(module: Any) -> LatentsForm | None:
         int(each) for each in (module.kv_lora_rank, module.qk_rope_head_dim, module.v_head_dim)
     )
     dim, norm = int(module.qk_nope_head_dim) + rotary_dim, _norm_of(module.kv_a_layernorm, latent_dim)
-    first, tail = getattr(module, "q_proj", None), None
+    first: Any = getattr(module, "q_proj", None)
     last = first
+    tail: nn.Module | None = None
     if first is None:
-        parts = [getattr(module, name, None) for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
+        parts: list[Any] = [getattr(module, name, None) for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")]
         if any(part is None for part in parts):
             return None
-        first, last, tail = parts[0], parts[2], nn.Sequential(*parts[1:])  # type: ignore[arg-type]
+        first, last, tail = parts[0], parts[2], nn.Sequential(*parts[1:])
     latents = module.kv_a_proj_with_mqa
     if norm is None or not all(isinstance(layer, nn.Linear) for layer in (first, last, latents)):
         return None
-    heads = last.out_features // dim  # type: ignore[union-attr]
-    is_known = last.out_features == heads * dim and output.in_features == heads * value_dim  # type: ignore[union-attr]
+    heads = int(last.out_features) // dim
+    is_known = last.out_features == heads * dim and output.in_features == heads * value_dim
     if not is_known or value_dim > dim or latents.out_features != latent_dim + rotary_dim:
         return None
-    return LatentsForm(
-        Products([first, latents]), tail, heads, dim, value_dim, rotary_dim, latent_dim, norm  # type: ignore[list-item]
-    )  # fmt: skip
+    products = Products([first, latents])
+    return LatentsForm(products, tail, heads, dim, value_dim, rotary_dim, latent_dim, norm)
 
 
 def _norm_of(norm: Any, dim: int) -> HeadNorm | None:

@@ -30,7 +30,7 @@ class GatedMlps:
     def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
         """Propose the kernel for a module with three linear layers and no other parameters."""
         own = forward_of(module)
-        layers = [getattr(module, name, None) for name in _NAMES]
+        layers: list[Any] = [getattr(module, name, None) for name in _NAMES]
         if own is None or len(inspect.signature(own).parameters) != 2:
             return
         if not all(isinstance(layer, nn.Linear) for layer in layers) or dict(
@@ -38,9 +38,9 @@ class GatedMlps:
         ):
             return
         gate, up, down = layers
-        if gate.out_features != up.out_features or down.in_features != up.out_features:  # type: ignore[union-attr]
+        if gate.out_features != up.out_features or down.in_features != up.out_features:
             return
-        products = Products([gate, up])  # type: ignore[list-item]
+        products = Products([gate, up])
         forward = partial(_forward, self._launch, products, down)
 
         def install() -> None:

@@ -38,7 +38,9 @@ class Stream(Tensor):
     @staticmethod
     def __new__(cls, base: Tensor, added: Tensor | None = None) -> "Stream":
         """Wrap plain tensors without copying."""
-        self: Stream = Tensor._make_wrapper_subclass(cls, base.shape, dtype=base.dtype, device=base.device)
+        self = Tensor._make_wrapper_subclass(
+            cls, base.shape, dtype=base.dtype, device=base.device, requires_grad=False
+        )
         self.base, self.added = base, added
         return self
 
