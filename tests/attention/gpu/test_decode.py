@@ -151,7 +151,7 @@ def adapt_to_the_batch(device: str) -> None:
     want = oracle(query[:5], paged)
     for turns in (1, 5, 9):
         tile = DecodeTile(tokens=32, programs=1, turns=turns)
-        options = {"is_invariant": False, "seats": 1, "tile": tile}
+        options: dict[str, Any] = {"is_invariant": False, "seats": 1, "tile": tile}
         ours = decode(paged, query, 6, **options)
         check_close(ours[:5], want)
         assert not ours[5].any()
