@@ -54,14 +54,16 @@ class DeviceSampler:
 
     def warm_up(self, vocabulary: int) -> None:
         """Load everything that steps use."""
-        for temperature, top_p in ((0.0, 1.0), (1.0, 1.0), (1.0, 0.5)):
-            plain = SamplingParams(max_tokens=1, temperature=temperature, top_p=top_p)
-            ruled = replace(plain, allowed_token_ids=(0,), presence_penalty=1.0, num_logprobs=1)
-            for params in (plain, ruled):
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        ruled = replace(greedy, allowed_token_ids=(0,), presence_penalty=1.0, num_logprobs=1)
+        drawn, filtered = (replace(greedy, temperature=1.0, top_p=top_p) for top_p in (1.0, 0.5))
+        for each in ([greedy], [ruled], [drawn, filtered]):
+            sequences = []
+            for params in each:
                 request = Request(request_id="", prompt_ids=(0,), params=params, arrival_s=0.0)
-                sequence = Sequence.from_request(request)
-                sequence.token_ids.append(0)
-                self.sample(torch.zeros(1, vocabulary, device=self._device), [sequence])
+                sequences.append(Sequence.from_request(request))
+                sequences[-1].token_ids.append(0)
+            self.sample(torch.zeros(len(each), vocabulary, device=self._device), sequences)
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         return self.begin(logits_RV, contexts).read()
@@ -128,7 +130,7 @@ class DeviceDrawing:
                 logprobs[each.token] = one
         for place, row in enumerate(plan.masked_rows):
             if found[R + place]:  # no token is left
-                own_1V = kept_KV[plan.kept_rows.index(row)][None].cpu()
+                own_1V = kept_KV[plan.kept_rows.index(row)][None].float().cpu()
                 again = sample(own_1V, [self._contexts[row]])
                 token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
                 self._sampler.num_host_rows += 1

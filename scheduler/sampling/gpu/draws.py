@@ -25,6 +25,7 @@ from scheduler.sampling.gpu.keys import MOST_IDS
 from scheduler.sampling.plan import SMALL_TOP_K, SamplingPlan
 
 ROOM = 2048  # tokens that are searched at once
+_FEW = 64  # tokens that are compared in pairs instead
 _GROUPS = 256  # of a part of `scan_rows`; with more, fewer programs fit on a processor
 _GROUP = 32  # tokens of a group; with fewer, the registers of `draw_few` spill
 _LANES = 1024  # tokens of a block
@@ -152,7 +153,7 @@ class KernelChoice:
         draw_few[(F,)](
             *of_rows, maxima_FG, group_FC, key_FC, is_done_F, id_R, num_plain, logits_RV.stride(0), V, sizes.num_blocks,
             sizes.num_groups, GROUP=sizes.group, GROUPS_PAD=triton.next_power_of_2(sizes.num_groups),
-            BLOCKS_PAD=blocks_pad, MOST=SMALL_TOP_K, ROOM=ROOM, TILE=_FEW_TILE, num_warps=_FEW_WARPS, enable_fp_fusion=False,
+            BLOCKS_PAD=blocks_pad, MOST=SMALL_TOP_K, ROOM=ROOM, FEW=_FEW, TILE=_FEW_TILE, num_warps=_FEW_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         histogram_FH = torch.empty(F, _HISTOGRAM, dtype=torch.int64, device=self._device)
         draw_many[(F,)](

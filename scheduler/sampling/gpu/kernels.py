@@ -36,7 +36,7 @@ _SIGN = tl.constexpr(1 << 31)
 _DIGIT_BITS, _DIGITS = tl.constexpr(10), tl.constexpr(1024)
 _LEVELS = tl.constexpr(5)
 _LEAST_WEIGHT = tl.constexpr(2.0**-40)
-_ONE_BITS = tl.constexpr(30)  # of a weight's bits
+_WEIGHT_BITS, _HIGHEST_BIT = tl.constexpr(30), tl.constexpr(1 << 29)  # weights are at most 1
 _SLACK = tl.constexpr(0.99)  # for sums in float32
 
 
@@ -80,10 +80,10 @@ def scan_rows(
     most = tl.max(of_group, axis=0)
     first = tl.min(tl.min(tl.where(order == most, token, _LARGEST), axis=1), axis=0)
     key = ((most.to(tl.int64) + _SIGN) << 31) | (first ^ _LARGEST).to(tl.int64)
-    tl.atomic_max(best + row, key)
+    tl.atomic_max(best + row, key, sem="relaxed")  # the count, in a later operation, releases it
     if tl.atomic_add(arrived + row, 1) == tl.num_programs(0) - 1:
-        key = tl.atomic_xchg(best + row, tl.zeros([], tl.int64))
-        tl.atomic_xchg(arrived + row, tl.zeros([], tl.int32))
+        key = tl.atomic_xchg(best + row, tl.zeros([], tl.int64), sem="relaxed")
+        tl.atomic_xchg(arrived + row, tl.zeros([], tl.int32), sem="relaxed")
         tl.store(ids + row, (key & _LARGEST) ^ _LARGEST)
         tl.store(tops + row, _logit_of(((key >> 31) - _SIGN).to(tl.int32)))
 
@@ -152,11 +152,81 @@ def _mass_and_floor(masses, num_blocks, top_p, least, V, BLOCKS_PAD: tl.constexp
     return mass, tl.maximum(least, share * _SLACK)
 
 
+@triton.jit
+def _reached_by(bits, wanted):
+    """Return the largest weight that `wanted` of the weights, given as bits, reach; 0 if there is none."""
+    found, bit = tl.zeros([], tl.int32), tl.full([], _HIGHEST_BIT, tl.int32)
+    for _ in range(_WEIGHT_BITS):
+        count = tl.sum((bits >= (found | bit)).to(tl.int32), axis=0)
+        found = tl.where(count >= wanted, found | bit, found)
+        bit = bit >> 1
+    return found.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _list_groups(
+    own, own_groups, own_list, num_groups, top, inverse, floor, V, GROUP: tl.constexpr, ROOM: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of the groups' tokens that weigh `floor` or more, at most ROOM. Returns their number."""
+    each, num_listed = tl.arange(0, TILE), tl.zeros([], tl.int32)
+    for step in range(bound(tl.cdiv(tl.minimum(num_groups, ROOM) * GROUP, TILE))):
+        number = (step * TILE + each) // GROUP
+        is_in = (number < num_groups) & (number < ROOM)
+        token = tl.load(own_groups + number, mask=is_in, other=0) * GROUP + each % GROUP
+        is_in &= token < V
+        x = tl.load(own + token, mask=is_in, other=float("-inf")).to(tl.float32)
+        weight = weigh(x, top, inverse)
+        is_in &= weight >= floor
+        at = num_listed + tl.cumsum(is_in.to(tl.int32), axis=0) - 1
+        tl.store(own_list + at, keys_of(weight, token), mask=is_in & (at < ROOM))
+        num_listed += tl.sum(is_in.to(tl.int32), axis=0)
+    return num_listed
+
+
+@triton.jit
+def _draw_from_pairs(
+    own_list, num_listed, mass, top_k, top_p, uniform, MOST: tl.constexpr, FEW: tl.constexpr
+):
+    """Draw from a short list, whose order follows from comparing all pairs. Returns -1 if it lacks the mass of top-p."""
+    entry = tl.arange(0, FEW)
+    key = tl.load(own_list + entry, mask=entry < num_listed, other=-1)
+    unit = units_of(key)
+    is_larger = key[None, :] > key[:, None]
+    rank = tl.sum(is_larger.to(tl.int32), axis=1)
+    before = tl.sum(tl.where(is_larger, unit[None, :], 0), axis=1)
+    if top_k <= MOST:
+        unit = tl.where(rank < top_k, unit, 0)
+        mass = tl.sum(unit, axis=0)
+    enough = enough_of(top_p, mass)
+    target = drawn_at(uniform, tl.sum(tl.where(before < enough, unit, 0), axis=0))
+    is_drawn = (before < target) & (before + unit >= target)
+    token = tl.sum(tl.where(is_drawn, token_of(key), 0), axis=0)
+    return tl.where(tl.sum(unit, axis=0) >= enough, token, -1)
+
+
+@triton.jit
+def _draw_from_list(
+    own_list, num_listed, mass, top_k, top_p, uniform, MOST: tl.constexpr, ROOM: tl.constexpr
+):
+    """Draw from a list by searches over the bits of keys. Returns -1 if it lacks the mass of top-p."""
+    entry = tl.arange(0, ROOM)
+    key = tl.load(own_list + entry, mask=entry < num_listed, other=-1)
+    unit = units_of(key)
+    if top_k <= MOST:
+        cut = cut_at(key, (key >= 0).to(tl.int64), top_k)
+        mass = tl.sum(tl.where(key >= cut, unit, 0), axis=0)
+    enough = enough_of(top_p, mass)
+    cut = cut_at(key, unit, enough)
+    target = drawn_at(uniform, tl.sum(tl.where(key >= cut, unit, 0), axis=0))
+    return tl.where(tl.sum(unit, axis=0) >= enough, token_of(cut_at(key, unit, target)), -1)
+
+
 @triton.jit(do_not_specialize=["first_filtered"])
 def draw_few(
     logits, rows, inverses, leasts, top_ks, top_ps, uniforms, tops, masses, maxima, chosen_groups, listed, is_done,
     ids, first_filtered, stride, V, num_blocks, num_groups, GROUP: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    BLOCKS_PAD: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS_PAD: tl.constexpr, MOST: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (filtered row). Draws from the tokens that reach a bound, if ROOM suffices for them and they hold the mass of
     top-p. Writes whether it has drawn."""
@@ -180,45 +250,26 @@ def draw_few(
         )
         bits = weigh(best, top, inverse).to(tl.int32, bitcast=True)
         wanted = tl.minimum(top_k, MOST).to(tl.int32)
-        found, bit = tl.zeros([], tl.int32), tl.full([], 1 << 29, tl.int32)
-        for _ in range(_ONE_BITS):
-            count = tl.sum((bits >= (found | bit)).to(tl.int32), axis=0)
-            found = tl.where(count >= wanted, found | bit, found)
-            bit = bit >> 1
-        floor = tl.maximum(tl.maximum(found.to(tl.float32, bitcast=True), floor), _LEAST_WEIGHT)
+        floor = tl.maximum(tl.maximum(_reached_by(bits, wanted), floor), _LEAST_WEIGHT)
         is_chosen = bits >= floor.to(tl.int32, bitcast=True)
         nth = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
         own_groups = chosen_groups + place.to(tl.int64) * ROOM
         tl.store(own_groups + nth, group, mask=is_chosen & (nth < ROOM))
         num_chosen = tl.sum(is_chosen.to(tl.int32), axis=0)
         tl.debug_barrier()
-        own_list, num_listed = listed + place.to(tl.int64) * ROOM, tl.zeros([], tl.int32)
-        each = tl.arange(0, TILE)
-        for step in range(bound(tl.cdiv(tl.minimum(num_chosen, ROOM) * GROUP, TILE))):
-            number = (step * TILE + each) // GROUP
-            is_in = (number < num_chosen) & (number < ROOM)
-            token = tl.load(own_groups + number, mask=is_in, other=0) * GROUP + each % GROUP
-            is_in &= token < V
-            x = tl.load(logits + row * stride + token, mask=is_in, other=float("-inf")).to(tl.float32)
-            weight = weigh(x, top, inverse)
-            is_in &= weight >= floor
-            at = num_listed + tl.cumsum(is_in.to(tl.int32), axis=0) - 1
-            tl.store(own_list + at, keys_of(weight, token), mask=is_in & (at < ROOM))
-            num_listed += tl.sum(is_in.to(tl.int32), axis=0)
+        own_list = listed + place.to(tl.int64) * ROOM
+        num_listed = _list_groups(
+            logits + row * stride, own_groups, own_list, num_chosen, top, inverse, floor, V, GROUP, ROOM, TILE
+        )
         tl.debug_barrier()
-        entry = tl.arange(0, ROOM)
-        key = tl.load(own_list + entry, mask=entry < num_listed, other=-1)
-        unit = units_of(key)
-        if top_k <= MOST:
-            cut = cut_at(key, (key >= 0).to(tl.int64), top_k)
-            mass = tl.sum(tl.where(key >= cut, unit, 0), axis=0)
-        enough = enough_of(top_p, mass)
         has_room = (num_chosen <= ROOM) & (num_listed <= ROOM) & ((top_k <= MOST) | (top_k >= V))
-        done = (has_room & (tl.sum(unit, axis=0) >= enough)).to(tl.int32)
-        if done > 0:
-            cut = cut_at(key, unit, enough)
-            target = drawn_at(tl.load(uniforms + draw), tl.sum(tl.where(key >= cut, unit, 0), axis=0))
-            tl.store(ids + row, token_of(cut_at(key, unit, target)))
+        uniform = tl.load(uniforms + draw)
+        if num_listed <= FEW:
+            drawn = _draw_from_pairs(own_list, num_listed, mass, top_k, top_p, uniform, MOST, FEW)
+        else:
+            drawn = _draw_from_list(own_list, num_listed, mass, top_k, top_p, uniform, MOST, ROOM)
+        done = (has_room & (drawn >= 0)).to(tl.int32)
+        tl.store(ids + row, drawn, mask=done > 0)
     tl.store(is_done + place, done)
 
 
@@ -263,6 +314,37 @@ def _list_keys(
     return count
 
 
+@triton.jit
+def _narrow(own, first, by_count, target, top, inverse, floor, V, ROOM: tl.constexpr, TILE: tl.constexpr):
+    """Narrow the keys around the one at which the running sum reaches `target`, until at most ROOM are left.
+
+    Returns: the first digits of those left, the number of bits after them, and the sum and the units of all larger keys.
+    """
+    prefix = tl.zeros([], tl.int64)
+    before, above, digits = prefix, prefix, tl.arange(0, _DIGITS)
+    left, inside = tl.full([], KEY_BITS, tl.int32), tl.full([], ROOM + 1, tl.int64)
+    for level in range(_LEVELS):
+        if inside > ROOM:
+            histogram = first + tl.where(level > 0, 2 * _DIGITS, 0)
+            if level > 0:
+                tl.debug_barrier()
+                _clear(histogram)
+                tl.debug_barrier()
+                _count_digits(own, histogram, prefix, left, top, inverse, floor, V, TILE)
+            tl.debug_barrier()
+            count = tl.load(histogram + digits, volatile=True)
+            unit = tl.load(histogram + _DIGITS + digits, volatile=True)
+            value = tl.where(by_count, count, unit)
+            reached = before + tl.sum(value, axis=0) - tl.cumsum(value, axis=0) + value
+            digit = tl.maximum(tl.sum((reached >= target).to(tl.int32), axis=0) - 1, 0)
+            before += tl.sum(tl.where(digits > digit, value, 0), axis=0)
+            above += tl.sum(tl.where(digits > digit, unit, 0), axis=0)
+            inside = tl.sum(tl.where(digits == digit, count, 0), axis=0)
+            prefix = (prefix << _DIGIT_BITS) | digit.to(tl.int64)
+            left -= _DIGIT_BITS
+    return prefix, left, before, above
+
+
 @triton.jit(do_not_specialize=["first_filtered"])
 def draw_many(
     logits, rows, inverses, leasts, top_ks, top_ps, uniforms, tops, masses, listed, histograms, is_done, ids,
@@ -289,8 +371,7 @@ def draw_many(
         floor = tl.maximum(floor, _LEAST_WEIGHT)
         own, own_list = logits + row * stride, listed + place.to(tl.int64) * ROOM
         first = histograms + place.to(tl.int64) * 4 * _DIGITS
-        digits, entry = tl.arange(0, _DIGITS), tl.arange(0, ROOM)
-        none = tl.zeros([], tl.int64)
+        entry, none = tl.arange(0, ROOM), tl.zeros([], tl.int64)
         _clear(first)
         tl.debug_barrier()
         _count_digits(own, first, none, KEY_BITS, top, inverse, floor, V, TILE)
@@ -302,27 +383,9 @@ def draw_many(
                     top_k,
                     tl.where(search == 1, enough_of(top_p, mass), drawn_at(tl.load(uniforms + draw), mass)),
                 )
-                prefix, before, above = none, none, none  # values and units of larger keys
-                left, inside = tl.full([], KEY_BITS, tl.int32), tl.full([], ROOM + 1, tl.int64)
-                for level in range(_LEVELS):
-                    if inside > ROOM:
-                        histogram = first + tl.where(level > 0, 2 * _DIGITS, 0)
-                        if level > 0:
-                            tl.debug_barrier()
-                            _clear(histogram)
-                            tl.debug_barrier()
-                            _count_digits(own, histogram, prefix, left, top, inverse, floor, V, TILE)
-                        tl.debug_barrier()
-                        count = tl.load(histogram + digits, volatile=True)
-                        unit = tl.load(histogram + _DIGITS + digits, volatile=True)
-                        value = tl.where(search == 0, count, unit)
-                        reached = before + tl.sum(value, axis=0) - tl.cumsum(value, axis=0) + value
-                        digit = tl.maximum(tl.sum((reached >= target).to(tl.int32), axis=0) - 1, 0)
-                        before += tl.sum(tl.where(digits > digit, value, 0), axis=0)
-                        above += tl.sum(tl.where(digits > digit, unit, 0), axis=0)
-                        inside = tl.sum(tl.where(digits == digit, count, 0), axis=0)
-                        prefix = (prefix << _DIGIT_BITS) | digit.to(tl.int64)
-                        left -= _DIGIT_BITS
+                prefix, left, before, above = _narrow(
+                    own, first, search == 0, target, top, inverse, floor, V, ROOM, TILE
+                )
                 tl.debug_barrier()
                 num_listed = _list_keys(own, own_list, prefix, left, top, inverse, floor, V, ROOM, TILE)
                 tl.debug_barrier()
