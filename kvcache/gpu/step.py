@@ -169,7 +169,9 @@ class DeviceStep(Step):
         self._host = self._pinned(most_values)
         self._host_values = self._host.numpy()
         self._device = torch.zeros_like(self._host, device=device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # of the last copy
+        self._copied: torch.cuda.Event | None = None  # of the last copy
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.block_table_SM = self._pinned(max_sequences, max_blocks)
         self._table = self.block_table_SM.numpy()
         self._device_table_SM = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int64, device=device)

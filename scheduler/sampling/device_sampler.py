@@ -142,11 +142,11 @@ class _Copy:
 
     def __init__(self, parts: list[Tensor]) -> None:
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._done, self._packed = None, packed
+        self._packed, self._done = packed, None
         if packed.device.type == "cuda":
             self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
             self._packed.copy_(packed, non_blocking=True)
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
     def read(self) -> np.ndarray:
