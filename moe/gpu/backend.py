@@ -39,7 +39,7 @@ from moe.adopt.routers import Routers
 from moe.adopt.shared import SharedSums
 from moe.adopt.stream import start_streams
 from moe.backend import Backend, LoadedModel
-from moe.gpu import compiling, limits
+from moe.gpu import compiling, fp8, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup
@@ -65,21 +65,34 @@ class GpuDevice:
         dtype: Type in which modules compute and weights are stored.
         is_invariant: A row's bits do not depend on the number of other rows. This is slower.
         compiler: Backend of torch.compile for the code between the organs; "" disables it.
+        activation_dtype: Whether rows are quantised for FP8 weights if the checkpoint does so: auto (on GPUs with FP8
+            units), fp8 (refuses other GPUs and checkpoints) or bf16 (never).
     """
 
     device: torch.device
     dtype: torch.dtype
     is_invariant: bool = False
     compiler: str = ""
+    activation_dtype: str = "auto"
+
+    @property
+    def fp8_rows(self) -> bool:
+        """Whether rows are quantised if the checkpoint does so. The interpreter does it on request only."""
+        is_chosen = self.activation_dtype == "fp8" or (
+            self.activation_dtype == "auto" and self.device.type == "cuda"
+        )
+        return is_chosen and fp8.why_no_fp8(self.device) is None
 
 
-def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compiler: str = "") -> Backend:
+def open_backend(
+    device: str, dtype: str, *, is_invariant: bool = False, compiler: str = "", activation_dtype: str = "auto"
+) -> Backend:
     """Return the backend of `cuda`, `cuda:1` or `interpreter`.
 
     Args:
         dtype: auto, bfloat16 or float32. auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
             bfloat16 wrongly.
-        is_invariant, compiler: See `GpuDevice`.
+        is_invariant, compiler, activation_dtype: See `GpuDevice`.
     """
     if device == "interpreter":
         place, default = torch.device("cpu"), torch.float32
@@ -87,7 +100,10 @@ def open_backend(device: str, dtype: str, *, is_invariant: bool = False, compile
         place, default = torch.device(device if ":" in device else f"{device}:0"), torch.bfloat16
         torch.cuda.set_device(place)  # the device for kernel launches
     chosen = {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    return backend_on(GpuDevice(device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler))
+    on = GpuDevice(
+        device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler, activation_dtype=activation_dtype
+    )  # fmt: skip
+    return backend_on(on)
 
 
 def backend_on(on: GpuDevice) -> Backend:
@@ -98,10 +114,11 @@ def backend_on(on: GpuDevice) -> Backend:
         attention=attention_operator.NAME if on.compiler else attention_organ.NAME,
         experts=compiling.NAME if on.compiler else experts_organ.NAME,
         warms_up_together=True,
+        fp8_rows=on.fp8_rows,
         register=_register,
         why_unserved=partial(_why_unserved, on),
         keep_with=partial(_keep_with, on),
-        open_experts=partial(DeviceExperts, dtype=on.dtype, device=on.device),
+        open_experts=partial(DeviceExperts, dtype=on.dtype, device=on.device, fp8_rows=on.fp8_rows),
         open_layer=partial(_open_layer, on),
         make_counts=partial(DeviceLoadCounts, device=on.device),
         make_step=partial(_make_step, on),
@@ -123,7 +140,7 @@ def _register() -> None:
 def _why_unserved(
     on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
-    problem = limits.why_unserved(net, shapes, quantisation)
+    problem = limits.why_unserved(net, shapes, quantisation) or _why_no_fp8_rows(on, quantisation)
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
@@ -137,9 +154,22 @@ def _why_unserved(
     return problem
 
 
+def _why_no_fp8_rows(on: GpuDevice, quantisation: Quantisation | None) -> str | None:
+    if on.activation_dtype != "fp8":
+        return None
+    formats = () if quantisation is None else quantisation.formats
+    if not any(each.fp8_rows for each in formats):
+        return (
+            "no FP8 weights whose configuration quantises activations at run time, which --activation-dtype fp8 needs: "
+            "use auto"
+        )
+    problem = fp8.why_no_fp8(on.device)
+    return None if problem is None else f"--activation-dtype fp8, which needs {problem}: use auto"
+
+
 def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:
     """Move every weight to the device, in the type that the model declared, or quantised."""
-    group = OneGroup(on.device, is_invariant=on.is_invariant)
+    group = OneGroup(on.device, is_invariant=on.is_invariant, fp8_rows=on.fp8_rows)
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
         is_matrix = (

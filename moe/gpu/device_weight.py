@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe.gpu.formats import PLAIN, PlacedWeights, format_of, parts_of
-from moe.gpu.grouped import grouped_linear
+from moe.gpu.fp8 import multiply_rows
 from moe.gpu.tiles import DECODE_TILE, QUANTISED_DECODE_TILE, GroupedTile
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
@@ -20,9 +20,9 @@ from moe.load.quantised_weight import QuantisedWeight
 class OneGroup:
     """Arguments of the grouped product if all rows have the same weight; shared by all weights of a model."""
 
-    def __init__(self, device: torch.device, *, is_invariant: bool) -> None:
-        """With `is_invariant` the tile gives the same bits for any number of rows."""
-        self.is_invariant = is_invariant
+    def __init__(self, device: torch.device, *, is_invariant: bool, fp8_rows: bool = False) -> None:
+        """With `is_invariant` the tile gives the same bits for any number of rows; see `format_of` for `fp8_rows`."""
+        self.is_invariant, self.fp8_rows = is_invariant, fp8_rows
         self._device = device
         self._offsets: dict[int, Tensor] = {}
         self.place_1 = torch.zeros(1, dtype=torch.int32, device=device)
@@ -59,7 +59,7 @@ class DeviceWeight(KernelWeight):
         )
         if isinstance(weight, Tensor):
             weight = weight.to(dtype)
-        form = format_of(weight)
+        form = format_of(weight, fp8_rows=group.fp8_rows)
         parts = {name: part[None].to(device).contiguous() for name, part in parts_of(weight, form).items()}
         self.held, self.group = PlacedWeights.of(parts, form), group
         return self
@@ -84,9 +84,10 @@ class DeviceWeight(KernelWeight):
         n, k = self.shape
         x_TK = x.reshape(-1, k).contiguous()
         rows = len(x_TK)
-        out_TN = grouped_linear(
+        out_TN = multiply_rows(
             x_TK, self.held, self.group.offsets(rows), self.group.place_1, num_pairs=rows, tile=self.group.tile(self.held)
         )  # fmt: skip
+        assert isinstance(out_TN, Tensor), "a linear layer's output is not quantised"
         if bias is not None:
             out_TN += bias
         return out_TN.view(*x.shape[:-1], n)

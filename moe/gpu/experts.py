@@ -24,7 +24,7 @@ from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.device_weight import steady_tile
-from moe.gpu.grouped import grouped_linear
+from moe.gpu.fp8 import multiply_rows
 from moe.gpu.slots import DeviceSlots
 from moe.load_counts import LayerCounts
 from moe.slot_choice import SlotChoice
@@ -104,15 +104,20 @@ class DeviceExpertLayer:
     ) -> Tensor:
         """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined."""
         tile = steady_tile(up.store.weights) if self.is_invariant else None
-        raised_PN = grouped_linear(
+        raised_PN = multiply_rows(
             x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
-            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, tile=tile,
+            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, tile=tile, feeds=down.store.weights,
         )  # fmt: skip
-        lowered_PI = gates.apply(module, raised_PN) if self.gate.name == "none" else raised_PN
-        answers_PD = grouped_linear(
+        lowered_PI = (
+            gates.apply(module, raised_PN)
+            if isinstance(raised_PN, Tensor) and self.gate.name == "none"
+            else raised_PN
+        )
+        answers_PD = multiply_rows(
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
             expected_pairs=expected_pairs, biases_WN=down.store.bias, tile=tile,
         )  # fmt: skip
+        assert isinstance(answers_PD, Tensor), "answers are not quantised"
         return (
             module.post_expert_norm(answers_PD)
             if getattr(module, "has_post_expert_norm", False)

@@ -52,6 +52,9 @@ class DeviceFormat(NamedTuple):
     scale: str = "none"  # of the scales: float (float32, bfloat16 or float16), e8m0, e4m3
     block: int = 0  # inputs that share a scale
     rows: int = 1  # outputs that share a scale
+    fp8_rows: bool = (
+        False  # multiplied with rows quantised to e4m3, with scales for `block` inputs (`moe.gpu.fp8`)
+    )
 
 
 PLAIN = DeviceFormat()
@@ -99,7 +102,7 @@ class PlacedWeights(NamedTuple):
         Raises:
             ValueError: Scales, second scales or zeros are missing, unexpected or of another shape; or a block size is wrong.
         """
-        kind, _, block, rows = self.format
+        kind, block, rows = self.format.kind, self.format.block, self.format.rows
         if (self.scales is None) != (kind == "plain"):
             raise ValueError(f"{kind} weights have {'scales' if kind == 'plain' else 'no scales'}")
         if self.scales is None:
@@ -120,15 +123,20 @@ class PlacedWeights(NamedTuple):
                 )
 
 
-def format_of(weight: Tensor | QuantisedWeight) -> DeviceFormat:
-    """Return a weight's format. Scales are stored per group of rows if all groups share theirs."""
+def format_of(weight: Tensor | QuantisedWeight, *, fp8_rows: bool = False) -> DeviceFormat:
+    """Return a weight's format. Scales are stored per group of rows if all groups share theirs.
+
+    Args:
+        fp8_rows: Whether the device quantises rows if the checkpoint does.
+    """
     if isinstance(weight, Tensor):
         return PLAIN
     scale = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(weight.scales.dtype, "float")
     rows = 1
     if weight.kind == "e4m3" and scale == "float" and weight.block < weight.in_dim:
         rows = next((size for size in _SHARING if _share(weight.scales, size)), 1)
-    return DeviceFormat(weight.kind, scale, weight.block, rows)
+    is_served = weight.kind == "e4m3" and scale == "float"
+    return DeviceFormat(weight.kind, scale, weight.block, rows, fp8_rows and weight.fp8_rows and is_served)
 
 
 def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, Tensor]:

@@ -166,6 +166,7 @@ class DeviceExperts:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        fp8_rows: bool = False,
     ) -> None:
         """Reserve a store for each kind of weight, with the slots of all layers of this kind and the spare ones.
 
@@ -173,8 +174,9 @@ class DeviceExperts:
             modules: Experts modules by name, with their parameters on meta.
             num_spare: Places of each store beyond the slots.
             dtype: Type of weights that are not quantised, and of biases.
+            fp8_rows: Whether rows are quantised if the checkpoint does so.
         """
-        self._loader, self._modules, self._dtype = loader, modules, dtype
+        self._loader, self._modules, self._dtype, self._fp8_rows = loader, modules, dtype, fp8_rows
         self._gates = {name: gate_of(module) for name, module in modules.items()}
         likes = {(name, leaf): self._like(name, leaf) for name in modules for leaf in leaves(modules[name])}
         self._kinds = {at: _kind_of(at[1], like) for at, like in likes.items()}
@@ -236,7 +238,7 @@ class DeviceExperts:
                 part: arranged(tensor, gate) for part, tensor in weight.tensors().items()
             }
             weight = replace(weight, **in_order)
-        form = form or format_of(weight)
+        form = form or format_of(weight, fp8_rows=self._fp8_rows)
         parts = parts_of(weight, form)
         if bias is not None:
             parts["bias"] = arranged(bias.to(self._dtype), gate)

@@ -3,8 +3,8 @@
 Does not use torch, so the check before the start can use it too. The tensors in the files decide which weights are
 quantised (`moe.load.stored_tensors`); this module lists the formats that may occur. The list of modules that are not
 quantised (`moe.load.exclusions`) is for `wideep size`, which may have no files, and to find contradictions in FP8 files.
-Activations are multiplied as they are: a checkpoint's quantisation of them is ignored, which is closer to the original
-model. Settings that would otherwise change answers (rotated or smoothed activations, sparse weights) are refused.
+A CPU multiplies activations as they are, which is closer to the original model. A GPU with FP8 units quantises the rows of
+FP8 weights if the checkpoint does so at run time (`WeightFormat.fp8_rows`); other quantisation of activations is ignored. Settings that would otherwise change answers (rotated or smoothed activations, sparse weights) are refused.
 
 Sources: the configurations that compressed-tensors, NVIDIA ModelOpt, AutoAWQ, GPTQModel, AMD Quark and AutoRound write,
 and those that SGLang (w8a8_int8, w8a8_fp8) and transformers (fbgemm_fp8) read.
@@ -22,6 +22,7 @@ from moe.load.exclusions import Exclusions, Rule
 
 ROWS = 16  # outputs that share an FP8 scale on CPU; a block's rows must be a multiple of this
 MICRO_BLOCK, NVFP4_BLOCK = 32, 16
+FP8_ROW_BLOCK = 128  # inputs of a row that share a scale, if not all do
 MODELOPT_FILE = "hf_quant_config.json"
 SERVED = "fp8 (blocks, channels, tensors), mxfp8, mxfp4, nvfp4, int8 and int4 of compressed-tensors and ModelOpt, awq and gptq"
 # Other values of quant_method: the tool's or format's full name, and the reason why it is not supported.
@@ -46,6 +47,8 @@ class WeightFormat:
     block_rows: int = 1  # outputs that share a scale; 0: all
     block: int = 0  # inputs that share a scale; 0: all
     has_zeros: bool = False  # int4 codes with a zero point per block
+    # The checkpoint quantises the rows that it multiplies to e4m3 at run time, with a scale for `block` inputs.
+    fp8_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,17 @@ class Quantisation:
         """Description for the log at start."""
         rows = "; activations, keys and values are not quantised: their scales in the checkpoint are ignored"
         return f"{self.names}, kept as stored{rows if self.quantises_rows else ''}"
+
+    def described(self, *, fp8_rows: bool) -> str:
+        """Return the description for a device that may quantise the rows of FP8 weights."""
+        blocks = [each.block for each in self.formats if each.fp8_rows]
+        if not (fp8_rows and blocks):
+            return self.in_words
+        per = f"token and {blocks[0]} inputs" if blocks[0] else "token"
+        return (
+            f"{self.names}, kept as stored; rows of FP8 weights are quantised to FP8 per {per}, as in the checkpoint's "
+            "configuration (--activation-dtype bf16 disables this)"
+        )
 
 
 def find_configuration(directory: Path, configured: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -128,17 +142,18 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
         raise _unserved(
             method, f"modules_to_convert = {config['modules_to_convert']}", "linear layers and experts only"
         )
+    scheme = config.get("activation_scheme")
     if method == "mxfp8" or (block and _pair(block) == (1, MICRO_BLOCK)):
         formats = [WeightFormat(name="mxfp8", block=MICRO_BLOCK)]
     elif block:
-        formats = [_blocks(method, "weight_block_size", block)]
+        formats = [_blocks(method, "weight_block_size", block, has_dynamic_rows=scheme == "dynamic")]
     else:
-        formats = [WeightFormat(name="fp8", block_rows=0), WeightFormat(name="fp8")]
+        formats = [WeightFormat(name="fp8", block_rows=rows, fp8_rows=scheme == "dynamic") for rows in (0, 1)]
     if experts == "fp4":
         formats.append(WeightFormat(name="mxfp4", block=MICRO_BLOCK))
     return Quantisation(
         method=method, formats=tuple(formats), plain_modules=_plain(method, config, "modules_to_not_convert", "ignored_layers"),
-        quantises_rows=config.get("activation_scheme") == "static",
+        quantises_rows=scheme == "static" or (scheme == "dynamic" and bool(block) and not formats[0].fp8_rows),
     )  # fmt: skip
 
 
@@ -170,7 +185,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Quantisation:
     weights = [(name, group["weights"]) for name, group in groups.items() if group.get("weights")]
     return Quantisation(
         method=method,
-        formats=_known_once(_of_group(method, name, scheme) for name, scheme in weights),
+        formats=_known_once(
+            _of_group(method, name, scheme, groups[name].get("input_activations")) for name, scheme in weights
+        ),
         plain_modules=_plain(method, config, "ignore"),
         quantises_rows=bool(config.get("kv_cache_scheme"))
         or any(group.get("input_activations") for group in groups.values()),
@@ -194,18 +211,21 @@ def _rotates_rows(transforms: Any) -> str | None:
     return None
 
 
-def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat:
-    """Read the weights of one entry of config_groups."""
+def _of_group(method: str, name: str, scheme: Mapping[str, Any], rows: Any = None) -> WeightFormat:
+    """Read the weights of one entry of config_groups, and its `input_activations`."""
     bits, kind, size = scheme.get("num_bits"), str(scheme.get("type")), scheme.get("group_size") or 0
     # Without a strategy, compressed-tensors derives it from the size.
     strategy = scheme.get("strategy") or {0: "tensor", -1: "channel"}.get(size, "group")
     if (bits, kind) == (8, "float"):
         if strategy == "block":
-            return _blocks(method, f"{name}.weights.block_structure", scheme.get("block_structure"))
+            structure, dynamic = scheme.get("block_structure"), _has_fp8_rows(rows, FP8_ROW_BLOCK)
+            return _blocks(method, f"{name}.weights.block_structure", structure, has_dynamic_rows=dynamic)
         if strategy == "group" and size == MICRO_BLOCK:
             return WeightFormat(name="mxfp8", block=MICRO_BLOCK)
         if strategy in ("tensor", "channel"):
-            return WeightFormat(name="fp8", block_rows=int(strategy == "channel"))
+            return WeightFormat(
+                name="fp8", block_rows=int(strategy == "channel"), fp8_rows=_has_fp8_rows(rows, 0)
+            )
     if (bits, kind) == (4, "float") and size in (MICRO_BLOCK, NVFP4_BLOCK):
         return WeightFormat(name="nvfp4" if size == NVFP4_BLOCK else "mxfp4", block=size)
     zeros = not scheme.get("symmetric", True)
@@ -222,9 +242,18 @@ def _of_group(method: str, name: str, scheme: Mapping[str, Any]) -> WeightFormat
     )
 
 
+def _has_fp8_rows(scheme: Any, block: int) -> bool:
+    """Return whether compressed-tensors quantises rows to e4m3 at run time, per token and `block` inputs (0: all)."""
+    if not isinstance(scheme, Mapping) or (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
+        return False
+    wanted = ("group", block) if block else ("token", 0)
+    is_dynamic = scheme.get("dynamic") is True and bool(scheme.get("symmetric", True))
+    return is_dynamic and (scheme.get("strategy"), scheme.get("group_size") or 0) == wanted
+
+
 _MODELOPT = {
     "FP8": WeightFormat(name="fp8", block_rows=0),
-    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(name="fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat(name="fp8", fp8_rows=True),
     "FP8_PB_WO": WeightFormat(name="fp8", block_rows=128, block=128),
     "FP8_BLOCK_SCALES": WeightFormat(name="fp8", block_rows=128, block=128),
     "NVFP4": WeightFormat(name="nvfp4", block=NVFP4_BLOCK),
@@ -395,12 +424,13 @@ def _known_once(formats: Iterable[WeightFormat]) -> tuple[WeightFormat, ...]:
     return tuple(dict.fromkeys(formats))
 
 
-def _blocks(method: str, field: str, block: Any) -> WeightFormat:
+def _blocks(method: str, field: str, block: Any, *, has_dynamic_rows: bool = False) -> WeightFormat:
     """Return the format of FP8 with a scale per block."""
     pair = _pair(block)
     if pair is None or pair[0] % ROWS:
         raise _unserved(method, f"{field} = {block}", f"[multiple of {ROWS}, any] such as [128, 128]")
-    return WeightFormat(name="fp8", block_rows=pair[0], block=pair[1])
+    fp8_rows = has_dynamic_rows and pair[1] == FP8_ROW_BLOCK
+    return WeightFormat(name="fp8", block_rows=pair[0], block=pair[1], fp8_rows=fp8_rows)
 
 
 def _pair(block: Any) -> tuple[int, int] | None:

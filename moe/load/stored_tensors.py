@@ -254,6 +254,7 @@ class StoredTensors:
         weight = QuantisedWeight(
             codes=codes, kind=composition.kind, scales=parts["scales"].view(composition.scale), block=composition.format.block or 1,
             row_scales=None if row_scales is None else row_scales.squeeze(-1), zeros=parts.get("zeros"),
+            fp8_rows=composition.format.fp8_rows,
         )  # fmt: skip
         if not composition.format.block:
             weight = weight.under(weight.in_dim)

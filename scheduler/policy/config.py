@@ -30,6 +30,13 @@ def why_no_compiler(*, on_gpus: bool, is_invariant: bool) -> str | None:
     return None
 
 
+def why_no_fp8_rows(activation_dtype: str) -> str | None:
+    """Return why a CPU does not support `activation_dtype`, or None if it does."""
+    if activation_dtype == "fp8":
+        return "--activation-dtype fp8 is for GPUs; a CPU never quantises the rows of FP8 weights: use auto"
+    return None
+
+
 def why_no_nodes(node_size: int) -> str:
     """Return why dispatch by node is unavailable on GPUs."""
     return f"--dispatch-node-size is {node_size}; between GPUs every rank sends to every other: give 0"
@@ -49,6 +56,9 @@ class EngineSettings:
     threads: int | None = None
     dtype: str = "auto"
     quantization: str | None = None  # int8 or int4, applied while loading
+    activation_dtype: str = (
+        "auto"  # of rows that FP8 weights multiply on GPUs; see `moe.gpu.backend.GpuDevice`
+    )
     batch_invariant: bool = False  # for GPUs; CPUs always are
     enforce_eager: bool = False  # no CUDA graphs
     enable_torch_compile: bool = False  # on GPUs, the code between attention and experts

@@ -27,7 +27,7 @@ from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
 from moe.model import Model, Skeleton
-from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_nodes
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_fp8_rows, why_no_nodes
 from scheduler.sampling.device_sampler import DeviceSampler
 from scheduler.sampling.sampler import HostSampler, Sampler
 from scheduler.step.lockstep import Header, LockStep
@@ -42,9 +42,11 @@ def backend_of(config: EngineConfig) -> Backend:
     """Return the backend that builds a model for the configured device.
 
     Raises:
-        ConfigError: The device is unknown.
+        ConfigError: The device is unknown, or does not support a setting.
     """
     if config.device == "cpu":
+        if problem := why_no_fp8_rows(config.activation_dtype):
+            raise ConfigError(problem)
         return CPU
     if config.device.partition(":")[0] not in ("cuda", INTERPRETER):
         raise ConfigError(
@@ -56,6 +58,7 @@ def backend_of(config: EngineConfig) -> Backend:
         config.dtype,
         is_invariant=config.batch_invariant,
         compiler=config.compiler if config.enable_torch_compile else "",
+        activation_dtype=config.activation_dtype,
     )
     return backend
 

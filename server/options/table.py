@@ -427,6 +427,13 @@ class Options:
         help="quantise experts and linear layers on load, with one scale per 32 inputs: less memory, faster decoding on CPU, "
         "different answers (docs/quantised.md). Naming the checkpoint's own format changes nothing",
     ))  # fmt: skip
+    engine_activation_dtype = row(flag(
+        RANKS, "--activation-dtype", read=one_of("auto", "bf16", "fp8"), metavar="{auto,bf16,fp8}",
+        taken_as={"bfloat16": "bf16"}, taken_because="it is the same type",
+        help="data type of the rows that FP8 weights multiply on a GPU; auto quantises rows to FP8 if the checkpoint's "
+        "configuration does and the GPU has FP8 units: faster prompts, answers that differ from a CPU's "
+        "(docs/quantised.md); bf16 never quantises rows; fp8 is auto but refuses other checkpoints and devices",
+    ))  # fmt: skip
     engine_batch_invariant = row(switch(
         RANKS, "--batch-invariant",
         help="make results independent of the other requests in a batch, bit for bit, at a cost in speed; always so on CPU",

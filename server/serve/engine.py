@@ -152,7 +152,8 @@ def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) ->
     quantisation = built.model.skeleton.quantisation
     loading.note(f"Dispatch: {built.wire}; {built.dispatch}")
     if quantisation is not None:
-        loading.note(f"Weights: {quantisation.in_words}")
+        described = quantisation.described(fp8_rows=built.model.skeleton.backend.fp8_rows)
+        loading.note(f"Weights: {described}")
     if built.num_states:
         loading.note(f"States: {built.states}")
     experts = built.experts

@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatch.wires.availability import why_not_served_by
 from moe.mtp.names import why_no_mtp
-from scheduler.policy.config import why_no_compiler, why_no_nodes
+from scheduler.policy.config import why_no_compiler, why_no_fp8_rows, why_no_nodes
 from server.machine.model_fields import num_experts
 from server.options.table import Options
 from server.serve.preflight.memory import (
@@ -73,6 +73,7 @@ def check_choices(options: Options, num_ranks: int) -> None:
     check_backend(options.engine.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
     check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
+    check_activations(options)
 
 
 def check_files(options: Options, num_ranks: int) -> WeightBytes:
@@ -178,6 +179,17 @@ def check_compiler(options: Options) -> None:
     """
     problem = why_no_compiler(on_gpus=options.device == "cuda", is_invariant=options.engine.batch_invariant)
     if options.engine.enable_torch_compile and problem:
+        raise PreflightError(problem)
+
+
+def check_activations(options: Options) -> None:
+    """Raise if the device does not support --activation-dtype.
+
+    Raises:
+        PreflightError: The message names the remedy.
+    """
+    problem = why_no_fp8_rows(options.engine.activation_dtype)
+    if options.device == "cpu" and problem:
         raise PreflightError(problem)
 
 

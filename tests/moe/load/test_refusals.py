@@ -305,7 +305,8 @@ FINE_GRAINED = {  # as transformers' FineGrainedFP8Config writes itself
 def test_the_fp8_configurations_of_real_checkpoints_are_read(config: dict[str, Any]) -> None:
     found = read_quantisation(config)
     assert found is not None
-    assert (found.method, found.formats) == ("fp8", (WeightFormat(name="fp8", block_rows=128, block=128),))
+    blocks = WeightFormat(name="fp8", block_rows=128, block=128, fp8_rows=True)
+    assert (found.method, found.formats) == ("fp8", (blocks,))
     assert found.plain_modules == tuple(config.get("modules_to_not_convert") or ())
 
 
@@ -353,7 +354,7 @@ MXFP4_FORMAT, MXFP8 = WeightFormat(name="mxfp4", block=32), WeightFormat(name="m
         (QUARK, (MXFP4_FORMAT, WeightFormat(name="fp8"))),
         (
             {**DEEPSEEK_V31, "expert_dtype": "fp4"},
-            (WeightFormat(name="fp8", block_rows=128, block=128), MXFP4_FORMAT),
+            (WeightFormat(name="fp8", block_rows=128, block=128, fp8_rows=True), MXFP4_FORMAT),
         ),
         ({**DEEPSEEK_V3, "weight_block_size": [1, 32]}, (MXFP8,)),
         ({"quant_method": "fp8", "activation_scheme": "static"}, (FP8_TENSOR, WeightFormat(name="fp8"))),
@@ -388,6 +389,48 @@ def test_what_is_left_unread_is_said() -> None:
     assert static is not None and dynamic is not None
     assert static.in_words.startswith("fp8, kept as stored; activations, keys and values are not quantised: ")
     assert dynamic.in_words == "fp8, kept as stored"
+    assert static.described(fp8_rows=True) == static.in_words
+    assert dynamic.described(fp8_rows=False) == dynamic.in_words
+    assert "rows of FP8 weights are quantised to FP8 per token and 128 inputs" in dynamic.described(
+        fp8_rows=True
+    )
+    other = read_quantisation({**DEEPSEEK_V3, "weight_block_size": [64, 64]})
+    assert other is not None and "activations, keys and values are not quantised" in other.described(
+        fp8_rows=True
+    )
+
+
+TOKENS = {"dynamic": True, "num_bits": 8, "strategy": "token", "symmetric": True, "type": "float"}
+GROUPS = {**TOKENS, "group_size": 128, "strategy": "group"}
+CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel"}
+IN_BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rows", "fp8_rows"),
+    [
+        (CHANNELS, TOKENS, True),
+        (CHANNELS, {**TOKENS, "dynamic": False}, False),
+        (CHANNELS, {**TOKENS, "type": "int"}, False),
+        (CHANNELS, GROUPS, False),
+        (CHANNELS, None, False),
+        (IN_BLOCKS, GROUPS, True),
+        (IN_BLOCKS, {**GROUPS, "group_size": 64}, False),
+        (IN_BLOCKS, TOKENS, False),
+    ],
+)
+def test_the_rows_of_fp8_weights_are_quantised_if_their_group_says_so(
+    weights: dict[str, Any], rows: dict[str, Any] | None, fp8_rows: bool
+) -> None:
+    found = read_quantisation(
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": rows}
+            },
+        }
+    )
+    assert found is not None and [each.fp8_rows for each in found.formats] == [fp8_rows]
 
 
 def test_no_configuration_is_no_quantisation() -> None:

@@ -42,6 +42,12 @@ def test_a_compiler_is_refused_beside_what_it_does_not_go_with(
         check_compiler(config)
 
 
+def test_a_cpu_refuses_to_quantise_the_rows_of_fp8_weights() -> None:
+    config = EngineConfig(directory=Path(), kv_cache_bytes=0, activation_dtype="fp8")
+    with pytest.raises(ConfigError, match="--activation-dtype fp8 is for GPUs"):
+        backend_of(config)
+
+
 CONFIG = Qwen3MoeConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, max_position_embeddings=64, eos_token_id=None,

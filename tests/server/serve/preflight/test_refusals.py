@@ -178,6 +178,7 @@ REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
     ("no mtp layers", start('--speculative-config={"method": "mtp", "num_speculative_tokens": 2}'),
      ("--speculative-config: mixtral: ", "has no layers for multi-token prediction", "use the method ngram or suffix")),
     ("compiler on a cpu", start("--enable-torch-compile", "--device=cpu"), ("is for GPUs",)),
+    ("rows in FP8 on a cpu", start("--activation-dtype=fp8", "--device=cpu"), ("is for GPUs",)),
     ("no gpu", gpu_without_driver,
      ("--device is cuda, but it is unusable: the NVIDIA driver supports CUDA 12.4; or use --device cpu",)),
     ("too few gpus", more_ranks_than_gpus,

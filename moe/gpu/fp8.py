@@ -1,0 +1,230 @@
+"""Products in FP8 on GPUs: rows are quantised as the checkpoint says and multiplied with FP8 weights on the FP8 units.
+
+Rows become e4m3 with a float32 scale per row and 128 inputs (DeepSeek-V3's blocks), or per row (scales of channels and
+tensors). A scale is the largest magnitude over 448. Answers differ from those of rows that are not quantised, such as on a
+CPU: docs/quantised.md has the measured difference. A row is quantised by itself, so its result does not depend on the batch.
+
+`multiply_rows` chooses between this product and `moe.gpu.grouped`. Which weights take quantised rows is part of their format
+(`DeviceFormat.fp8_rows`), decided once while they are loaded.
+
+Ideas: DeepGEMM (scales applied per 128 inputs outside the tensor cores), DeepSeek-V3's report. Rejected: one kernel for all
+formats. FP8 sums need their own steps, and the kernel for other formats decodes in registers.
+
+Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, W weights in memory, B groups of K.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attention.gpu.tiles import device_names, tile_of
+from moe.gpu.formats import PlacedWeights
+from moe.gpu.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
+from moe.gpu.grouped import LEAST_FP8_CAPABILITY, grouped_linear
+from moe.gpu.grouped_kernel import GATES
+from moe.gpu.tiles import GroupedTile, shape_of
+
+_GROUPS = 32  # per program of `quantise_groups`
+_LARGE_MEMORY = 160 << 10  # bytes of shared memory from which tiles of datacenter GPUs fit
+LEAST_UNSWAPPED = 64  # rows of a tile that is the left factor: those of one instruction on Hopper
+
+
+class Fp8Rows(NamedTuple):
+    """Quantised rows."""
+
+    codes: Tensor  # [T, K] float8_e4m3fn
+    scales: Tensor  # [T, B] or [T, 1] float32
+    dtype: torch.dtype  # of the rows before, and of products
+
+
+class Fp8Tile(NamedTuple):
+    """Shape of a program's work. Its results do not depend on it."""
+
+    rows: int
+    columns: int  # of one product; 128 if the output is quantised, as large as its groups
+    halves: int  # products with the same rows per step; 2 with a gate
+    group: int  # tiles of rows that share a tile of columns
+    warps: int
+    stages: int
+
+
+# By the kind of product, for at least this many rows per slot; the first is also for batch invariance.
+_GATED = {
+    0: Fp8Tile(16, 128, 2, 1, 4, 4),
+    32: Fp8Tile(64, 128, 2, 8, 8, 4),
+    96: Fp8Tile(128, 128, 2, 8, 8, 3),
+}
+_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 5), 32: Fp8Tile(64, 128, 1, 8, 4, 4), 96: Fp8Tile(128, 128, 2, 8, 8, 3)}
+# For less shared memory (compute capability 8.9 and 12.0).
+_SMALL_GATED = {0: Fp8Tile(16, 128, 2, 1, 4, 2), 32: Fp8Tile(32, 128, 2, 8, 8, 2)}
+_SMALL_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 4), 32: Fp8Tile(64, 128, 1, 8, 8, 3)}
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Return why a device has no products in FP8, or None if it has."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_FP8_CAPABILITY:
+        return None  # the interpreter has them
+    seen, needed = (
+        ".".join(map(str, pair)) for pair in (torch.cuda.get_device_capability(device), LEAST_FP8_CAPABILITY)
+    )
+    return f"compute capability {needed}, and this GPU has {seen}"
+
+
+def quantise_rows(x_TK: Tensor, weights: PlacedWeights) -> Fp8Rows:
+    """Quantise rows for weights that take quantised ones; local.
+
+    Args:
+        x_TK: [T, K] contiguous; bfloat16, float16 or float32.
+    """
+    T, K = x_TK.shape
+    codes = torch.empty_like(x_TK, dtype=torch.float8_e4m3fn)
+    if weights.format.block >= K:
+        scales = torch.empty(T, 1, dtype=torch.float32, device=x_TK.device)
+        padded = triton.next_power_of_2(K)
+        if T:
+            quantise_whole_rows[(T,)](
+                x_TK, codes, scales, K=K, K_PAD=padded, num_warps=min(16, max(1, padded // 1024))
+            )
+        return Fp8Rows(codes, scales, x_TK.dtype)
+    scales = torch.empty(T, triton.cdiv(K, STEP_INPUTS), dtype=torch.float32, device=x_TK.device)
+    if T:
+        programs = triton.cdiv(scales.numel(), _GROUPS)
+        quantise_groups[(programs,)](
+            x_TK, codes, scales, scales.numel(), K=K, STEP=STEP_INPUTS, GROUPS=_GROUPS, num_warps=4
+        )  # fmt: skip
+    return Fp8Rows(codes, scales, x_TK.dtype)
+
+
+def multiply_rows(
+    x: Tensor | Fp8Rows,
+    weights: PlacedWeights,
+    slot_offsets: Tensor,
+    places_S: Tensor,
+    *,
+    num_pairs: int,
+    expected_pairs: int | None = None,
+    rows_P: Tensor | None = None,
+    gate: str = "none",
+    biases_WN: Tensor | None = None,
+    tile: GroupedTile | None = None,
+    feeds: PlacedWeights | None = None,
+) -> Tensor | Fp8Rows:
+    """Multiply each row with its slot's weight, in FP8 if the weights take quantised rows. See `moe.gpu.grouped.grouped_linear`.
+
+    Args:
+        x: Rows [T, K], quantised or not. Quantised ones are results for `feeds` = weights.
+        tile: Tile for rows that are not quantised. With any, quantised rows use their own tile for all numbers of rows.
+        feeds: Weights of the next product, which has no other input. The result is quantised if they take such rows and
+            a gate was applied.
+
+    Raises:
+        ValueError: The kernel does not support a type or shape.
+    """
+    if not weights.format.fp8_rows:
+        assert isinstance(x, Tensor), "quantised rows for weights that do not take them"
+        return grouped_linear(
+            x, weights, slot_offsets, places_S, num_pairs=num_pairs, expected_pairs=expected_pairs, rows_P=rows_P,
+            gate=gate, biases_WN=biases_WN, tile=tile,
+        )  # fmt: skip
+    rows = quantise_rows(x, weights) if isinstance(x, Tensor) else x
+    N = weights.codes.shape[1] // (1 if gate == "none" else 2)
+    quantises_out = feeds is not None and takes_groups(feeds) and gate != "none"
+    out = torch.empty(num_pairs, N, dtype=rows.dtype, device=rows.codes.device)
+    out_scales = None
+    if quantises_out:
+        out = torch.empty_like(out, dtype=torch.float8_e4m3fn)
+        out_scales = torch.empty(
+            num_pairs, triton.cdiv(N, STEP_INPUTS), dtype=torch.float32, device=out.device
+        )
+    expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
+    chosen = choose_tile(0 if tile is not None else expected // max(places_S.numel(), 1), weights, gate)
+    launch(
+        rows, weights, slot_offsets, places_S, out, out_scales, tile=chosen, expected=expected, rows_P=rows_P, gate=gate,
+        biases_WN=biases_WN,
+    )  # fmt: skip
+    return out if out_scales is None else Fp8Rows(out, out_scales, rows.dtype)
+
+
+def takes_groups(weights: PlacedWeights) -> bool:
+    """Return whether weights take rows with scales for groups of 128 inputs."""
+    return weights.format.fp8_rows and weights.format.block < weights.in_dim
+
+
+def launch(
+    rows: Fp8Rows,
+    weights: PlacedWeights,
+    slot_offsets: Tensor,
+    places_S: Tensor,
+    out: Tensor,
+    out_scales: Tensor | None,
+    *,
+    tile: Fp8Tile,
+    expected: int,
+    rows_P: Tensor | None = None,
+    gate: str = "none",
+    biases_WN: Tensor | None = None,
+) -> None:
+    """Launch the kernel. Writes into `out`, and into `out_scales` if it is quantised.
+
+    Raises:
+        ValueError: Rows, weights and tile do not fit each other.
+    """
+    S, height, K, form = places_S.numel(), weights.codes.shape[1], weights.in_dim, weights.format
+    N = height // 2 if GATES[gate] else height
+    _check(rows, weights, tile, is_gated=gate != "none", quantises_out=out_scales is not None)
+    num_tiles = min(S, expected) + expected // tile.rows  # at most one partial tile per slot
+    width = tile.columns if GATES[gate] else tile.columns * tile.halves
+    grouped_fp8_rows[(max(num_tiles, 1) * triton.cdiv(N, width),)](
+        rows.codes, rows.scales, rows_P, weights.codes, weights.scales, biases_WN, places_S, slot_offsets, out,
+        out_scales, S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, STEP=STEP_INPUTS, ROWS=tile.rows, COLUMNS=tile.columns,
+        HALVES=tile.halves, GROUP=tile.group, GATE=GATES[gate], BLOCK=form.block, SCALE_ROWS=form.rows,
+        SWAP=tile.rows < LEAST_UNSWAPPED, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") -> Fp8Tile:
+    """Return the tile of a launch: the table's for this device, shape and number of rows, or the fallback."""
+    device, is_gated = weights.codes.device, gate != "none"
+    tiles = (
+        (_GATED if is_gated else _PLAIN)
+        if _has_memory(device)
+        else (_SMALL_GATED if is_gated else _SMALL_PLAIN)
+    )
+    least = max(rows for rows in tiles if rows <= rows_per_slot)
+    return tile_of(f"fp8_{least}", shape_of(weights), tiles[least], device_names(device))
+
+
+@functools.cache
+def _has_memory(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _LARGE_MEMORY)
+
+
+def _check(
+    rows: Fp8Rows, weights: PlacedWeights, tile: Fp8Tile, *, is_gated: bool, quantises_out: bool
+) -> None:
+    K, block = weights.in_dim, weights.format.block
+    weights.check()
+    if (
+        weights.format.kind != "e4m3"
+        or weights.format.scale != "float"
+        or not (block == STEP_INPUTS or block >= K)
+    ):
+        raise ValueError(
+            f"{weights.format.kind} weights with {weights.format.scale} scales for {block} inputs; FP8 products need e4m3 "
+            f"with floating-point scales for {STEP_INPUTS} inputs or a whole row"
+        )
+    wanted = (len(rows.codes), 1 if block >= K else triton.cdiv(K, STEP_INPUTS))
+    if rows.codes.shape[1] != K or tuple(rows.scales.shape) != wanted:
+        raise ValueError(
+            f"rows are {list(rows.codes.shape)} with scales {list(rows.scales.shape)}; the weights need {K} columns and "
+            f"scales {list(wanted)}"
+        )
+    if tile.halves != 2 and is_gated:
+        raise ValueError(f"a tile has {tile.halves} halves; with a gate it needs 2")
+    if tile.columns != STEP_INPUTS and quantises_out:
+        raise ValueError(f"a tile has {tile.columns} columns; a quantised output needs {STEP_INPUTS}")
