@@ -17,7 +17,7 @@ Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S 
 import triton
 import triton.language as tl
 
-from moe.gpu.grouped_kernel import count_tiles, find_rows, find_tile, gated
+from moe.gpu.grouped_kernel import end_tiles, find_rows, find_tile, gated
 
 STEP_INPUTS = 128  # inputs of a step; of a row's group, too
 _LARGEST = tl.constexpr(448.0)  # of e4m3
@@ -142,11 +142,12 @@ def grouped_fp8_rows(
     """Program (tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
     WIDTH: tl.constexpr = COLUMNS if GATE > 0 else COLUMNS * HALVES
     COLUMN_TILES: tl.constexpr = (N + WIDTH - 1) // WIDTH
-    num_tiles = count_tiles(offsets, S, S_PAD, ROWS)
+    end_tile = end_tiles(offsets, S, S_PAD, ROWS)
+    num_tiles = tl.max(end_tile, axis=0)
     at = tl.program_id(0)
     while at < num_tiles * COLUMN_TILES:
         tile, column_tile = find_tile(at, num_tiles, COLUMN_TILES, GROUP)
-        slot, first, end = find_rows(offsets, tile, S, S_PAD, ROWS)
+        slot, first, end = find_rows(offsets, end_tile, tile, S, S_PAD, ROWS)
         _multiply_tile(
             x, x_scales, rows, codes, scales, biases, tl.load(places + slot).to(tl.int64), out, out_scales, first, end,
             column_tile * WIDTH, N, K, STEP, ROWS, COLUMNS, HALVES, GATE, BLOCK, SCALE_ROWS, SWAP,
