@@ -102,7 +102,8 @@ def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
     counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
     counts[-1] = 70
     num_pairs = 0 if is_decode else MANY_ROWS * shape.slots
-    tile = choose_tile(num_pairs, shape.slots, is_quantised=shape.form != "plain")
+    is_quantised, has_gate = shape.form != "plain", side == "up"
+    tile = choose_tile(num_pairs, shape.slots, is_quantised=is_quantised, has_gate=has_gate)
     return functools.partial(grouped_call, shape=shape, counts=counts, side=side, tile=tile)
 
 
