@@ -23,10 +23,11 @@ from torch import Tensor
 from attention.gpu.tiles import device_names, tile_of
 from moe.gpu.formats import PlacedWeights
 from moe.gpu.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
-from moe.gpu.grouped import LEAST_FP8_CAPABILITY, grouped_linear
+from moe.gpu.grouped import grouped_linear
 from moe.gpu.grouped_kernel import GATES
 from moe.gpu.tiles import GroupedTile, shape_of
 
+LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
 _LARGE_MEMORY = 160 << 10  # bytes of shared memory from which tiles of datacenter GPUs fit
 LEAST_UNSWAPPED = 64  # rows of a tile that is the left factor: those of one instruction on Hopper
