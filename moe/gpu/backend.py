@@ -286,6 +286,9 @@ def warm_up(
     if on.device.type == "cuda":  # the interpreter compiles nothing and is slow
         vocabulary = model.net.get_output_embeddings().weight.shape[0]
         _try_out(on, model, cache, step.fill_with_prompts(cache.num_blocks, vocabulary))
+        for layer in model.layers:
+            assert isinstance(layer, DeviceExpertLayer), "a layer of another backend"
+            layer.launch_tiles()
     report(len(tried) + 1, len(tried) + 1)
     model.load_counts.clear()
     for layer in model.layers:

@@ -22,6 +22,7 @@ from moe.adopt import gates
 from moe.adopt.gates import Gate
 from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
+from moe.gpu import fp8
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.device_weight import steady_tile
 from moe.gpu.fp8 import multiply_rows
@@ -139,6 +140,18 @@ class DeviceExpertLayer:
         if isinstance(self.dispatcher, DeviceDispatcher) and self.dispatcher.takes_experts:
             return self.dispatcher.dispatch_experts(x_TD, self._on_device.experts(*choices))
         return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode)
+
+    def launch_tiles(self) -> None:
+        """Compile the products in FP8 for all numbers of rows, so that no step waits for a compiler."""
+        if not self.up.store.weights.format.fp8_rows or self.is_invariant or self.gate.name == "none":
+            return
+        device, num_slots = self.step.device, len(self.up.places_S)
+        offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # no rows
+        x_TD = torch.zeros(1, self.up.in_dim, dtype=self.dtype, device=device)
+        for rows in fp8.LEVELS:
+            pairs = max(rows * num_slots, 1)
+            row_P = torch.zeros(pairs, dtype=torch.int64, device=device)
+            self.compute(None, self.up, self.down, x_TD, row_P, offsets, pairs)
 
     def _mode(self) -> Mode:
         """Return the dispatch mode. A lone rank agrees on no capacity: its padding rows exceed the agreed tokens."""

@@ -2,7 +2,7 @@
 
 Rows become e4m3 with a float32 scale per row and 128 inputs (DeepSeek-V3's blocks), or per row (scales of channels and
 tensors). A scale is the largest magnitude over 448. Answers differ from those of rows that are not quantised, such as on a
-CPU: docs/quantised.md has the measured difference. A row is quantised by itself, so its result does not depend on the batch.
+CPU. A row is quantised by itself, so its result does not depend on the batch.
 
 `multiply_rows` chooses between this product and `moe.gpu.grouped`. Which weights take quantised rows is part of their format
 (`DeviceFormat.fp8_rows`), decided once while they are loaded.
@@ -42,7 +42,7 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Tile(NamedTuple):
-    """Shape of a program's work. Its results do not depend on it."""
+    """Shape of a program's work. All tiles add over the inputs in the same order and steps."""
 
     rows: int
     columns: int  # of one product; 128 if the output is quantised, as large as its groups
@@ -52,6 +52,8 @@ class Fp8Tile(NamedTuple):
     stages: int
 
 
+# Rows per slot from which another tile may be used.
+LEVELS = (0, 32, 96)
 # By the kind of product, for at least this many rows per slot; the first is also for batch invariance.
 _GATED = {
     0: Fp8Tile(16, 128, 2, 1, 4, 4),

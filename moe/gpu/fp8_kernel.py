@@ -41,7 +41,7 @@ def _scale_of(largest):
     return tl.math.div_rn(largest, _LARGEST), tl.math.div_rn(tl.zeros_like(largest) + _LARGEST, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def quantise_groups(x, codes, scales, groups, K: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):
     """Program (groups of STEP inputs, of any rows). Scales are [T, B]; a row's last group may be short."""
     PER_ROW: tl.constexpr = (K + STEP - 1) // STEP

@@ -1,12 +1,23 @@
 """Products in FP8 in Triton's interpreter, against float64 with rows quantised by plain torch."""
 
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe.load.quantised_weight import QuantisedWeight
 from tests.moe.gpu.grouped_cases import BF16, E4M3, F32, Case, Problem, make_weights
+from tests.support.gpu.path import build_interpreted, mixed_steps, run_steps
+from tests.support.models.families import VOCABULARY
+from tests.support.models.quantise import FP8_KEPT, write_quantised
 from tests.support.ranks import RankPool
+
+LENGTHS = (19, 8)  # of the sequences
 
 TOLERANCE = 1e-4
 HALF_STEP = 2.0**-4 * 1.001  # of e4m3's normal numbers, relative
@@ -227,3 +238,50 @@ def test_a_linear_layer_quantises_its_rows_only_on_request(interpreter: RankPool
     assert of_quantised < TOLERANCE < 1e-3 < of_plain
     of_quantised, of_plain = interpreter.run(multiply_as_module, False)[0]
     assert of_plain < TOLERANCE < 1e-3 < of_quantised
+
+
+def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> list[np.ndarray]:
+    """Return the logits of sequences, run in mixed steps."""
+    built = build_interpreted(directory, **settings)
+    layers: Any = built.model.layers
+    layers[0].launch_tiles()
+    return run_steps(built, sequences, mixed_steps(LENGTHS))
+
+
+def emulated(oracle: PreTrainedModel, sequence: list[int], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Return the logits of the oracle with rows quantised before every FP8 weight."""
+    plain = torch.nn.functional.linear
+    kept = {
+        weight.untyped_storage().data_ptr()
+        for name, weight in oracle.named_parameters()
+        if name.removesuffix(".weight").rpartition(".")[2] in FP8_KEPT
+    }
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.untyped_storage().data_ptr() in kept:
+            return plain(x, weight, bias)
+        values, _ = quantised(x.reshape(-1, x.shape[-1]), 128)
+        return plain(values.float().view(x.shape), weight, bias)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(torch.nn.functional, "linear", linear)
+        logits: np.ndarray = oracle(torch.tensor([sequence])).logits[0].numpy()
+    return logits
+
+
+@pytest.mark.slow
+def test_whole_models_answer_like_the_emulation(
+    interpreter: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to the bit: a last digit decides how a value is rounded. Rows that are not quantised are much further away."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    oracle = write_quantised("qwen3_moe", tmp_path, block=(128, 128), **sizes)
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    found = interpreter.run(partial(answer, activation_dtype="fp8"), tmp_path, sequences, timeout_s=500.0)[0]
+    for ours, sequence in zip(found, sequences, strict=True):
+        wanted = emulated(oracle, sequence, monkeypatch)
+        with torch.inference_mode():
+            plain = oracle(torch.tensor([sequence])).logits[0].numpy()
+        assert np.linalg.norm(ours - wanted) < 0.3 * np.linalg.norm(plain - wanted)
+        assert np.linalg.norm(plain - wanted) > 1e-2 * np.linalg.norm(plain), "rows were not quantised"
