@@ -160,7 +160,7 @@ def _why_no_fp8_rows(on: GpuDevice, quantisation: Quantisation | None) -> str | 
     formats = () if quantisation is None else quantisation.formats
     if not any(each.fp8_rows for each in formats):
         return (
-            "no FP8 weights whose configuration quantises activations at run time, which --activation-dtype fp8 needs: "
+            "no FP8 weights with activations that are quantised at run time, which --activation-dtype fp8 needs: "
             "use auto"
         )
     problem = fp8.why_no_fp8(on.device)

@@ -1,5 +1,6 @@
-"""Products in FP8 on GPUs: rows are quantised as the checkpoint says and multiplied with FP8 weights on the FP8 units.
+"""Products in FP8 on GPUs: rows are quantised and multiplied with FP8 weights on the FP8 units.
 
+The checkpoint's configuration decides which rows are quantised.
 Rows become e4m3 with a float32 scale per row and 128 inputs (DeepSeek-V3's blocks), or per row (scales of channels and
 tensors). A scale is the largest magnitude over 448. Answers differ from those of rows that are not quantised, such as on a
 CPU. A row is quantised by itself, so its result does not depend on the batch.
@@ -29,7 +30,7 @@ from moe.gpu.tiles import GroupedTile, shape_of
 
 LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
-_LARGE_MEMORY = 160 << 10  # bytes of shared memory from which tiles of datacenter GPUs fit
+_SMALL_MEMORY = ((8, 9), (12, 0), (12, 1))  # capabilities with 99 KB of shared memory per program
 LEAST_UNSWAPPED = 64  # rows of a tile that is the left factor: those of one instruction on Hopper
 
 
@@ -61,7 +62,7 @@ _GATED = {
     96: Fp8Tile(128, 128, 2, 8, 8, 3),
 }
 _PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 5), 32: Fp8Tile(64, 128, 1, 8, 4, 4), 96: Fp8Tile(128, 128, 2, 8, 8, 3)}
-# For less shared memory (compute capability 8.9 and 12.0).
+# For less shared memory.
 _SMALL_GATED = {0: Fp8Tile(16, 128, 2, 1, 4, 2), 32: Fp8Tile(32, 128, 2, 8, 8, 2)}
 _SMALL_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 4), 32: Fp8Tile(64, 128, 1, 8, 8, 3)}
 
@@ -204,7 +205,7 @@ def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") 
 def _has_memory(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
-    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _LARGE_MEMORY)
+    return torch.cuda.get_device_capability(device) not in _SMALL_MEMORY
 
 
 def _check(

@@ -52,7 +52,7 @@ class QuantisedWeight:
     row_scales: Tensor | None = None  # [..., N] float32, for all blocks of a row (NVFP4's global scale)
     zeros: Tensor | None = None  # [..., N, B] uint8, for int4
     quantises_rows: bool = False  # made on load: kernels quantise the activations too
-    # FP8 whose rows the checkpoint quantises to e4m3, with a scale for `block` inputs; only GPUs may do it.
+    # FP8 for rows that the checkpoint quantises to e4m3, with a scale for `block` inputs; only GPUs do it.
     fp8_rows: bool = False
 
     def __post_init__(self) -> None:

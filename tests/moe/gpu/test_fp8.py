@@ -42,7 +42,7 @@ class Fp8Problem(Problem):
         values, _ = quantised(self.x, 128 if case.weights == "fp8" else case.K)
         self._wide_PK = values[self.rows]
 
-    def arguments(self) -> dict[str, object]:
+    def arguments(self) -> dict[str, Any]:
         found = super().arguments()
         weights = found["weights"]
         return {**found, "weights": weights._replace(format=weights.format._replace(fp8_rows=True))}
@@ -173,6 +173,7 @@ def compare_rows() -> None:
         assert torch.equal(alone[0], whole[pair])
     plain = super(Fp8Problem, problem).arguments()
     same = fp8.multiply_rows(problem.x, num_pairs=problem.num_pairs, rows_P=problem.rows, **plain)
+    assert isinstance(same, Tensor) and isinstance(whole, Tensor)
     error = (same - whole).norm() / same.norm()
     assert 1e-3 < error < 0.05, "rows were not quantised, or far off"
 
