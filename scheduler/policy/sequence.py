@@ -218,8 +218,8 @@ class Sequence:
         params, token_ids = self.request.params, self.token_ids
         if self.matcher is not None and self.matcher.has_ended:
             return FinishReason.STOP
-        is_stop = token_ids[-1] in params.stop_token_ids
-        if is_stop and len(token_ids) - self.num_prompt_tokens > params.min_tokens:
+        num_outputs = len(token_ids) - self.num_prompt_tokens
+        if num_outputs > params.min_tokens and token_ids[-1] in params.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_left(max_model_len) <= 0 else None
 

@@ -1,7 +1,7 @@
 """The sampling plan of a step on a GPU: what the host computes during the step and sends in one copy.
 
 Rules, structures and penalties use the CPU's code and become bit masks and edits of single logits. Random numbers are
-the CPU's too. This takes microseconds per plain row; a structure takes a pass over the vocabulary.
+the CPU's too. This takes microseconds per plain row. A structure takes a loop through the vocabulary.
 
 Legend: as `scheduler.sampling.device_sampler`.
 """

@@ -1,7 +1,7 @@
 """Choosing a step's tokens on a GPU with the kernels of `scheduler.sampling.gpu.kernels`, all rows at once.
 
-Two to five launches, whatever the number of rows: a scan for all, and for the drawn rows those that their filters need. Their
-scratch memory is at most some 90 KB per drawn row. The host reads nothing.
+A step takes one to five launches for any number of rows: a scan of all rows, then the kernels that the filters of drawn rows
+need. Their scratch memory is at most 90 KB per drawn row. The host reads nothing.
 
 Legend: as `scheduler.sampling.device_sampler`.
 """

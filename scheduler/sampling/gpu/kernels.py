@@ -4,14 +4,14 @@
 `scan_rows` reads all logits once. It finds each row's first largest logit and the largest logit of every group of adjacent
 tokens. Of the groups' maxima, the k-th largest is a bound that at least k tokens reach and, as tokens above it are spread
 over groups, few more do. `draw_few` collects only the tokens that reach it, from the groups that have any. So top-k needs
-one pass over the logits. Rows without top-k need the mass of all tokens too: `weigh_rows`, a second pass, which also
-suffices for rows without filters (`draw_plain`). If too many tokens reach the bound, or those that do lack the mass of
+a single read of the logits. For rows without top-k, `weigh_rows` adds up the mass of all tokens in a second one. Rows without
+filters need only that (`draw_plain`). If too many tokens reach the bound, or together lack the mass of
 top-p, `draw_many` finds the tokens that end top-k and top-p, and the drawn one, digit by digit from histograms.
 
 All sums are integers, so neither the order of atomic operations nor the number of programs changes a token.
 
-Ideas: bounds from maxima of groups, RadiK (Li et al., 2024); radix selection on masses, "Sorting-free GPU kernels for LLM
-sampling" (FlashInfer, 2025), which rejects instead.
+Ideas: maxima of groups as bounds, Dr. Top-k (Gaihre et al., 2021); sampling without a sort, FlashInfer (2025), which draws again
+until a token passes the filters and so depends on more random numbers.
 """
 
 import triton
@@ -90,7 +90,7 @@ def scan_rows(
 
 @triton.jit
 def forbid_tokens(logits, rows, words, stride, V, num_words, TILE: tl.constexpr):
-    """Program (part, masked row). Sets the logits of tokens whose bit is 0 to -inf."""
+    """Program (part, masked row). Sets the logits of tokens with a bit of 0 to -inf."""
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = tl.program_id(1)
     word = tl.load(words + place.to(tl.int64) * num_words + token // 32, mask=token < V, other=-1)
@@ -154,7 +154,7 @@ def _mass_and_floor(masses, num_blocks, top_p, least, V, BLOCKS_PAD: tl.constexp
 
 @triton.jit
 def _reached_by(bits, wanted):
-    """Return the largest weight that `wanted` of the weights, given as bits, reach; 0 if there is none."""
+    """Return the largest weight that `wanted` of the weights reach. Returns 0 if too few are positive."""
     found, bit = tl.zeros([], tl.int32), tl.full([], _HIGHEST_BIT, tl.int32)
     for _ in range(_WEIGHT_BITS):
         count = tl.sum((bits >= (found | bit)).to(tl.int32), axis=0)
@@ -188,7 +188,7 @@ def _list_groups(
 def _draw_from_pairs(
     own_list, num_listed, mass, top_k, top_p, uniform, MOST: tl.constexpr, FEW: tl.constexpr
 ):
-    """Draw from a short list, whose order follows from comparing all pairs. Returns -1 if it lacks the mass of top-p."""
+    """Draw from a short list. Comparing all pairs gives its order. Returns -1 if the list lacks the mass of top-p."""
     entry = tl.arange(0, FEW)
     key = tl.load(own_list + entry, mask=entry < num_listed, other=-1)
     unit = units_of(key)

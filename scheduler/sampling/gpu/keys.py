@@ -64,7 +64,7 @@ def units_of(key):
 
 @triton.jit
 def cut_at(key, value, target):
-    """Return the largest key whose value and those of all larger keys add up to `target`; 0 if no key does.
+    """Return the largest key at which the sum of values, from the largest key down, reaches `target`, or 0.
 
     Searches bit by bit, which needs no sort: 50 sums of a tile.
     """
