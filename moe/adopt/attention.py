@@ -84,10 +84,10 @@ class HeadsForm(NamedTuple):
     def prepared(self, x: Tensor, angles: Angles, pages: Any, layer: int) -> tuple[Tensor, Tensor]:
         """Norm and rotate heads, and write keys and values."""
         query, key, value = self.products(x)
-        query_THD = query[0].unflatten(-1, (self.heads, self.dim))
-        value_TGV = value[0].unflatten(-1, (self.kv_heads, self.value_dim))
+        query_THD = query[0].view(-1, self.heads, self.dim)
+        value_TGV = value[0].view(-1, self.kv_heads, self.value_dim)
         prepare(
-            query_THD, key[0].unflatten(-1, (self.kv_heads, self.dim)), value_TGV, angles,
+            query_THD, key[0].view(-1, self.kv_heads, self.dim), value_TGV, angles,
             pages.step.on_device.cache_slot_P, pages.keys[layer], pages.values[layer], query_norm=self.query_norm,
             key_norm=self.key_norm,
         )  # fmt: skip
@@ -120,7 +120,7 @@ class LatentsForm(NamedTuple):
         """Rotate queries and write latents."""
         query, latent = self.products(x)
         query = query if self.query_tail is None else self.query_tail(query)
-        query_THD = query[0].unflatten(-1, (self.heads, self.dim))
+        query_THD = query[0].view(-1, self.heads, self.dim)
         prepare_latents(
             query_THD, latent[0], self.norm, angles, pages.step.on_device.cache_slot_P, pages.keys[layer]
         )

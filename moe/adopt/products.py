@@ -30,7 +30,7 @@ class Products:
         """Return each layer's rows [..., N]; rows have gaps between them if the layers are packed."""
         if self._weight is None:
             return [layer(x) for layer in self._layers]
-        return linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+        return torch.split(linear(x, self._weight, self._bias), self._sizes, dim=-1)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -41,12 +41,12 @@ class Products:
         if not _are_alike(self._layers):
             return
         self._weight = torch.cat([layer.weight for layer in self._layers])
-        for layer, rows in zip(self._layers, self._weight.split(self._sizes), strict=True):
+        for layer, rows in zip(self._layers, torch.split(self._weight, self._sizes), strict=True):
             layer.weight = nn.Parameter(rows, requires_grad=False)
         biases = [layer.bias for layer in self._layers if layer.bias is not None]
         if biases:
             self._bias = torch.cat(biases)
-            for layer, part in zip(self._layers, self._bias.split(self._sizes), strict=True):
+            for layer, part in zip(self._layers, torch.split(self._bias, self._sizes), strict=True):
                 layer.bias = nn.Parameter(part, requires_grad=False)
         if self._weight.is_cuda:
             torch.cuda.empty_cache()
