@@ -17,7 +17,7 @@ WIDE_DIM = 256  # larger dims use tiles of fewer rows (Gemma 4's full attention:
 LARGEST_LATENT = 512
 MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a (wide) KV head, the rows of one product
 LATENT_VALUES = 512  # from this value dim on, heads share cached latents
-# Parts of splits beside one for each sequence. More are computed in turns by a GPU's programs, so few suffice.
+# Parts of splits in addition to one for each sequence. More are computed in turns by a GPU's programs, so few suffice.
 LEAST_SPARE_PARTS, MOST_SPARE_PARTS, SPARE_PART_BYTES = 128, 2048, 64 << 20
 # Size of the keys and values expanded at once from the contexts of prompts, for one layer: the product and its copy as pages.
 # Larger ones are expanded head by head: 128 heads (DeepSeek) of 128k tokens would take 10.7 GB, and as much again for the copy.

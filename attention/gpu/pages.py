@@ -90,7 +90,7 @@ def weigh(scores, is_seen, top, total):
 
 @triton.jit
 def soften(scores, factor, top, total):
-    """Take one tile of scores, -inf if not seen, whose product with `factor` is in base 2. Otherwise as `weigh`.
+    """Take one tile of unscaled scores, -inf if not seen; `factor` scales them to base 2. The result is as of `weigh`.
 
     Maxima are of unscaled scores. Scaling and subtraction are one explicit fused operation. So masked and unmasked loops
     compute the same bits, which the compiler's own fusing would not guarantee.

@@ -6,7 +6,7 @@ token, in one fixed order. A row's bits do not depend on the chunk it arrived in
 and every tile begins at a multiple of its size. With long chunks it is bound by operations, 4 * H * D per pair of tokens.
 Every tile of rows reads its context again, mostly from the L2 cache.
 
-Only the tiles of the context that some row does not see are masked, in loops of their own. Programs with the longest
+Tiles of the context that all rows see are not masked, in a separate loop. Programs with the longest
 contexts start first, so that the last ones to end are short. A key dim that is not a power of 2 (192 of expanded latents)
 is multiplied in two parts, instead of being padded to the next one.
 
@@ -163,7 +163,7 @@ def prefill_tile(
 
 
 def parts_of(dim: int) -> tuple[int, int]:
-    """Return the sizes, powers of 2, of the two parts in which a key dim is multiplied; one part, and 0, if that is no more."""
+    """Return the sizes, powers of 2, of the two parts in which a key dim is multiplied. The second is 0 if one is as small."""
     whole = int(triton.next_power_of_2(dim))
     rest = max(_LEAST_PART, int(triton.next_power_of_2(dim - whole // 2)))
     return (whole // 2, rest) if dim < whole and rest < whole // 2 else (whole, 0)

@@ -6,10 +6,10 @@ device. Any program may compute any split without changing a bit. One long conte
 the whole GPU, no program starts past the end of a sequence, and a CUDA graph can replay the launches for any contexts.
 
 A split has `split_tokens` or a multiple: enough that a context has at most `num_splits` of them. With `is_invariant` that
-is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits never depend on the
+is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits are the same in any
 batch. Otherwise splits are shorter, for a small batch to fill the GPU, and also grow with the tokens of all sequences:
 there are at most as many as the programs take in a few turns, plus one for each sequence. Large batches have few parts to
-write, read and merge, and the scratch memory is small. The last bits of a row then depend on the lengths beside it.
+write, read and merge, and the scratch memory is small. The last bits of a row then depend on the other lengths.
 
 Parts are numbered over all sequences. A part is V + 2 float32 for each head, written and read once: with 8 heads on a KV
 head and 256 tokens that is 6 % of the split's keys and values. A sequence of one split needs no part. Its program writes
@@ -185,7 +185,7 @@ class DecodeScratch:
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = num_parts(max_sequences, heads, value_dim, self.num_splits, is_invariant=is_invariant)
         self.is_invariant = is_invariant
-        self.spare_parts = parts - max_sequences  # beside one of each sequence
+        self.spare_parts = parts - max_sequences  # in addition to one of each sequence
         self.sums = torch.empty(parts * heads * value_dim, dtype=torch.float32, device=device)
         self.tops = torch.empty(parts * heads, dtype=torch.float32, device=device)
         self.totals = torch.empty_like(self.tops)
