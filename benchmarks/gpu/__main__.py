@@ -41,7 +41,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".log").open("ab") as log:
         worker = functools.partial(_start, log=log)
-        day = Day(ledger, setting, worker, minutes=args.minutes, say=functools.partial(print, flush=True))
+        say = functools.partial(print, flush=True)
+        day = Day(ledger, setting, worker, minutes=args.minutes, wanted=args.units, say=say)
         day.run(args.parts)
     for line in day_lines(ledger.units, args.parts, day.not_reached):
         print(line)
@@ -64,6 +65,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "interpreter"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="shapes small enough for the interpreter")
     parser.add_argument("--parts", type=_parts, default=list(PARTS), help="such as ceilings,kernels")
+    parser.add_argument(
+        "--units", type=lambda text: text.split(","), default=[], metavar="TEXT,...",
+        help="only units with one of these texts in their name, such as qwen3",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for results (%(default)s)")
     args = parser.parse_args()
     if args.device == "interpreter" and not args.tiny:

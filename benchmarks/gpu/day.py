@@ -76,12 +76,13 @@ class Day:
         start_worker: StartWorker,
         *,
         minutes: float,
+        wanted: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = print,
     ) -> None:
-        """Start the day's clock."""
+        """Start the day's clock. `wanted`: texts, of which a unit's name must contain one; empty for all units."""
         self._ledger, self._setting, self._start_worker = ledger, setting, start_worker
-        self._clock, self._say = clock, say
+        self._clock, self._say, self._wanted = clock, say, wanted
         self._deadline_s = clock() + 60.0 * minutes
         self._tried: set[tuple[str, str]] = set()
         self.not_reached: dict[str, list[str]] = {}
@@ -97,7 +98,7 @@ class Day:
 
     def _run_part(self, part: DayPart, end_s: float) -> None:
         known = self._ledger.names(part.name)
-        left = [name for name in known if not self._is_over(part, name)]
+        left = [name for name in known if self._is_wanted(name) and not self._is_over(part, name)]
         if known and not left:
             self.not_reached[part.name] = []
             return  # no worker is needed to find that out
@@ -113,7 +114,7 @@ class Day:
                 if not names:
                     break
                 if todo is None:
-                    todo = [name for name in names if not self._is_over(part, name)]
+                    todo = [name for name in names if self._is_wanted(name) and not self._is_over(part, name)]
                 todo = self._run_units(worker, part, todo, end_s)
             finally:
                 worker.close()
@@ -170,6 +171,9 @@ class Day:
         wrong = sum(not row.is_right for row in rows)
         words = note or (f"{wrong} of {len(rows)} rows wrong" if wrong else f"{len(rows)} rows")
         self._say(f"{part.name}/{unit}: {status} after {seconds:.1f} s, {words}")
+
+    def _is_wanted(self, unit: str) -> bool:
+        return not self._wanted or any(text in unit for text in self._wanted)
 
     def _is_over(self, part: DayPart, unit: str) -> bool:
         if (part.name, unit) in self._tried:

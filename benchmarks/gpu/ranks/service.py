@@ -1,4 +1,4 @@
-"""`wideep serve` on one GPU, over HTTP: rates, prompts that arrive beside streams, and equal bits with --batch-invariant.
+"""`wideep serve` on one GPU, over HTTP: rates and prompts that arrive beside streams, and equal bits with --batch-invariant.
 
 The model has the layers of Qwen3-30B-A3B, but 8 of them and 64 experts, with random weights (5.5 GB on the disk), and a tokenizer
 of single bytes. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
@@ -59,15 +59,18 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         model = Path(folder) / "model"
         config = write_model(setting, model)
-        engine_rates = _engine_rates(setting, model, config, clients) if unit == _DEFAULT else {}
+        engine_rates = {} if unit == _INVARIANT else _engine_rates(setting, model, config, clients)
         with Service(str(model), [*device, *common, *options], log) as service:
             yield Row(name=f"{unit}: start", figures={"seconds": service.start_s})
+            if unit == _INVARIANT:
+                yield _compared(service, config)
+                yield _killed(service, config)
+                return
+            service.run(_prompts(config, 8, _PROMPT, 0), _OUTPUT, 8)
             for count in clients:
-                timings = service.run(_prompts(config, max(count, 8), _PROMPT, count), _OUTPUT, count)
-                yield _rate_row(unit, count, summarise(timings), engine_rates.get(count))
-            yield asyncio.run(_arrivals(unit, service, config))
-            yield _compared(unit, service, config)
-            yield _killed(unit, service, config)
+                timings = service.run(_prompts(config, max(2 * count, 8), _PROMPT, count), _OUTPUT, count)
+                yield _rate_row(count, summarise(timings), engine_rates[count])
+            yield asyncio.run(_arrivals(service, config))
 
 
 def write_model(setting: Setting, folder: Path) -> Qwen3MoeConfig:
@@ -106,24 +109,24 @@ def _engine_rates(
         engine.run(_prompts(config, 2, _PROMPT, 0), _OUTPUT, 2)
         return {
             count: summarise(
-                engine.run(_prompts(config, max(count, 8), _PROMPT, count), _OUTPUT, count)
+                engine.run(_prompts(config, max(2 * count, 8), _PROMPT, count), _OUTPUT, count)
             ).tokens_per_s
             for count in clients
         }
 
 
-def _rate_row(unit: str, count: int, latency: Latency, engine_rate: float | None) -> Row:
+def _rate_row(count: int, latency: Latency, engine_rate: float) -> Row:
     figures: dict[str, Figure] = {
         "tokens/s": latency.tokens_per_s,
-        "of engine": None if engine_rate is None else latency.tokens_per_s / engine_rate,
+        "of engine": latency.tokens_per_s / engine_rate,
         "TTFT p50 ms": latency.ttft_p50_ms,
         "ITL p50 ms": latency.itl_p50_ms,
         "ITL p99 ms": latency.itl_p99_ms,
     }
-    return Row(name=f"{unit}: {count} clients", figures=figures)
+    return Row(name=f"{count} clients", figures=figures)
 
 
-async def _arrivals(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+async def _arrivals(service: Service, config: Qwen3MoeConfig) -> Row:
     """Stream from 8 clients while a prompt arrives every second."""
     complete = functools.partial(stream_completion, service.port)
     streams_ended = asyncio.Event()
@@ -149,10 +152,10 @@ async def _arrivals(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
         "ITL p99 ms": streamed.itl_p99_ms,
         "p50 x 2 / p99": _TIMES_ITL * streamed.itl_p50_ms / streamed.itl_p99_ms,
     }
-    return Row(name=f"{unit}: 8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
+    return Row(name="8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
 
 
-def _compared(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+def _compared(service: Service, config: Qwen3MoeConfig) -> Row:
     """Compare requests alone, together, and again (with prefix hits)."""
     prompts = [_prompts(config, 1, 20 + 37 * (number % 7), 3000 + number)[0] for number in range(_COMPARED)]
     ask = functools.partial(_tokens, service.port)
@@ -169,11 +172,11 @@ def _compared(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
         "alone = again": equal_again,
         "same tokens": sum(one[0] == other[0] for one, other in zip(alone, together, strict=True)),
     }
-    is_right = unit != _INVARIANT or (equal_together, equal_again) == (len(prompts), len(prompts))
-    return Row(name=f"{unit}: bits", figures=figures, is_right=is_right)
+    is_right = (equal_together, equal_again) == (len(prompts), len(prompts))
+    return Row(name="bits", figures=figures, is_right=is_right)
 
 
-def _killed(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
+def _killed(service: Service, config: Qwen3MoeConfig) -> Row:
     """Kill the engine while a request runs, and compare its answer with that of an undisturbed one."""
     (prompt,) = _prompts(config, 1, _PROMPT, 4000)
     ask = functools.partial(_tokens, service.port, prompt, num_tokens=_LONG_ANSWER)
@@ -190,8 +193,7 @@ def _killed(unit: str, service: Service, config: Qwen3MoeConfig) -> Row:
         "seconds": time.perf_counter() - begun_s,
         "same tokens": int(found[0] == wanted[0]),
     }
-    is_right = unit != _INVARIANT or found[0] == wanted[0]
-    return Row(name=f"{unit}: killed engine", figures=figures, is_right=is_right)
+    return Row(name="killed engine", figures=figures, is_right=found[0] == wanted[0])
 
 
 def _tokens(
