@@ -133,7 +133,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self.assembled.model.skeleton.backend.enter_thread()
+            if self.assembled.model.device.type == "cuda":
+                torch.cuda.set_device(self.assembled.model.device)
             self.assembled.engine.run(self._take)
         except BaseException as error:  # noqa: BLE001 - the caller raises it
             self._error = error
