@@ -130,7 +130,7 @@ class DeviceCalls(OneTravels):
         Raises:
             PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; the error passed to `interrupt`.
         """
-        trouble = self._trouble.tolist()
+        trouble = self._read_trouble()
         if self._interruption is not None:
             raise self._interruption
         if any(trouble):
@@ -138,6 +138,11 @@ class DeviceCalls(OneTravels):
             self._raise(
                 {rank: divmod(word, 1 << _TROUBLE_BITS) for rank, word in enumerate(trouble) if word}, doing
             )
+
+    def _read_trouble(self) -> list[int]:
+        """Wait for the device and return `trouble`; see `flags.wait_flags`."""
+        found: list[int] = self._trouble.tolist()
+        return found
 
     def close(self) -> None:
         """Release all memory. Local; peers must have finished their last call."""

@@ -46,7 +46,7 @@ class PairExchange(Protocol):
     The caller checks the arguments.
 
     Attributes:
-        waited_ns: Waits of dispatches and of combines so far. Reading it may wait for the device.
+        waited_ns: Waits of dispatches and of combines until the last check. Reading it does not wait for the device.
         is_replayable: Whether calls may be captured in a CUDA graph.
     """
 
@@ -126,7 +126,7 @@ class DeviceDispatcher:
 
     @property
     def waits(self) -> Waits:
-        """This call waits for the device."""
+        """Waits until the last check."""
         return Waits(
             *(sum(parts) for parts in zip(*(each.waited_ns for each in self._exchanges), strict=True))
         )

@@ -261,3 +261,24 @@ def test_calls_that_publish_themselves_and_calls_that_do_not_have_the_same_bits(
     """3: rows publish themselves, answers (6 places of 2 choices) do not. 0: neither does."""
     every, rows_only, none = (interpreting_pair.run(exchange_with_few_counted, most) for most in (4096, 3, 0))
     assert every == rows_only == none
+
+
+def wait_and_check() -> list[tuple[int, int]]:
+    """Return the dispatcher's waits before and after the check that ends a step in which rank 1 was waited for."""
+    dispatcher, case = open_unwatched(timeout_s=20.0), draw(1, [3, 3])[dist.get_rank()]
+    sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
+    dispatcher.combine(answer(sent, dist.get_rank()), case.weights_TK, sent)
+    exchange = dispatcher._low_latency
+    exchange.dispatch_ns[1] += 5  # the interpreter has no clock
+    exchange.combine_ns[1] += 7
+    seen = [tuple(dispatcher.waits)[:2]]
+    dispatcher.check()
+    seen.append(tuple(dispatcher.waits)[:2])
+    dist.barrier()
+    dispatcher.close()
+    return seen
+
+
+def test_waits_arrive_with_the_errors_of_a_step(interpreting_pair: RankPool) -> None:
+    """One read of the device per step, not five."""
+    assert interpreting_pair.run(wait_and_check) == [[(0, 0), (5, 7)]] * 2
