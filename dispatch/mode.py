@@ -47,5 +47,5 @@ def fitting_capacity(num_tokens: int) -> int:
 
 
 def prompt_capacity(max_tokens: int) -> int:
-    """Return the capacity of low-latency steps with prompts on GPUs, where a step has at most `max_tokens` tokens."""
+    """Return the capacity of low-latency steps with prompts on GPUs. A step has at most `max_tokens` tokens."""
     return min(_MOST_PROMPT_TOKENS, fitting_capacity(max_tokens))

@@ -5,7 +5,7 @@ Queries are changed in place. Keys and values, or latents, go from the product's
 Rows without a cache slot (-1) are not written, so the launch can be replayed for any number of tokens. Rounding is that of
 the separate kernels (`moe.gpu.norm`, `rotary`, `kvcache.gpu.write`). Norm and rotary in one launch are SGLang's
 fused_qk_norm_rope; the write is added here.
-Rejected: several rows per program, which share nothing, and a launch of its own for values.
+Rejected: several rows per program, which share nothing, and a separate launch for values.
 
 Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim, U = D - E, L latent dim, N blocks, B tokens
 of a block, A columns of the angles.

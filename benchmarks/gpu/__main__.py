@@ -24,7 +24,7 @@ DEFAULT_MINUTES = 25.0
 
 
 def main() -> int:
-    """Run a day. Return 1 if there is no GPU, 2 if a row is wrong or a unit failed."""
+    """Run a day. Return 1 without a GPU, 2 if a row is wrong or a unit failed."""
     args = _parse()
     setting = Setting(device=args.device, is_tiny=args.tiny)
     source = source_digest(Path(__file__).parents[2])

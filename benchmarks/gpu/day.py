@@ -1,6 +1,6 @@
 """Run the parts of a day within its time, unit by unit. Each result is saved immediately, and no failure ends the day.
 
-There are two passes over the same parts: the first gives each part its share of the time, the second the remaining time. The
+The same parts run in two passes: the first gives each part its share of the time, the second the remaining time. The
 parent opens no device, so an error of a kernel affects only the worker that launched it.
 """
 

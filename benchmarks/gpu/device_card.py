@@ -34,7 +34,7 @@ def day_card(setting: Setting, source: str) -> dict[str, Any]:
     """Return the machine, the device, the versions, the commit and the sources' digest.
 
     Raises:
-        NoDeviceError: A GPU is required and there is none.
+        NoDeviceError: A GPU is required but missing.
     """
     card = environment_card()
     missing = [name for name in NEEDED if find_spec(name) is None]

@@ -199,7 +199,7 @@ class DeviceDispatcher:
         """Combine as `Dispatcher.combine`. Answers after the last pair are not read.
 
         Args:
-            added_TH: Added to the result; contiguous, of its shape and type. On one rank this is no separate launch.
+            added_TH: Added to the result; contiguous, of its shape and type. On one rank this needs no separate launch.
         """
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)

@@ -38,7 +38,7 @@ _FOREIGN_ERRORS = (KeyError, AssertionError)  # raised by caches and organs; oth
 
 
 class Form(Protocol):
-    """What stands between a module's input and its attention."""
+    """What runs between a module's input and its attention."""
 
     @property
     def products(self) -> Products:
@@ -95,7 +95,7 @@ class HeadsForm(NamedTuple):
 
 
 class LatentsForm(NamedTuple):
-    """Multi-head latent attention. Queries may come from latents of their own."""
+    """Multi-head latent attention. Queries may come from separate latents."""
 
     products: Products  # of queries or their latents, and of the cached latents
     query_tail: nn.Module | None  # from latents to queries
@@ -129,7 +129,7 @@ class LatentsForm(NamedTuple):
 
 
 def attention(module: Any, rows: SampleRows) -> Iterator[Candidate]:
-    """Propose the launch for an attention module whose parts are known."""
+    """Propose the launch for an attention module with known parts."""
     own = forward_of(module)
     if own is None or list(inspect.signature(own).parameters)[:4] != _TAKEN:
         return

@@ -24,7 +24,7 @@ class GatedMlps:
     """Proposes a device's kernel for gated MLPs."""
 
     def __init__(self, launch: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """`launch` takes gate and up [T, I], whose rows may have gaps between them, and returns the gated rows."""
+        """`launch` takes gate and up [T, I], with or without gaps between rows, and returns the gated rows."""
         self._launch = launch
 
     def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:

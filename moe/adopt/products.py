@@ -1,7 +1,7 @@
 """Linear layers of one input as one product: the weights of queries, keys and values in one matrix.
 
 The layers keep their parameters, which become views of the matrix, so every other reader finds them as before. Weights with
-a product of their own (quantised ones, and all in invariant mode) stay apart: each layer then runs by itself.
+a separate product (quantised ones, and all in invariant mode) stay apart: each layer then runs by itself.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Products:
         self._weight = torch.cat([layer.weight for layer in self._layers])
         for layer, rows in zip(self._layers, torch.split(self._weight, self._sizes), strict=True):
             layer.weight = nn.Parameter(rows, requires_grad=False)
-        biases = [layer.bias for layer in self._layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in self._layers if layer.bias is not None]
         if biases:
             self._bias = torch.cat(biases)
             for layer, part in zip(self._layers, torch.split(self._bias, self._sizes), strict=True):

@@ -1,6 +1,6 @@
 """The kernel that rotates queries and keys, for attention modules.
 
-`transformers`' modules call functions of their own file, `apply_rotary_pos_emb` and, in DeepSeek's families,
+`transformers`' modules call functions of the same file, `apply_rotary_pos_emb` and, in DeepSeek's families,
 `apply_rotary_pos_emb_interleave`. A trial on the CPU finds which kind of rotation such a function computes. If the kernel
 then agrees on the device, the module gets a copy of its forward with the kernel under that name: the same code, other globals.
 Families that rotate in another way keep theirs.
@@ -33,7 +33,7 @@ _ON_CPU = SampleRows(torch.float32, torch.device("cpu"))
 
 
 def rotary(module: Any, rows: SampleRows) -> Iterator[Candidate]:
-    """Propose the kernel for a module whose forward calls one of the functions, or both."""
+    """Propose the kernel for a module if its forward calls one of the functions, or both."""
     # The forward was already exchanged, as for an indexer that chooses from pages (attention.sparse).
     forward = forward_of(module)
     if forward is None:

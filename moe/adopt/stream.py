@@ -25,7 +25,7 @@ _ABOUT = frozenset(
 
 
 class Stream(Tensor):
-    """A tensor whose last sum may be pending.
+    """A tensor that may be a pending sum.
 
     Attributes:
         base: The tensor, without what is pending.
@@ -72,7 +72,9 @@ class Stream(Tensor):
         return function(*plain_args, **plain_kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it as a static method
+        cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run code below the Python API on plain tensors."""
         plain_args, plain_kwargs = tree_map(_plain, (args, kwargs or {}))
         return function(*plain_args, **plain_kwargs)

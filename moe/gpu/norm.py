@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""RMSNorm on GPUs: one pass over a row instead of five, with the residual's sum before it if there is one.
+"""RMSNorm on GPUs: one pass over a row instead of five, after the residual's sum if there is one.
 
 Rounds like `transformers`: the sum to the rows' type, the normed row to the rows' type, then times the weight (Zhang and
 Sennrich, 2019; Llama's kind of *RMSNorm modules). Sum and norm in one launch are vLLM's fused_add_rms_norm.

@@ -1,7 +1,7 @@
 """Measure a GPU's memory and matrix rates, for `wideep size --device this` and `wideep doctor`.
 
 A child process measures, because this process does not import torch. Copies count bytes read and bytes written, and are not
-captured in a CUDA graph, where they reached two thirds of the bandwidth on an H200. Data is random: zeros run faster.
+captured in a CUDA graph: captured ones reached two thirds of the bandwidth on an H200. Data is random: zeros run faster.
 """
 
 import json
@@ -41,9 +41,9 @@ def measure_gpu(*, child: str = _CHILD) -> GpuRates:
         )  # fmt: skip
         return GpuRates(**json.loads(found.stdout))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
         raise PreflightError(
-            f"the GPU's rates could not be measured: {said.splitlines()[-1] if said else type(error).__name__}"
+            f"the GPU's rates could not be measured: {reason.splitlines()[-1] if reason else type(error).__name__}"
         ) from error
 
 

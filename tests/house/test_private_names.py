@@ -21,7 +21,7 @@ ALLOWED = {
         "the name that torch's own guide to __torch_function__ gives (docs: Extending PyTorch)",
     ),
     "torch.Tensor._make_wrapper_subclass": (
-        ("moe/cpu/packed_weight.py", "moe/gpu/device_weight.py"),
+        ("moe/adopt/stream.py", "moe/cpu/packed_weight.py", "moe/gpu/device_weight.py"),
         "the only way to a tensor without storage; torchao and torch's DTensor use it",
     ),
     "torch._dynamo.config": (
@@ -33,7 +33,7 @@ ALLOWED = {
         "torch 2.13 has no public pytree; transformers imports this name as well",
     ),
     "torch.utils._pytree.tree_map": (
-        ("moe/kernel_weight.py",),
+        ("moe/adopt/stream.py", "moe/kernel_weight.py"),
         "torch 2.13 has no public pytree; transformers imports this name as well",
     ),
     "torch.distributed._symmetric_memory": (

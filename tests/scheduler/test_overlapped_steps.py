@@ -1,6 +1,6 @@
 """Overlapped steps serve the same answers as steps one after another, and plan a step before the one before is read.
 
-Engines on the CPU compute a step at its launch. They stand in for a device, whose work is queued in the same order.
+Engines on the CPU compute a step at its launch. They replace a device, which queues work in the same order.
 """
 
 import random

@@ -23,7 +23,7 @@ from scheduler.policy.request import SamplingParams
 
 
 class Mix(NamedTuple):
-    """Prompts, each from its first token, and decodes beside them."""
+    """Prompts, each from its first token, and decodes in the same step."""
 
     prompts: int
     length: int

@@ -1,4 +1,4 @@
-"""`wideep serve` on one GPU, over HTTP: rates and prompts that arrive beside streams, and equal bits with --batch-invariant.
+"""`wideep serve` on one GPU, over HTTP: rates, prompts that arrive during streams, and equal bits with --batch-invariant.
 
 The model has the layers of Qwen3-30B-A3B, but 8 of them and 64 experts, with random weights (5.5 GB on the disk), and a tokenizer
 of single bytes. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).

@@ -141,7 +141,7 @@ def device_named(name: str) -> Device:
     """Return a device; `this` is measured, which takes some seconds.
 
     Raises:
-        UnknownDeviceError: There is no device with this name.
+        UnknownDeviceError: No device has this name.
         PreflightError: There is a GPU, but it cannot be measured.
     """
     if name == THIS:

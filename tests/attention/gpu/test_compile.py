@@ -68,7 +68,9 @@ def launch_prefill(heads: Heads, dtype: torch.dtype, **options: Any) -> None:
 def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> None:
     angles = empty(64, rotary_dim, dtype=torch.float32)
     query, keys = empty(64, 32, 128, dtype=dtype), empty(64, 4, 128, dtype=dtype)
-    rotary.rotate(query, angles, angles, keys_TGD=keys, is_interleaved=is_interleaved)
+    rotary.rotate(
+        query, angles, angles, keys_TGD=keys, rotation=rotary.Rotation(is_interleaved=is_interleaved)
+    )
 
 
 def step_of(rows: int, *, is_in_chunks: bool = False) -> Any:
@@ -232,7 +234,7 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     return next(launch for launch in launched if launch.function.__name__ == case.kernel)
 
 
-# Programs per multiprocessor of the kernels whose copies run ahead of the products on sm_90.
+# Programs per multiprocessor of the kernels that copy ahead of their products on sm_90.
 PIPELINED = {
     "decode_qwen3": 4, "decode_gpt_oss": 4, "decode_glm": 3, "decode_gemma": 2, "decode_gemma4": 2,
     "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "prefill_deepseek": 1, "prefill_gpt_oss": 1,

@@ -142,7 +142,7 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_number_of_programs(
 
 
 def adapt_to_the_batch(device: str) -> None:
-    """Split finely alone, and coarsely beside many tokens: 300 tokens are 5 splits of 64 tokens, or fewer."""
+    """Split finely alone, and coarsely with many other tokens: 300 tokens are 5 splits of 64 tokens, or fewer."""
     from attention.gpu.decode import DecodeTile  # noqa: PLC0415 - in the interpreter
 
     contexts = [300, 1, 64, 65, 200]

@@ -50,7 +50,7 @@ def rotation_of(kind: str) -> Any:
 
 
 def angles_of(kind: str, rotary_dim: int, device: str) -> Any:
-    """Return angles whose columns are not contiguous, as gpt-oss computes them."""
+    """Return angles with gaps between columns, as gpt-oss computes them."""
     from attention.gpu.prepare import Angles  # noqa: PLC0415 - in the interpreter
 
     angle = torch.randn(rotary_dim // 2, ROWS)

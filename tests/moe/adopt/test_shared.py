@@ -52,8 +52,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, ids = self.gate(x)
-        routed = self.experts(x.view(-1, 8), ids, weights).view(x.shape)
-        shared = self.shared_experts(x)
+        routed: Tensor = self.experts(x.view(-1, 8), ids, weights).view(x.shape)
+        shared: Tensor = self.shared_experts(x)
         return routed + (shared if self.factor == 1.0 else shared * self.factor)
 
 

@@ -73,6 +73,7 @@ def norm_stream() -> tuple[list[str], Tensor, Tensor]:
     called.clear()
     one, two = drawn(2)
     total = Stream(one) + two
+    assert isinstance(total, Stream)
     with torch.inference_mode():
         found = norm(total)
         again = norm(total)

@@ -75,7 +75,7 @@ def launches() -> Iterator[Launches]:
 
 
 def open_layer(up: Tensor, down: Tensor) -> Any:
-    """Open a layer of one rank with a step of prompts, whose last row is padding."""
+    """Open a layer of one rank with a step of prompts. Its last row is padding."""
     from dispatch.gpu.open import open_gpu_dispatcher  # noqa: PLC0415 - in the interpreter
     from moe.adopt.gates import Gate  # noqa: PLC0415
     from moe.gpu.choose import DeviceLoadCounts  # noqa: PLC0415
@@ -96,7 +96,7 @@ def open_layer(up: Tensor, down: Tensor) -> Any:
     choice = SlotChoice(ReplicaChoice(linear_placement(1, EXPERTS, 1), 0), 0)
     dispatcher = open_gpu_dispatcher("auto", None, device=CPU, slots_per_rank=EXPERTS)
     layer = DeviceExpertLayer(
-        *slots, choice, EXPERTS, dispatcher, step, gate=Gate("silu"), dtype=torch.float32
+        slots[0], slots[1], choice, EXPERTS, dispatcher, step, gate=Gate("silu"), dtype=torch.float32
     )
     counts = DeviceLoadCounts(1, num_experts=EXPERTS, num_ranks=1, slots_per_rank=EXPERTS, device=CPU)
     layer.counts = counts.layers[0]
@@ -166,7 +166,7 @@ def test_with_several_ranks_experts_that_arrive_are_tried_with_rows_that_were_se
 
 
 def warm_a_model_up() -> bool:
-    """Return whether a warm-up leaves rows of its own for trials."""
+    """Return whether a warm-up leaves its rows for trials."""
     from kvcache.gpu.step import DeviceStep  # noqa: PLC0415 - in the interpreter
     from moe.gpu.backend import GpuDevice, warm_up  # noqa: PLC0415
 

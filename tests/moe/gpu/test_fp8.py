@@ -35,7 +35,7 @@ def quantised(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Problem(Problem):
-    """A case whose rows are quantised."""
+    """A case with quantised rows."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
