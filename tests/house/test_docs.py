@@ -36,7 +36,7 @@ OTHERS = {
     ),
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
     "benchmarks.faults": "--random --tokens",
-    "gpu_day.sh": "--minutes --parts --resume --tiny",
+    "gpu_day.sh": "--minutes --parts --resume --tiny --units",
     "other benchmarks": "--batch --experts --repeats --rounds --runs --save --table --tasks",
     "the shim for DeepEP": "--print-path",
     "tests of DeepEP": "--hidden --num-experts --num-processes --num-tokens --num-topk --deterministic --do-cpu-sync --precise-unbalanced-ratio --use-logfmt",

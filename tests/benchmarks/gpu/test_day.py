@@ -1,7 +1,7 @@
 """Budgets, passes, resumption and failures of a day, with scripted workers that advance a clock."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,14 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 
 def run_day(
-    script: Script, path: Path, parts: list[DayPart], *, minutes: float = 60.0, resumes: bool = False
-) -> tuple[Ledger, Day]:
+    script: Script, path: Path, parts: list[DayPart], *, minutes: float = 60.0, resumes: bool = False,
+    wanted: Sequence[str] = (),
+) -> tuple[Ledger, Day]:  # fmt: skip
     ledger = Ledger(path, {}, resumes=resumes)
-    day = Day(ledger, SETTING, script.start, minutes=minutes, clock=lambda: script.now_s, say=lambda _: None)
+    day = Day(
+        ledger, SETTING, script.start, minutes=minutes, wanted=wanted, clock=lambda: script.now_s,
+        say=lambda _: None,
+    )  # fmt: skip
     day.run(parts)
     return ledger, day
 
@@ -98,6 +102,13 @@ def test_failures_are_lines_and_everything_else_runs(tmp_path: Path) -> None:
     assert ledger.units["first/b"]["note"] == "the process ended with 1: segfault"
     assert day.not_reached == {"first": [], "last": []}
     assert ledger.summary() == {"units": 6, "failed": 4, "rows": 6, "wrong_rows": 0, "missed_goals": 0}
+
+
+def test_only_wanted_units_run(tmp_path: Path) -> None:
+    script = Script({"f": ["steps qwen3", "steps gpt-oss"], "l": ["qwen3 wideep", "copy"]})
+    ledger, day = run_day(script, tmp_path / "day.json", [FIRST, LAST], wanted=["qwen3", "cop"])
+    assert statuses(ledger) == {"first/steps qwen3": "done", "last/qwen3 wideep": "done", "last/copy": "done"}
+    assert day.not_reached == {"first": [], "last": []}
 
 
 def test_units_may_have_a_worker_each(tmp_path: Path) -> None:
