@@ -13,7 +13,7 @@ from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.policy.state_tables import STATES_OF_ONE
 from server.options.table import Options
 from server.serve.preflight.device import DEFAULT_LIMITS
-from server.tools.size.devices import Device
+from server.tools.size.device_table import Device
 from server.tools.size.estimate import Estimate, Workload, balancedness, estimate
 from server.tools.size.fit import RankMemory, SizeError, rank_memory, replica_tokens
 from server.tools.size.flags import SizeOptions

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from server.tools.size.devices import DEVICES
+from server.tools.size.device_table import DEVICES
 from server.tools.size.estimate import balancedness
 from server.tools.size.model_costs import ModelCosts
 from server.tools.size.read_model import read_config_values

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from server.tools.size.devices import Device
+from server.tools.size.device_table import Device
 from server.tools.size.model_costs import LayerCosts, ModelCosts
 from server.tools.size.step_times import RankRows, StepCost
 

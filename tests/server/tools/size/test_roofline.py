@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from server.tools.size.devices import DEVICES
+from server.tools.size.device_table import DEVICES
 from server.tools.size.model_costs import LayerCosts, Layers, ModelCosts
 from server.tools.size.roofline import GPU_SHARES, WIDEEP, Roofline, _crossings
 from server.tools.size.step_times import RankRows

@@ -11,6 +11,7 @@ from server.cli import main
 from server.serve.preflight.device import Gpu, GpuFacts
 from server.tools.gpu_rates import GpuRates
 from server.tools.size import devices
+from server.tools.size.device_table import DEVICES, sheet_of
 from server.tools.size.published import MODELS
 from server.tools.size.roofline import Shares
 
@@ -189,13 +190,13 @@ def test_this_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch
     this = devices.device_named("this")
     assert (this.is_cpu, this.is_measured, this.memory_bytes) == (False, True, 10)
     assert (this.memory_bytes_per_s, this.rate_of("fp8"), this.node_ranks) == (4e12, 8e14, 2)
-    assert this.link_bytes_per_s == devices.DEVICES["h200"].link_bytes_per_s
+    assert this.link_bytes_per_s == DEVICES["h200"].link_bytes_per_s
     assert "2 x NVIDIA H200" in this.source and "measured now" in this.source
 
 
 def test_links_of_an_unknown_gpu_are_those_of_pcie() -> None:
     gpu = Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), free_bytes=10, total_bytes=20)
-    assert devices.sheet_of(gpu.name) is None
+    assert sheet_of(gpu.name) is None
     assert devices.gpu_of([gpu], GpuRates(1e12, 1e14)).link_bytes_per_s == 32e9
 
 
