@@ -16,7 +16,7 @@ without being counted.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -209,7 +209,8 @@ def told_shortage(memory: DeviceMemory | None, what: str) -> Iterator[None]:
 @torch.inference_mode()
 def run_largest(model: Model, cache: PagedCache, sampler: Sampler, max_num_seqs: int) -> None:
     """Run the largest step with prompts, sample, score prompt tokens and draft. Counts are dropped."""
-    vocabulary, step = int(model.lm_head.shape[0]), model.step
+    vocabulary = int(model.lm_head.shape[0])
+    step: Any = model.step  # the backend's `DeviceStep`
     underway = []
     for _ in range(_RUNS):
         step.fill_with_prompts(cache.num_blocks, vocabulary)
@@ -220,8 +221,8 @@ def run_largest(model: Model, cache: PagedCache, sampler: Sampler, max_num_seqs:
         scored = min(SCORED_ROWS, step.num_tokens)
         scored_CV = model.logits_of(torch.arange(scored, device=model.device))
         sampler.score(scored_CV, [0] * scored, _NUM_LOGPROBS)
-        for layer in range(model.num_mtp_layers):
-            model.draft(layer, inputs.token_T, cache, inputs.row_R, torch.zeros_like(inputs.token_T))
+        for depth in range(model.num_mtp_layers):
+            model.draft(depth, inputs.token_T, cache, inputs.row_R, torch.zeros_like(inputs.token_T))
     for _, drawing in underway:
         drawing.read()
     model.load_counts.clear()
