@@ -41,6 +41,8 @@ from scheduler.policy.config import (
 )
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
+from scheduler.sampling.sampler import Sampler
+from scheduler.step.device_memory import DeviceMemory, Measurement, device_memory, told_shortage
 from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
 from scheduler.step.lockstep import Doorbell, describe_modes
@@ -55,8 +57,9 @@ from scheduler.step.parts import (
 )
 from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
+from scheduler.step.rank_memory import CacheShare, measure, share_out, size_of_cache
 from scheduler.step.runner import Runner
-from scheduler.step.sizing import CacheSize, cache_size
+from scheduler.step.sizing import CacheSize
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 
 ORDER_MARGIN_S = 60.0  # a rank waits this much longer for an order than the front waits for a rank to return
@@ -82,6 +85,8 @@ class Assembled(NamedTuple):
     relocation: Relocation
     structures: StructureCompiler
     num_drafts: int  # most drafts per sequence and step
+    kv_cache_bytes: int  # of this rank
+    memory: str  # measured parts of a GPU's memory, for people; "" if nothing was measured
 
     @property
     def states(self) -> str:
@@ -103,6 +108,7 @@ def assemble(
     store: Store | None = None,
     is_joining: bool = False,
     available: Callable[[], int] = available_bytes,
+    memory: DeviceMemory | None = None,
 ) -> Assembled:
     """Build one rank's engine. Collective over the default group if there are several ranks.
 
@@ -116,6 +122,8 @@ def assemble(
         is_joining: Do not meet other ranks now. The engine loads its share of weights as at a first start; `run` waits
             for an order to join an epoch. The call is then local and needs a store.
         available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
+        memory: Counters of the device's memory, for tests. None: a GPU's own. With counters, the largest step runs before
+            the cache is sized, unless the rank is joining.
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
@@ -129,18 +137,35 @@ def assemble(
     backend = backend_of(config)
     skeleton = Skeleton(config.directory, backend, has_mtp=config.has_mtp)
     length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
-    size = _cache_size(config, skeleton, length)
+    memory = memory or device_memory(backend.device)
+    measurement = None if memory is None or is_joining else Measurement(memory)
+    # On a GPU this only refuses what cannot fit, before any weight is read.
+    size = size_of_cache(config, skeleton, length, config.memory_bytes or config.kv_cache_bytes)
     made = MadeDrafts()
     drafter = _make_drafter(config, skeleton, length, made)
     scheduler = _make_scheduler(config, skeleton, length, size, drafter)
     step = _make_step(config, length, backend)
     meet = _stay_alone if is_joining else _meet
-    placement, dispatcher, mailbox_group = meet(config, skeleton)
-    model = _load_model(config, skeleton, dispatcher, placement, step, report)
-    cache = backend.make_cache(skeleton.cache_shapes, *size, step)
-    if not (is_joining and backend.warms_up_together):  # otherwise its first steps warm it up
-        backend.warm_up(model, cache, partial(report, KERNELS))
-    runner = _make_runner(config, model, cache, dispatcher, report, drafter, made)
+    placement, dispatcher, mailbox_group, group = meet(config, skeleton)
+    with told_shortage(memory, "the weights"):
+        model = _load_model(config, skeleton, dispatcher, placement, step, report)
+        sampler = open_sampler(config, model)
+    found = CacheShare(config.kv_cache_bytes, size, "")
+    if memory is not None and measurement is not None:
+        replays = can_replay(config, dispatcher)
+        measured = measure(
+            config, model, sampler, memory, measurement, replays=replays, report=partial(report, KERNELS)
+        )
+        found = share_out(config, skeleton, length, measured, group)
+    elif config.memory_bytes is not None:
+        found = found._replace(size=size_of_cache(config, skeleton, length, config.kv_cache_bytes))
+    if found.size != size:
+        scheduler = _make_scheduler(config, skeleton, length, size := found.size, drafter)
+    with told_shortage(memory, "the KV cache and the graphs of steps"):
+        cache = backend.make_cache(skeleton.cache_shapes, *size, step)
+        if not (is_joining and backend.warms_up_together):  # otherwise its first steps warm it up
+            backend.warm_up(model, cache, partial(report, KERNELS) if measurement is None else _ignore)
+        runner = _make_runner(config, model, cache, dispatcher, report, sampler, drafter, made)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
@@ -176,7 +201,7 @@ def assemble(
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
     return Assembled(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
-        _map_experts(skeleton, placement), relocation, structures, config.num_drafts,
+        _map_experts(skeleton, placement), relocation, structures, config.num_drafts, found.kv_cache_bytes, found.memory,
     )  # fmt: skip
 
 
@@ -206,21 +231,8 @@ def _map_experts(skeleton: Skeleton, placement: Placement) -> ExpertMap:
     return expert_map(placement, list(skeleton.experts), num_layers)
 
 
-def _cache_size(config: EngineConfig, skeleton: Skeleton, max_model_len: int) -> CacheSize:
-    if config.mamba_cache_mode is not None and not any(shape.state for shape in skeleton.cache_shapes):
-        raise ConfigError(
-            f"--mamba-cache-mode {config.mamba_cache_mode} is for models with recurrent layers, and "
-            f"{skeleton.model.config.model_type} has none: remove it"
-        )
-    return cache_size(
-        skeleton.cache_shapes,
-        kv_cache_bytes=config.kv_cache_bytes,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        has_snapshots=config.keeps_snapshots,
-        num_drafts=config.num_drafts,
-        token_bytes=skeleton.backend.token_bytes,
-    )
+def _ignore(_done: int, _total: int) -> None:
+    """Report nothing."""
 
 
 def _describe_steps(config: EngineConfig) -> str:
@@ -282,6 +294,7 @@ class _Start(NamedTuple):
     placement: Placement
     dispatcher: TokenDispatcher
     mailbox_group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None
 
 
 def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
@@ -289,13 +302,13 @@ def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
     placement = _placement(config, skeleton, hosts_of(group))
     check_agreed(placement, group)
     dispatcher = open_dispatcher(config, skeleton.backend, group, placement.slots_per_rank)
-    return _Start(placement, dispatcher, mailbox_group)
+    return _Start(placement, dispatcher, mailbox_group, group)
 
 
 def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
     # The other ranks' hosts are unknown, so copies may be misplaced. An order corrects that; experts that differ are read.
     hosts = hosts_of(None) * config.world_size
-    return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None)
+    return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None, None)
 
 
 def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -> Placement:
@@ -337,11 +350,11 @@ def _make_runner(
     cache: PagedCache,
     dispatcher: TokenDispatcher,
     report: Report,
+    sampler: Sampler,
     drafter: Drafter | None,
     made: MadeDrafts,
 ) -> Runner:
     forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
-    sampler = open_sampler(config, model)
     passes = None
     if drafter is not None and config.has_mtp:
         passes = DraftPasses(model, cache, sampler, drafter, made)

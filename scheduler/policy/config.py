@@ -106,7 +106,9 @@ class EngineSettings:
 class EngineConfig(EngineSettings):
     """One rank's settings: those of the user, without gaps, and the rank's place."""
 
-    kv_cache_bytes: int = field()
+    kv_cache_bytes: int = field()  # an estimate with `memory_bytes` on a GPU
+    # Of a GPU's memory, all that the rank may take. Its KV cache gets what remains after a measurement. None: `kv_cache_bytes`.
+    memory_bytes: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     threads: int = 1

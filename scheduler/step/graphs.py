@@ -66,7 +66,8 @@ class Recorder(Protocol):
         ...
 
     def finish(self) -> int:
-        """Free the memory of warm-ups. Return the bytes of the device that are gone since the recorder was made."""
+        """Free the memory of warm-ups. Return the bytes that this process's tensors took since the recorder was made: other
+        processes on the device and the driver's own memory do not count."""
         ...
 
 
@@ -79,7 +80,7 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._begin()
         torch.cuda.empty_cache()
-        self._free_bytes = torch.cuda.mem_get_info()[0]
+        self._reserved_bytes = torch.cuda.memory_reserved()
 
     def _begin(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -120,7 +121,7 @@ class CudaRecorder:
 
     def finish(self) -> int:
         torch.cuda.empty_cache()
-        return max(0, self._free_bytes - torch.cuda.mem_get_info()[0])
+        return max(0, torch.cuda.memory_reserved() - self._reserved_bytes)
 
 
 class _Key(NamedTuple):

@@ -30,6 +30,7 @@ from moe.model import Model, Skeleton
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_fp8_rows, why_no_nodes
 from scheduler.sampling.device_sampler import DeviceSampler
 from scheduler.sampling.sampler import HostSampler, Sampler
+from scheduler.step.device_memory import DeviceMemory, GraphBytes, some_sizes
 from scheduler.step.lockstep import Header, LockStep
 from scheduler.step.runner import Forward
 
@@ -109,6 +110,33 @@ def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Repo
     log.info("CUDA graphs of %d sizes take %d MiB", graphs.num_graphs, graphs.num_bytes >> 20)
     forward: Forward = graphs
     return forward
+
+
+def estimate_graphs(model: Model, cache: PagedCache, memory: DeviceMemory | None, *, replays: bool) -> int:
+    """Return the bytes that the graphs of `open_forward` take, by the memory of a few that are captured and dropped."""
+    if memory is None or model.device.type != "cuda" or not replays:
+        return 0
+    gpu = importlib.import_module("scheduler.step.graphs")
+    step: Any = model.step
+    return int(
+        estimate_captures(gpu.StepGraphs(model.forward, step, cache), step, gpu.CudaRecorder(), memory)
+    )
+
+
+def estimate_captures(graphs: Any, step: Any, recorder: Any, memory: DeviceMemory) -> int:
+    """Capture a few graphs, and estimate the bytes of all of the step's sizes."""
+    taken = GraphBytes(memory)
+    prompts = step.replayable_prompts
+    graphs.capture(
+        some_sizes(step.graph_sizes),
+        recorder,
+        taken.note,
+        prompt_sizes=some_sizes(prompts) if prompts else (),
+    )
+    count = len(step.graph_sizes) + len(prompts)
+    num_bytes = taken.of_all(count)
+    step.fix_prompts(())
+    return num_bytes
 
 
 def open_sampler(config: EngineConfig, model: Model) -> Sampler:

@@ -9,7 +9,8 @@ from scheduler.policy.state_tables import STATES_OF_ONE, fewest_states
 
 SNAPSHOTS_PER_SEQUENCE = 4  # kept at most, in addition to the states of running sequences
 _FOR_SNAPSHOTS = " (one of them for a snapshot for later requests; --mamba-cache-mode none needs none)"
-WORKSPACE_BYTES = 2 << 30  # of a GPU, for activations, graphs and logits; not measured yet
+# Of a GPU, for activations, graphs and logits: an estimate before anything is loaded. An engine measures them.
+WORKSPACE_BYTES = 2 << 30
 
 
 class KVMemoryError(ValueError):
@@ -67,7 +68,7 @@ def attention_bytes(
 
 
 def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int, attention_bytes: int) -> int:
-    """Return what a GPU's memory leaves for the KV cache.
+    """Estimate what a GPU's memory leaves for the KV cache.
 
     Args:
         free_bytes: Free memory before anything is loaded.
@@ -83,7 +84,7 @@ def gpu_cache_budget(free_bytes: int, share: float, weight_bytes: int, attention
     if left <= 0:
         raise KVMemoryError(
             f"the GPU has {free_bytes / 2**30:.1f} GiB free, of which --gpu-memory-utilization allows {share:g}; "
-            f"the rank's weights need {weight_bytes / 2**30:.1f} GiB of it and steps {workspace_bytes / 2**30:.1f} GiB, "
+            f"the rank's weights need {weight_bytes / 2**30:.1f} GiB of it and steps about {workspace_bytes / 2**30:.1f} GiB, "
             f"which leaves nothing for the KV cache; use more ranks, fewer redundant experts, a smaller --max-num-seqs "
             f"or a smaller model"
         )

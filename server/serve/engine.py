@@ -49,7 +49,7 @@ from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.serve.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
-from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes
+from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
 from server.serve.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
 from server.serve.preflight.model import PreflightError
 from server.serve.spare import leave_spare
@@ -127,7 +127,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         _join(place, store)
     loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
     config = engine_config(options, place)
-    supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
+    if config.memory_bytes is None:
+        supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
     built = assemble(
         config,
         StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
@@ -137,7 +138,9 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         is_joining=num_restarts > 0,
         available=available_bytes,
     )
-    _tell_decisions(built, config, loading)
+    if config.memory_bytes is not None:
+        supervisor.tell(kv_cache_bytes=built.kv_cache_bytes)
+    _tell_decisions(built, loading)
     # A full collection takes 0.2 s with torch and a model loaded, and every rank waits for it. Exclude all of this.
     gc.collect()
     gc.freeze()
@@ -147,13 +150,15 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         built.engine.close()
 
 
-def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) -> None:
+def _tell_decisions(built: Assembled, loading: Loading) -> None:
     """Report decisions that do not follow from the options alone."""
     quantisation = built.model.skeleton.quantisation
     loading.note(f"Dispatch: {built.wire}; {built.dispatch}")
     if quantisation is not None:
         described = quantisation.described(fp8_rows=built.model.skeleton.backend.fp8_rows)
         loading.note(f"Weights: {described}")
+    if built.memory:
+        loading.note(f"Memory: {built.memory}")
     if built.num_states:
         loading.note(f"States: {built.states}")
     experts = built.experts
@@ -165,7 +170,7 @@ def _tell_decisions(built: Assembled, config: EngineConfig, loading: Loading) ->
         slots_per_rank=experts.slot_expert.shape[1] // experts.num_ranks,
         num_slots=int((experts.slot_expert[:1] >= 0).sum()),
         dispatch=built.wire,
-        kv_cache_bytes=config.kv_cache_bytes,
+        kv_cache_bytes=built.kv_cache_bytes,
         stored="" if quantisation is None else quantisation.names,
     )
 
@@ -304,11 +309,15 @@ def _front(place: Place, store: Store, environment: Mapping[str, str], key: byte
 
 
 def engine_config(options: Options, place: Place) -> EngineConfig:
-    """Return one rank's settings. The KV cache defaults to a share of the memory that is free now."""
+    """Return one rank's settings. The KV cache defaults to a share of the memory that is free now; a GPU's is measured later."""
     engine = options.engine
     assert engine.max_num_seqs and engine.max_num_batched_tokens, "the supervisor fills in the limits"
+    num_bytes, memory_bytes = engine.kv_cache_bytes, None
+    if num_bytes is None and options.device == "cuda":
+        num_bytes, memory_bytes = _estimate_gpu(options, place)
     own = {
-        "kv_cache_bytes": engine.kv_cache_bytes or _default_cache_bytes(options, place),
+        "kv_cache_bytes": num_bytes or _default_cache_bytes(options, place),
+        "memory_bytes": memory_bytes,
         "threads": engine.threads or 1,
     }
     return EngineConfig(
@@ -321,16 +330,20 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
     )
 
 
+def _estimate_gpu(options: Options, place: Place) -> tuple[int, int]:
+    """Return an estimate of a GPU's KV cache, and all the memory that the rank may take."""
+    free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
+    estimate = gpu_cache_bytes(
+        options,
+        attention_heads(options),
+        free_bytes=free_bytes,
+        weight_bytes=rank_bytes(options, place.world_size),
+    )
+    return estimate, int(free_bytes * gpu_share(options))
+
+
 def _default_cache_bytes(options: Options, place: Place) -> int:
-    """Return this rank's share of free memory, less the memory for moving experts."""
-    if options.device == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
-        return gpu_cache_bytes(
-            options,
-            attention_heads(options),
-            free_bytes=free_bytes,
-            weight_bytes=rank_bytes(options, place.world_size),
-        )
+    """Return this rank's share of a machine's free memory, less the memory for moving experts."""
     return cpu_cache_bytes(
         options,
         free_bytes=available_bytes(),

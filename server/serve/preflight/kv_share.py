@@ -22,7 +22,8 @@ def cpu_cache_bytes(options: Options, *, free_bytes: int, num_local_ranks: int, 
 
 
 def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int, weight_bytes: int) -> int:
-    """Return the bytes that remain of a GPU's share after weights and attention.
+    """Estimate the bytes that remain of a GPU's share after weights, steps and attention. An engine measures them later
+    (`scheduler.step.device_memory`); the estimate refuses early what cannot fit, and serves `wideep size`.
 
     Args:
         free_bytes: Free memory before anything is loaded.
@@ -31,8 +32,12 @@ def gpu_cache_bytes(options: Options, heads: AttentionHeads, *, free_bytes: int,
     Raises:
         KVMemoryError: No memory is left.
     """
-    share = options.gpu_memory_utilization or GPU_SHARE
-    return gpu_cache_budget(free_bytes, share, weight_bytes, gpu_attention_bytes(options, heads))
+    return gpu_cache_budget(free_bytes, gpu_share(options), weight_bytes, gpu_attention_bytes(options, heads))
+
+
+def gpu_share(options: Options) -> float:
+    """Return the share of a GPU's free memory that the service may take."""
+    return options.gpu_memory_utilization or GPU_SHARE
 
 
 def gpu_attention_bytes(options: Options, heads: AttentionHeads) -> int:

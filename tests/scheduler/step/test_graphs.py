@@ -240,7 +240,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CudaRecorder:
     """Return a recorder with a fake CUDA."""
     for name in ("graph_pool_handle", "Stream", "current_stream", "CUDAGraph", "empty_cache", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", mock.MagicMock(side_effect=[(4500, 9000), (3000, 9000)]))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", mock.MagicMock(side_effect=[3000, 4500]))
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", FakeCapture)
     return CudaRecorder()

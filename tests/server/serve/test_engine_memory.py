@@ -41,7 +41,7 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
         monkeypatch.setattr(engine, name, lambda *_, **__: None)
     monkeypatch.setattr(engine, "_front", lambda *_: {})
     monkeypatch.setattr(engine, "loading_of", lambda *_, **__: SimpleNamespace(note=lambda *_, **__: None))
-    monkeypatch.setattr(engine, "engine_config", lambda *_: SimpleNamespace(kv_cache_bytes=0))
+    monkeypatch.setattr(engine, "engine_config", lambda *_: SimpleNamespace(kv_cache_bytes=0, memory_bytes=None))
     monkeypatch.setattr(engine, "assemble", assemble)
     monkeypatch.setattr(engine, "_walk", walk)
     before = gc.get_freeze_count()
