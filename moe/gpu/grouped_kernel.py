@@ -10,7 +10,7 @@ Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import in_order_of_words, load_scales, load_tile, read_scales
+from moe.gpu.formats import in_order_of_words, lifted_sum, load_scales, load_tile, read_scales
 
 # Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
 # `up * gate * sigmoid(f(gate))`.
@@ -186,8 +186,10 @@ def _multiply_tile(
                 BLOCK,
                 WORD,
             )
+    total = lifted_sum(total, KIND, SCALE, BLOCK, INNER, K, WORD, x.dtype.element_ty)
     total = _finished(total, stored, row_scales, biases, column, N, K, KIND, SCALE, BLOCK)
     if GATE > 0:
+        total_up = lifted_sum(total_up, KIND, SCALE, BLOCK, INNER, K, WORD, x.dtype.element_ty)
         total_up = _finished(
             total_up, stored_up, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK
         )
