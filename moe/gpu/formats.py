@@ -265,14 +265,18 @@ def lifted_sum(
 @triton.jit
 def load_scales(
     scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, LIFTS: tl.constexpr, SCALE: tl.constexpr, dtype,
 ):  # fmt: skip
-    """Load the columns' scales for INNER inputs from `begin`, as they are stored: [columns, blocks], or [columns] for one."""
+    """Load the columns' scales for INNER inputs from `begin`: [columns, blocks], or [columns] for one.
+
+    They are as stored, except that scales which lift values are ready for it: few threads load each, and many use it.
+    """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     if BLOCK < INNER and BLOCK < K:
         block = begin // BLOCK + tl.arange(0, INNER // BLOCK)
         is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
-        return tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0.0)
+        stored = tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
+        return _lifting_scales(stored, SCALE, dtype) if LIFTS else stored
     else:
         block = begin // BLOCK
         return tl.load(
@@ -297,7 +301,7 @@ def read_scales(stored, SCALE: tl.constexpr):
 def _scaled(value_NBI, stored, SCALE: tl.constexpr, IS_LIFTED: tl.constexpr):
     """Multiply values with scales: in bfloat16 if the values and the scales are exact in it, so that it rounds once."""
     if IS_LIFTED:
-        return value_NBI * _lifting_scales(stored, SCALE, value_NBI.dtype)[:, :, None]
+        return value_NBI * stored[:, :, None]
     elif value_NBI.dtype == tl.bfloat16 and (SCALE != "float" or stored.dtype == tl.bfloat16):
         if SCALE == "e8m0":
             power = stored.to(tl.int32)  # 0 is 2^-127, which has no exponent's bits; 255 becomes NaN
