@@ -7,7 +7,7 @@ one loader handles all: FP8, int8, MXFP4, MXFP8, NVFP4, int4 differ in a line. T
 when a scale is applied:
 
 - fewer than a tile's (16, 32, 64): to the values, in float32, which are then rounded to the rows' type. In bfloat16 this is
-  exact for MXFP4, MXFP8 and NVFP4.
+  exact for MXFP4 (scales of 2^-110 to 2^17), MXFP8 and NVFP4.
 - whole tiles (128, ...): to the tile's product, so the values are exact in the rows' type for any scale.
 - a whole row: to the finished sum, like the second scale of a row.
 
@@ -38,6 +38,15 @@ from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightErro
 _SHARING = (128, 64, 32, 16)  # numbers of FP8 rows that may share a scale
 _LIFT_E2M1 = tl.constexpr(2.0**126)  # corrects the exponent after the bits were placed in a float32
 _LIFT_E4M3 = tl.constexpr(2.0**120)
+_SUM_LIFT = tl.constexpr(
+    2.0**16
+)  # of the sum, if a scale lifts its values: 2^126 would be too much for a scale above 2
+_SCALE_LIFT = tl.constexpr(2.0**110)
+_LIFT_POWER, _HALF_NAN = (
+    tl.constexpr(110 << 7),
+    tl.constexpr(0x7FC0),
+)  # bfloat16 bits of 2^110's power, and a NaN
+_MOST_POWER = 127 + 17  # of an e8m0 scale of 4-bit values: 2^17, which the lift leaves finite
 _LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # float32 bits of e8m0's 0 and 255
 _COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32; its last bit counts ones
 _COUNTED_EIGHT = tl.constexpr(2.0**23 + 8)
@@ -154,9 +163,19 @@ def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, 
     if isinstance(weight, Tensor):
         return {"": weight}
     parts = weight.tensors()
+    if form.kind == "e2m1" and form.scale == "e8m0":
+        _check_powers(weight.scales)
     if form.rows > 1:
         parts["scales"] = weight.block_scales(form.rows)
     return {"": parts.pop("codes"), **parts}
+
+
+def _check_powers(scales: Tensor) -> None:
+    """Refuse scales of 4-bit values that are too large to lift a value; 255 is NaN."""
+    if bool(((scales > _MOST_POWER) & (scales < 255)).any()):
+        raise QuantisedWeightError(
+            "MXFP4 weights have a scale above 2^17, which the GPU kernels do not support"
+        )
 
 
 def _share(scales_NB: Tensor, rows: int) -> bool:
@@ -193,10 +212,13 @@ def load_tile(
     Inputs are in the order of `in_order_of_words`. Values beyond K are arbitrary; they are multiplied with 0.
     """
     IS_SCALED: tl.constexpr = KIND != "plain" and BLOCK < INNER and BLOCK < K
+    IS_LIFTED: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype)
     if WORD == 1:
         value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
     else:
-        value_NK = _load_words(codes, column, begin, HEIGHT, K, INNER, KIND, WORD, zeros is not None, dtype)
+        value_NK = _load_words(
+            codes, column, begin, HEIGHT, K, INNER, KIND, WORD, zeros is not None, IS_LIFTED, dtype
+        )
     if IS_SCALED or zeros is not None:
         GROUPS: tl.constexpr = INNER // BLOCK if IS_SCALED else 1
         value_NBI = tl.reshape(value_NK, [column.shape[0], GROUPS, INNER // GROUPS])
@@ -205,7 +227,7 @@ def load_tile(
                 :, :, None
             ]
         if IS_SCALED:
-            value_NBI = _scaled(value_NBI, stored, SCALE)
+            value_NBI = _scaled(value_NBI, stored, SCALE, IS_LIFTED)
         value_NK = tl.reshape(value_NBI, [column.shape[0], INNER])
     value_NK = value_NK.to(dtype)
     if WORD > 1:
@@ -214,17 +236,47 @@ def load_tile(
     return value_NK
 
 
+@triton.constexpr_function
+def scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype):
+    """Return whether scales also correct the exponents of 4-bit values: one multiplication instead of two.
+
+    Sums are then 2^16 too small; `lifted_sum` corrects them. float16 has too few exponents.
+    """
+    return (
+        KIND == "e2m1"
+        and SCALE != "float"
+        and BLOCK < INNER
+        and BLOCK < K
+        and WORD > 1
+        and dtype != tl.float16
+    )
+
+
+@triton.jit
+def lifted_sum(
+    total, KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
+    WORD: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of products with values of `load_tile`."""
+    LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype)
+    return total * _SUM_LIFT if LIFTS else total
+
+
 @triton.jit
 def load_scales(
     scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, LIFTS: tl.constexpr, SCALE: tl.constexpr, dtype,
 ):  # fmt: skip
-    """Load the columns' scales for INNER inputs from `begin`, as they are stored: [columns, blocks], or [columns] for one."""
+    """Load the columns' scales for INNER inputs from `begin`: [columns, blocks], or [columns] for one.
+
+    They are as stored, except that scales which lift values are ready for it: few threads load each, and many use it.
+    """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     if BLOCK < INNER and BLOCK < K:
         block = begin // BLOCK + tl.arange(0, INNER // BLOCK)
         is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
-        return tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0.0)
+        stored = tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
+        return _lifting_scales(stored, SCALE, dtype) if LIFTS else stored
     else:
         block = begin // BLOCK
         return tl.load(
@@ -246,9 +298,11 @@ def read_scales(stored, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(value_NBI, stored, SCALE: tl.constexpr):
+def _scaled(value_NBI, stored, SCALE: tl.constexpr, IS_LIFTED: tl.constexpr):
     """Multiply values with scales: in bfloat16 if the values and the scales are exact in it, so that it rounds once."""
-    if value_NBI.dtype == tl.bfloat16 and (SCALE != "float" or stored.dtype == tl.bfloat16):
+    if IS_LIFTED:
+        return value_NBI * stored[:, :, None]
+    elif value_NBI.dtype == tl.bfloat16 and (SCALE != "float" or stored.dtype == tl.bfloat16):
         if SCALE == "e8m0":
             power = stored.to(tl.int32)  # 0 is 2^-127, which has no exponent's bits; 255 becomes NaN
             bits = tl.maximum(power << 7, 0x0040) + ((power + 1) >> 8 << 6)
@@ -258,6 +312,19 @@ def _scaled(value_NBI, stored, SCALE: tl.constexpr):
         return value_NBI * scale_NB[:, :, None]
     else:
         return value_NBI.to(tl.float32) * read_scales(stored, SCALE)[:, :, None]
+
+
+@triton.jit
+def _lifting_scales(stored, SCALE: tl.constexpr, dtype):
+    """Return scales times 2^110 as bfloat16 or float32."""
+    if SCALE == "e8m0":
+        bits = tl.minimum(stored.to(tl.int32) * 128 + _LIFT_POWER, _HALF_NAN)
+        if dtype == tl.bfloat16:
+            return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return (read_scales(stored, SCALE) * _SCALE_LIFT).to(dtype)
 
 
 @triton.jit
@@ -315,12 +382,12 @@ def _load_values(
 @triton.jit
 def _load_words(
     codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    WORD: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype,
+    WORD: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_LIFTED: tl.constexpr, dtype,
 ):  # fmt: skip
     """Decode [columns, INNER] word by word, as bfloat16 if the rows are, otherwise as float32.
 
     A word's codes come in pairs that are half a word apart. int4 with zeros is returned 128 too large in bfloat16, and 2^23
-    in float32.
+    in float32; e2m1 whose scales lift it is returned 2^126 times too small.
     """
     at = begin // WORD + tl.arange(0, INNER // WORD)
     is_in = column[:, None] < HEIGHT
@@ -345,7 +412,9 @@ def _load_words(
             (pairs & 0xFFFF0000).to(tl.float32, bitcast=True),
         )
     value_NK = tl.reshape(tl.join(low, high), [column.shape[0], INNER])
-    if KIND == "e2m1":
+    if IS_LIFTED:
+        return value_NK
+    elif KIND == "e2m1":
         return value_NK * _LIFT_E2M1
     elif KIND == "e4m3":
         return value_NK * _LIFT_E4M3
@@ -363,8 +432,12 @@ def _pair(word, AT: tl.constexpr, KIND: tl.constexpr):
 
     e2m1 and e4m3 have their exponent's bits as they are, to be lifted by a multiplication; int4 becomes 128 + the code.
     """
-    if KIND == "e2m1":
-        return (_shifted(word, 6 - 4 * AT) & 0x01C001C0) | (_shifted(word, 12 - 4 * AT) & 0x80008000)
+    if KIND == "e2m1":  # a multiplication places a code's bits twice, for its sign and its size
+        half = word if AT < 2 else word >> 8
+        if AT % 2 == 0:
+            return ((half & 0x000F000F) * 0x1040) & 0x81C081C0
+        else:
+            return ((half & 0x00F000F0) * 0x0104) & 0x81C081C0
     elif KIND == "e4m3":
         return (_shifted(word, 4 - 8 * AT) & 0x07F007F0) | (_shifted(word, 8 - 8 * AT) & 0x80008000)
     else:

@@ -13,13 +13,15 @@ rows in groups share a tile of columns while it is in the L2 cache.
 Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, W weights in memory (at least S).
 """
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
 
 from moe.gpu.formats import PLAIN, PlacedWeights, codes_per_word
 from moe.gpu.grouped_kernel import GATES, grouped_rows
-from moe.gpu.tiles import MOST_REGISTERS, GroupedTile, tile_of_launch
+from moe.gpu.tiles import MOST_PROGRAMS, MOST_REGISTERS, GroupedTile, tile_of_launch
 
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -64,7 +66,7 @@ def grouped_linear(
         out = x_TK.new_empty(num_pairs, N)
     expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
     tile = tile or tile_of_launch(expected, S, weights, has_gate=GATES[gate] > 0)
-    num_tiles = min(S, expected) + expected // tile.rows  # at most one partial tile per slot
+    programs = _num_programs(tile, min(S, expected), expected, N, x_TK.device)
     codes, scales = weights.codes, weights.scales
     word = codes_per_word(form, K)
     if word > 1:
@@ -73,7 +75,7 @@ def grouped_linear(
         codes = codes.view(torch.uint8)
     if scales is not None and form.scale == "e4m3":
         scales = scales.view(torch.uint8)
-    grouped_rows[(max(num_tiles, 1) * triton.cdiv(N, tile.columns),)](
+    grouped_rows[(programs,)](
         x_TK, rows_P, codes, scales, weights.row_scales, weights.zeros, biases_WN, places_S, slot_offsets, out,
         S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUP=tile.group, GATE=GATES[gate], KIND=form.kind, SCALE=form.scale, BLOCK=form.block, SCALE_ROWS=form.rows,
@@ -81,6 +83,25 @@ def grouped_linear(
         maxnreg=tile.registers if tile.registers < MOST_REGISTERS else None,
     )  # fmt: skip
     return out
+
+
+def _num_programs(tile: GroupedTile, slots: int, expected: int, N: int, device: torch.device) -> int:
+    """Return the number of programs: one per expected tile, or as many as run at a time if the tile says so."""
+    num_tiles = max(1, slots + expected // tile.rows)  # at most one partial tile per slot
+    programs = num_tiles * triton.cdiv(N, tile.columns)
+    return (
+        programs
+        if tile.programs >= MOST_PROGRAMS
+        else min(programs, tile.programs * _multiprocessors(device))
+    )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return a GPU's multiprocessors; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _check(x_TK: Tensor, weights: PlacedWeights) -> None:

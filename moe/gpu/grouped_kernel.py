@@ -10,7 +10,7 @@ Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import in_order_of_words, load_scales, load_tile, read_scales
+from moe.gpu.formats import in_order_of_words, lifted_sum, load_scales, load_tile, read_scales, scale_lifts
 
 # Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
 # `up * gate * sigmoid(f(gate))`.
@@ -147,10 +147,14 @@ def _multiply_tile(
     x_rows = x + source * K
     total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     stored, stored_up = 0, 0
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
     if KIND != "plain":
-        stored = load_scales(scales, column, 0, N, K, INNER, BLOCK, SCALE_ROWS)
+        stored = load_scales(scales, column, 0, N, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE)
         if GATE > 0:
-            stored_up = load_scales(scales, column + N, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS)
+            stored_up = load_scales(
+                scales, column + N, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE
+            )
     for begin in range(0, K, INNER):
         inner = begin + tl.arange(0, INNER)
         is_read = is_pair[None, :]
@@ -161,10 +165,11 @@ def _multiply_tile(
             x_KR = in_order_of_words(x_KR, INNER, ROWS, WORD)
         used, used_up = stored, stored_up
         if KIND != "plain" and BLOCK < K:  # read one tile ahead, so that no product waits for it
-            stored = load_scales(scales, column, begin + INNER, N, K, INNER, BLOCK, SCALE_ROWS)
+            ahead = begin + INNER
+            stored = load_scales(scales, column, ahead, N, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE)
             if GATE > 0:
                 stored_up = load_scales(
-                    scales, column + N, begin + INNER, HEIGHT, K, INNER, BLOCK, SCALE_ROWS
+                    scales, column + N, ahead, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE
                 )
         total = _multiplied(
             total, x_KR, codes, used, zeros, column, begin, N, K, INNER, KIND, SCALE, BLOCK, WORD
@@ -186,8 +191,10 @@ def _multiply_tile(
                 BLOCK,
                 WORD,
             )
+    total = lifted_sum(total, KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
     total = _finished(total, stored, row_scales, biases, column, N, K, KIND, SCALE, BLOCK)
     if GATE > 0:
+        total_up = lifted_sum(total_up, KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
         total_up = _finished(
             total_up, stored_up, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK
         )

@@ -17,6 +17,7 @@ from moe.gpu.limits import TILE_INPUTS
 
 MANY_ROWS = 64  # per slot; from here on, reading weights costs less than multiplying
 MOST_REGISTERS = 255  # that a thread can have
+MOST_PROGRAMS = 32  # that a multiprocessor can run
 
 
 class GroupedTile(NamedTuple):
@@ -29,6 +30,9 @@ class GroupedTile(NamedTuple):
     warps: int
     stages: int
     registers: int = MOST_REGISTERS  # of a thread at most; fewer let more programs run on a multiprocessor
+    programs: int = (
+        MOST_PROGRAMS  # per multiprocessor; with fewer than the most, each takes several tiles in turn
+    )
 
 
 class Range(NamedTuple):

@@ -97,6 +97,36 @@ def test_every_range_of_rows_gives_the_product(interpreter: RankPool, weights: s
     interpreter.run(multiply_with, Case([3, 0, 40, 1], 72, 160, "silu", F32, weights))
 
 
+def lift_by_scales() -> None:
+    """Multiply with scales of 2^-60 to 2^17, which also lift 4-bit values, and with NaN; refuse larger scales."""
+    from moe.gpu.formats import DeviceFormat, PlacedWeights, parts_of  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.tiles import QUANTISED_DECODE_TILE  # noqa: PLC0415
+    from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError  # noqa: PLC0415
+
+    form = DeviceFormat("e2m1", "e8m0", 32)
+    codes = torch.randint(0, 256, (1, 64, 64), dtype=torch.uint8)
+    scales = torch.randint(127 - 60, 127 + 18, (1, 64, 4), dtype=torch.uint8)
+    scales[0, 0] = torch.tensor([144, 143, 144, 67])
+    scales[0, 1] = 255
+    weights, x = PlacedWeights(codes, form, scales), torch.randn(3, 128)
+    offsets, places = torch.tensor([0, 3]), torch.zeros(1, dtype=torch.int32)
+    tile = QUANTISED_DECODE_TILE._replace(programs=1)  # one program takes all tiles
+    ours = grouped_linear(x, weights, offsets, places, num_pairs=3, tile=tile._replace(columns=16))
+    want = (x.double() @ weights.wide(0).double().T).float()
+    assert ours[:, 1].isnan().all()
+    kept = [row for row in range(64) if row != 1]
+    torch.testing.assert_close(ours[:, kept], want[:, kept], atol=0.0, rtol=1e-4)
+    scales[0, 5, 2] = 145
+    too_large = QuantisedWeight(codes=codes[0], kind="e2m1", scales=scales[0], block=32)
+    with pytest.raises(QuantisedWeightError, match="above 2\\^17"):
+        parts_of(too_large, form)
+
+
+def test_scales_lift_values_of_4_bits(interpreter: RankPool) -> None:
+    interpreter.run(lift_by_scales)
+
+
 def compare_rows(case: Case) -> None:
     """Compare a row among others, alone, and with its slot's rows in another order: real numbers, with one tile.
 
