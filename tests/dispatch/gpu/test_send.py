@@ -19,15 +19,13 @@ def stage() -> torch.Tensor:
     x = torch.full((PLACES, HIDDEN), float("nan"))
     x[:TOKENS] = torch.arange(TOKENS * HIDDEN).view(TOKENS, HIDDEN) + 1.0
     topk = torch.tensor([[0, -1], [-1, 1]])
-    sent, sent_bytes = (
-        torch.empty(PLACES, CHOICES, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-    )
+    sent = torch.empty(PLACES, CHOICES, dtype=torch.int64)
+    sent_bytes, ended = torch.zeros(2, 1, dtype=torch.int64)
     send_rows[(PLACES,)](
         x, topk, sent, sent_bytes, torch.tensor([memory.data_ptr()]), torch.zeros(1, dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int64), TOKENS, 0, 0, CHOICES_AT, ROWS_AT, STAGING_AT, R=1, L=2, M=PLACES, K=CHOICES,
+        torch.zeros(1, dtype=torch.int64), ended, TOKENS, 0, 0, CHOICES_AT, ROWS_AT, STAGING_AT, 0, R=1, L=2, M=PLACES, K=CHOICES,
         K_PAD=triton.next_power_of_2(CHOICES), H=HIDDEN, ROW_BYTES=ROW_BYTES, SCALES_AT=0, GROUPS=1, IS_FP8=False,
-        ROUND_SCALE=False, IS_BFLOAT16=False, HAS_REMOTE=True,
+        ROUND_SCALE=False, IS_BFLOAT16=False, HAS_REMOTE=True, BEGINS=False,
     )  # fmt: skip
     assert (sent[TOKENS:] == -1).all()
     return memory[STAGING_AT : STAGING_AT + PLACES * ROW_BYTES].view(torch.float32).view(PLACES, HIDDEN)

@@ -85,7 +85,9 @@ def open_layer(up: Tensor, down: Tensor) -> Any:
     cache_slots = torch.arange(ROWS)
     cache_slots[-1] = -1
     placed = SimpleNamespace(cache_slot_P=cache_slots, num_decodes_1=torch.tensor([DECODES]))
-    step: Any = SimpleNamespace(device=CPU, is_decode_only=False, num_tokens=ROWS - 1, on_device=placed)
+    step: Any = SimpleNamespace(
+        device=CPU, is_decode_only=False, has_fixed_shape=False, num_tokens=ROWS - 1, on_device=placed
+    )
     slots: list[Any] = [
         SimpleNamespace(
             places_S=torch.arange(EXPERTS, dtype=torch.int32),
@@ -147,22 +149,26 @@ def test_a_step_on_one_rank_needs_few_launches_and_reads_nothing_back(
     assert seen.counts.sum(1).tolist() == [(ROWS - 1 - DECODES) * CHOICES, DECODES * CHOICES]
 
 
-def keep_rows() -> tuple[bool, int, bool]:
-    """Return whether rows of a decode step were kept, how many of a step with prompts, and whether these are the first."""
+def keep_rows() -> tuple[list[bool], int, bool]:
+    """Return which steps without eager prompts kept rows, how many others do, and whether these are the first."""
     layer = open_layer(torch.zeros(EXPERTS, 2 * INNER, HIDDEN), torch.zeros(EXPERTS, HIDDEN, INNER))
     layer.dispatcher, served = SimpleNamespace(world_size=2), torch.randn(12, HIDDEN)
-    layer.step = SimpleNamespace(is_decode_only=True, num_tokens=11)
+    kept = []
+    for is_decode_only, has_fixed_shape in ((True, False), (True, True), (False, True)):
+        layer.step = SimpleNamespace(
+            is_decode_only=is_decode_only, has_fixed_shape=has_fixed_shape, num_tokens=11
+        )
+        layer._keep_sample(served)
+        kept.append(layer.sample_TD is not None)
+    layer.step.has_fixed_shape = False
     layer._keep_sample(served)
-    is_kept = layer.sample_TD is not None
-    layer.step.is_decode_only = False
-    layer._keep_sample(served)
-    return is_kept, len(layer.sample_TD), torch.equal(layer.sample_TD, served[: len(layer.sample_TD)])
+    return kept, len(layer.sample_TD), torch.equal(layer.sample_TD, served[: len(layer.sample_TD)])
 
 
 def test_with_several_ranks_experts_that_arrive_are_tried_with_rows_that_were_served(
     interpreter: RankPool,
 ) -> None:
-    assert interpreter.run(keep_rows)[0] == (False, 8, True)
+    assert interpreter.run(keep_rows)[0] == ([False, False, False], 8, True)
 
 
 def warm_a_model_up() -> bool:

@@ -12,13 +12,14 @@ from tests.support.models.families import make_model
 from tests.support.ranks import RankPool
 
 # Per layer with experts, in bfloat16. Casts of routers' weights are included.
-MOST = {"qwen3_moe": 16, "gpt_oss": 16, "deepseek_v3": 26}
+MOST = {"qwen3_moe": 12, "gpt_oss": 12, "deepseek_v3": 22}
+# Contexts here fit into one split. Longer ones need `merge_parts` in addition.
 ATTENTION = {
-    "qwen3_moe": ("norm_rows", "aten::linear", "prepare_heads", "attend_splits", "merge_parts", "aten::linear", "norm_rows"),
-    "gpt_oss": ("norm_rows", "aten::linear", "prepare_heads", "attend_splits", "merge_parts", "aten::linear", "norm_rows"),
+    "qwen3_moe": ("norm_rows", "aten::linear", "prepare_heads", "attend_splits", "aten::linear", "norm_rows"),
+    "gpt_oss": ("norm_rows", "aten::linear", "prepare_heads", "attend_splits", "aten::linear", "norm_rows"),
     "deepseek_v3": (
         "norm_rows", "aten::linear", "norm_rows", "aten::linear", "prepare_latent_rows", "aten::bmm", "aten::cat",
-        "attend_latent_splits", "merge_parts", "aten::bmm", "aten::flatten.using_ints", "aten::linear", "norm_rows",
+        "attend_latent_splits", "aten::bmm", "aten::flatten.using_ints", "aten::linear", "norm_rows",
     ),
 }  # fmt: skip
 
@@ -47,6 +48,7 @@ def test_a_layer_of_a_decode_step_launches_no_more_than_before(
             options["layer_types"] = ["full_attention"] * layers
         make_model(family, **options).save_pretrained(tmp_path / f"{layers}")
         found.append(interpreter.run(launched, tmp_path / f"{layers}", timeout_s=300.0)[0])
+
     fewer, more = found
     assert len(more) - len(fewer) <= MOST[family], Counter(more) - Counter(fewer)
     sequence, wanted = tuple(more), ATTENTION[family]
