@@ -307,6 +307,6 @@ def test_splits_are_chosen_by_the_shape_of_the_heads(
                 is_invariant=is_invariant,
             )  # fmt: skip
             assert (scratch.split_tokens, scratch.num_splits) == expected
-            cuts = scratch.cuts(528, 32)
-            assert (cuts.parts == 0) is is_invariant
+            cuts = scratch.cuts(32, programs=4, turns=4, of_split=1)
+            assert (cuts.at_once == 0) is is_invariant
             scratch.check(sequences, heads, value_dim, cuts)
