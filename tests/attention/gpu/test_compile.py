@@ -197,6 +197,7 @@ MORE_CASES = {
     "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
     "latents_16_heads": Case(partial(launch_latents, 16, 16), "attend_latent_splits"),
     "prefill_gpt_oss": Case(partial(launch_prefill, GPT_OSS, **SINKS), "attend_tile"),
+    "prefill_gpt_oss_full": Case(partial(launch_prefill, GPT_OSS, sinks_H=SINKS["sinks_H"]), "attend_tile"),
     "prefill_deepseek_invariant": Case(
         partial(launch_prefill, Heads(128, 128, 192, 128), is_invariant=True), "attend_tile"
     ),
@@ -240,7 +241,7 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
 PIPELINED = {
     "decode_qwen3": 4, "decode_gpt_oss": 4, "decode_glm": 3, "decode_gemma": 2, "decode_gemma4": 2,
     "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "prefill_invariant": 1,
-    "prefill_deepseek": 1, "prefill_deepseek_invariant": 1, "prefill_gpt_oss": 1,
+    "prefill_deepseek": 1, "prefill_deepseek_invariant": 1, "prefill_gpt_oss": 2, "prefill_gpt_oss_full": 2,
 }  # fmt: skip
 
 
