@@ -50,7 +50,7 @@ class DecodeTile(NamedTuple):
     warps: int = 4
     stages: int = 3  # of the pipeline: two tiles are being loaded while one is computed
     programs: int = 4  # per multiprocessor
-    turns: int = 4  # splits that a program computes, in a large batch
+    turns: int = 4  # most splits that a program computes, in a large batch
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -59,16 +59,18 @@ def attend_splits(
     table_stride, scale,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, TURNS: tl.constexpr,
+    MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights.
 
     If the sequence is one split, store the result instead.
     """
-    splits_up_to, least = count_splits(
-        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, WINDOW, CHUNK
-    )
+    splits_up_to, times = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, AT_ONCE, TURNS, MOST, FEW, FEW_FACTOR,
+        IS_WHOLE, WINDOW, CHUNK,
+    )  # fmt: skip
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
     factor = LOG2_E if SOFT_CAP > 0 else scale * LOG2_E
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
@@ -76,7 +78,7 @@ def attend_splits(
     while part < num_parts:
         kv_head = part % KV_HEADS
         sequence, has_parts, begin, stop, end = find_split(
-            context, part // KV_HEADS, splits_up_to, least, TILE, SPLIT, SPLITS, IS_WHOLE, WINDOW, CHUNK
+            context, part // KV_HEADS, splits_up_to, times, TILE, SPLIT, SPLITS, IS_WHOLE, WINDOW, CHUNK
         )
         heads = kv_head * GROUP + head
         q = tl.load(
@@ -182,7 +184,7 @@ def paged_decode(
     tile = tile or decode_tile(query_SHD.dtype, D, V, H // G, query_SHD.device)
     check_tile(tile.tokens, block)
     seats = scratch.multiprocessors * tile.programs
-    cuts = scratch.cuts(triton.cdiv(seats * tile.turns, G), tile.tokens, window, chunk)
+    cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, G, window, chunk)
     scratch.check(S, H, V, cuts)
     if out is None:
         out = query_SHD.new_empty(S, H, V)
@@ -190,9 +192,8 @@ def paged_decode(
         query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.sums,
         scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
         ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
-        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits,
-        PARTS=cuts.parts, IS_WHOLE=cuts.is_whole, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
+        V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
+        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
     )  # fmt: skip
     launch_merge(scratch, cuts, sinks_H, out)
     return out

@@ -38,27 +38,29 @@ class LatentTile(NamedTuple):
     warps: int = 8
     stages: int = 2
     programs: int = 1  # per multiprocessor
-    turns: int = 2  # splits that a program computes, in a large batch
+    turns: int = 4  # most splits that a program computes, in a large batch
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_latent_splits(
     query, latents, context, table, splits_before, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
     S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    TURNS: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, tile of heads), like `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    splits_up_to, least = count_splits(
-        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, PARTS, IS_WHOLE, 0, 0
-    )
+    splits_up_to, factor = count_splits(
+        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, AT_ONCE, TURNS, MOST, FEW, FEW_FACTOR,
+        IS_WHOLE, 0, 0,
+    )  # fmt: skip
     num_parts = tl.max(splits_up_to, axis=0) * HEAD_TILES
     latent_dim, rope_dim = tl.arange(0, L), tl.arange(0, E_PAD)
     part = tl.program_id(0)
     while part < num_parts:
         sequence, has_parts, begin, stop, _ = find_split(
-            context, part // HEAD_TILES, splits_up_to, least, TILE, SPLIT, SPLITS, IS_WHOLE, 0, 0
+            context, part // HEAD_TILES, splits_up_to, factor, TILE, SPLIT, SPLITS, IS_WHOLE, 0, 0
         )
         head = part % HEAD_TILES * HEADS + tl.arange(0, HEADS)
         is_head = head[:, None] < H
@@ -138,7 +140,7 @@ def latent_decode(
     tile = tile or latent_tile(query_SHC.dtype, H, latent_dim, query_SHC.device)
     check_tile(tile.tokens, latents_NBC.shape[1])
     head_tiles, seats = triton.cdiv(H, tile.heads), scratch.multiprocessors * tile.programs
-    cuts = scratch.cuts(triton.cdiv(seats * tile.turns, head_tiles), tile.tokens)
+    cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, head_tiles)
     scratch.check(S, H, latent_dim, cuts)
     if out is None:
         out = query_SHC.new_empty(S, H, latent_dim)
@@ -147,8 +149,7 @@ def latent_decode(
         scratch.totals, out, S,
         query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
         L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1],
-        TILE=tile.tokens, SPLIT=cuts.tokens, SPLITS=cuts.splits, PARTS=cuts.parts, IS_WHOLE=cuts.is_whole,
-        num_warps=tile.warps, num_stages=tile.stages,
+        TILE=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
     )  # fmt: skip
     launch_merge(scratch, cuts, None, out)
     return out

@@ -92,8 +92,7 @@ def weigh(scores, is_seen, top, total):
 def soften(scores, factor, top, total):
     """Take one tile of unscaled scores, -inf if not seen; `factor` scales them to base 2. The result is as of `weigh`.
 
-    Maxima are of unscaled scores. Scaling and subtraction are one explicit fused operation. So masked and unmasked loops
-    compute the same bits, which the compiler's own fusing would not guarantee.
+    Maxima are of unscaled scores. Scaling and subtraction are one explicit fused operation, with a mask in between or not.
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top * factor)  # -inf: the row has seen no token yet

@@ -5,11 +5,11 @@ As many programs as the GPU runs at once take turns at all splits of all sequenc
 device. Any program may compute any split without changing a bit. One long context among short ones is thus spread over
 the whole GPU, no program starts past the end of a sequence, and a CUDA graph can replay the launches for any contexts.
 
-A split has `split_tokens` or a multiple: enough that a context has at most `num_splits` of them. With `is_invariant` that
-is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits are the same in any
-batch. Otherwise splits are shorter, for a small batch to fill the GPU, and also grow with the tokens of all sequences:
-there are at most as many as the programs take in a few turns, plus one for each sequence. Large batches have few parts to
-write, read and merge, and the scratch memory is small. The last bits of a row then depend on the other lengths.
+A context has as many splits as it takes for none to be longer than `split_tokens` or a multiple, at most `num_splits`. They
+are equally long up to one tile: of 8,192 tokens, 7,968 and 224 would leave half of the programs with short splits only. With
+`is_invariant` that is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits
+are the same in any batch. Otherwise `shortest` chooses the multiple from all contexts, and the last bits of a row depend on
+the other lengths. Large batches then have few parts to write, read and merge, and the scratch memory is small.
 
 Parts are numbered over all sequences. A part is V + 2 float32 for each head, written and read once: with 8 heads on a KV
 head and 256 tokens that is 6 % of the split's keys and values. A sequence of one split needs no part. Its program writes
@@ -35,51 +35,94 @@ _LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer m
 # Parts of a row merged at a time: all those of a small batch, as far as their values fit registers.
 _MERGED_PARTS, _MERGED_WIDE_PARTS = 32, 16
 _WHOLE_TOKENS = 256  # windows up to this size are one split
+# Splits of a small batch: this long before a multiprocessor has more than this many of them.
+_FEW_TOKENS, _FEW_PROGRAMS = 256, 2
+_START_TOKENS = tl.constexpr(64)  # a split's start, end and merge take about as long as so many tokens
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns in the interpreter too
 
 
 @triton.jit
-def cut(
-    end, least, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Return where contexts' first splits begin (a multiple of TILE), the tokens of a split, and the number of splits.
-
-    A split has at least `least` times SPLIT tokens.
-    """
+def seen(end, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return where contexts' first splits begin (a multiple of TILE), and the number of tokens from there."""
     first = first_seen(tl.maximum(end - 1, 0), WINDOW, CHUNK) // TILE * TILE
-    tokens = SPLIT * tl.maximum(tl.cdiv(end - first, SPLIT * SPLITS), least)
-    return first, tokens, tl.cdiv(end - first, tokens)
+    return first, end - first
+
+
+@triton.jit
+def splits_of(tokens, factor, SPLIT: tl.constexpr, SPLITS: tl.constexpr):
+    """Return the number of splits of contexts. None has more than SPLIT tokens times `factor`, or times more if there would
+    be more than SPLITS."""
+    return tl.cdiv(tokens, SPLIT * tl.maximum(tl.cdiv(tokens, SPLIT * SPLITS), factor))
+
+
+@triton.jit
+def shortest(
+    tokens, num_sequences,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, TURNS: tl.constexpr, MOST: tl.constexpr,
+    FEW: tl.constexpr, FEW_FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Return the factor on SPLIT for contexts of `tokens` [S_PAD].
+
+    Small batches are cut into FEW splits, but into none longer than FEW_FACTOR just for that: merging more parts takes longer
+    than computing further tiles. One context of 8,192 tokens takes 13.0 us in splits of 256 tokens and 16.8 in those of 64;
+    one of 2,048 tokens, 11.8 and 9.4 (H200, 32 heads on 4, like the next figures).
+
+    Others are cut for one turn of the programs, for each number of turns up to TURNS, and for one turn even if each sequence
+    has a split that is not full. The cut that should end first is taken: turns times the longest split and what a split
+    costs in addition. For equal contexts these are few long splits (256 of 2,048 tokens: one split each takes 262 us, two
+    287, four 295), and for uneven ones several short splits, among which programs have even work. Quotients are approximate.
+
+    AT_ONCE: splits that all programs compute at once. There are at most MOST splits, and fewer than one more per sequence.
+    """
+    units = tl.cdiv(tokens, SPLIT)
+    total = tl.sum(units, axis=0)
+    least = tl.maximum(tl.minimum(tl.cdiv(total, FEW), FEW_FACTOR), 1)
+    chosen = least
+    if total > least * AT_ONCE:
+        most_units, best = tl.cdiv(tokens, SPLIT * SPLITS), float("inf")
+        for turns in tl.static_range(TURNS + 1):
+            wanted = tl.maximum(AT_ONCE - num_sequences, 1)
+            if turns > 0:
+                wanted = min(AT_ONCE * turns, MOST)
+            factor = tl.maximum(tl.cdiv(total, wanted), least)
+            counts = tl.ceil(units.to(tl.float32) / tl.maximum(most_units, factor).to(tl.float32))
+            longest = tl.max(tokens.to(tl.float32) / tl.maximum(counts, 1.0), axis=0)
+            cost = tl.ceil(tl.sum(counts, axis=0) / AT_ONCE) * (longest + _START_TOKENS)
+            chosen = tl.where(cost < best, factor, chosen)
+            best = tl.minimum(cost, best)
+    return chosen
 
 
 @triton.jit
 def count_splits(
     context, num_sequences, splits_before,
-    S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    S_PAD: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    TURNS: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr,
     IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return [S_PAD], the number of splits of each sequence and all before it, and the factor on SPLIT.
 
     The first program leaves the former in `splits_before` [1 + sequences] for the merge.
-    PARTS: wanted number of splits of all sequences, exceeded by fewer than there are sequences; 0 for any number.
+    AT_ONCE and those after it: of `shortest`; AT_ONCE is 0 for a factor of 1.
     """
     sequence = tl.arange(0, S_PAD)
     is_one = sequence < num_sequences
-    count, least = is_one.to(tl.int32), 1
+    count, factor = is_one.to(tl.int32), 1
     if not IS_WHOLE:
         end = tl.load(context + sequence, mask=is_one, other=0).to(tl.int32)
-        if PARTS > 0:
-            first, _, _ = cut(end, 1, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
-            least = tl.maximum(tl.cdiv(tl.sum(tl.cdiv(end - first, SPLIT), axis=0), PARTS), 1)
-        _, _, count = cut(end, least, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
+        _, tokens = seen(end, TILE, WINDOW, CHUNK)
+        if AT_ONCE > 0:
+            factor = shortest(tokens, num_sequences, SPLIT, SPLITS, AT_ONCE, TURNS, MOST, FEW, FEW_FACTOR)
+        count = splits_of(tokens, factor, SPLIT, SPLITS)
     splits_up_to = tl.cumsum(count, axis=0)
     if not IS_WHOLE:
         tl.store(splits_before + 1 + sequence, splits_up_to, mask=is_one & (tl.program_id(0) == 0))
-    return splits_up_to, least
+    return splits_up_to, factor
 
 
 @triton.jit
 def find_split(
-    context, number, splits_up_to, least,
+    context, number, splits_up_to, factor,
     TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -89,9 +132,14 @@ def find_split(
     sequence = tl.sum(is_before.to(tl.int32), axis=0)
     split = number - tl.max(tl.where(is_before, splits_up_to, 0), axis=0)
     end = tl.load(context + sequence).to(tl.int32)
-    first, tokens, count = cut(end, least, TILE, SPLIT, SPLITS, WINDOW, CHUNK)
-    begin = first + split * tokens
-    return sequence, (count > 1) & (not IS_WHOLE), begin, tl.minimum(begin + tokens, end), end
+    begin, tokens = seen(end, TILE, WINDOW, CHUNK)
+    stop, has_parts = end, False
+    if not IS_WHOLE:
+        first, tiles, count = begin, tl.cdiv(tokens, TILE), splits_of(tokens, factor, SPLIT, SPLITS)
+        begin = first + split * tiles // count * TILE
+        stop = tl.minimum(first + (split + 1) * tiles // count * TILE, end)
+        has_parts = count > 1
+    return sequence, has_parts, begin, stop, end
 
 
 @triton.jit
@@ -144,13 +192,25 @@ class Cuts(NamedTuple):
 
     tokens: int  # of a shortest split
     splits: int  # most of a sequence
-    parts: int  # wanted of all sequences; 0 for any number
     is_whole: bool  # whether every sequence is one split
+    # The arguments of `shortest`; zeros if contexts are cut regardless of each other.
+    at_once: int = 0
+    turns: int = 0
+    most: int = 0
+    few: int = 0
+    few_factor: int = 0
 
     def most_parts(self, sequences: int) -> int:
         """Return the largest number of splits of all sequences."""
         most = sequences if self.is_whole else sequences * self.splits
-        return min(most, self.parts + sequences) if self.parts else most
+        return min(most, self.most + sequences) if self.most else most
+
+    def constants(self) -> dict[str, int]:
+        """Return the constants of `count_splits`."""
+        return {
+            "SPLIT": self.tokens, "SPLITS": self.splits, "IS_WHOLE": self.is_whole, "AT_ONCE": self.at_once,
+            "TURNS": self.turns, "MOST": self.most, "FEW": self.few, "FEW_FACTOR": self.few_factor,
+        }  # fmt: skip
 
 
 class DecodeScratch:
@@ -191,12 +251,15 @@ class DecodeScratch:
         self.totals = torch.empty_like(self.tops)
         self.splits_before = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)  # [0] stays 0
 
-    def cuts(self, turns: int, tile_tokens: int, window: int = 0, chunk: int = 0) -> Cuts:
+    def cuts(
+        self, tile_tokens: int, programs: int, turns: int, of_split: int, window: int = 0, chunk: int = 0
+    ) -> Cuts:
         """Return how a launch cuts contexts.
 
         Args:
-            turns: Number of splits that suffices, from the programs of the launch. Ignored with `is_invariant`.
-            tile_tokens: Tokens of the kernel's tile. window, chunk: of the layer.
+            tile_tokens: Tokens of the kernel's tile. programs: programs of a multiprocessor.
+            turns: Most splits of a large batch for each program. Ignored with `is_invariant`, like `programs`.
+            of_split: Number of programs that compute a split. window, chunk: of the layer.
 
         Raises:
             ValueError: Splits would not consist of whole tiles.
@@ -210,8 +273,13 @@ class DecodeScratch:
         if (window or chunk) and not self.is_invariant and most_seen <= _WHOLE_TOKENS:
             tokens = max(tokens, most_seen)
         is_whole = self.num_splits == 1 or (bool(window or chunk) and most_seen <= tokens)
-        parts = 0 if self.is_invariant or is_whole else max(1, min(turns, self.spare_parts))
-        return Cuts(tokens, self.num_splits, parts, is_whole)
+        if self.is_invariant or is_whole:
+            return Cuts(tokens, self.num_splits, is_whole)
+        at_once = max(1, min(self.multiprocessors * programs // of_split, self.spare_parts))
+        return Cuts(
+            tokens, self.num_splits, is_whole, at_once, turns, most=max(1, min(at_once * turns, self.spare_parts)),
+            few=max(1, self.multiprocessors * _FEW_PROGRAMS // of_split), few_factor=max(1, _FEW_TOKENS // tokens),
+        )  # fmt: skip
 
     def check(self, sequences: int, heads: int, value_dim: int, cuts: Cuts) -> None:
         """Raise ValueError if a launch does not fit."""

@@ -30,8 +30,8 @@ from moe.gpu.tiles import adds_alike, shape_of, tile_of_launch
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 
 # With n stages, n - 1 tiles are copied while one is computed.
-_DECODE: Grid = {"tokens": (32, 64), "programs": (2, 4), "stages": (3, 4, 5), "turns": (2, 4, 8)}
-_LATENTS: Grid = {"tokens": (16, 32), "heads": (32, 64), "stages": (2, 3, 4), "turns": (1, 2, 4)}
+_DECODE: Grid = {"tokens": (32, 64), "programs": (2, 4), "stages": (3, 4, 5)}
+_LATENTS: Grid = {"tokens": (16, 32), "heads": (32, 64), "stages": (2, 3, 4)}
 _PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4), "rows": (64, 128)}
 FEW = "grouped_decode"  # name in the table
 # With at most 128 registers, more programs fit on a multiprocessor.

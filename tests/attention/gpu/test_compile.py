@@ -164,6 +164,7 @@ CASES = {
     "merge": Case(partial(launch_decode, QWEN3, 256), "merge_parts", 64),
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
+    "prefill_invariant": Case(partial(launch_prefill, QWEN3, is_invariant=True), "attend_tile"),
     "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
     "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
@@ -198,6 +199,10 @@ MORE_CASES = {
     "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
     "latents_16_heads": Case(partial(launch_latents, 16, 16), "attend_latent_splits"),
     "prefill_gpt_oss": Case(partial(launch_prefill, GPT_OSS, **SINKS), "attend_tile"),
+    "prefill_gpt_oss_full": Case(partial(launch_prefill, GPT_OSS, sinks_H=SINKS["sinks_H"]), "attend_tile"),
+    "prefill_deepseek_invariant": Case(
+        partial(launch_prefill, Heads(128, 128, 192, 128), is_invariant=True), "attend_tile"
+    ),
     "prefill_olmoe": Case(partial(launch_prefill, Heads(16, 16, 128, 128)), "attend_tile"),
     "prefill_glm": Case(partial(launch_prefill, Heads(96, 8, 128, 128)), "attend_tile"),
     "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
@@ -237,7 +242,8 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
 # Programs per multiprocessor of the kernels that copy ahead of their products on sm_90.
 PIPELINED = {
     "decode_qwen3": 4, "decode_gpt_oss": 4, "decode_glm": 3, "decode_gemma": 2, "decode_gemma4": 2,
-    "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "prefill_deepseek": 1, "prefill_gpt_oss": 1,
+    "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "prefill_invariant": 1,
+    "prefill_deepseek": 1, "prefill_deepseek_invariant": 1, "prefill_gpt_oss": 2, "prefill_gpt_oss_full": 2,
 }  # fmt: skip
 
 
@@ -309,6 +315,6 @@ def test_splits_are_chosen_by_the_shape_of_the_heads(
                 is_invariant=is_invariant,
             )  # fmt: skip
             assert (scratch.split_tokens, scratch.num_splits) == expected
-            cuts = scratch.cuts(528, 32)
-            assert (cuts.parts == 0) is is_invariant
+            cuts = scratch.cuts(32, programs=4, turns=4, of_split=1)
+            assert (cuts.at_once == 0) is is_invariant
             scratch.check(sequences, heads, value_dim, cuts)
