@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from scheduler.policy.config import EngineConfig
 from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError
@@ -68,7 +69,7 @@ GIB = 1 << 30
 
 def gpu_config(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> EngineConfig:
     """Return the settings of a rank on a GPU with 100 GiB free, for a model with 40 GiB of weights."""
-    monkeypatch.setattr(engine.torch.cuda, "mem_get_info", lambda _device: (100 * GIB, 140 * GIB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100 * GIB, 140 * GIB))
     monkeypatch.setattr(engine, "attention_heads", lambda _options: AttentionHeads(1, (), False, False, 4096))
     monkeypatch.setattr(engine, "rank_bytes", lambda _options, _ranks: 40 * GIB)
     share = settings.pop("gpu_memory_utilization", None)
