@@ -1,4 +1,4 @@
-"""Measure what a GPU's memory must hold beside the KV cache, before the cache gets the rest.
+"""Measure what a GPU's memory holds in addition to the KV cache, before the cache gets the rest.
 
 After the weights are loaded, the largest step runs on a temporary cache: prompts of as many tokens as a step may have,
 logits of as many rows, sampled with filters, penalties and logprobs, and drafts. It runs twice, and the first result stays in
@@ -92,7 +92,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 class Measured(NamedTuple):
-    """What a rank's memory holds beside its cache, in bytes."""
+    """What a rank's memory holds in addition to its cache, in bytes."""
 
     free_at_start: int  # before anything was loaded
     free: int  # with the weights only
@@ -131,7 +131,7 @@ class Measured(NamedTuple):
         """
         if cache_bytes > self.left:
             raise KVMemoryError(
-                f"--kv-cache-memory asks for {_gib(cache_bytes)}, but {_gib(max(0, self.left))} is left of the GPU's "
+                f"--kv-cache-memory is {_gib(cache_bytes)}, but {_gib(max(0, self.left))} is left of the GPU's "
                 f"{_gib(self.free_at_start)} that were free at the start; measured: {self.in_words}; give less, or remove the flag"
             )
 
@@ -148,7 +148,7 @@ class Measurement:
 
     def __init__(self, memory: DeviceMemory) -> None:
         """Begin before anything is loaded."""
-        self._memory, self._free_at_start = memory, memory.free()
+        self._memory, self._free_at_start, self._reserved_at_start = memory, memory.free(), memory.reserved()
 
     def measure(
         self,
@@ -183,7 +183,7 @@ class Measurement:
         return Measured(
             free_at_start=self._free_at_start,
             free=free,
-            weights=max(self._free_at_start - free, kept),
+            weights=max(self._free_at_start - free, kept - self._reserved_at_start),
             step=max(0, most - pages - kept),
             graphs=graphs,
         )
@@ -199,7 +199,7 @@ def told_shortage(memory: DeviceMemory | None, what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        taken = "" if memory is None else f" beside the {_gib(memory.reserved())} in use"
+        taken = "" if memory is None else f", with {_gib(memory.reserved())} in use"
         raise KVMemoryError(
             f"the GPU has not enough memory for {what}{taken}: {str(error).partition('. ')[0]}; use more ranks, fewer redundant "
             f"experts, a smaller --max-num-batched-tokens, --max-num-seqs or --kv-cache-memory, or a smaller model"
@@ -274,7 +274,7 @@ class GraphBytes:
 
 
 def some_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes whose graphs are captured for the measurement: the two largest and the smallest."""
+    """Return the sizes whose graphs are captured for the measurement: the largest two and the smallest."""
     return tuple(sorted({*sizes[:1], *sizes[-2:]}))
 
 

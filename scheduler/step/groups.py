@@ -80,11 +80,11 @@ def check_agreed(placement: Placement, group: dist.ProcessGroup | None) -> None:
 def first_problem(own: str | None, group: dist.ProcessGroup | None) -> str | None:
     """Return the first rank's problem, on all ranks, or None if no rank has one. Collective over `group`; None means a
     single rank. So no rank waits in a step for one that has ended."""
-    told = [own] if group is None else gather_values(own, group)
-    number = next((rank for rank, problem in enumerate(told) if problem is not None), None)
-    if number is None:
+    problems = [own] if group is None else gather_values(own, group)
+    rank = next((rank for rank, problem in enumerate(problems) if problem is not None), None)
+    if rank is None:
         return None
-    return str(told[number]) if len(told) == 1 else f"rank {number}: {told[number]}"
+    return str(problems[rank]) if len(problems) == 1 else f"rank {rank}: {problems[rank]}"
 
 
 WAIT_S = 3600.0  # per call; a sleep may be longer

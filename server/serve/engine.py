@@ -34,6 +34,7 @@ from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
+from scheduler.step.graphs import GraphError
 from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
@@ -80,8 +81,8 @@ JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
 STATS_EVERY = 50  # steps without outputs between two reports
 FRONT_KEY = "front"
 FAILURES = (
-    CheckpointError, ConfigError, DispatchError, KVMemoryError, LinkError, LockStepError, NodesDifferError, OptionsError,
-    PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
+    CheckpointError, ConfigError, DispatchError, GraphError, KVMemoryError, LinkError, LockStepError, NodesDifferError,
+    OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Engines on the GPU path size their cache by the measured memory, here of a stand-in for the device's counters."""
+"""Engines on the GPU path size their cache by the measured memory, here of fake counters of a device."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {"max_model_len": 64, "max_num_batched_tokens": 8, "max
 def built_with(
     directory: Path, step: int, settings: dict[str, Any], *, is_real: bool = False
 ) -> tuple[int, int, str]:
-    """Return the cache's bytes, its blocks, and the measured parts in words. Steps compute only if `is_real`."""
+    """Return the cache's bytes, its blocks, and the text with the measured parts. Steps compute only if `is_real`."""
     memory = FakeMemory(total=1 << 30, weights=WEIGHTS, step=step)
     config = EngineConfig(
         **{"directory": directory, "kv_cache_bytes": 8 * MIB, "device": "interpreter", **LIMITS, **settings}
@@ -119,11 +119,11 @@ def test_a_given_cache_is_kept_if_it_fits_beside_the_step(interpreter: RankPool,
     num_bytes, num_blocks, _ = interpreter.run(built_with, directory, STEP, {"kv_cache_bytes": 5 * BLOCK})[0]
     assert (num_bytes, num_blocks) == (5 * BLOCK, 5)
     text = interpreter.run(why_not, directory, STEP, {"kv_cache_bytes": 600 * MIB})[0]
-    assert text.startswith("--kv-cache-memory asks for 0.59 GiB, but 0.51 GiB is left of the GPU's 1.00 GiB")
+    assert text.startswith("--kv-cache-memory is 0.59 GiB, but 0.51 GiB is left of the GPU's 1.00 GiB")
 
 
 def test_a_largest_step_without_memory_is_named(interpreter: RankPool, directory: Path) -> None:
     text = interpreter.run(out_of_memory_in_largest, directory)[0]
     assert text.startswith(
-        "the GPU has not enough memory for the largest step or its CUDA graphs beside the 0.29 GiB in use: CUDA out of memory; "
+        "the GPU has not enough memory for the largest step or its CUDA graphs, with 0.29 GiB in use: CUDA out of memory; "
     )

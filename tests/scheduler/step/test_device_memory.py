@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 @dataclass
 class Blocks:
-    """A device whose blocks are taken and given back by name, as torch's allocator would."""
+    """A device on which blocks are taken and freed by name, as by the allocator of torch."""
 
     total: int
     taken: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def test_a_given_size_must_fit_beside_the_measured_parts() -> None:
     found = Measured(10 * GIB, free=3 * GIB, weights=7 * GIB, step=2 * GIB, graphs=256 * MIB)
     found.check(768 * MIB)
     with pytest.raises(
-        KVMemoryError, match=r"--kv-cache-memory asks for 0.75 GiB, but 0.75 GiB is left .*weights 7.00"
+        KVMemoryError, match=r"--kv-cache-memory is 0.75 GiB, but 0.75 GiB is left .*weights 7.00"
     ):
         found.check(768 * MIB + 1)
 
@@ -107,7 +107,7 @@ def test_a_lack_of_memory_names_what_needed_it() -> None:
     with (
         pytest.raises(
             KVMemoryError,
-            match=r"not enough memory for the weights beside the 9.00 GiB in use: CUDA out of memory; ",
+            match=r"not enough memory for the weights, with 9.00 GiB in use: CUDA out of memory; ",
         ),
         told_shortage(device, "the weights"),
     ):

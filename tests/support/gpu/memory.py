@@ -1,4 +1,4 @@
-"""A stand-in for torch's counters of a GPU's memory."""
+"""Fake counters of a GPU's memory."""
 
 from dataclasses import dataclass
 
