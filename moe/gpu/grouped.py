@@ -88,12 +88,10 @@ def grouped_linear(
 def _num_programs(tile: GroupedTile, slots: int, expected: int, N: int, device: torch.device) -> int:
     """Return the number of programs: one per expected tile, or as many as run at a time if the tile says so."""
     num_tiles = max(1, slots + expected // tile.rows)  # at most one partial tile per slot
-    programs = num_tiles * triton.cdiv(N, tile.columns)
-    return (
-        programs
-        if tile.programs >= MOST_PROGRAMS
-        else min(programs, tile.programs * _multiprocessors(device))
-    )
+    programs: int = num_tiles * triton.cdiv(N, tile.columns)
+    if tile.programs >= MOST_PROGRAMS:
+        return programs
+    return min(programs, tile.programs * _multiprocessors(device))
 
 
 @functools.cache
