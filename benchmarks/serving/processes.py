@@ -70,6 +70,28 @@ class Usage:
         return self.other_cores > QUIET_CORES
 
 
+class CpuWatch:
+    """A context that measures the cores that a tree with this process, and all other processes, use until it ends."""
+
+    own_cores: float
+    other_cores: float
+
+    def __init__(self, root: int) -> None:
+        self._root = root
+
+    def __enter__(self) -> Self:
+        self._before = time.monotonic(), busy_s(), self._own_s()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now = time.monotonic(), busy_s(), self._own_s()
+        wall_s, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
+        self.own_cores, self.other_cores = round(own / wall_s, 2), round(max(0.0, busy - own) / wall_s, 2)
+
+    def _own_s(self) -> float:
+        return sum(map(cpu_s, {*tree(self._root), os.getpid()}))
+
+
 class ProcessWatch:
     """A context that samples a tree's memory from a thread; `usage` is set when it ends."""
 
@@ -77,28 +99,25 @@ class ProcessWatch:
 
     def __init__(self, root: int) -> None:
         self._root = root
+        self._cpu = CpuWatch(root)
         self._peak_pss_bytes = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Self:
-        self._started_s, self._before = time.monotonic(), (busy_s(), self._own_s())
+        self._cpu.__enter__()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        wall_s = time.monotonic() - self._started_s
-        busy, own = busy_s() - self._before[0], self._own_s() - self._before[1]
+        self._cpu.__exit__()
         self._stop.set()
         self._thread.join()
         self.usage = Usage(
             peak_pss_bytes=self._peak_pss_bytes,
-            own_cores=round(own / wall_s, 2),
-            other_cores=round(max(0.0, busy - own) / wall_s, 2),
+            own_cores=self._cpu.own_cores,
+            other_cores=self._cpu.other_cores,
         )
-
-    def _own_s(self) -> float:
-        return sum(map(cpu_s, {*tree(self._root), os.getpid()}))
 
     def _sample(self) -> None:
         while True:

@@ -32,7 +32,7 @@ class _AnyExperts:
 
 
 class SharedSums:
-    """Proposes the sum for blocks with shared experts whose layer has `added_TD`."""
+    """Proposes the sum for blocks with shared experts if their layer has `added_TD`."""
 
     def __init__(self) -> None:
         self._classes: dict[type[nn.Module], type[nn.Module]] = {}

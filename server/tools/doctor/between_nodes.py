@@ -102,7 +102,7 @@ def check_ways(meeting: Gathers, taken: Taken, trial: DispatchTrial, sizes: Mapp
 def _patiently(
     trial: DispatchTrial, order: Mapping[str, Any] | None, doing: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Send an order and return the answer; log `doing` if there is no answer after SAY_AFTER_S."""
+    """Send an order and return the answer; log `doing` if that takes longer than SAY_AFTER_S."""
     answer = trial.ask(order, SAY_AFTER_S)
     if "error" not in answer or "no answer" not in answer["error"]:
         return answer

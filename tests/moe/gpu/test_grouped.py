@@ -92,7 +92,7 @@ def multiply_with(case: Case) -> None:
             torch.testing.assert_close(ours.double(), problem.want(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("weights", ["plain", "mxfp4"])
+@pytest.mark.parametrize("weights", ["plain", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_every_range_of_rows_gives_the_product(interpreter: RankPool, weights: str) -> None:
     interpreter.run(multiply_with, Case([3, 0, 40, 1], 72, 160, "silu", F32, weights))
 

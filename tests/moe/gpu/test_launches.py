@@ -34,10 +34,8 @@ def launched(directory: Path) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "deepseek_v3"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(MOST))
 def test_a_layer_of_a_decode_step_launches_no_more_than_before(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
