@@ -381,9 +381,9 @@ class DeviceStep(Step):
         self.prompt_shape, self.num_padded = shape, shape.rows
         return self.inputs([], [])
 
-    def fill_with_prompts(self, num_blocks: int, vocabulary: int) -> Inputs:
+    def fill_with_prompts(self, num_blocks: int, vocabulary: int, num_rows: int = 1) -> Inputs:
         """Describe the largest possible step of prompts, on the first blocks of `num_blocks`, to compile and to find a
-        lack of memory early. Sequences share blocks, so the cached values are meaningless."""
+        lack of memory early. Sequences share blocks, so the cached values are meaningless. Up to `num_rows` rows have logits."""
         longest = min(self.max_context, num_blocks * self.block_tokens)
         left = min(self.max_tokens, longest * len(self.block_table_SM))
         spans = []
@@ -392,7 +392,8 @@ class DeviceStep(Step):
             spans.append(Span(0, length, range(-(-length // self.block_tokens))))
             left -= length
         self.fill(spans)
-        return self.inputs([at % vocabulary for at in range(self.num_tokens)], [0])
+        rows = range(min(num_rows, self.num_tokens))
+        return self.inputs([at % vocabulary for at in range(self.num_tokens)], rows)
 
     @property
     def prompts(self) -> range:

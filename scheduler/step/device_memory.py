@@ -207,17 +207,15 @@ def told_shortage(memory: DeviceMemory | None, what: str) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def run_largest(model: Model, cache: PagedCache, sampler: Sampler, max_num_seqs: int) -> None:
-    """Run the largest step with prompts, sample, score prompt tokens and draft. Counts are dropped."""
+def run_largest(model: Model, cache: PagedCache, sampler: Sampler, num_rows: int) -> None:
+    """Run the largest step with prompts, sample `num_rows` rows, score prompt tokens and draft. Counts are dropped."""
     vocabulary = int(model.lm_head.shape[0])
     step: Any = model.step  # the backend's `DeviceStep`
     underway = []
     for _ in range(_RUNS):
-        step.fill_with_prompts(cache.num_blocks, vocabulary)
-        rows = range(min(max_num_seqs, step.num_tokens))
-        inputs = step.inputs([at % vocabulary for at in range(step.num_tokens)], rows)
-        logits_RV = model.forward(inputs.token_T, cache, inputs.row_R, keeps_hidden=True)[: len(rows)]
-        underway.append((logits_RV, sampler.begin(logits_RV, _contexts(len(rows)))))
+        inputs = step.fill_with_prompts(cache.num_blocks, vocabulary, num_rows)
+        logits_RV = model.forward(inputs.token_T, cache, inputs.row_R, keeps_hidden=True)
+        underway.append((logits_RV, sampler.begin(logits_RV, _contexts(len(logits_RV)))))
         scored = min(SCORED_ROWS, step.num_tokens)
         scored_CV = model.logits_of(torch.arange(scored, device=model.device))
         sampler.score(scored_CV, [0] * scored, _NUM_LOGPROBS)

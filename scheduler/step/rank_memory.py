@@ -71,7 +71,7 @@ def measure(
 
     def run(cache: PagedCache) -> None:
         backend.warm_up(model, cache, report)
-        run_largest(model, cache, sampler, config.max_num_seqs)
+        run_largest(model, cache, sampler, config.max_decode_tokens)
 
     found = measurement.measure(
         lambda: backend.make_cache(shapes, -(-tokens // BLOCK_TOKENS), num_states, step),
