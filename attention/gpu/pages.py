@@ -36,7 +36,7 @@ def blocks_of(table, begin, stop, BLOCK: tl.constexpr, TILE: tl.constexpr):
     blocks = ()
     for i in tl.static_range(TILE // BLOCK):
         first = begin + i * BLOCK
-        blocks = blocks + (tl.load(table + first // BLOCK, mask=first < stop, other=0),)  # noqa: RUF005 - Triton's tuple
+        blocks = blocks + (tl.load(table + first // BLOCK, mask=first < stop, other=0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuple
     return blocks
 
 
