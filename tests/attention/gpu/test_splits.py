@@ -52,7 +52,7 @@ def count(device: str, contexts: list[int], **options: Any) -> list[int]:
 def check_cover(contexts: list[int], found: list[tuple[int, ...]], window: int = 0) -> None:
     """Every token seen is in one split, splits are in order and begin with a tile, and differ by a tile at most."""
     counts = Counter(sequence for sequence, *_ in found)
-    at, lengths = 0, []
+    at, lengths = 0, list[int]()
     for number, (sequence, has_parts, begin, stop) in enumerate(found):
         end = contexts[sequence]
         is_first = number == 0 or found[number - 1][0] != sequence
