@@ -387,7 +387,7 @@ def _load_words(
     """Decode [columns, INNER] word by word, as bfloat16 if the rows are, otherwise as float32.
 
     A word's codes come in pairs that are half a word apart. int4 with zeros is returned 128 too large in bfloat16, and 2^23
-    in float32; e2m1 whose scales lift it is returned 2^126 times too small.
+    in float32. With IS_LIFTED, e2m1 is returned 2^126 times too small.
     """
     at = begin // WORD + tl.arange(0, INNER // WORD)
     is_in = column[:, None] < HEIGHT

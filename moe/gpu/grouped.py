@@ -86,7 +86,7 @@ def grouped_linear(
 
 
 def _num_programs(tile: GroupedTile, slots: int, expected: int, N: int, device: torch.device) -> int:
-    """Return the number of programs: one per expected tile, or as many as run at a time if the tile says so."""
+    """Return the number of programs: one per expected tile, or fewer if the tile limits them."""
     num_tiles = max(1, slots + expected // tile.rows)  # at most one partial tile per slot
     programs: int = num_tiles * triton.cdiv(N, tile.columns)
     if tile.programs >= MOST_PROGRAMS:
