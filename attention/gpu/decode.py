@@ -50,7 +50,7 @@ class DecodeTile(NamedTuple):
     warps: int = 4
     stages: int = 3  # of the pipeline: two tiles are being loaded while one is computed
     programs: int = 4  # per multiprocessor
-    turns: int = 4  # most splits that a program computes, in a large batch
+    turns: int = 2  # most splits that a program computes, in a large batch
 
 
 @triton.jit(do_not_specialize=["num_sequences"])

@@ -126,7 +126,7 @@ def split_sizes(value_dim: int, max_tokens: int, *, is_invariant: bool = False) 
     if is_invariant:
         tokens, most = (1024, 32) if value_dim >= LATENT_VALUES else (256, 64)
     else:
-        tokens, most = (128, 64) if value_dim >= LATENT_VALUES else (64, 128)
+        tokens, most = (64, 64) if value_dim >= LATENT_VALUES else (64, 128)
     return tokens, max(1, min(most, -(-max_tokens // tokens)))
 
 

@@ -57,7 +57,7 @@ class Fp8Tile(NamedTuple):
 LEVELS = (0, 32, 96)
 # By the kind of product, for at least this many rows per slot; the first is also for batch invariance.
 _GATED = {
-    0: Fp8Tile(16, 128, 2, 1, 4, 4),
+    0: Fp8Tile(16, 128, 2, 1, 4, 3),
     32: Fp8Tile(64, 128, 2, 8, 8, 4),
     96: Fp8Tile(128, 128, 2, 8, 8, 3),
 }

@@ -302,7 +302,7 @@ def test_short_windows_are_one_split_and_need_no_merge(window: int, launches: in
     [
         (32, 128, (256, 64), (64, 128)),
         (64, 64, (256, 64), (64, 128)),
-        (128, 512, (1024, 32), (128, 64)),
+        (128, 512, (1024, 32), (64, 64)),
     ],
 )
 def test_splits_are_chosen_by_the_shape_of_the_heads(
