@@ -93,9 +93,11 @@ def soften(scores, factor, top, total):
     """Take one tile of unscaled scores, -inf if not seen; `factor` scales them to base 2. The result is as of `weigh`.
 
     Maxima are of unscaled scores. Scaling and subtraction are one explicit fused operation, with a mask in between or not.
+    A tile of which a row sees nothing must leave its sums as they are: another cut of the prompt may lack that tile. So `shrink` is
+    exactly 1 if the maximum stays. (A fused `top * factor - shift` leaves the rounding error of `shift`.)
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top * factor)  # -inf: the row has seen no token yet
     weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - shift[:, None]))
-    shrink = tl.exp2(tl.fma(top, tl.zeros_like(top) + factor, -shift))
+    shrink = tl.exp2(tl.where(top == new_top, 0.0, top - new_top) * factor)
     return weights, new_top, total * shrink + tl.sum(weights, axis=1), shrink
