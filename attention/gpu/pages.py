@@ -97,7 +97,8 @@ def soften(scores, factor, top, total):
     exactly 1 if the maximum stays. (A fused `top * factor - shift` leaves the rounding error of `shift`.)
     """
     new_top = tl.maximum(top, tl.max(scores, axis=1))
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top * factor)  # -inf: the row has seen no token yet
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf: the row has seen no token yet
+    shift = base * factor
     weights = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + factor, tl.zeros_like(scores) - shift[:, None]))
-    shrink = tl.exp2(tl.where(top == new_top, 0.0, top - new_top) * factor)
+    shrink = tl.exp2((top - base) * factor)
     return weights, new_top, total * shrink + tl.sum(weights, axis=1), shrink
