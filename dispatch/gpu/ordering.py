@@ -188,7 +188,7 @@ def order(choices_NK: Tensor, experts: ExpertChoices | None, memory: OrderMemory
         tile = max(16, triton.next_power_of_2(P))
         order_few[(S,)](
             choices_NK, slot_of, rows, decodes, counts, *written, P, **sizes, E_PAD=E_PAD, TILE=tile,
-            HAS_EXPERTS=experts is not None, HAS_COUNTS=has_counts, num_warps=min(8, max(1, tile // 256)),
+            HAS_EXPERTS=experts is not None, HAS_COUNTS=has_counts, num_warps=min(16, max(1, tile // 256)),
         )  # fmt: skip
         return
     chunks, S_PAD = num_chunks(P), triton.next_power_of_2(S)

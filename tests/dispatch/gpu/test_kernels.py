@@ -116,7 +116,7 @@ KERNELS = {
         order_pairs, {**ORDER, **RECEIVED}, {"S": 32, "K": 8, "R": 8, "PER_SOURCE": 1024, "TILE": 512}, 4
     ),
     "order_few": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 256}, 1),
-    "order_most_at_once": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 4096}, 8, 160),
+    "order_most_at_once": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 4096}, 16, 128),
     "order_slots": Kernel(order_few, {"choices": "*i64", **WRITTEN}, {**SLOTS, "TILE": 2048}, 8),
     "count_chunks": Kernel(count_chunks, {**CHOICES, **CHUNKED}, {**EXPERTS, "BINS": 512}, 4),
     "add_chunks": Kernel(
