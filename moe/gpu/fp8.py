@@ -30,7 +30,6 @@ from moe.gpu.tiles import GroupedTile, shape_of
 
 LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
-_SMALL_MEMORY = ((8, 9), (12, 0), (12, 1))  # capabilities with 99 KB of shared memory per program
 LEAST_UNSWAPPED = 64  # rows of a tile that is the left factor: those of one instruction on Hopper
 
 
@@ -62,7 +61,7 @@ _GATED = {
     96: Fp8Tile(128, 128, 2, 8, 8, 3),
 }
 _PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 5), 32: Fp8Tile(64, 128, 1, 8, 4, 4), 96: Fp8Tile(128, 128, 2, 8, 8, 3)}
-# For less shared memory.
+# For other GPUs than Hopper: less shared memory, or registers that the larger tiles exceed.
 _SMALL_GATED = {0: Fp8Tile(16, 128, 2, 1, 4, 2), 32: Fp8Tile(32, 128, 2, 8, 8, 2)}
 _SMALL_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 4), 32: Fp8Tile(64, 128, 1, 8, 8, 3)}
 
@@ -194,7 +193,7 @@ def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") 
     device, is_gated = weights.codes.device, gate != "none"
     tiles = (
         (_GATED if is_gated else _PLAIN)
-        if _has_memory(device)
+        if _takes_large_tiles(device)
         else (_SMALL_GATED if is_gated else _SMALL_PLAIN)
     )
     least = max(rows for rows in tiles if rows <= rows_per_slot)
@@ -202,10 +201,9 @@ def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") 
 
 
 @functools.cache
-def _has_memory(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_capability(device) not in _SMALL_MEMORY
+def _takes_large_tiles(device: torch.device) -> bool:
+    """Hopper has the shared memory, and elsewhere these tiles spill."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(
