@@ -37,7 +37,7 @@ _MERGED_PARTS, _MERGED_WIDE_PARTS = 32, 16
 _WHOLE_TOKENS = 256  # windows up to this size are one split
 # Splits of a small batch: this long before a multiprocessor has more than this many of them.
 _FEW_TOKENS, _FEW_PROGRAMS = 256, 2
-_START_TOKENS = tl.constexpr(64)  # a split's start, end and merge take about as long as so many tokens
+_START_TOKENS = tl.constexpr(64)  # what starting, ending and merging a split costs, in tokens
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns in the interpreter too
 
 
