@@ -21,7 +21,7 @@ from moe.load.checkpoint import Checkpoint
 
 LOGIT_SPREAD, ROUTER_SPREAD = 4.0, 2.0  # standard deviations of their outputs, for inputs of size 1
 _BIAS_SPREAD = 0.1
-_ROUTER = re.compile(r"\.(gate|router)\.weight$")
+ROUTER_NAME = re.compile(r"\.(gate|router)\.weight$")
 _SAFETENSORS_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -76,10 +76,13 @@ class RandomCheckpoint(Checkpoint):
     def _draw(self, name: str, shape: tuple[int, ...], *, row: int) -> Tensor:
         if name.endswith("norm.weight") or (name.endswith("weight") and len(shape) == 1):
             return torch.ones(shape, dtype=self._dtype, device=self._device)
-        seed = zlib.crc32(f"{self._seed} {name} {row}".encode())
-        generator = torch.Generator(self._device).manual_seed(seed)
+        generator = self._generator(name, row)
         drawn = torch.randn(shape, generator=generator, dtype=self._dtype, device=self._device)
         return drawn.mul_(spread(name, self._fan_in[name]))
+
+    def _generator(self, name: str, row: int) -> torch.Generator:
+        seed = zlib.crc32(f"{self._seed} {name} {row}".encode())
+        return torch.Generator(self._device).manual_seed(seed)
 
 
 def spread(name: str, fan_in: int) -> float:
@@ -88,7 +91,7 @@ def spread(name: str, fan_in: int) -> float:
         return 1.0
     if not name.endswith(("weight", "_proj")):
         return _BIAS_SPREAD
-    wanted = LOGIT_SPREAD if "lm_head" in name else ROUTER_SPREAD if _ROUTER.search(name) else 1.0
+    wanted = LOGIT_SPREAD if "lm_head" in name else ROUTER_SPREAD if ROUTER_NAME.search(name) else 1.0
     return wanted / math.sqrt(fan_in)
 
 

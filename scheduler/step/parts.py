@@ -26,6 +26,7 @@ from moe.cpu.backend import CPU
 from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
+from moe.load.random_quantised import RandomQuantised
 from moe.model import Model, Skeleton
 from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_fp8_rows, why_no_nodes
 from scheduler.sampling.device_sampler import DeviceSampler
@@ -163,10 +164,10 @@ def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
         return Checkpoint(config.directory)
     if config.load_format != "random":
         raise ConfigError(f"load_format is {config.load_format!r}; it must be auto or random")
-    backend = skeleton.backend
-    return RandomCheckpoint(
-        config.directory, skeleton.model, device=backend.device, dtype=backend.model_dtype
-    )
+    about: dict[str, Any] = {"device": skeleton.backend.device, "dtype": skeleton.backend.model_dtype}
+    if skeleton.quantisation is not None:
+        return RandomQuantised(config.directory, skeleton.model, skeleton.quantisation, **about)
+    return RandomCheckpoint(config.directory, skeleton.model, **about)
 
 
 def open_lockstep(

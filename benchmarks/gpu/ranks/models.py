@@ -7,7 +7,7 @@ three of 256 experts, 68 GB in bfloat16). DeepSeek-V3.2 has 32 experts per layer
 prompts have a choice.
 
 Legend of names: qwen3 (Qwen3-30B-A3B), gpt-oss (20b), deepseek (V3, cut), qwen3-next (80B-A3B: three of four layers are
-recurrent), deepseek-v32 (a sparse index).
+recurrent), deepseek-v32 (a sparse index). gpt-oss-mxfp4 and deepseek-fp8 have the published formats of weights.
 """
 
 import tempfile
@@ -101,6 +101,16 @@ TINY_QUANTISED = ExpertShape(2, 256, 32, "silu")
 
 
 MODELS = ("qwen3", "gpt-oss", "deepseek")  # timed and checked
+QUANTISED: dict[str, dict[str, Any]] = {  # the published quantization_config, by name; timed
+    "gpt-oss-mxfp4": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    },
+    "deepseek-fp8": {
+        "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+    },
+}  # fmt: skip
+TIMED = (*MODELS, *QUANTISED)
 HYBRID, SPARSE = "qwen3-next", "deepseek-v32"
 OTHER_ATTENTION = (HYBRID, SPARSE)  # checked
 POSITIONS = 40960
@@ -111,7 +121,11 @@ _STEP_BYTES = 6 * _GIB  # for steps and graphs
 
 def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreTrainedConfig:
     """Return a model's configuration, cut to `layers` layers if given."""
-    return _tiny(name, layers or 2) if setting.is_tiny else _real(name, layers)
+    plain = name.rpartition("-")[0] if name in QUANTISED else name
+    config = _tiny(plain, layers or 2) if setting.is_tiny else _real(plain, layers)
+    if name in QUANTISED:
+        config.quantization_config = QUANTISED[name]
+    return config
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.ranks.models import MODELS, config_of, engine_config, transformers_model
+from benchmarks.gpu.ranks.models import MODELS, QUANTISED, config_of, engine_config, transformers_model
 from benchmarks.gpu.ranks.parity import is_eager
 from benchmarks.gpu.results import Figure, Row, Setting
 from benchmarks.serving.closed_loop import Latency, summarise
@@ -39,7 +39,7 @@ def units(setting: Setting) -> list[str]:
         for program in ("wideep", "continuous")
         if (name, program) not in _UNABLE
     ]
-    return served + [f"{name} static" for name in MODELS]
+    return [*served, *(f"{name} wideep" for name in QUANTISED), *(f"{name} static" for name in MODELS)]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
