@@ -34,6 +34,9 @@ PARTS = (
     DayPart(
         "parity", "benchmarks.gpu.ranks.parity", "Whole models: answers, of two layers", 300.0, 0.5, 40.0, is_fresh=True
     ),
+    DayPart(
+        "bits", "benchmarks.gpu.ranks.equal_bits", "Whole models: equal bits with --batch-invariant", 300.0, 0.5, 40.0, is_fresh=True
+    ),
     DayPart("kernels", "benchmarks.gpu.kernels.times", "Kernel times, medians, inputs not in L2", 120.0, 0.4),
     DayPart("step", "benchmarks.gpu.ranks.decode_steps", "Whole models: decode steps", 300.0, 0.5, 60.0, is_fresh=True),
     DayPart(
