@@ -1,7 +1,7 @@
 """`wideep serve` on one GPU, over HTTP: rates, prompts that arrive during streams, and equal bits with --batch-invariant.
 
 The model has the layers of Qwen3-30B-A3B, but 8 of them and 64 experts, with random weights (5.5 GB on the disk), and a tokenizer
-of single bytes. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
+of single bytes. Two layers are enough to compare bits. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
 `streams + prompts`: 8 streams decode, and a prompt of 128 tokens arrives every second. TTFT is that of the prompts, ITL that
 of the streams; the goals are in the project's issues: TTFT of 18 ms for a model of 48 layers, an ITL p99 of twice the p50.
 `alone = together` compares the tokens and the bits of their logprobs of requests that run alone and at the same time.
@@ -35,6 +35,7 @@ from server.clients.connection import Connection
 
 _DEFAULT, _INVARIANT = "default", "batch-invariant"
 _CLIENTS, _TINY_CLIENTS = (1, 32, 128), (2,)
+_LAYERS, _FEW_LAYERS = 8, 2  # few where only bits count: the engine starts twice
 _PROMPT, _OUTPUT = 128, 64
 _STREAMS, _ARRIVALS = 8, 8  # one prompt per second
 _COMPARED, _COMPARED_TOKENS = 24, 32
@@ -51,14 +52,16 @@ def units(setting: Setting) -> list[str]:
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Start a service and measure it."""
     clients = _TINY_CLIENTS if setting.is_tiny else _CLIENTS
-    options = ["--batch-invariant"] if unit == _INVARIANT else []
+    options = ["--batch-invariant", "--max-num-seqs", str(_COMPARED)] if unit == _INVARIANT else []
     device = (
         ["--device", "cpu", "--kv-cache-memory", "256M"] if setting.is_interpreted else ["--device", "cuda"]
     )
     common = ["-dp", "1", "--max-model-len", str(_MOST_LEN), "--served-model-name", "m"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         model = Path(folder) / "model"
-        config = write_model(setting, model)
+        config = write_model(
+            setting, model, _FEW_LAYERS if unit == _INVARIANT or setting.is_tiny else _LAYERS
+        )
         engine_rates = {} if unit == _INVARIANT else _engine_rates(setting, model, config, clients)
         with Service(str(model), [*device, *common, *options], log) as service:
             yield Row(name=f"{unit}: start", figures={"seconds": service.start_s})
@@ -73,9 +76,9 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
             yield asyncio.run(_arrivals(service, config))
 
 
-def write_model(setting: Setting, folder: Path) -> Qwen3MoeConfig:
+def write_model(setting: Setting, folder: Path, layers: int) -> Qwen3MoeConfig:
     """Write a checkpoint with random weights and a tokenizer."""
-    config = config_of("qwen3", setting, layers=2 if setting.is_tiny else 8)
+    config = config_of("qwen3", setting, layers=layers)
     config.vocab_size = 512 if setting.is_tiny else 49152
     config.num_experts = min(config.num_experts, 64)
     config.max_position_embeddings = 2 * _MOST_LEN
