@@ -5,7 +5,8 @@ row chose) over the copy's bandwidth. `of_floor` is that floor over the device's
 same without a graph. `step ms` is the time from one step's tokens to the next one's in the engine's own loop, which overlaps
 steps on a GPU: planning, filling, copying, the forward, sampling, commit, hand-out. `gap` is the share of it in which the device
 does not run the forward. `alone ms` is a step without overlap: filling, copying, the forward, sampling, tokens to the host.
-Contexts have the given length and hold random keys and values: nothing was prefilled.
+Contexts have the given length and hold random keys and values: nothing was prefilled. The last row has streams beside prompts that
+arrive five times a second: the time to each prompt's first token, and the streams' time between tokens.
 """
 
 import statistics
@@ -77,6 +78,23 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
             step_s = statistics.median(loop.decode_steps_s(batch, context, num_steps))
             figures = _figures(setting, bench, loop.assembled, batch, context, step_s)
             yield Row(name=row, figures=figures, goals=goals, note=note)
+        yield _arrivals(setting, name, loop, context)
+
+
+def _arrivals(setting: Setting, name: str, loop: EngineLoop, context: int) -> Row:
+    """Measure prompts that arrive beside streams, without HTTP."""
+    streams, prompt, count, every_s = (1, 5, 2, 0.0) if setting.is_tiny else (8, 128, 20, 0.2)
+    ttft_s, itl_s = loop.arrivals_s(streams, context, prompt, count, every_s)
+    p50_s, p99_s = statistics.median(itl_s), statistics.quantiles(itl_s, n=100)[98]
+    return Row(
+        name=f"{name} {streams} streams + prompts of {prompt}",
+        figures={
+            "TTFT p50 ms": statistics.median(ttft_s) * 1e3,
+            "ITL p50 ms": p50_s * 1e3,
+            "ITL p99 ms": p99_s * 1e3,
+            "p50 x 2 / p99": 2 * p50_s / p99_s,
+        },
+    )
 
 
 def _figures(

@@ -97,14 +97,7 @@ class EngineLoop:
         The contexts are `context` tokens on average, so `max_model_len` must be larger: see `room`.
         """
         ahead = self._room(batch, context, num_steps)
-        vocabulary = int(self.assembled.model.lm_head.shape[0])
-        prompts = torch.randint(
-            0, vocabulary, (batch, max(1, context - ahead // 2)), generator=torch.Generator().manual_seed(0)
-        )
-        requests = [
-            Request(request_id=f"{at}", prompt_ids=tuple(ids), params=params, arrival_s=0.0)
-            for at, ids in enumerate(prompts.tolist())
-        ]
+        requests = self._requests(batch, max(1, context - ahead // 2), params)
         stamps: list[float] = []
 
         def on_step(outputs: list[RequestOutput]) -> None:
@@ -117,6 +110,54 @@ class EngineLoop:
         self.run(lambda: self._seat(requests), on_step)
         measured = stamps[_SETTLES - 1 : _SETTLES + num_steps]
         return [end - begin for begin, end in itertools.pairwise(measured)]
+
+    def arrivals_s(
+        self, streams: int, context: int, prompt: int, count: int, every_s: float
+    ) -> tuple[list[float], list[float]]:
+        """Let prompts arrive while streams decode.
+
+        Args:
+            streams: Sequences that decode all the time, with contexts of `context` tokens at first.
+            prompt: Tokens of each arriving prompt; its answer has one token.
+            count: Number of arriving prompts, one every `every_s` seconds.
+
+        Returns:
+            Seconds from each arrival to its token, and from each token of the streams to the next one.
+        """
+        asked = self._requests(streams, context, _GREEDY)
+        arriving = self._requests(count, prompt, SamplingParams(max_tokens=1, temperature=0.0), streams)
+        engine, begun_s = self.assembled.engine, time.perf_counter() + every_s
+        arrived_s: dict[str, float] = {}
+        first_s: list[float] = []
+        stamps: list[float] = []
+
+        def on_step(outputs: list[RequestOutput]) -> None:
+            now_s = time.perf_counter()
+            ended = [
+                output.request_id for output in outputs if output.request_id in arrived_s and output.token_ids
+            ]
+            first_s.extend(now_s - arrived_s[request_id] for request_id in ended)
+            if any(output.request_id == "0" and output.token_ids for output in outputs):
+                stamps.append(now_s)
+            if len(first_s) == count:
+                for request in asked:
+                    engine.abort(request.request_id)
+            elif len(arrived_s) < count and now_s >= begun_s + len(arrived_s) * every_s:
+                request = arriving[len(arrived_s)]
+                arrived_s[request.request_id] = now_s
+                engine.submit(request)
+
+        self.run(lambda: self._seat(asked), on_step)
+        return first_s, [end - begin for begin, end in itertools.pairwise(stamps[_SETTLES:])]
+
+    def _requests(self, count: int, length: int, params: SamplingParams, first: int = 0) -> list[Request]:
+        """Return requests with random prompts, named by numbers from `first` on."""
+        vocabulary = int(self.assembled.model.lm_head.shape[0])
+        ids = torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(first))
+        return [
+            Request(request_id=f"{first + at}", prompt_ids=tuple(row), params=params, arrival_s=0.0)
+            for at, row in enumerate(ids.tolist())
+        ]
 
     def _room(self, batch: int, context: int, num_steps: int) -> int:
         return room(batch, context, num_steps, self._max_step_tokens)
