@@ -51,8 +51,8 @@ def test_decodes_at_a_context_prompts_beside_them_and_ordinary_loads(loop: Engin
             contexts = [item.end for each in full[8:14] for item in each.items]
             assert abs(sum(contexts) / len(contexts) - 30) < 6 and max(contexts) < 30 + room(batch, 30, 6, 32)
             assert not loop.assembled.scheduler.has_work
-        first_s, between_s = loop.arrivals_s(streams=2, context=8, prompt=5, count=6, every_s=0.0)
-        assert len(first_s) == 6 and between_s and min(first_s + between_s) > 0
+        first_s, between_s = loop.arrivals_s(streams=2, context=8, prompt=5, count=16, every_s=0.0)
+        assert len(first_s) == 16 and between_s and min(first_s + between_s) > 0
         assert not loop.assembled.scheduler.has_work
         engine = loop.assembled.engine
 
