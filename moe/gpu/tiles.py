@@ -73,6 +73,7 @@ PREFILL_TILE = GroupedTile(
 SINGLE_PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3, 128)
 QUANTISED_PREFILL_TILE = GroupedTile(64, 128, TILE_INPUTS, 8, 8, 3)
 FLOW = "grouped_flow"  # name in the table
+LEAST_FLOW_ROWS = MANY_ROWS  # per slot; with fewer, both kernels wait for weights
 # Each of two groups of warps multiplies 64 rows with 256 features: the widest instruction, and all registers for sums.
 FLOW_TILE = FlowTile(128, 128, 64, 8, 8, 4)
 SINGLE_FLOW_TILE = FlowTile(128, 256, 64, 8, 8, 4)
@@ -123,7 +124,7 @@ def tile_of_launch(
         ValueError: The table would change the order of sums between steps.
     """
     names, shape = device_names(weights.codes.device), shape_of(weights)
-    if expected_pairs >= MANY_ROWS * num_slots and _can_flow(weights, names):
+    if expected_pairs >= LEAST_FLOW_ROWS * num_slots and _can_flow(weights, names):
         flow = FLOW_TILE if has_gate else SINGLE_FLOW_TILE
         return check_steps(shape, tile_of(FLOW, shape, flow, names), flow, weights.format, weights.in_dim)
     is_quantised = weights.format.kind != "plain"
