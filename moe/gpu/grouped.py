@@ -3,7 +3,8 @@
 A program finds its tiles from the offsets on the device, so a CUDA graph can replay the launch. There are as many
 programs as expected tiles; if rows are uneven, each takes several in turn. Products are added over the inner
 dimension in one fixed order. A row's bits depend on the tile's shape (`moe.gpu.tiles`), which is chosen by the expected
-rows at a step's capacity, never by contents.
+rows at a step's capacity, never by contents. On Hopper, plain weights with many rows have a second kernel, with the same bits
+(`moe.gpu.flow_kernel`).
 Quantised weights stay quantised in memory (`moe.gpu.formats`). Rows are never quantised, which would change answers.
 A table holds the place of a slot's weight in memory, so one written number puts a moved expert into service.
 
@@ -18,10 +19,20 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe.gpu.flow_kernel import flow_rows
 from moe.gpu.formats import PLAIN, PlacedWeights, codes_per_word
 from moe.gpu.grouped_kernel import GATES, grouped_rows
-from moe.gpu.tiles import MOST_PROGRAMS, MOST_REGISTERS, GroupedTile, tile_of_launch
+from moe.gpu.tiles import (
+    DESCRIBED_BYTES,
+    MOST_PROGRAMS,
+    MOST_REGISTERS,
+    FlowTile,
+    GroupedTile,
+    tile_of_launch,
+    why_no_flow,
+)
 
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -37,7 +48,7 @@ def grouped_linear(
     rows_P: Tensor | None = None,
     gate: str = "none",
     biases_WN: Tensor | None = None,
-    tile: GroupedTile | None = None,
+    tile: GroupedTile | FlowTile | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply each row with its slot's weight.
@@ -67,6 +78,11 @@ def grouped_linear(
     expected = num_pairs if expected_pairs is None else min(expected_pairs, num_pairs)
     tile = tile or tile_of_launch(expected, S, weights, has_gate=GATES[gate] > 0)
     programs = _num_programs(tile, min(S, expected), expected, N, x_TK.device)
+    if isinstance(tile, FlowTile):
+        _launch_flow(
+            x_TK, rows_P, weights, biases_WN, places_S, slot_offsets, out, tile=tile, gate=gate, programs=programs
+        )  # fmt: skip
+        return out
     codes, scales = weights.codes, weights.scales
     word = codes_per_word(form, K)
     if word > 1:
@@ -85,7 +101,44 @@ def grouped_linear(
     return out
 
 
-def _num_programs(tile: GroupedTile, slots: int, expected: int, N: int, device: torch.device) -> int:
+def _launch_flow(
+    x_TK: Tensor,
+    rows_P: Tensor | None,
+    weights: PlacedWeights,
+    biases_WN: Tensor | None,
+    places_S: Tensor,
+    slot_offsets: Tensor,
+    out: Tensor,
+    *,
+    tile: FlowTile,
+    gate: str,
+    programs: int,
+) -> None:
+    """Launch the kernel for many rows. Rows without a map are read by a descriptor if their address allows it.
+
+    Raises:
+        ValueError: The kernel does not support the weights.
+    """
+    if problem := why_no_flow(weights):
+        raise ValueError(f"the weights {problem}; {tile} does not support them")
+    S, (W, height, K), sides = places_S.numel(), weights.codes.shape, 2 if GATES[gate] else 1
+    N = height // sides
+    w_tiles = TensorDescriptor(
+        weights.codes, [W * sides, N, K], [N * K, K, 1], [sides, tile.columns, tile.inner]
+    )
+    x_tiles = None
+    if rows_P is None and len(x_TK) and x_TK.data_ptr() % DESCRIBED_BYTES == 0:
+        x_tiles = TensorDescriptor(x_TK, [len(x_TK), K], [K, 1], [tile.rows, tile.inner])
+    flow_rows[(programs,)](
+        None if x_tiles else x_TK, x_tiles, rows_P, w_tiles, biases_WN, places_S, slot_offsets, out, S=S,
+        S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
+        GROUP=tile.group, GATE=GATES[gate], num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _num_programs(
+    tile: GroupedTile | FlowTile, slots: int, expected: int, N: int, device: torch.device
+) -> int:
     """Return the number of programs: one per expected tile, or fewer if the tile limits them."""
     num_tiles = max(1, slots + expected // tile.rows)  # at most one partial tile per slot
     programs: int = num_tiles * triton.cdiv(N, tile.columns)

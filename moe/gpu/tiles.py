@@ -5,11 +5,14 @@ all ranks, never on the experts that rows chose. A row has the same bits with ev
 inner dimension in the same order, with the same instruction of an architecture (64 columns of 16 inputs on Hopper's wgmma,
 for any number of rows). If a scale multiplies the product of a tile's inputs, those tiles also have the same inner size.
 
+Plain weights with many rows have a kernel of their own on Hopper (`moe.gpu.flow_kernel`), which gives the same bits.
+
 The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_decode", "grouped_32", "grouped_64",
-"grouped_prefill"). Its shapes have a weight's sides, so a layer's two products have separate entries.
+"grouped_prefill", and "grouped_flow" on Hopper). Its shapes have a weight's sides, so a layer's two products have separate
+entries.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
 from moe.gpu.formats import DeviceFormat, PlacedWeights
@@ -35,6 +38,21 @@ class GroupedTile(NamedTuple):
     )
 
 
+class FlowTile(NamedTuple):
+    """Shape of a program's work in `moe.gpu.flow_kernel`."""
+
+    rows: int
+    columns: int  # of the output; with a gate, a program multiplies twice as many features
+    inner: int
+    group: int  # tiles of rows that share a tile of columns
+    warps: int
+    stages: int
+    programs: int = 1  # per multiprocessor; each takes several tiles in turn
+
+
+AnyTile = TypeVar("AnyTile", GroupedTile, FlowTile)
+
+
 class Range(NamedTuple):
     """Tiles for launches with up to a number of rows per slot."""
 
@@ -54,6 +72,12 @@ PREFILL_TILE = GroupedTile(
 # Without a gate two programs fit, so that one multiplies while the other begins or ends its tile.
 SINGLE_PREFILL_TILE = GroupedTile(128, 128, 64, 8, 8, 3, 128)
 QUANTISED_PREFILL_TILE = GroupedTile(64, 128, TILE_INPUTS, 8, 8, 3)
+FLOW = "grouped_flow"  # name in the table
+LEAST_FLOW_ROWS = MANY_ROWS  # per slot; with fewer, both kernels wait for weights
+# Each of two groups of warps multiplies 64 rows with 256 features: the widest instruction, and all registers for sums.
+FLOW_TILE = FlowTile(128, 128, 64, 8, 8, 4)
+SINGLE_FLOW_TILE = FlowTile(128, 256, 64, 8, 8, 4)
+DESCRIBED_BYTES = 16  # rows of a tensor with a descriptor begin at multiples
 # Loads are uneven, so a tile has more rows than an expert has on average. A weight is then read, and decoded, once.
 RANGES = (
     Range("grouped_decode", 12, DECODE_TILE, QUANTISED_DECODE_TILE),
@@ -93,23 +117,38 @@ def shape_of(weights: PlacedWeights) -> str:
 
 def tile_of_launch(
     expected_pairs: int, num_slots: int, weights: PlacedWeights, *, has_gate: bool = True
-) -> GroupedTile:
-    """Return the table's tile for a launch on the weights' device, otherwise that of `choose_tile`.
+) -> GroupedTile | FlowTile:
+    """Return the table's tile for a launch on the weights' device, otherwise that of `choose_tile`, or a `FlowTile`.
 
     Raises:
         ValueError: The table would change the order of sums between steps.
     """
-    is_quantised, shape = weights.format.kind != "plain", shape_of(weights)
+    names, shape = device_names(weights.codes.device), shape_of(weights)
+    if expected_pairs >= LEAST_FLOW_ROWS * num_slots and _can_flow(weights, names):
+        flow = FLOW_TILE if has_gate else SINGLE_FLOW_TILE
+        return check_steps(shape, tile_of(FLOW, shape, flow, names), flow, weights.format, weights.in_dim)
+    is_quantised = weights.format.kind != "plain"
     fallback = choose_tile(expected_pairs, num_slots, is_quantised=is_quantised, has_gate=has_gate)
-    tile = tile_of(
-        range_of(expected_pairs, num_slots).kernel, shape, fallback, device_names(weights.codes.device)
-    )
+    tile = tile_of(range_of(expected_pairs, num_slots).kernel, shape, fallback, names)
     return check_steps(shape, tile, fallback, weights.format, weights.in_dim)
 
 
-def check_steps(
-    shape: str, tile: GroupedTile, fallback: GroupedTile, form: DeviceFormat, in_dim: int
-) -> GroupedTile:
+def _can_flow(weights: PlacedWeights, names: tuple[str, ...]) -> bool:
+    """Return whether a device with these names has the kernel for many rows, and it takes the weights."""
+    return "sm_90" in names and weights.codes.element_size() == 2 and why_no_flow(weights) is None
+
+
+def why_no_flow(weights: PlacedWeights) -> str | None:
+    """Return why the kernel for many rows does not support weights, to follow "the weights". None if it does."""
+    codes, kind = weights.codes, weights.format.kind
+    if kind != "plain":
+        return f"are {kind}, not plain"
+    if codes.element_size() * weights.in_dim % DESCRIBED_BYTES or codes.data_ptr() % DESCRIBED_BYTES:
+        return f"have {weights.in_dim} inputs of {codes.dtype}, which do not begin at multiples of {DESCRIBED_BYTES} bytes"
+    return None
+
+
+def check_steps(shape: str, tile: AnyTile, fallback: AnyTile, form: DeviceFormat, in_dim: int) -> AnyTile:
     """Return a tile of the table if it does not change rows' bits.
 
     Raises:
@@ -125,7 +164,9 @@ def check_steps(
     return tile
 
 
-def adds_alike(tile: GroupedTile, other: GroupedTile, form: DeviceFormat, in_dim: int) -> bool:
+def adds_alike(
+    tile: GroupedTile | FlowTile, other: GroupedTile | FlowTile, form: DeviceFormat, in_dim: int
+) -> bool:
     """Return whether two tiles add a row's products in the same order. The other one is right for the format."""
     if tile.columns % LEAST_COLUMNS:
         return False
@@ -134,7 +175,7 @@ def adds_alike(tile: GroupedTile, other: GroupedTile, form: DeviceFormat, in_dim
     return tile.inner == other.inner
 
 
-def _is_chained(tile: GroupedTile, form: DeviceFormat, in_dim: int) -> bool:
+def _is_chained(tile: GroupedTile | FlowTile, form: DeviceFormat, in_dim: int) -> bool:
     """Return whether all products of a row are added to one sum, one instruction's inputs after another.
 
     Otherwise a scale multiplies the sum of each tile's inputs.

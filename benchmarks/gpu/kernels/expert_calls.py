@@ -17,7 +17,7 @@ from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.ranks.models import ExpertShape
 from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights
 from moe.gpu.grouped import grouped_linear
-from moe.gpu.tiles import MANY_ROWS, choose_tile
+from moe.gpu.tiles import MANY_ROWS, tile_of_launch
 
 
 class _Drawn(NamedTuple):
@@ -98,13 +98,16 @@ def decoded_maker(shape: ExpertShape, touched: int, side: str) -> MakeCall:
 
 
 def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
-    """Return a maker with slots of no rows, one row and many rows, using the tile of a kind of step."""
+    """Return a maker with slots of no rows, one row and many rows, using the device's tile for a kind of step."""
     counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
     counts[-1] = 70
     num_pairs = 0 if is_decode else MANY_ROWS * shape.slots
-    is_quantised, has_gate = shape.form != "plain", side == "up"
-    tile = choose_tile(num_pairs, shape.slots, is_quantised=is_quantised, has_gate=has_gate)
-    return functools.partial(grouped_call, shape=shape, counts=counts, side=side, tile=tile)
+
+    def make(bench: Bench, seed: int) -> Call:
+        tile = tile_of_launch(num_pairs, shape.slots, no_experts(bench, shape, side), has_gate=side == "up")
+        return grouped_call(bench, seed, shape=shape, counts=counts, side=side, tile=tile)
+
+    return make
 
 
 def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
 from benchmarks.gpu.ranks import models
 from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
-from moe.gpu.tiles import adds_alike, shape_of, tile_of_launch
+from moe.gpu.tiles import FLOW, FlowTile, adds_alike, shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 
@@ -39,6 +39,9 @@ _FEW_ROWS: Grid = {"columns": (64, 128), "inner": (64, 128), "stages": (3, 4, 5)
 _SOME_ROWS: Grid = {"rows": (16, 32, 64), "columns": (64, 128), "inner": (64, 128), "stages": (3, 4)}
 _MANY_ROWS: Grid = {
     "rows": (64, 128, 256), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4), "registers": (128, 255),
+}  # fmt: skip
+_FLOW_ROWS: Grid = {
+    "rows": (64, 128), "columns": (64, 128, 256), "warps": (4, 8), "stages": (3, 4), "programs": (1, 2),
 }  # fmt: skip
 _RANGES: Mapping[str, tuple[tuple[int, ...], Grid]] = {  # rows per expert to time
     FEW: ((1, 4, 8), _FEW_ROWS),
@@ -126,6 +129,8 @@ def _grouped(
     """Build a grouped GEMM case. Rows: numbers of rows per expert, in the range of the kernel."""
     like = no_experts(bench, shape, side)
     choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like, has_gate=side == "up")
+    if isinstance(choice, FlowTile):  # of another kernel, on Hopper
+        kernel, grid = FLOW, _FLOW_ROWS
     workloads = [
         partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
     ]

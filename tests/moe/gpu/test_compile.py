@@ -14,7 +14,7 @@ from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choose import ReplicaChoice
 from moe.gpu import choose, gate, norm, routing
-from moe.gpu.tiles import DECODE_TILE, PREFILL_TILE
+from moe.gpu.tiles import DECODE_TILE, FLOW_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
 from tests.support.gpu.triton_compile import Kernel, check_budget
@@ -148,6 +148,7 @@ TILES = {
     "grouped_32": DECODE_TILE,
     "grouped_64": DECODE_TILE,
     "grouped_prefill": PREFILL_TILE,
+    "grouped_flow": FLOW_TILE,
 }
 
 

@@ -10,13 +10,13 @@ from tests.moe.gpu.grouped_cases import E4M3, F16, F32, FORMS, TOLERANCE, U8, Ca
 from tests.support.ranks import RankPool
 
 
-def multiply(case: Case, tile_name: str) -> None:
+def multiply(case: Case, tile_name: str, **fields: int) -> None:
     """Run mapped rows and the same rows directly. Nothing is written after the last pair, and a changed scale is detected."""
     from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
     from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
 
     problem, is_plain = Problem(case), case.weights == "plain"
-    tile = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}")
+    tile = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}")._replace(**fields)
     out = torch.full((problem.num_pairs + 3, case.N), 7.0, dtype=case.dtype)
     run = partial(grouped_linear, num_pairs=problem.num_pairs + 3, rows_P=problem.rows, tile=tile, out=out)
     run(problem.x, **problem.arguments())
@@ -67,6 +67,21 @@ def test_rows_meet_their_slots_weight(interpreter: RankPool, case: Case, tile: s
 @pytest.mark.parametrize("case", [*FAST, *SLOW], ids=str)
 def test_rows_meet_their_slots_weight_in_every_format(interpreter: RankPool, case: Case, tile: str) -> None:
     interpreter.run(multiply, case, tile)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([3, 0, 40, 1], 72, 80, "silu"),
+        Case([3, 0, 17, 1], 80, 72, has_bias=True),
+        Case([0, 35, 0], 64, 64, "swiglu_oai", F16, has_bias=True),
+        Case([0, 0], 64, 64),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_many_rows_gives_the_product(interpreter: RankPool, case: Case) -> None:
+    """One program takes all tiles. Rows are read by a map, then by a descriptor; columns and inputs fill no whole tiles."""
+    interpreter.run(partial(multiply, rows=32, columns=64), case, "FLOW_TILE")
 
 
 @pytest.mark.parametrize(
@@ -199,6 +214,7 @@ def test_a_launch_has_as_many_programs_as_even_loads_take_and_serves_any_load(in
 def refusals() -> list[str]:
     from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
     from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.tiles import FLOW_TILE  # noqa: PLC0415
 
     x, plain = torch.randn(2, 64), PlacedWeights(torch.randn(2, 64, 64))
     fp8 = PlacedWeights(plain.codes.to(E4M3), DeviceFormat("e4m3", "float", 64), torch.ones(2, 64, 1))
@@ -218,6 +234,8 @@ def refusals() -> list[str]:
         {"weights": fp8._replace(row_scales=torch.ones(2, 2))},
         {"weights": fp4._replace(zeros=zeros)},
         {"weights": fp4._replace(format=DeviceFormat("int4", "float", 32), zeros=zeros[..., :1])},
+        {"weights": fp8, "tile": FLOW_TILE},
+        {"x_TK": x[:, :9].contiguous(), "weights": PlacedWeights(torch.randn(2, 64, 9)), "tile": FLOW_TILE},
     ]
     texts = []
     for change in changes:
@@ -235,7 +253,8 @@ def test_what_the_kernel_lacks_is_refused_by_name(interpreter: RankPool) -> None
         "x_TK is torch.float64", "weights are torch.float32; plain ones must be torch.bfloat16", "x_TK has 32 columns",
         "x_TK is torch.float8_e4m3fn", "plain weights have scales", "e4m3 weights have no scales",
         "scales are [2, 1, 1]; e4m3 weights of 64 x 64 need [2, 64, 1]", "scales are for 48 inputs",
-        "row_scales are [2, 2]", "e2m1 weights have zeros", "zeros are [2, 64, 1]",
+        "row_scales are [2, 2]", "e2m1 weights have zeros", "zeros are [2, 64, 1]", "the weights are e4m3, not plain",
+        "the weights have 9 inputs of torch.float32",
     )  # fmt: skip
     for text, start in zip(interpreter.run(refusals)[0], starts, strict=True):
         assert text.startswith(start)

@@ -135,6 +135,29 @@ def test_the_table_is_asked_by_device_step_and_shape(monkeypatch: pytest.MonkeyP
     assert tile_of_launch(9, 3, int4) == tiles.QUANTISED_DECODE_TILE._replace(rows=32, columns=128)
 
 
+def test_plain_weights_with_many_rows_have_their_own_kernel_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = {"sm_90": {"grouped_flow": {"bfloat16 N96 K32": {"stages": 3}}}}
+    monkeypatch.setattr("attention.gpu.tiles.read_table", lambda: table)
+    wide, square, few_inputs = (
+        PlacedWeights(torch.empty(3, *sides, dtype=torch.bfloat16))
+        for sides in ((96, 32), (64, 32), (64, 12))
+    )
+    quantised = square._replace(format=DeviceFormat("e4m3", "float", 32))
+    for name in ("sm_80", "sm_90"):
+        monkeypatch.setattr(tiles, "device_names", lambda _device, name=name: (name,))
+        flows = name == "sm_90"
+        assert tile_of_launch(3 * 64, 3, square) == (tiles.FLOW_TILE if flows else tiles.PREFILL_TILE)
+        single = tiles.SINGLE_FLOW_TILE if flows else tiles.SINGLE_PREFILL_TILE
+        assert tile_of_launch(3 * 64, 3, square, has_gate=False) == single
+        assert tile_of_launch(3 * 64, 3, wide).stages == (3 if flows else 4)
+        assert tile_of_launch(3 * 63, 3, square) == choose_tile(3 * 63, 3)
+        assert tile_of_launch(3 * 64, 3, few_inputs) == tiles.PREFILL_TILE
+        assert tile_of_launch(3 * 64, 3, PlacedWeights(torch.empty(3, 64, 32))) == tiles.PREFILL_TILE
+        assert tile_of_launch(3 * 64, 3, quantised) == tiles.QUANTISED_PREFILL_TILE
+
+
 FP8_BLOCKS = DeviceFormat("e4m3", "float", 128, 128)
 
 
