@@ -204,7 +204,6 @@ def _open_layer(
         step,
         gate=gate_of(module),
         dtype=on.dtype,
-        is_invariant=on.is_invariant,
     )
 
 
