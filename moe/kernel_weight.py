@@ -7,7 +7,7 @@ slowly. Subclasses define storage and product: `moe.cpu.packed_weight`, `moe.gpu
 Rejected: replacing modules' classes (routers are not nn.Linear and differ by family).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,20 @@ class KernelWeight(Tensor):
         """Return `linear(x, self, bias)`, or None if the kernel does not support such rows."""
         raise NotImplementedError
 
+    def multiplied_wide(self, _x: Tensor) -> Tensor | None:
+        """Return `linear(x, self)` as float32, from exact products and sums in float32, or None if the kernel has only its type."""
+        return None
+
     def embedded(self, ids: Tensor) -> Tensor | None:
         """Return the rows of some ids, or None if only the plain weight can provide them."""
         raise NotImplementedError
+
+    def joined(self, _others: Sequence[Tensor]) -> "KernelWeight | None":
+        """Return one weight of this one's rows and then the others', whose parts all of them are from now on.
+
+        None if the weights can only be multiplied one by one.
+        """
+        return None
 
     @classmethod
     def __torch_function__(

@@ -11,6 +11,7 @@ Legend: S sequences, H query heads, G KV heads, D key dim, V value dim, N blocks
 blocks of a sequence.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.gpu import runs
 from attention.gpu.limits import WIDE_DIM, check_heads, check_layout, check_tile
 from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
+from attention.gpu.runs import count_units, divided, end_split, find_unit, split_end
 from attention.gpu.splits import (
     DecodeScratch,
     count_splits,
@@ -39,6 +42,7 @@ __all__ = [
     "paged_decode",
 ]
 
+_LOG2_E = math.log2(math.e)
 LEAST_ROWS = 16  # rows of a product on tensor cores
 
 
@@ -55,31 +59,53 @@ class DecodeTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_splits(
-    query, keys, values, context, table, sinks, splits_before, sums, tops, totals, out, num_sequences, query_stride,
-    table_stride, scale,
+    query, keys, values, context, table, sinks, splits_before, run_1, sums, tops, totals, out, num_sequences, query_stride,
+    table_stride, scale, factor,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, TURNS: tl.constexpr,
-    MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr, IS_WHOLE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr, RUN: tl.constexpr, IS_WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights.
 
-    If the sequence is one split, store the result instead.
+    If the sequence is one split, store the result instead. RUN > 0: the same with units of `runs`, splits or runs of RUN,
+    and with maxima of unscaled scores. `factor` scales scores to base 2, after `scale` if they have a soft cap.
     """
-    splits_up_to, times = count_splits(
-        context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, AT_ONCE, TURNS, MOST, FEW, FEW_FACTOR,
-        IS_WHOLE, WINDOW, CHUNK,
-    )  # fmt: skip
+    if RUN > 0:
+        splits_up_to, times = count_units(
+            context,
+            num_sequences,
+            splits_before,
+            run_1,
+            S_PAD,
+            TILE,
+            SPLIT,
+            SPLITS,
+            RUN,
+            AT_ONCE,
+            MOST,
+            WINDOW,
+            CHUNK,
+        )
+    else:
+        splits_up_to, times = count_splits(
+            context, num_sequences, splits_before, S_PAD, TILE, SPLIT, SPLITS, AT_ONCE, TURNS, MOST, FEW, FEW_FACTOR,
+            IS_WHOLE, WINDOW, CHUNK,
+        )  # fmt: skip
     num_parts = tl.max(splits_up_to, axis=0) * KV_HEADS
-    factor = LOG2_E if SOFT_CAP > 0 else scale * LOG2_E
     head, dim, value_dim = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, V_PAD)
     part = tl.program_id(0)
     while part < num_parts:
         kv_head = part % KV_HEADS
-        sequence, has_parts, begin, stop, end = find_split(
-            context, part // KV_HEADS, splits_up_to, times, TILE, SPLIT, SPLITS, IS_WHOLE, WINDOW, CHUNK
-        )
+        if RUN > 0:
+            sequence, has_parts, begin, stop, end, split, first, tiles, count = find_unit(
+                context, part // KV_HEADS, splits_up_to, times, TILE, SPLIT, SPLITS, WINDOW, CHUNK
+            )
+        else:
+            sequence, has_parts, begin, stop, end = find_split(
+                context, part // KV_HEADS, splits_up_to, times, TILE, SPLIT, SPLITS, IS_WHOLE, WINDOW, CHUNK
+            )
         heads = kv_head * GROUP + head
         q = tl.load(
             query + sequence.to(tl.int64) * query_stride + heads[:, None] * D + dim[None, :],
@@ -87,6 +113,7 @@ def attend_splits(
         )  # fmt: skip
         top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
+        whole_top, whole_total, whole_RV = top, total, sum_RV
         own_table = table + sequence.to(tl.int64) * table_stride
         blocks = blocks_of(own_table, begin, stop, BLOCK, TILE)
         for tile in range(bound(tl.cdiv(stop - begin, TILE))):
@@ -111,7 +138,16 @@ def attend_splits(
             )  # fmt: skip
             added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
             sum_RV = sum_RV * shrink[:, None] + added
-        top *= factor
+            if RUN > 0:
+                is_end = at + TILE == split_end(split, first, tiles, count, TILE)
+                split += is_end.to(tl.int32)
+                whole_top, whole_total, whole_RV, top, total, sum_RV = end_split(
+                    is_end, whole_top, whole_total, whole_RV, top, total, sum_RV, factor
+                )
+        if RUN > 0:
+            top, total, sum_RV = whole_top, whole_total, whole_RV
+        else:
+            top *= factor
         is_out = (head[:, None] < GROUP) & (value_dim[None, :] < V)
         if has_parts:
             left = (part // KV_HEADS * (KV_HEADS * GROUP) + heads).to(tl.int64)
@@ -122,7 +158,10 @@ def attend_splits(
             sink = tl.full([ROWS], float("-inf"), tl.float32)
             if HAS_SINKS:
                 sink = tl.load(sinks + heads, mask=head < GROUP, other=0.0).to(tl.float32) * LOG2_E
-            result = with_sink(sum_RV, top, total, sink).to(out.dtype.element_ty)
+            if RUN > 0:
+                result = divided(top, total, sum_RV, sink, factor).to(out.dtype.element_ty)
+            else:
+                result = with_sink(sum_RV, top, total, sink).to(out.dtype.element_ty)
             own = (sequence * (KV_HEADS * GROUP) + heads).to(tl.int64)
             tl.store(out + own[:, None] * V + value_dim[None, :], result, mask=is_out)
         part += tl.num_programs(0)
@@ -184,16 +223,20 @@ def paged_decode(
     tile = tile or decode_tile(query_SHD.dtype, D, V, H // G, query_SHD.device)
     check_tile(tile.tokens, block)
     seats = scratch.multiprocessors * tile.programs
-    cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, G, window, chunk)
+    cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, G, window, chunk, has_runs=True)
     scratch.check(S, H, V, cuts)
+    factor = (1.0 if soft_cap > 0 else scale) * _LOG2_E
     if out is None:
         out = query_SHD.new_empty(S, H, V)
     attend_splits[(min(seats, G * cuts.most_parts(S)),)](
-        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.sums,
-        scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), GROUP=H // G,
-        ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
+        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.run_1,
+        scratch.sums, scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, factor,
+        S_PAD=padded_sequences(S), GROUP=H // G, RUN=cuts.run, ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
         HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
     )  # fmt: skip
-    launch_merge(scratch, cuts, sinks_H, out)
+    if cuts.run:
+        runs.launch_merge(scratch, cuts, sinks_H, out, factor)
+    else:
+        launch_merge(scratch, cuts, sinks_H, out)
     return out

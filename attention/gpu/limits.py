@@ -19,6 +19,8 @@ MAX_GROUP, MAX_WIDE_GROUP = 64, 16  # query heads of a (wide) KV head, the rows 
 LATENT_VALUES = 512  # from this value dim on, heads share cached latents
 # Parts of splits in addition to one for each sequence. More are computed in turns by a GPU's programs, so few suffice.
 LEAST_SPARE_PARTS, MOST_SPARE_PARTS, SPARE_PART_BYTES = 128, 2048, 64 << 20
+# With --batch-invariant: splits of a run, and most parts of a batch that is computed split by split.
+RUN, SINGLE_PARTS = 8, 4096
 # Size of the keys and values expanded at once from the contexts of prompts, for one layer: the product and its copy as pages.
 # Larger ones are expanded head by head: 128 heads (DeepSeek) of 128k tokens would take 10.7 GB, and as much again for the copy.
 EXPANDED_BYTES = 512 << 20
@@ -130,16 +132,26 @@ def split_sizes(value_dim: int, max_tokens: int, *, is_invariant: bool = False) 
     return tokens, max(1, min(most, -(-max_tokens // tokens)))
 
 
+def run_of(value_dim: int) -> int:
+    """Return how many splits decode may take at a time with `is_invariant` (see `runs`), or 0 if only one.
+
+    Two sums of the widest values do not fit a program's registers.
+    """
+    return 0 if value_dim > WIDE_DIM else RUN
+
+
 def num_parts(
     max_sequences: int, heads: int, value_dim: int, num_splits: int, *, is_invariant: bool = False
 ) -> int:
     """Return how many parts of splits a `DecodeScratch` holds.
 
-    With `is_invariant`, all splits of all sequences. Otherwise one for each sequence, and as many as keep a GPU busy.
+    With `is_invariant`, all splits of all sequences, or all runs and as many splits as are computed one by one. Otherwise one
+    for each sequence, and as many as keep a GPU busy.
     """
     most = max_sequences * num_splits
     if is_invariant:
-        return most
+        run = run_of(value_dim)
+        return min(most, max(SINGLE_PARTS, max_sequences * -(-num_splits // run))) if run else most
     spare = min(MOST_SPARE_PARTS, max(LEAST_SPARE_PARTS, SPARE_PART_BYTES // _part_bytes(heads, value_dim)))
     return min(most, max_sequences + spare)
 

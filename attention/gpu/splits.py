@@ -8,7 +8,7 @@ the whole GPU, no program starts past the end of a sequence, and a CUDA graph ca
 A context has as many splits as it takes for none to be longer than `split_tokens` or a multiple, at most `num_splits`. They
 are equally long up to one tile: of 8,192 tokens, 7,968 and 224 would leave half of the programs with short splits only. With
 `is_invariant` that is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits
-are the same in any batch. Otherwise `shortest` chooses the multiple from all contexts, and the last bits of a row depend on
+are the same in any batch (`runs` has few parts nevertheless). Otherwise `shortest` chooses the multiple from all contexts, and the last bits of a row depend on
 the other lengths. Large batches then have few parts to write, read and merge, and the scratch memory is small.
 
 Parts are numbered over all sequences. A part is V + 2 float32 for each head, written and read once: with 8 heads on a KV
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.gpu.limits import num_parts, split_sizes
+from attention.gpu.limits import num_parts, run_of, split_sizes
 from attention.gpu.pages import LOG2_E, bound, first_seen
 
 _LEAST_SEQUENCES = 16  # smallest number for which kernels are compiled: fewer make no difference
@@ -37,7 +37,7 @@ _MERGED_PARTS, _MERGED_WIDE_PARTS = 32, 16
 _WHOLE_TOKENS = 256  # windows up to this size are one split
 # Splits of a small batch: this long before a multiprocessor has more than this many of them.
 _FEW_TOKENS, _FEW_PROGRAMS = 256, 2
-_START_TOKENS = tl.constexpr(64)  # what starting, ending and merging a split costs, in tokens
+START_TOKENS = tl.constexpr(64)  # what starting, ending and merging a split costs, in tokens
 _INTERPRETED_MULTIPROCESSORS = 3  # fewer than parts, so that programs take turns in the interpreter too
 
 
@@ -87,7 +87,7 @@ def shortest(
             factor = tl.maximum(tl.cdiv(total, wanted), least)
             counts = tl.ceil(units.to(tl.float32) / tl.maximum(most_units, factor).to(tl.float32))
             longest = tl.max(tokens.to(tl.float32) / tl.maximum(counts, 1.0), axis=0)
-            cost = tl.ceil(tl.sum(counts, axis=0) / AT_ONCE) * (longest + _START_TOKENS)
+            cost = tl.ceil(tl.sum(counts, axis=0) / AT_ONCE) * (longest + START_TOKENS)
             chosen = tl.where(cost < best, factor, chosen)
             best = tl.minimum(cost, best)
     return chosen
@@ -199,9 +199,14 @@ class Cuts(NamedTuple):
     most: int = 0
     few: int = 0
     few_factor: int = 0
+    run: int = (
+        0  # splits that a program may take at a time without changing a bit (`runs`); 0: each by itself
+    )
 
     def most_parts(self, sequences: int) -> int:
         """Return the largest number of splits of all sequences."""
+        if self.run:
+            return min(sequences * self.splits, max(self.most, sequences * -(-self.splits // self.run)))
         most = sequences if self.is_whole else sequences * self.splits
         return min(most, self.most + sequences) if self.most else most
 
@@ -240,11 +245,13 @@ class DecodeScratch:
         if split_tokens is not None or max_splits is not None:
             self.split_tokens = split_tokens or self.split_tokens
             self.num_splits = max(1, min(max_splits or 64, -(-max_tokens // self.split_tokens)))
-        self.multiprocessors = _INTERPRETED_MULTIPROCESSORS
+        self.heads, self.multiprocessors = heads, _INTERPRETED_MULTIPROCESSORS
         if device.type == "cuda":
             self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         parts = num_parts(max_sequences, heads, value_dim, self.num_splits, is_invariant=is_invariant)
         self.is_invariant = is_invariant
+        self.run = run_of(value_dim) if is_invariant else 0
+        self.run_1 = torch.zeros(1, dtype=torch.int32, device=device)  # splits of a unit, see `runs`
         self.spare_parts = parts - max_sequences  # in addition to one of each sequence
         self.sums = torch.empty(parts * heads * value_dim, dtype=torch.float32, device=device)
         self.tops = torch.empty(parts * heads, dtype=torch.float32, device=device)
@@ -252,14 +259,23 @@ class DecodeScratch:
         self.splits_before = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)  # [0] stays 0
 
     def cuts(
-        self, tile_tokens: int, programs: int, turns: int, of_split: int, window: int = 0, chunk: int = 0
+        self,
+        tile_tokens: int,
+        programs: int,
+        turns: int,
+        of_split: int,
+        window: int = 0,
+        chunk: int = 0,
+        *,
+        has_runs: bool = False,
     ) -> Cuts:
         """Return how a launch cuts contexts.
 
         Args:
             tile_tokens: Tokens of the kernel's tile. programs: programs of a multiprocessor.
-            turns: Most splits of a large batch for each program. Ignored with `is_invariant`, like `programs`.
+            turns: Most splits of a large batch for each program. Ignored with `is_invariant`.
             of_split: Number of programs that compute a split. window, chunk: of the layer.
+            has_runs: Whether the kernel can take runs of splits.
 
         Raises:
             ValueError: Splits would not consist of whole tiles.
@@ -273,6 +289,11 @@ class DecodeScratch:
         if (window or chunk) and not self.is_invariant and most_seen <= _WHOLE_TOKENS:
             tokens = max(tokens, most_seen)
         is_whole = self.num_splits == 1 or (bool(window or chunk) and most_seen <= tokens)
+        if has_runs and self.run and not is_whole:
+            at_once = max(1, self.multiprocessors * programs // of_split)
+            return Cuts(
+                tokens, self.num_splits, is_whole, at_once, most=self.tops.numel() // self.heads, run=self.run
+            )
         if self.is_invariant or is_whole:
             return Cuts(tokens, self.num_splits, is_whole)
         at_once = max(1, min(self.multiprocessors * programs // of_split, self.spare_parts))

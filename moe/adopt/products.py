@@ -1,7 +1,7 @@
 """Linear layers of one input as one product: the weights of queries, keys and values in one matrix.
 
-The layers keep their parameters, which become views of the matrix, so every other reader finds them as before. Weights with
-a separate product (quantised ones, and all in invariant mode) stay apart: each layer then runs by itself.
+The layers keep their weights, which become views of the matrix, so every other reader finds them as before. Quantised weights
+stay apart: each layer then runs by itself.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from moe.kernel_weight import KernelWeight
 
 
 class Products:
@@ -40,9 +42,9 @@ class Products:
         """
         if not _are_alike(self._layers):
             return
-        self._weight = torch.cat([layer.weight for layer in self._layers])
-        for layer, rows in zip(self._layers, torch.split(self._weight, self._sizes), strict=True):
-            layer.weight = nn.Parameter(rows, requires_grad=False)
+        self._weight = self._joined()
+        if self._weight is None:
+            return
         biases: list[Tensor] = [layer.bias for layer in self._layers if layer.bias is not None]
         if biases:
             self._bias = torch.cat(biases)
@@ -51,6 +53,16 @@ class Products:
         if self._weight.is_cuda:
             torch.cuda.empty_cache()
 
+    def _joined(self) -> Tensor | None:
+        """Return the matrix of all weights, which are views of it from now on, or None if they have to stay apart."""
+        weights = [layer.weight for layer in self._layers]
+        if isinstance(weights[0], KernelWeight):
+            return weights[0].joined(weights[1:])
+        matrix = torch.cat(weights)
+        for layer, rows in zip(self._layers, torch.split(matrix, self._sizes), strict=True):
+            layer.weight = nn.Parameter(rows, requires_grad=False)
+        return matrix
+
 
 def _are_alike(layers: Sequence[nn.Linear]) -> bool:
     """Return whether all are plain layers with weights of one type, all with a bias or all without."""
@@ -58,4 +70,9 @@ def _are_alike(layers: Sequence[nn.Linear]) -> bool:
         (type(layer), type(layer.weight), layer.weight.dtype, layer.weight.device, layer.bias is None)
         for layer in layers
     }
-    return len(kinds) == 1 and next(iter(kinds))[:2] == (nn.Linear, nn.Parameter)
+    layer, weight = next(iter(kinds))[:2]
+    return (
+        len(kinds) == 1
+        and layer is nn.Linear
+        and (weight is nn.Parameter or issubclass(weight, KernelWeight))
+    )

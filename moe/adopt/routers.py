@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, SampleRows, first_agreeing
+from moe.kernel_weight import KernelWeight
 from moe.routing import Routing
 
 _ROWS = {"cuda": 1024, "cpu": 16}  # to try; few on the CPU, because Triton's interpreter is slow
@@ -112,7 +113,11 @@ class Routers:
             is_short = rows.dtype in (torch.bfloat16, torch.float16)
             # With --batch-invariant a weight has its own product and is not a parameter.
             is_parameter = isinstance(module._parameters.get("weight"), nn.Parameter)
-            if self._wide_product and is_short and is_parameter and module._parameters.get("bias") is None:
+            has_wide = (
+                is_parameter
+                or _own_wide_product(rows.draw(1, module.weight.shape[1]), module.weight) is not None
+            )
+            if self._wide_product and is_short and has_wide and module._parameters.get("bias") is None:
                 yield _SUMMED_WIDE
         yield _WIDENED
 
@@ -265,8 +270,14 @@ def _logits(module: Any, hidden_states: Tensor, product: str, wide_product: Wide
         return linear(x_TD, module.weight, module._parameters.get("bias"))
     if product == _SUMMED_WIDE:
         assert wide_product is not None, "the trial used it"
-        return wide_product(x_TD, module.weight)
+        own = _own_wide_product(x_TD, module.weight)
+        return wide_product(x_TD, module.weight) if own is None else own
     return linear(x_TD.float(), *(getattr(module, "wide", None) or _widened(module)))
+
+
+def _own_wide_product(x_TD: Tensor, weight: Tensor) -> Tensor | None:
+    """Return the product with a weight that has one of its own, or None."""
+    return weight.multiplied_wide(x_TD) if isinstance(weight, KernelWeight) else None
 
 
 def _widened(module: Any) -> _Wide:

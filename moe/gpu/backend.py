@@ -42,9 +42,10 @@ from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, fp8, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
-from moe.gpu.device_weight import DeviceWeight, OneGroup
+from moe.gpu.device_weight import DeviceWeight, OneGroup, try_products
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.gate import silu_gate
+from moe.gpu.library_products import LibraryProducts
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.routing import can_multiply_wide, multiply_wide, route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
@@ -167,9 +168,11 @@ def _why_no_fp8_rows(on: GpuDevice, quantisation: Quantisation | None) -> str | 
     return None if problem is None else f"--activation-dtype fp8, which needs {problem}: use auto"
 
 
-def _keep_with(on: GpuDevice, _step: Step, loader: Loader) -> Keep:
+def _keep_with(on: GpuDevice, step: Step, loader: Loader) -> Keep:
     """Move every weight to the device, in the type that the model declared, or quantised."""
-    group = OneGroup(on.device, is_invariant=on.is_invariant, fp8_rows=on.fp8_rows)
+    assert isinstance(step, DeviceStep), "a step of another backend"
+    products = LibraryProducts(step.sizes, step.max_rows)
+    group = OneGroup(on.device, is_invariant=on.is_invariant, fp8_rows=on.fp8_rows, products=products)
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
         is_matrix = (
@@ -204,7 +207,6 @@ def _open_layer(
         step,
         gate=gate_of(module),
         dtype=on.dtype,
-        is_invariant=on.is_invariant,
     )
 
 
@@ -241,6 +243,7 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
         adopt(net.modules(), (Norms(rms_norm, add_rms_norm), routers, SharedSums()), rows)
         adopt(net.modules(), (attention, rotary, GatedMlps(silu_gate)), rows)  # after the norms of heads
         start_streams(compiling.decoder_layers(net))
+        try_products(net)
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)

@@ -1,18 +1,22 @@
-"""Weights that one of our kernels multiplies on a GPU: quantised ones, and all weights in invariant mode.
+"""Weights with products of their own on a GPU: quantised ones, and all weights in invariant mode.
 
-See `moe.kernel_weight`. The product is the experts' grouped one, with one group. Quantised weights stay in the
-checkpoint's form (`moe.gpu.formats`). Plain weights use this class if the engine must be invariant: cuBLAS changes
-its kernel, and the order of additions, with the number of rows.
+See `moe.kernel_weight`. Quantised weights stay in the checkpoint's form (`moe.gpu.formats`). Their product is the experts'
+grouped one, with one group. Plain weights use this class if the engine must be invariant: cuBLAS changes its kernel, and
+sometimes the order of additions, with the number of rows. They use our kernel then (`moe.gpu.linear_rows`), and cuBLAS
+where it gives the same bits (`moe.gpu.library_products`).
 
 Legend: T rows, K in features, N out features.
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe.gpu.formats import PLAIN, PlacedWeights, format_of, parts_of
 from moe.gpu.fp8 import multiply_rows
-from moe.gpu.tiles import DECODE_TILE, QUANTISED_DECODE_TILE, GroupedTile
+from moe.gpu.library_products import LibraryProducts, Shape
+from moe.gpu.linear_rows import multiply_rows_alike
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 
@@ -20,12 +24,31 @@ from moe.load.quantised_weight import QuantisedWeight
 class OneGroup:
     """Arguments of the grouped product if all rows have the same weight; shared by all weights of a model."""
 
-    def __init__(self, device: torch.device, *, is_invariant: bool, fp8_rows: bool = False) -> None:
-        """With `is_invariant` the tile gives the same bits for any number of rows; see `format_of` for `fp8_rows`."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_invariant: bool,
+        fp8_rows: bool = False,
+        products: LibraryProducts | None = None,
+    ) -> None:
+        """With `is_invariant` casts of a weight have products of their own too; see `format_of` for `fp8_rows`.
+
+        `products`: the library's products that plain weights may use.
+        """
         self.is_invariant, self.fp8_rows = is_invariant, fp8_rows
+        self.products = products or LibraryProducts((), 0)
+        self.plain: list[DeviceWeight] = []  # created since the last trial
         self._device = device
         self._offsets: dict[int, Tensor] = {}
         self.place_1 = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def try_products(self) -> None:
+        """Find which of the library's products plain weights may use, with biases and without."""
+        weights = [each for each in self.plain if not each.is_part]
+        shapes = {Shape(*each.shape, each.dtype, bias) for each in weights for bias in (False, True)}
+        self.products.try_out(shapes, self._device)
+        self.plain.clear()
 
     def offsets(self, rows: int) -> Tensor:
         """Return [0, rows], int64. Cached for each number of rows, so that a captured step keeps its memory."""
@@ -33,21 +56,13 @@ class OneGroup:
             self._offsets[rows] = torch.tensor([0, rows], device=self._device)
         return self._offsets[rows]
 
-    def tile(self, weights: PlacedWeights) -> GroupedTile | None:
-        """Return the tile of a launch, or None to choose it by the number of rows."""
-        return steady_tile(weights) if self.is_invariant else None
-
-
-def steady_tile(weights: PlacedWeights) -> GroupedTile:
-    """Return the tile that gives a row the same bits for any number of rows: the one for few."""
-    return DECODE_TILE if weights.format == PLAIN else QUANTISED_DECODE_TILE
-
 
 class DeviceWeight(KernelWeight):
     """A weight [N, K], presented in the model's type, stored in it or quantised."""
 
     held: PlacedWeights  # with one place
     group: OneGroup
+    is_part: bool = False  # of a joined weight, which is multiplied instead
 
     @staticmethod
     def __new__(
@@ -62,6 +77,8 @@ class DeviceWeight(KernelWeight):
         form = format_of(weight, fp8_rows=group.fp8_rows)
         parts = {name: part[None].to(device).contiguous() for name, part in parts_of(weight, form).items()}
         self.held, self.group = PlacedWeights.of(parts, form), group
+        if form == PLAIN:
+            group.plain.append(self)
         return self
 
     def plain(self) -> Tensor:
@@ -83,14 +100,37 @@ class DeviceWeight(KernelWeight):
             return None
         n, k = self.shape
         x_TK = x.reshape(-1, k).contiguous()
+        if self.held.format == PLAIN:
+            return self.group.products.multiply(x_TK, self.held.codes[0], bias).view(*x.shape[:-1], n)
         rows = len(x_TK)
-        out_TN = multiply_rows(
-            x_TK, self.held, self.group.offsets(rows), self.group.place_1, num_pairs=rows, tile=self.group.tile(self.held)
-        )  # fmt: skip
+        out_TN = multiply_rows(x_TK, self.held, self.group.offsets(rows), self.group.place_1, num_pairs=rows)
         assert isinstance(out_TN, Tensor), "a linear layer's output is not quantised"
         if bias is not None:
             out_TN += bias
         return out_TN.view(*x.shape[:-1], n)
 
+    def multiplied_wide(self, x: Tensor) -> Tensor | None:
+        if self.held.format != PLAIN or x.dtype != self.dtype or x.dim() != 2:
+            return None
+        return multiply_rows_alike(x.contiguous(), self.held.codes[0], dtype=torch.float32)
+
+    def joined(self, others: Sequence[Tensor]) -> "DeviceWeight | None":
+        weights = [self, *(each for each in others if isinstance(each, DeviceWeight))]
+        if any(each.held.format != PLAIN for each in weights) or len(weights) <= len(others):
+            return None
+        matrix = torch.cat([each.held.codes[0] for each in weights])
+        for each, rows in zip(weights, torch.split(matrix, [each.shape[0] for each in weights]), strict=True):
+            each.held = each.held._replace(codes=rows[None])
+        for each in weights:
+            each.is_part = True
+        return DeviceWeight(matrix, self.group, self.dtype, matrix.device)
+
     def embedded(self, ids: Tensor) -> Tensor | None:
         return self.held.codes[0][ids] if self.held.format == PLAIN else None
+
+
+def try_products(net: nn.Module) -> None:
+    """Find which of the library's products a model's plain weights may use."""
+    held = (value for module in net.modules() for value in vars(module).values())
+    for group in {value.group for value in held if isinstance(value, DeviceWeight)}:
+        group.try_products()

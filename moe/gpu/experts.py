@@ -24,7 +24,6 @@ from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
 from moe.gpu import fp8
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
-from moe.gpu.device_weight import steady_tile
 from moe.gpu.fp8 import multiply_rows
 from moe.gpu.slots import DeviceSlots
 from moe.load_counts import LayerCounts
@@ -45,7 +44,6 @@ class DeviceExpertLayer:
     step: DeviceStep
     gate: Gate
     dtype: torch.dtype  # of rows
-    is_invariant: bool = False  # a row's bits are the same in decode steps and in steps with prompts
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
     added_TD: Tensor | None = None  # the next run adds this to its result
@@ -104,10 +102,9 @@ class DeviceExpertLayer:
         expected_pairs: int | None = None,
     ) -> Tensor:
         """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined."""
-        tile = steady_tile(up.store.weights) if self.is_invariant else None
         raised_PN = multiply_rows(
             x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
-            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, tile=tile, feeds=down.store.weights,
+            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, feeds=down.store.weights,
         )  # fmt: skip
         lowered_PI = (
             gates.apply(module, raised_PN)
@@ -116,7 +113,7 @@ class DeviceExpertLayer:
         )
         answers_PD = multiply_rows(
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
-            expected_pairs=expected_pairs, biases_WN=down.store.bias, tile=tile,
+            expected_pairs=expected_pairs, biases_WN=down.store.bias,
         )  # fmt: skip
         assert isinstance(answers_PD, Tensor), "answers are not quantised"
         return (
@@ -143,7 +140,7 @@ class DeviceExpertLayer:
 
     def launch_tiles(self) -> None:
         """Compile the products in FP8 for all numbers of rows, so that no step waits for a compiler."""
-        if not self.up.store.weights.format.fp8_rows or self.is_invariant or self.gate.name == "none":
+        if not self.up.store.weights.format.fp8_rows or self.gate.name == "none":
             return
         device, num_slots = self.step.device, len(self.up.places_S)
         offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # no rows

@@ -212,3 +212,53 @@ def refuse(device: str) -> None:
 
 def test_what_does_not_fit_is_refused(on_device: OnDevice) -> None:
     on_device(refuse)
+
+
+LONG = [550, 256, 240, 257, 35]  # with runs of 8 splits of 32 tokens: up to 3 runs, and edges of one
+
+
+def decode_in_units(
+    paged: Paged, query_SHD: Tensor, rows: slice, seats: int, **options: Any
+) -> tuple[Tensor, int]:
+    """Return the result, and how many splits a program took at a time."""
+    from attention.gpu.decode import DecodeScratch, paged_decode  # noqa: PLC0415 - in the interpreter
+
+    context_S, table_SM = paged.of(rows)
+    scratch = DecodeScratch(
+        max_sequences=8, heads=query_SHD.shape[1], value_dim=paged.values_NGBV.shape[3], max_tokens=640,
+        device=query_SHD.device, split_tokens=32, max_splits=64, is_invariant=True,
+    )  # fmt: skip
+    scratch.multiprocessors = seats
+    for part in (scratch.sums, scratch.tops, scratch.totals):
+        part.fill_(float("nan"))
+    out = torch.full_like(query_SHD, float("nan"))
+    pages = paged.keys_NGBD, paged.values_NGBV
+    paged_decode(query_SHD, *pages, context_S, table_SM, scratch, scale=SCALE, out=out, **options)
+    return out, int(scratch.run_1)
+
+
+def take_runs_or_splits(device: str, options: dict[str, Any]) -> None:
+    """Many programs take splits one by one, few take runs: the bits are the same, and those of rows alone."""
+    heads = Heads(2, 1, 16, 16)
+    if "sinks_H" in options:
+        options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
+    for dtype in dtypes_on(device, torch.float32):
+        paged = make_paged([(context - 1, 1) for context in LONG], heads, dtype).to(device)
+        query = torch.randn(len(LONG) + 1, 2, 16).to(device, dtype)
+        by_splits, one = decode_in_units(paged, query, slice(6), 50, **options)
+        by_runs, many = decode_in_units(paged, query, slice(6), 1, **options)
+        assert (one, many) == (1, 8)
+        assert torch.equal(by_runs, by_splits) and not by_runs[-1].any()
+        check_close(by_runs[:-1], oracle(query[:-1], paged, **options))
+        for row in (0, 3):
+            alone, run = decode_in_units(paged, query[row : row + 1], slice(row, row + 1), 50, **options)
+            assert run == 1 and torch.equal(alone[0], by_runs[row])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"window": 300, "sinks_H": True, "soft_cap": 3.0}, marks=pytest.mark.slow)]
+)
+def test_a_program_may_take_runs_of_splits_without_changing_a_bit(
+    on_device: OnDevice, options: dict[str, Any]
+) -> None:
+    on_device(take_runs_or_splits, options)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="needs triton: pip install -r requirements-
 from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choose import ReplicaChoice
-from moe.gpu import choose, gate, norm, routing
+from moe.gpu import choose, gate, linear_rows, norm, routing
 from moe.gpu.tiles import DECODE_TILE, FLOW_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
@@ -55,6 +55,11 @@ def launch_gate(inner: int) -> None:
     gate.silu_gate(*rows(2 * inner).split(inner, dim=-1))
 
 
+def launch_linear(num_rows: int, out_dim: int, in_dim: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, weight = (torch.empty(size, in_dim, dtype=dtype, device=META) for size in (num_rows, out_dim))
+    linear_rows.multiply_rows_alike(x, weight)
+
+
 def launch_choice(slots_per_rank: int) -> None:
     """Launch with 8 experts on 2 ranks, with or without copies."""
     placement = random_placement(1, 8, 2, slots_per_rank, 0)
@@ -82,6 +87,8 @@ CASES = {
     ),
     "norm": Case(partial(launch_norm, 2048), "norm_rows"),
     "choice": Case(partial(launch_choice, 4), "choose_and_count", 64),
+    "linear_decode": Case(partial(launch_linear, 1, 5120, 2048), "linear_rows", 255),
+    "linear_prompts": Case(partial(launch_linear, 8192, 2048, 4096), "linear_rows", 255),
 }
 MORE_CASES = {
     "routing_deepseek": Case(partial(launch_routing, 256, has_bias=True, **DEEPSEEK), "choose_experts"),
@@ -95,6 +102,9 @@ MORE_CASES = {
     "sum_and_norm_deepseek": Case(partial(launch_sum, 7168), "norm_rows"),
     "gate_deepseek": Case(partial(launch_gate, 2048), "gate_rows"),
     "norm_deepseek": Case(partial(launch_norm, 7168), "norm_rows"),
+    **{f"linear_{rows}": Case(partial(launch_linear, rows, 2880, 4096), "linear_rows", 255) for rows in (32, 64, 128, 256)},
+    "linear_odd": Case(partial(launch_linear, 8, 1000, 1000), "linear_rows", 255),
+    "linear_float32": Case(partial(launch_linear, 8, 256, 7168, torch.float32), "linear_rows", 255),
     "choice_among_copies": Case(partial(launch_choice, 6), "choose_and_count", 128),
 }  # fmt: skip
 ALL = CASES | MORE_CASES
@@ -104,6 +114,7 @@ def compiled(case: Case) -> Kernel:
     """Return the case's kernel as it is launched."""
     kernels = (
         (routing, "choose_experts"), (norm, "norm_rows"), (choose, "choose_and_count"), (gate, "gate_rows"),
+        (linear_rows, "linear_rows"),
     )  # fmt: skip
     with recording(*kernels) as launched:
         case.launch()
@@ -149,6 +160,7 @@ TILES = {
     "grouped_64": DECODE_TILE,
     "grouped_prefill": PREFILL_TILE,
     "grouped_flow": FLOW_TILE,
+    **{each.kernel: each.tile for each in linear_rows.RANGES},
 }
 
 

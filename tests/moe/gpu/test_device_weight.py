@@ -93,3 +93,36 @@ def test_a_quantised_weight_takes_no_more_memory_than_its_parts(interpreter: Ran
     for form in FORMS:
         held, read = interpreter.run(bytes_held, form)[0]
         assert held == read if FORMS[form].rows == 1 else held < read, form
+
+
+def join() -> tuple[bool, bool, bool, bool]:
+    """Return whether joined layers give each layer's result, in one product, whose memory they share, and what refuses."""
+    from moe.adopt.products import Products  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415
+
+    generator, device = torch.Generator().manual_seed(4), torch.device("cpu")
+    group = OneGroup(device, is_invariant=True)
+    layers = [torch.nn.Linear(IN_DIM, size, bias=True) for size in (40, 8, 24)]
+    for layer in layers:
+        weight = torch.randn(layer.out_features, IN_DIM, generator=generator)
+        del layer._parameters["weight"]
+        layer.weight = DeviceWeight(weight, group, torch.float32, device)  # type: ignore[assignment]
+    x, products = torch.randn(1, 5, IN_DIM, generator=generator), Products(layers)
+    apart = products(x)
+    products.pack()
+    together, after = products(x), [layer(x) for layer in layers]
+    held = [layer.weight.held.codes for layer in layers]  # type: ignore[union-attr]
+    quantised = DeviceWeight(quantised_weight("fp8"), group, torch.float32, device)
+    return (
+        all(  # the interpreter's product of a column may depend on its place
+            torch.allclose(a, b, atol=1e-5) and torch.equal(a, c)
+            for a, b, c in zip(apart, together, after, strict=True)
+        ),
+        len({part.untyped_storage().data_ptr() for part in together}) == 1,
+        len({codes.untyped_storage().data_ptr() for codes in held}) == 1,
+        quantised.joined([quantised]) is None and layers[0].weight.joined([quantised]) is None,
+    )
+
+
+def test_plain_weights_of_one_input_become_one_product(interpreter: RankPool) -> None:
+    assert interpreter.run(join)[0] == (True, True, True, True)
