@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Check, no_errors
 from dispatch.errors import DispatchError, WireUnavailable
 from dispatch.faces.config import NVL_PEERS
 from dispatch.faces.installed import load_package
@@ -151,8 +152,9 @@ class _DeepEpPairs:
     def interrupt(self, error: DispatchError) -> None:
         """Do nothing: DeepEP has no such call, and waits end at its own timeout."""
 
-    def check(self) -> None:
-        """Do nothing: DeepEP ends the process on errors."""
+    def begin_check(self) -> Check:
+        """DeepEP ends the process on errors."""
+        return no_errors
 
     def close(self) -> None:
         self._buffers.close()

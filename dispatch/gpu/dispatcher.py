@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.arguments import answers_problem, dispatch_problem, dtype_problem
-from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Waits
+from dispatch.dispatched import Check, Dispatched, DispatchHandle, Exchanges, Waits, no_errors
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
 from dispatch.gpu.ordering import ExpertChoices
@@ -84,8 +84,8 @@ class PairExchange(Protocol):
         """Make current and later waits for peers raise this error. Local; may be called from any thread."""
         ...
 
-    def check(self) -> None:
-        """Raise errors of calls that returned before they were known. Local; may wait for the device."""
+    def begin_check(self) -> Check:
+        """Begin to check the calls so far, as `TokenDispatcher.begin_check`."""
         ...
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class DeviceDispatcher:
         Raises:
             ValueError: An argument is bad; all other ranks get PeerRefused.
             RanksDisagree, PeerLost, DispatchTimeout: In normal mode. In low-latency mode, if the host does not wait,
-                `check` raises them and PeerRefused.
+                `begin_check` raises them and PeerRefused.
         """
         self._call += 1
         self._last = self._low_latency if mode.capacity else self._normal
@@ -219,9 +219,14 @@ class DeviceDispatcher:
         for each in self._exchanges:
             each.interrupt(error)
 
-    def check(self) -> None:
-        for each in self._exchanges:
-            each.check()
+    def begin_check(self) -> Check:
+        checks = [each.begin_check() for each in self._exchanges]
+
+        def check() -> None:
+            for each in checks:
+                each()
+
+        return check
 
     def close(self) -> None:
         for each in self._exchanges:
@@ -279,8 +284,8 @@ class LocalPairs:
     def interrupt(self, error: DispatchError) -> None:
         """Do nothing: there are no waits."""
 
-    def check(self) -> None:
-        """Do nothing: calls have no late errors."""
+    def begin_check(self) -> Check:
+        return no_errors
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

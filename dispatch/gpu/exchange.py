@@ -5,7 +5,7 @@ computes. The service's experts read pairs packed by slot. DeepEP's interface ha
 with each token once. After the first call of a shape nothing is allocated, and on a GPU the host reads nothing, so a CUDA
 graph can replay a step. See `calls` for the consequences; for example, choices out of range are ignored there.
 
-Interpreted across processes, and compiled for sm_90; never run on a GPU yet.
+Interpreted across processes, compiled for sm_90, and run by two ranks on one H200 (two ranks on two GPUs have not run).
 
 Legend: as in `kernels`; T tokens, P pairs.
 """
@@ -134,9 +134,6 @@ class LowLatencyPairs(DeviceExchange):
         open_memory, world_size, options: Arguments of `DeviceCalls`.
         slots_per_rank: L.
         is_fp8: Whether rows travel in FP8.
-
-    Attributes:
-        dispatch_ns, combine_ns: int64 [R] on the device, wait for each rank so far, in nanoseconds.
     """
 
     is_replayable = True
@@ -155,26 +152,12 @@ class LowLatencyPairs(DeviceExchange):
         self._results: dict[LowLatencyShape, PairResult] = {}
         self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # shared by all shapes
         self._pairs = DeviceRoom(torch.int64, self.device)
-        self.dispatch_ns, self.combine_ns = (torch.zeros_like(self.sent_bytes) for _ in range(2))
-        self._waited_ns = 0, 0
-
-    @property
-    def waited_ns(self) -> tuple[int, int]:
-        """The longest wait for any rank until the last check. The total wait of all calls is at least this."""
-        return self._waited_ns
-
-    def _read_trouble(self) -> list[int]:
-        """Read it together with the waits: each read of the device costs a step some 20 us."""
-        longest = torch.stack((self.dispatch_ns.max(), self.combine_ns.max()))
-        *trouble, dispatched, combined = torch.cat((self._trouble, longest)).tolist()
-        self._waited_ns = dispatched, combined
-        return trouble
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         return self.sent_bytes.tolist(), self.answer_bytes.tolist()
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> PairResult:
-        """If the host does not wait, `check` raises the errors."""
+        """If the host does not wait, `begin_check` raises the errors."""
         shape = LowLatencyShape(
             world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
             choices=slots_TK.shape[1], dtype=x_TH.dtype, is_fp8=self._is_fp8,
@@ -193,9 +176,6 @@ class LowLatencyPairs(DeviceExchange):
         self._send_answers(_COMBINE, shape, y_PH, self._result.at_NK)
         add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
         self._post(_COMBINE, shape, add_up, self.combine_ns)()
-
-    def check(self, doing: str = "step") -> None:
-        super().check(doing)
 
     def _deliver(self, result: PairResult) -> None:
         """Order the pairs of the received tokens and copy their rows."""

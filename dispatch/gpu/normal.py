@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Check
 from dispatch.errors import DispatchError
 from dispatch.gpu.pairs import PairOrders, combine_pairs
 from dispatch.rows import NOT_HERE, RowMover, localise, ranks_of, select, token_mask
@@ -95,8 +96,8 @@ class NormalPairs:
     def interrupt(self, error: DispatchError) -> None:
         self._mover.interrupt(error)
 
-    def check(self) -> None:
-        self._mover.check()
+    def begin_check(self) -> Check:
+        return self._mover.begin_check()
 
     def close(self) -> None:
         self._mover.close()

@@ -122,7 +122,7 @@ def replay(layers: list[list[RankCase]]) -> tuple[list[Tensor], tuple[list[int],
             launch()
         results.append(out_TH.clone())
     sent_bytes = dispatcher.sent_to_ranks()
-    dispatcher.check()
+    dispatcher.begin_check()()
     dist.barrier()
     dispatcher.close()
     return results, sent_bytes
@@ -172,8 +172,8 @@ def come_late() -> tuple[str, str, str]:
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
         dispatcher._normal._timeout_s = 1000.0  # longer than this test may run
         dispatcher.combine(y_PH, case.weights_TK, sent)
-        said = catch(dispatcher.check)
-    again = catch(dispatcher.check)
+        said = catch(dispatcher.begin_check())
+    again = catch(dispatcher.begin_check())
     dist.barrier()
     if dist.get_rank() == 1:
         dispatcher.combine(
@@ -205,7 +205,7 @@ def be_interrupted(is_blocking: bool) -> tuple[str, str]:
         timer = threading.Timer(0.2, exchange.interrupt, [PeerLost(1, "its heart stands still")])
         timer.start()
         texts.append(catch(lambda: exchange.dispatch(case.x_TH, case.slots_TK, 3)))
-        texts.append(catch(exchange.check))
+        texts.append(catch(exchange.begin_check()))
     dist.barrier()
     exchange.close()
     return tuple(texts)  # type: ignore[return-value]
@@ -249,7 +249,7 @@ def exchange_with_few_counted(most: int) -> list[list[int]]:
             sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
             out_TH = dispatcher.combine(answer(sent, dist.get_rank()), case.weights_TK, sent)
             sums.append(out_TH.view(torch.int32).flatten().tolist())
-        dispatcher.check()
+        dispatcher.begin_check()()
         dist.barrier()
         dispatcher.close()
     return sums
@@ -272,7 +272,7 @@ def wait_and_check() -> list[tuple[int, int]]:
     exchange.dispatch_ns[1] += 5  # the interpreter has no clock
     exchange.combine_ns[1] += 7
     seen = [tuple(dispatcher.waits)[:2]]
-    dispatcher.check()
+    dispatcher.begin_check()()
     seen.append(tuple(dispatcher.waits)[:2])
     dist.barrier()
     dispatcher.close()
