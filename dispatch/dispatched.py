@@ -14,10 +14,15 @@ from dispatch.mode import NORMAL, Mode
 
 # Raises errors of calls that returned before they were known: PeerRefused, RanksDisagree, DispatchTimeout.
 Check = Callable[[], None]
+Launches = Callable[[], None]  # launches work on a device
 
 
 def no_errors() -> None:
     """A `Check` of calls that raise their own errors."""
+
+
+def nothing() -> None:
+    """Launch nothing."""
 
 
 class DispatchHandle(NamedTuple):

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Launches, nothing
 from dispatch.gpu import kernels
 from dispatch.gpu.calls import DeviceCalls, kind_of
 from dispatch.gpu.casts import STORED, as_stored
@@ -93,15 +94,21 @@ class DeviceExchange(DeviceCalls):
         )  # fmt: skip
 
     def _sum_answers(
-        self, shape: LowLatencyShape, topk_TK: Tensor, sent_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
+        self,
+        shape: LowLatencyShape,
+        topk_TK: Tensor,
+        sent_TK: Tensor,
+        weights_TK: Tensor,
+        out_TH: Tensor,
+        added_TH: Tensor | None = None,
     ) -> None:
-        """Write the sums of the received answers to out_TH."""
+        """Write the sums of the received answers to out_TH, plus `added_TH` after their rounding."""
         T, tile = out_TH.shape[0], _groups(shape) * fp8.BLOCK
         if T == 0:
             return
         kernels.sum_answers[(T, triton.cdiv(shape.hidden, tile))](
             self._contents, self.arrived, *self._half, topk_TK, sent_TK, as_stored(weights_TK),
-            as_stored(out_TH), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
+            None if added_TH is None else as_stored(added_TH), as_stored(out_TH), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
             ANSWER_BYTES=CombineContents(shape=shape, dtype=out_TH.dtype).answer_bytes, TILE=tile,
             IS_BFLOAT16=out_TH.dtype == torch.bfloat16, HAS_BFLOAT16_WEIGHTS=weights_TK.dtype == torch.bfloat16,
             num_warps=_WARPS, enable_fp_fusion=False,
@@ -156,7 +163,9 @@ class LowLatencyPairs(DeviceExchange):
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         return self.sent_bytes.tolist(), self.answer_bytes.tolist()
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> PairResult:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> PairResult:
         """If the host does not wait, `begin_check` raises the errors."""
         shape = LowLatencyShape(
             world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
@@ -168,13 +177,17 @@ class LowLatencyPairs(DeviceExchange):
             self._results[shape] = PairResult(shape, x_NH, self._pairs.take(N * shape.choices))
         result = self._result = self._results[shape]
         self._send_rows(_DISPATCH, shape, x_TH, slots_TK, result.sent_TK)
-        self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)()
+        receive = self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)
+        meanwhile()
+        receive()
         return result
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         shape, sent_TK = self._result.shape, self._result.sent_TK
         self._send_answers(_COMBINE, shape, y_PH, self._result.at_NK)
-        add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
+        add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH, added_TH)
         self._post(_COMBINE, shape, add_up, self.combine_ns)()
 
     def _deliver(self, result: PairResult) -> None:
