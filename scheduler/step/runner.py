@@ -6,7 +6,7 @@ before `sample`, which comes after the earlier step was read. So penalties, seed
 """
 
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns, sleep
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ class Forward(Protocol):
         ...
 
 
+SETTLE_S = 5.0  # interrupted waits end within milliseconds
 SCORED_ROWS = 64  # prompt rows scored together; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
@@ -166,6 +167,15 @@ class Runner:
         self.figures = self.figures.plus(figures)
         return sampled
 
+    def settle(self) -> None:
+        """Wait until the device has ended all launched steps, at most some seconds: a collective may never end."""
+        if self._model.device.type != "cuda":
+            return
+        ended, until_s = torch.cuda.Event(), perf_counter() + SETTLE_S  # type: ignore[no-untyped-call]
+        ended.record()
+        while not ended.query() and perf_counter() < until_s:
+            sleep(1e-3)
+
     def rest(self) -> None:
         """Note that the rank sleeps, so that the time until the next step is not counted as overhead."""
         self._ended_ns = None
@@ -239,7 +249,7 @@ class Underway:
         """
         assert self.drawing is not None, "a step is sampled before the next one is launched"
         needs_host = any(item.drafts or item.sequence.has_structure for item in self.batch.items)
-        return bool(self.batch.items) and self.drawing.is_settled and not (self.scored or needs_host)
+        return self.drawing.is_settled and not (self.scored or needs_host)
 
     def places(self) -> dict[Sequence, int]:
         """Return where the sampled sequences' tokens are in `drawing.token_R`. Of steps without drafts."""

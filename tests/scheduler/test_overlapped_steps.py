@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from scheduler.assembly import Assembled, assemble
@@ -90,8 +92,16 @@ class Answer(NamedTuple):
     ends: list[FinishReason]
 
 
+def on_all_ranks(count: int) -> int:
+    """Return the sum over all ranks. Collective."""
+    if not dist.is_initialized():
+        return count
+    dist.all_reduce(total := torch.tensor(count))
+    return int(total)
+
+
 def answers(built: Assembled, given: Workload) -> dict[str, Answer]:
-    """Serve a workload to its end. Requests arrive and are aborted between steps."""
+    """Serve a workload to its end. Requests arrive and are aborted between steps. Collective; ranks have their own workloads."""
     found: dict[str, Answer] = {}
     arrivals, engine, steps = deque(given.arrivals), built.engine, 0
 
@@ -120,10 +130,11 @@ def answers(built: Assembled, given: Workload) -> dict[str, Answer]:
 
         def wait(self, step: int) -> None:
             nonlocal steps
-            if not built.structures._waiting and not engine._inbox:
-                if not arrivals:
-                    engine.stop()
-                    return
+            has_own = bool(built.structures._waiting or engine._inbox)
+            if not on_all_ranks(len(arrivals) + has_own):
+                engine.stop()
+                return
+            if arrivals and not has_own:
                 steps = max(steps, arrivals[0][0])
                 submit_due()
             until_s = time.monotonic() + 60
