@@ -29,7 +29,7 @@ from scheduler.step.runner import Underway
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import WaveDoorbell, build, occupy, request, serve
 from tests.support.gpu.path import build_interpreted
-from tests.support.models.families import VOCABULARY, make_model
+from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
 from tests.support.models.no_reads import NoReads
 from tests.support.ranks import RankPool
 from tests.support.requests.logprobs import close
@@ -208,6 +208,29 @@ def test_overlapped_steps_give_every_request_the_same_bits(
         assert (num_behind(log) > 9) == overlaps
         if leaving is not None:
             assert built.scheduler.stats.num_preemptions > 0
+    check_same(both[1], both[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {}),
+        pytest.param("qwen3_next", {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", {"max_num_seqs": 3, "max_num_batched_tokens": 9}, marks=pytest.mark.slow),
+        pytest.param("minimax", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_overlapped_steps_of_recurrent_models_give_every_request_the_same_bits(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    """A step writes the state that the one before it reads: the device runs them in order."""
+    write_checkpoint(family, tmp_path)
+    both = []
+    for overlaps in (False, True):
+        built = engine_of(tmp_path, overlaps=overlaps, **settings)
+        log = log_of(built)
+        both.append(answers(built, workload(7, count=12)))
+        assert (num_behind(log) > 9) == overlaps and built.num_states > 0
     check_same(both[1], both[0])
 
 
