@@ -3,6 +3,7 @@
 Legend: N rows received, H hidden, P pairs, S slots per rank.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn, Protocol
 
 import torch
@@ -10,6 +11,18 @@ from torch import Tensor
 
 from dispatch.errors import DispatchError
 from dispatch.mode import NORMAL, Mode
+
+# Raises errors of calls that returned before they were known: PeerRefused, RanksDisagree, DispatchTimeout.
+Check = Callable[[], None]
+Launches = Callable[[], None]  # launches work on a device
+
+
+def no_errors() -> None:
+    """A `Check` of calls that raise their own errors."""
+
+
+def nothing() -> None:
+    """Launch nothing."""
 
 
 class DispatchHandle(NamedTuple):
@@ -98,13 +111,11 @@ class TokenDispatcher(Protocol):
         self, y_PH: Tensor, weights_TK: Tensor, dispatched: Dispatched, *, out: Tensor | None = None
     ) -> Tensor: ...
 
-    def check(self) -> None:
-        """Raise errors of earlier calls that returned before they were known. Call it before results are used. Local.
+    def begin_check(self) -> Check:
+        """Begin to check the calls so far. Local; does not wait.
 
-        On a GPU this waits for the device. On the CPU every call raises its own errors.
-
-        Raises:
-            PeerRefused, RanksDisagree, DispatchTimeout.
+        Returns:
+            Call it before results are used. On a GPU it waits for these calls, not for later ones.
         """
         ...
 
@@ -139,8 +150,9 @@ class UnconnectedDispatcher:
     ) -> Tensor:
         self._refuse()
 
-    def check(self) -> None:
-        """Do nothing: there were no calls."""
+    def begin_check(self) -> Check:
+        """There were no calls."""
+        return no_errors
 
     def interrupt(self, error: DispatchError) -> None:
         """Do nothing: this rank waits for no peer."""

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from dispatch.arguments import answers_problem, dispatch_problem, slot_problem
-from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, TokenDispatcher, Traffic, Waits
+from dispatch.dispatched import (
+    Check,
+    Dispatched,
+    DispatchHandle,
+    Exchanges,
+    TokenDispatcher,
+    Traffic,
+    Waits,
+    no_errors,
+)
 from dispatch.errors import DispatchError
 from dispatch.exchange import Exchange
 from dispatch.mode import NORMAL, Mode
@@ -139,8 +148,8 @@ class Dispatcher:
         exchange.sum_answers(weights_TK, out_TH)
         return out_TH
 
-    def check(self) -> None:
-        """Do nothing: every call raises its own errors."""
+    def begin_check(self) -> Check:
+        return no_errors
 
     def interrupt(self, error: DispatchError) -> None:
         self.wire.interrupt(error)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.arguments import answers_problem, dispatch_problem, slot_problem
-from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Traffic, Waits
+from dispatch.dispatched import Check, Dispatched, DispatchHandle, Exchanges, Traffic, Waits, no_errors
 from dispatch.errors import (
     DispatchError,
     DispatchTimeout,
@@ -248,8 +248,8 @@ class HierarchicalDispatcher:
             self._rail.exchange.sum_answers(weights_TK, out_TH)
         return out_TH
 
-    def check(self) -> None:
-        """Do nothing: every call raises its own errors."""
+    def begin_check(self) -> Check:
+        return no_errors
 
     def interrupt(self, error: DispatchError) -> None:
         for stage in self._stages:

@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from dispatch.dispatched import Check, no_errors
 from dispatch.errors import DispatchError, PeerLost, RanksDisagree
 from dispatch.exchange import Exchange
 from dispatch.wires.wire import Wire
@@ -90,8 +91,8 @@ class RowMover(Protocol):
         """Make waits for peers raise this error. Local; may be called from any thread."""
         ...
 
-    def check(self) -> None:
-        """Raise errors that peers reported about answers. Local; waits for the device."""
+    def begin_check(self) -> Check:
+        """Begin to look for errors that peers reported about answers, as `TokenDispatcher.begin_check`."""
         ...
 
     def close(self) -> None:
@@ -142,8 +143,8 @@ class HostRows:
     def interrupt(self, error: DispatchError) -> None:
         self._wire.interrupt(error)
 
-    def check(self) -> None:
-        """Do nothing: every call raises its own errors."""
+    def begin_check(self) -> Check:
+        return no_errors
 
     def close(self) -> None:
         self._wire.close()

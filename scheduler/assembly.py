@@ -206,9 +206,13 @@ def assemble(
 
 
 def _overlaps(config: EngineConfig, drafter: Drafter | None, size: CacheSize) -> bool:
-    """Whether steps overlap. Drafts need the newest token. A recurrent state has no slot for a second step in flight."""
+    """Whether steps overlap where the dispatcher allows it.
+
+    Drafts need the newest token. With recurrent states, steps of several ranks could not be run again after a loss.
+    """
     wanted = config.device.startswith("cuda") if config.overlaps_steps is None else config.overlaps_steps
-    return wanted and drafter is None and not size.num_states
+    can_run_again = config.world_size == 1 or not size.num_states
+    return wanted and drafter is None and can_run_again
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:
@@ -258,6 +262,7 @@ def _make_scheduler(
         keeps_snapshots=config.keeps_snapshots,
         rotary_limit=limit_of(skeleton.model.config),
         drafter=drafter,
+        overlaps=_overlaps(config, drafter, size),
     )
 
 

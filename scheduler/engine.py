@@ -5,13 +5,13 @@ what to do, take the inbox, plan, post the header of the next step, run, commit,
 step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
 on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
 
-A rank that serves alone on a GPU launches a step while the one before runs (`step.overlap`). It is not bound by what was
+On GPUs a step is launched while the one before runs (`step.overlap`). A rank that serves alone is not bound by what was
 agreed before a request arrived.
 
-If a rank is lost, the step breaks off. The loop closes the epoch, which wakes the ranks that still wait for this one,
-and follows the front's next order (`epochs`). The interrupted step was planned and not committed. Running it again
-overwrites everything it wrote, so it becomes the first step of the next epoch. An order that lets a rank join takes
-effect at a step that all ranks agree on, as a new placement does.
+If a rank is lost, the step breaks off, and so does one that was launched behind it. The loop closes the epoch, which wakes
+the ranks that still wait for this one, and follows the front's next order (`epochs`). The interrupted steps were planned
+and not committed. Running them again overwrites everything they wrote, so they become the first steps of the next epoch.
+An order that lets a rank join takes effect at a step that all ranks agree on, as a new placement does.
 """
 
 import threading
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dispatch.dispatched import TokenDispatcher
-from dispatch.errors import PeerLost
+from dispatch.errors import DispatchTimeout, PeerLost
 from scheduler.drafts.drafter import Drafter
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
@@ -48,13 +48,6 @@ from scheduler.structure.compiler import StructureCompiler, Structured
 OnStep = Callable[[list[RequestOutput], RankStats], None]
 # A request to serve, one that ended before it was served, an id to abort, a withdrawal, or an order to drop prefixes.
 Arrival = Request | Structured | RequestOutput | str | Withdraw | ForgetPrefixes
-
-
-class _Planned(NamedTuple):
-    """A planned step that is not committed yet."""
-
-    batch: StepBatch
-    outputs: list[RequestOutput]  # for requests that arrived or ended before the step
 
 
 class _Serving(NamedTuple):
@@ -101,7 +94,7 @@ class Engine:
             epochs: Follows orders. With None there are no orders, and a lost rank is an error.
             prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
             drafter: The scheduler's drafter; learns the duration of steps.
-            overlaps: Whether to launch a step before the one before it ends, in epochs in which this rank serves alone.
+            overlaps: Whether to launch a step before the one before it ends, in epochs in which `OverlappedSteps` can.
                 Not with a drafter, which needs the newest token.
             plan_time: Delays the plans of overlapped steps. None plans at once.
         """
@@ -112,7 +105,8 @@ class Engine:
         self._epochs, self._heart = epochs, heart
         self._prefill_pace = prefill_pace or PrefillPace(None, is_limited=False)
         self._drafter = drafter
-        self._planned: _Planned | None = None
+        self._planned: deque[StepBatch] = deque()  # and not committed, oldest first
+        self._outputs: list[RequestOutput] = []  # not delivered yet
         self._overlapped = OverlappedSteps(runner, self._commit, plan_time) if overlaps else None
         self._serving: _Serving | None = None
         self._relocation = relocation
@@ -247,6 +241,7 @@ class Engine:
             if self._epochs is None:
                 raise
             reason, decision = f"{type(error).__name__}: {error}", Decision.REGROUP
+            self._abandon(error)
         self._drain(on_step)
         if decision is Decision.REGROUP:
             # Outside the handler: an error's traceback keeps groups alive, and they must end now.
@@ -263,15 +258,16 @@ class Engine:
         return self._lockstep is not None
 
     def _walk(self, lockstep: LockStep, on_step: OnStep, on_sleep: Callable[[], None]) -> Decision:
-        self._post(lockstep)
+        self._post_next(lockstep, 0)
         progress = self._heart.progress
         while True:
             progress.begin_exchange()
             agreement = lockstep.agree()
             progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
-            if switch_to is not None:
+            if switch_to is not None or decision is not Decision.RUN:
                 self._drain(on_step)
+            if switch_to is not None:
                 self._relocation.switch(switch_to, lockstep.step)
             if decision in (Decision.STOP, Decision.REGROUP):
                 return decision
@@ -282,7 +278,7 @@ class Engine:
                 self._runner.rest()
                 progress.is_idle = True
                 self._sleep(lockstep)
-                self._post(lockstep)
+                self._post_next(lockstep, 0)
                 continue
             self._step(lockstep, agreement, on_step)
 
@@ -292,8 +288,8 @@ class Engine:
             self._step_overlapped(self._overlapped, lockstep, agreement, on_step)
             return
         self._structures.masks.begin_step()
-        self._planned = batch, outputs = self._planned or self._plan(agreement)
-        self._post_next(lockstep)
+        batch = self._step_at(0, agreement)
+        self._post_next(lockstep, 1)
         begun_s = time.perf_counter()
         sampled = self._runner.run(
             batch,
@@ -301,9 +297,8 @@ class Engine:
             has_prefill=agreement.has_prefill,
             wait_cause=agreement.wait_cause,
         )
-        seconds, self._planned = time.perf_counter() - begun_s, None
-        outputs += self._commit(batch, sampled, seconds, agreement)
-        on_step(outputs, self._stats(batch.num_tokens))
+        self._commit(batch, sampled, time.perf_counter() - begun_s, agreement)
+        self._hand_out(on_step, batch.num_tokens)
         if self._runner.makes_drafts:
             self._make_drafts(batch, agreement)
 
@@ -313,27 +308,49 @@ class Engine:
         """Plan a step and launch it behind the running one, which is committed meanwhile."""
         steps.begin_plan()
         self._structures.masks.begin_step()
-        batch, outputs = self._planned or self._plan(agreement._replace(agreed_tokens=0))
-        self._planned = None
-        self._post_next(lockstep)
+        if steps.is_alone:
+            agreement = agreement._replace(agreed_tokens=0)
+        place = int(steps.is_running)
+        batch = self._step_at(place, agreement)
+        self._post_next(lockstep, place + 1)
+        if not steps.is_alone:
+            steps.run(batch, agreement)
         # No other rank needs this one's experts. But requests that wait for their masks are not polled without a pause.
-        if batch.items or (self._scheduler.has_work and not steps.is_running):
-            own = agreement._replace(agreed_tokens=0, has_prefill=batch.num_prefill_tokens > 0)
-            outputs += steps.run(batch, own)
+        elif batch.items or (self._scheduler.has_work and not steps.is_running):
+            steps.run(batch, agreement._replace(has_prefill=batch.num_prefill_tokens > 0))
         else:
-            outputs += steps.finish()
-        on_step(outputs, self._stats(batch.num_tokens))
+            self._planned.pop()
+            steps.finish()
+        self._hand_out(on_step, batch.num_tokens)
 
     def _drain(self, on_step: OnStep) -> None:
-        """Commit the running step, if there is one, and deliver its outputs."""
-        if self._overlapped is not None and self._overlapped.is_running:
-            on_step(self._overlapped.finish(), self._stats(0))
+        """Commit the running step, if there is one, and deliver all outputs."""
+        if self._overlapped is not None:
+            self._overlapped.finish()
+        if self._outputs:
+            self._hand_out(on_step, 0)
 
-    def _commit(
-        self, batch: StepBatch, sampled: Sampled, seconds: float, agreement: Agreement
-    ) -> list[RequestOutput]:
+    def _abandon(self, error: PeerLost | DispatchTimeout) -> None:
+        """End launched steps that wait for a lost rank. They run again in the next epoch."""
+        if self._overlapped is not None:
+            self._runner.dispatcher.interrupt(error)
+            self._overlapped.abandon()
+
+    def _hand_out(self, on_step: OnStep, num_step_tokens: int) -> None:
+        outputs, self._outputs = self._outputs, []
+        on_step(outputs, self._stats(num_step_tokens))
+
+    def _step_at(self, place: int, agreement: Agreement) -> StepBatch:
+        """Return one of the steps that are not committed: an earlier epoch's, or a new one."""
+        if len(self._planned) == place:
+            self._planned.append(self._plan(agreement))
+        return self._planned[place]
+
+    def _commit(self, batch: StepBatch, sampled: Sampled, seconds: float, agreement: Agreement) -> None:
+        oldest = self._planned.popleft()
+        assert oldest is batch, "steps are committed in the order planned"
         self._note_step(batch, seconds, agreement)
-        return self._scheduler.commit(batch, *sampled) + batch.begun
+        self._outputs += self._scheduler.commit(batch, *sampled) + batch.begun
 
     def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
         begun_s = time.perf_counter()
@@ -358,28 +375,23 @@ class Engine:
         if self._drafter is not None and num_decodes and not agreement.has_prefill:
             self._drafter.costs.note(num_decodes, seconds)
 
-    def _plan(self, agreement: Agreement) -> _Planned:
-        outputs = self._take_inbox()
+    def _plan(self, agreement: Agreement) -> StepBatch:
+        self._outputs += self._take_inbox()
         now_s = self._clock()
-        outputs += self._scheduler.expire(now_s)
-        batch = self._scheduler.schedule(
+        self._outputs += self._scheduler.expire(now_s)
+        return self._scheduler.schedule(
             prefill_budget=agreement.prefill_budget, most_tokens=agreement.agreed_tokens or None, now_s=now_s
         )
-        return _Planned(batch, outputs)
 
-    def _post(self, lockstep: LockStep) -> None:
-        """Post what the coming step holds: the one that broke off in the last epoch, if there is one."""
-        if self._planned is None:
-            self._post_next(lockstep)
+    def _post_next(self, lockstep: LockStep, place: int) -> None:
+        """Post what one of the steps that are not committed will hold: the one that broke off in the last epoch, or a new one."""
+        if place < len(self._planned):
+            _, num_tokens, num_prefill = self._planned[place]
+            self._tell(
+                lockstep, has_work=True, has_prefill=num_prefill > 0,
+                num_decodes=num_tokens - num_prefill, num_prefill=num_prefill,
+            )  # fmt: skip
             return
-        _, num_tokens, num_prefill = self._planned.batch
-        self._tell(
-            lockstep, has_work=True, has_prefill=num_prefill > 0,
-            num_decodes=num_tokens - num_prefill, num_prefill=num_prefill,
-        )  # fmt: skip
-
-    def _post_next(self, lockstep: LockStep) -> None:
-        """Post what the step after all planned steps will hold."""
         coming, has_arrivals = self._scheduler.next_step, bool(self._inbox)
         self._tell(
             lockstep,

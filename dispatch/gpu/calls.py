@@ -4,7 +4,7 @@ This module does not depend on the contents: `exchange` writes them between `_be
 count the call and publish it.
 
 On a GPU the host reads and counts nothing, so that a CUDA graph can replay the launches. Unless `is_blocking`, this has
-consequences. A call that a peer refused or that ranks disagree on delivers nothing; the next check (`check`, `barrier`)
+consequences. A call that a peer refused or that ranks disagree on delivers nothing; the next check (`begin_check`, `barrier`)
 raises the error. A late peer is ignored after `timeout_s`, and masked if `mask_lost`. If it is not masked, later
 calls do not wait for it again until the host has checked.
 On the CPU, where the host waits, the call itself raises errors. But a peer that died is reported as late, not as lost.
@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dispatch.dispatched import Check
 from dispatch.errors import DispatchError, DispatchTimeout, PeerRefused, RanksDisagree
 from dispatch.gpu import flags
+from dispatch.gpu.host_copy import HostCopy
 from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
 from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal
@@ -59,6 +61,8 @@ class DeviceCalls(OneTravels):
         is_blocking: As given, or as the device requires.
         memory, layout: Used by calls from now on.
         mask, arrived: int32 [R], and calls: int64 [1], see `flags`.
+        dispatch_ns, combine_ns: int64 [R] on the device, the wait for each rank so far, of calls that count it there.
+        waited_ns: The longest of these waits for any rank, of dispatches and of combines, until the last check.
     """
 
     def __init__(
@@ -81,7 +85,11 @@ class DeviceCalls(OneTravels):
         self.calls = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of the last call
         self._is_posted = False  # whether the launch of the contents publishes the call
         self.ended = torch.zeros(1, dtype=torch.int32, device=self.device)  # see `flags.end_call`
-        self._trouble = torch.zeros(world_size, dtype=torch.int64, device=self.device)
+        self._watched = torch.zeros(
+            3, world_size, dtype=torch.int64, device=self.device
+        )  # one copy takes all
+        self._trouble, self.dispatch_ns, self.combine_ns = self._watched
+        self.waited_ns = 0, 0
         self._text = torch.zeros(TEXT_BYTES, dtype=torch.uint8, device=self.device)
         self._stop = torch.zeros(1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._interruption: DispatchError | None = None
@@ -117,32 +125,34 @@ class DeviceCalls(OneTravels):
         self._meet("barrier")
 
     def interrupt(self, error: DispatchError) -> None:
-        """Make current and later waits end; `check` raises the error. Permanent. Local; may be called from any thread."""
+        """Make current and later waits end; checks raise the error. Permanent. Local; may be called from any thread."""
         self._interruption = self._interruption or error
         self._stop.fill_(1)
 
-    def check(self, doing: str) -> None:
-        """Wait for the device, and raise the errors since the last check. Local.
+    def begin_check(self, doing: str = "step") -> Check:
+        """Begin to check the calls since the last check, as `TokenDispatcher.begin_check`. Local.
 
         Args:
             doing: Purpose of the calls, for messages.
 
-        Raises:
-            PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; the error passed to `interrupt`.
+        Returns:
+            Raises PeerRefused, RanksDisagree; DispatchTimeout, unless late ranks are masked; the error passed to `interrupt`.
         """
-        trouble = self._read_trouble()
-        if self._interruption is not None:
-            raise self._interruption
-        if any(trouble):
-            self._trouble.zero_()
-            self._raise(
-                {rank: divmod(word, 1 << _TROUBLE_BITS) for rank, word in enumerate(trouble) if word}, doing
-            )
+        copy = HostCopy([self._watched.view(-1)])
 
-    def _read_trouble(self) -> list[int]:
-        """Wait for the device and return `trouble`; see `flags.wait_flags`."""
-        found: list[int] = self._trouble.tolist()
-        return found
+        def check() -> None:
+            trouble, *waits = copy.read().reshape(self._watched.shape).tolist()
+            self.waited_ns = max(waits[0]), max(waits[1])
+            if self._interruption is not None:
+                raise self._interruption
+            if any(trouble):
+                self._trouble.zero_()
+                self._raise(
+                    {rank: divmod(word, 1 << _TROUBLE_BITS) for rank, word in enumerate(trouble) if word},
+                    doing,
+                )
+
+        return check
 
     def close(self) -> None:
         """Release all memory. Local; peers must have finished their last call."""
@@ -241,7 +251,7 @@ class DeviceCalls(OneTravels):
             others = self.mask == 0
             others[self.rank] = False
             waited_R += others * int((time.monotonic() - begin) * 1e9)
-        self.check(doing)
+        self.begin_check(doing)()
 
     def _poll(self, kind: int, begin: float, **options: Any) -> None:
         """Poll until every flag has arrived or the time is over."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Check, Launches, no_errors, nothing
 from dispatch.errors import DispatchError, WireUnavailable
 from dispatch.faces.config import NVL_PEERS
 from dispatch.faces.installed import load_package
@@ -151,8 +152,9 @@ class _DeepEpPairs:
     def interrupt(self, error: DispatchError) -> None:
         """Do nothing: DeepEP has no such call, and waits end at its own timeout."""
 
-    def check(self) -> None:
-        """Do nothing: DeepEP ends the process on errors."""
+    def begin_check(self) -> Check:
+        """DeepEP ends the process on errors."""
+        return no_errors
 
     def close(self) -> None:
         self._buffers.close()
@@ -165,8 +167,11 @@ class _Normal(_DeepEpPairs):
         super().__init__(buffers)
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> "_Received":
         """This call waits for the device."""
+        meanwhile()
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
         self._slots_TK, choice = slots_TK, slots_TK.view(T * K, 1)
@@ -185,23 +190,28 @@ class _Normal(_DeepEpPairs):
         self._order = self._orders.order(local.long().contiguous())
         return _Received(x_NH, self._order.row_P, self._order.slot_offsets, x_NH.shape[0])
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         y_NH = y_PH[self._order.pair_of_choice_NK.view(-1).long()]
         answers, _, event = self._buffer.combine(y_NH, self._handle, async_finish=True)
         event.current_stream_wait()
         at = torch.arange(answers.shape[0], device=answers.device).view(self._slots_TK.shape)
-        combine_pairs(answers, torch.where(self._slots_TK >= 0, at, -1), weights_TK, out_TH)
+        combine_pairs(answers, torch.where(self._slots_TK >= 0, at, -1), weights_TK, out_TH, added_TH)
 
 
 class _LowLatency(_DeepEpPairs):
     """DeepEP's low-latency calls. Torch operators that do not block the host convert its blocks to pairs and back."""
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "_Received":
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> "_Received":
         buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
         self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
         received, count_L, self._handle, _, receive = self._buffer.low_latency_dispatch(
             x_TH, slots_TK, capacity, buffers.num_slots, use_fp8=buffers.is_fp8, return_recv_hook=True
         )
+        meanwhile()
         receive()
         x_LNH = fp8.dequantise_fp8(received[0], received[1], x_TH.dtype) if buffers.is_fp8 else received
         N, num_pairs = x_LNH.shape[1], x_LNH.shape[1] * min(K, L)
@@ -214,7 +224,9 @@ class _LowLatency(_DeepEpPairs):
         self._shape, self._target_P = x_LNH.shape, torch.where(is_pair, at_P, L * N)
         return _Received(x_LNH.view(L * N, -1), torch.where(is_pair, at_P, 0), offsets, num_pairs)
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         L, N, H = self._shape
         y = y_PH.new_empty(L * N + 1, H)  # the last row takes rows that are not answers
         y.index_copy_(0, self._target_P, y_PH)
@@ -227,3 +239,5 @@ class _LowLatency(_DeepEpPairs):
             return_recv_hook=True,
         )
         receive()
+        if added_TH is not None:
+            out_TH.add_(added_TH)

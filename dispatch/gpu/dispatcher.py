@@ -14,7 +14,16 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.arguments import answers_problem, dispatch_problem, dtype_problem
-from dispatch.dispatched import Dispatched, DispatchHandle, Exchanges, Waits
+from dispatch.dispatched import (
+    Check,
+    Dispatched,
+    DispatchHandle,
+    Exchanges,
+    Launches,
+    Waits,
+    no_errors,
+    nothing,
+)
 from dispatch.errors import DispatchError
 from dispatch.gpu.casts import STORED
 from dispatch.gpu.ordering import ExpertChoices
@@ -59,20 +68,26 @@ class PairExchange(Protocol):
         """Return the bytes sent to each rank so far, by dispatches and by combines. May wait for the device."""
         ...
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> ReceivedPairs:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> ReceivedPairs:
         """Send each token once to every rank that holds one of its choices.
 
         Args:
             x_TH: [T, H], contiguous. slots_TK: int64, contiguous; a value that is not a slot is no choice.
             capacity: Most tokens of any rank; 0 for no limit.
+            meanwhile: Launches other work of this rank, which runs while rows travel. Called once.
         """
         ...
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         """Bring the answers of the last dispatch back and sum them in the order of the choices.
 
         Args:
             y_PH: [num_pairs, H], contiguous. weights_TK: bfloat16, float16 or float32, contiguous. out_TH: contiguous.
+            added_TH: Added to the rounded sums, with one more rounding; contiguous, in the type of y_PH.
         """
         ...
 
@@ -84,8 +99,8 @@ class PairExchange(Protocol):
         """Make current and later waits for peers raise this error. Local; may be called from any thread."""
         ...
 
-    def check(self) -> None:
-        """Raise errors of calls that returned before they were known. Local; may wait for the device."""
+    def begin_check(self) -> Check:
+        """Begin to check the calls so far, as `TokenDispatcher.begin_check`."""
         ...
 
     def close(self) -> None:
@@ -143,20 +158,25 @@ class DeviceDispatcher:
             sum(parts) for parts in zip(*combined, strict=True)
         ]
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched:
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, meanwhile: Launches = nothing
+    ) -> Dispatched:
         """Dispatch as `Dispatcher.dispatch`. Slots are not checked: a slot out of range is no choice. P may be room.
+
+        Args:
+            meanwhile: See `PairExchange.dispatch`.
 
         Raises:
             ValueError: An argument is bad; all other ranks get PeerRefused.
             RanksDisagree, PeerLost, DispatchTimeout: In normal mode. In low-latency mode, if the host does not wait,
-                `check` raises them and PeerRefused.
+                `begin_check` raises them and PeerRefused.
         """
         self._call += 1
         self._last = self._low_latency if mode.capacity else self._normal
         problem = dispatch_problem(x_TH, slots_TK, mode, self.device) or dtype_problem("x_TH", x_TH, STORED)
         if problem:
             self._refuse(problem)
-        received = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity)
+        received = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity, meanwhile)
         return self._dispatched(x_TH, slots_TK, received)
 
     @property
@@ -199,7 +219,7 @@ class DeviceDispatcher:
         """Combine as `Dispatcher.combine`. Answers after the last pair are not read.
 
         Args:
-            added_TH: Added to the result; contiguous, of its shape and type. On one rank this needs no separate launch.
+            added_TH: Added to the result; contiguous, of its shape and type.
         """
         handle = dispatched.handle
         problem = answers_problem(y_PH, weights_TK, out, handle, last_call=self._call, device=self.device)
@@ -209,19 +229,21 @@ class DeviceDispatcher:
             out = y_PH.new_empty(handle.num_tokens, handle.hidden)
         # The kernels of sums widen weights, so a router's weights need no cast.
         weights_TK = weights_TK if weights_TK.dtype in STORED else weights_TK.float()
-        if isinstance(self._last, LocalPairs):
-            self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out, added_TH)
-            return out
-        self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out)
-        return out if added_TH is None else out.add_(added_TH)
+        self._last.combine(y_PH.contiguous(), weights_TK.contiguous(), out, added_TH)
+        return out
 
     def interrupt(self, error: DispatchError) -> None:
         for each in self._exchanges:
             each.interrupt(error)
 
-    def check(self) -> None:
-        for each in self._exchanges:
-            each.check()
+    def begin_check(self) -> Check:
+        checks = [each.begin_check() for each in self._exchanges]
+
+        def check() -> None:
+            for each in checks:
+                each()
+
+        return check
 
     def close(self) -> None:
         for each in self._exchanges:
@@ -254,8 +276,11 @@ class LocalPairs:
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         return [0], [0]
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "LocalPairs":
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> "LocalPairs":
         """Return room for T*K pairs."""
+        meanwhile()
         return self._received(x_TH, self._orders.order(slots_TK))
 
     def dispatch_experts(self, x_TH: Tensor, choices: ExpertChoices) -> "LocalPairs":
@@ -279,8 +304,8 @@ class LocalPairs:
     def interrupt(self, error: DispatchError) -> None:
         """Do nothing: there are no waits."""
 
-    def check(self) -> None:
-        """Do nothing: calls have no late errors."""
+    def begin_check(self) -> Check:
+        return no_errors
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

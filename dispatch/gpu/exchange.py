@@ -5,7 +5,7 @@ computes. The service's experts read pairs packed by slot. DeepEP's interface ha
 with each token once. After the first call of a shape nothing is allocated, and on a GPU the host reads nothing, so a CUDA
 graph can replay a step. See `calls` for the consequences; for example, choices out of range are ignored there.
 
-Interpreted across processes, and compiled for sm_90; never run on a GPU yet.
+Interpreted across processes, compiled for sm_90, and run by two ranks on one H200 (two ranks on two GPUs have not run).
 
 Legend: as in `kernels`; T tokens, P pairs.
 """
@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Launches, nothing
 from dispatch.gpu import kernels
 from dispatch.gpu.calls import DeviceCalls, kind_of
 from dispatch.gpu.casts import STORED, as_stored
@@ -93,15 +94,21 @@ class DeviceExchange(DeviceCalls):
         )  # fmt: skip
 
     def _sum_answers(
-        self, shape: LowLatencyShape, topk_TK: Tensor, sent_TK: Tensor, weights_TK: Tensor, out_TH: Tensor
+        self,
+        shape: LowLatencyShape,
+        topk_TK: Tensor,
+        sent_TK: Tensor,
+        weights_TK: Tensor,
+        out_TH: Tensor,
+        added_TH: Tensor | None = None,
     ) -> None:
-        """Write the sums of the received answers to out_TH."""
+        """Write the sums of the received answers to out_TH, plus `added_TH` after their rounding."""
         T, tile = out_TH.shape[0], _groups(shape) * fp8.BLOCK
         if T == 0:
             return
         kernels.sum_answers[(T, triton.cdiv(shape.hidden, tile))](
             self._contents, self.arrived, *self._half, topk_TK, sent_TK, as_stored(weights_TK),
-            as_stored(out_TH), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
+            None if added_TH is None else as_stored(added_TH), as_stored(out_TH), R=shape.world_size, L=shape.experts_per_rank, K=shape.choices, H=shape.hidden,
             ANSWER_BYTES=CombineContents(shape=shape, dtype=out_TH.dtype).answer_bytes, TILE=tile,
             IS_BFLOAT16=out_TH.dtype == torch.bfloat16, HAS_BFLOAT16_WEIGHTS=weights_TK.dtype == torch.bfloat16,
             num_warps=_WARPS, enable_fp_fusion=False,
@@ -134,9 +141,6 @@ class LowLatencyPairs(DeviceExchange):
         open_memory, world_size, options: Arguments of `DeviceCalls`.
         slots_per_rank: L.
         is_fp8: Whether rows travel in FP8.
-
-    Attributes:
-        dispatch_ns, combine_ns: int64 [R] on the device, wait for each rank so far, in nanoseconds.
     """
 
     is_replayable = True
@@ -155,26 +159,14 @@ class LowLatencyPairs(DeviceExchange):
         self._results: dict[LowLatencyShape, PairResult] = {}
         self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # shared by all shapes
         self._pairs = DeviceRoom(torch.int64, self.device)
-        self.dispatch_ns, self.combine_ns = (torch.zeros_like(self.sent_bytes) for _ in range(2))
-        self._waited_ns = 0, 0
-
-    @property
-    def waited_ns(self) -> tuple[int, int]:
-        """The longest wait for any rank until the last check. The total wait of all calls is at least this."""
-        return self._waited_ns
-
-    def _read_trouble(self) -> list[int]:
-        """Read it together with the waits: each read of the device costs a step some 20 us."""
-        longest = torch.stack((self.dispatch_ns.max(), self.combine_ns.max()))
-        *trouble, dispatched, combined = torch.cat((self._trouble, longest)).tolist()
-        self._waited_ns = dispatched, combined
-        return trouble
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         return self.sent_bytes.tolist(), self.answer_bytes.tolist()
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> PairResult:
-        """If the host does not wait, `check` raises the errors."""
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> PairResult:
+        """If the host does not wait, `begin_check` raises the errors."""
         shape = LowLatencyShape(
             world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
             choices=slots_TK.shape[1], dtype=x_TH.dtype, is_fp8=self._is_fp8,
@@ -185,17 +177,18 @@ class LowLatencyPairs(DeviceExchange):
             self._results[shape] = PairResult(shape, x_NH, self._pairs.take(N * shape.choices))
         result = self._result = self._results[shape]
         self._send_rows(_DISPATCH, shape, x_TH, slots_TK, result.sent_TK)
-        self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)()
+        receive = self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)
+        meanwhile()
+        receive()
         return result
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         shape, sent_TK = self._result.shape, self._result.sent_TK
         self._send_answers(_COMBINE, shape, y_PH, self._result.at_NK)
-        add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH)
+        add_up = partial(self._sum_answers, shape, sent_TK, sent_TK, weights_TK, out_TH, added_TH)
         self._post(_COMBINE, shape, add_up, self.combine_ns)()
-
-    def check(self, doing: str = "step") -> None:
-        super().check(doing)
 
     def _deliver(self, result: PairResult) -> None:
         """Order the pairs of the received tokens and copy their rows."""

@@ -219,25 +219,32 @@ def send_answers(
 
 @triton.jit
 def sum_answers(
-    answers, arrived, calls, half_bytes, topk, sent, weights, out,
+    answers, arrived, calls, half_bytes, topk, sent, weights, added, out,
     R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ANSWER_BYTES: tl.constexpr,
     TILE: tl.constexpr, IS_BFLOAT16: tl.constexpr, HAS_BFLOAT16_WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once.
+    """Program (token, tile): add weight times answer for k = 0..K-1 in float32, and round once. As in `pairs.sum_pairs`, the
+    loop is unrolled and masks replace branches, so that all answers are loaded at once.
 
     `answers`: address of [M, K] places in the first half. `sent`: the dispatched choices. A choice in `topk` that
-    differs from them adds nothing, and neither does a choice of a rank without answers.
+    differs from them adds nothing, and neither does a choice of a rank without answers. `added` has a row for each token,
+    added to the rounded sum, or is None.
     """
     token, at = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
     answers += half_at(calls, half_bytes)
     sound = is_sound(arrived, R)
-    for k in range(K):
+    for k in tl.static_range(K):
         expert = tl.load(topk + token * K + k)
-        if sound & (expert >= 0) & (expert == tl.load(sent + token * K + k)):
-            if tl.load(arrived + expert // L) == CAME:
-                place = see_row(answers + (token * K + k).to(tl.int64) * ANSWER_BYTES, out.dtype.element_ty)
-                answer = tl.load(place + at, mask=at < H, other=0)
-                weight = widen(tl.load(weights + token * K + k), HAS_BFLOAT16_WEIGHTS)
-                total += weight * widen(answer, IS_BFLOAT16)
-    tl.store(out + token.to(tl.int64) * H + at, narrow(total, out.dtype.element_ty, IS_BFLOAT16), mask=at < H)
+        is_there = sound & (expert >= 0) & (expert == tl.load(sent + token * K + k))
+        is_there &= tl.load(arrived + expert // L, mask=is_there, other=0) == CAME
+        place = see_row(answers + (token * K + k).to(tl.int64) * ANSWER_BYTES, out.dtype.element_ty)
+        answer = tl.load(place + at, mask=(at < H) & is_there, other=0)
+        weight = widen(tl.load(weights + token * K + k, mask=is_there, other=0), HAS_BFLOAT16_WEIGHTS)
+        total += weight * widen(answer, IS_BFLOAT16)
+    result = narrow(total, out.dtype.element_ty, IS_BFLOAT16)
+    row = token.to(tl.int64) * H
+    if added is not None:
+        other = widen(tl.load(added + row + at, mask=at < H, other=0), IS_BFLOAT16)
+        result = narrow(widen(result, IS_BFLOAT16) + other, out.dtype.element_ty, IS_BFLOAT16)
+    tl.store(out + row + at, result, mask=at < H)

@@ -2,7 +2,7 @@
 
 A dispatch begins with an exchange of headers, into which the device writes its own counts. The host reads the sent and
 received counts together. After that both sides know every size of the layer, so rows and, in combine, answers are sent
-at once. A combine's headers are sent with its answers, and are read with those of the next dispatch or by `check`. A rank
+at once. A combine's headers are sent with its answers, and are read with those of the next dispatch or by `begin_check`. A rank
 that refuses a combine sends zeros as answers and the refusal in the headers.
 
 NCCL's `wait` does not block the host, but reading a result would, for as long as a peer is gone. So the host polls
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dispatch.dispatched import Check, no_errors
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, PeerRefused, RanksDisagree
+from dispatch.gpu.host_copy import HostCopy
 from dispatch.rows import Counts, Moved
 from dispatch.wires.wire import MAX_REFUSAL_BYTES, REFUSED, decode_refusal, encode_refusal
 
@@ -202,12 +204,22 @@ class NcclRows(Collectives):
         self._tell(refusal, encode_refusal(text))
         self._move(like.new_zeros(sum(owed), *like.shape[1:]), owed, expected)
 
-    def check(self) -> None:
+    def begin_check(self) -> Check:
         unread, self._unread = self._unread, None
-        if unread is not None:
-            headers, work, number = unread
+        if unread is None:
+            return no_errors
+        headers, work, number = unread
+        copy = None
+        if self.device.type == "cuda":  # gloo, in tests, would block the host here
+            self.follow(work)
+            copy = HostCopy([headers.view(-1)])
+
+        def check() -> None:
             self.wait(work)
-            self.check_headers(headers.tolist(), number, 0)
+            words = headers if copy is None else copy.read().reshape(headers.shape)
+            self.check_headers(words.tolist(), number, 0)
+
+        return check
 
     def _tell(self, counts_R2: Tensor, text: bytes) -> None:
         """Send headers that peers read later."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dispatch import fp8
+from dispatch.dispatched import Check, Launches, nothing
 from dispatch.errors import DispatchError
 from dispatch.gpu.pairs import PairOrders, combine_pairs
 from dispatch.rows import NOT_HERE, RowMover, localise, ranks_of, select, token_mask
@@ -49,8 +50,11 @@ class NormalPairs:
         """The bytes do not include headers."""
         return self._bytes
 
-    def dispatch(self, x_TH: Tensor, slots_TK: Tensor, capacity: int) -> "NormalPairs":
-        """This call waits for the device once."""
+    def dispatch(
+        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+    ) -> "NormalPairs":
+        """This call waits for the device once. Other work is launched behind that: the device has nothing else to do
+        until the host has packed the rows."""
         begun_ns = perf_counter_ns()
         R, S = self._mover.world_size, self._slots_per_rank
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
@@ -60,6 +64,7 @@ class NormalPairs:
         planes = [_movable(plane) for plane in (*values, slots_TK.int())]
         self._like, call = x_TH[:0], f"S={S}, {[(plane.dtype, plane.shape[1:]) for plane in planes]}"
         self._sent = self._mover.meet(_count(mask_TR, self._rank_TK), zlib.crc32(call.encode()))
+        meanwhile()
         token_N = select(mask_TR.t(), sum(self._sent.rows)) % max(x_TH.shape[0], 1)
         *rows, slots_NK = self._receive([plane.index_select(0, token_N) for plane in planes])
         order = self._order = self._pairs.order(localise(slots_NK.long(), self._mover.rank, S))
@@ -74,7 +79,9 @@ class NormalPairs:
         self._ns[0] += perf_counter_ns() - begun_ns
         return self
 
-    def combine(self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor) -> None:
+    def combine(
+        self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
+    ) -> None:
         """This call does not wait, unless rows move through the hosts' memory."""
         begun_ns = perf_counter_ns()
         pair_NK = self._order.pair_of_choice_NK
@@ -83,7 +90,7 @@ class NormalPairs:
         received = self._mover.give_back(answers, self._got.answers, self._sent.answers)
         self._add(self._bytes[1], self._got.answers, [answers])
         answer_TK = self._answers.order(self._rank_TK).pair_of_choice_NK  # received by rank, token, choice
-        combine_pairs(received, answer_TK, weights_TK, out_TH)
+        combine_pairs(received, answer_TK, weights_TK, out_TH, added_TH)
         self._ns[1] += perf_counter_ns() - begun_ns
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
@@ -95,8 +102,8 @@ class NormalPairs:
     def interrupt(self, error: DispatchError) -> None:
         self._mover.interrupt(error)
 
-    def check(self) -> None:
-        self._mover.check()
+    def begin_check(self) -> Check:
+        return self._mover.begin_check()
 
     def close(self) -> None:
         self._mover.close()

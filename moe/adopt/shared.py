@@ -1,8 +1,9 @@
-"""Blocks that add the result of shared experts to that of routed ones (DeepSeek-V3, GLM-4.5): the sum of the routed answers
-adds it, which saves a launch per layer.
+"""Blocks that add the result of shared experts to that of routed ones: the layer of routed experts computes it while rows
+travel between ranks, and adds it in the sum of the routed answers, which saves a launch per layer.
 
-A block is recognised by a trial in which a cheap function of all inputs replaces the routed experts, so the trial is local.
-Blocks that scale or gate the shared result keep `transformers`' code.
+Two forms: the sum (DeepSeek-V3, GLM-4.5), and one with a second gate for the shared result (Qwen2-MoE, Qwen3-Next). A
+block is recognised by a trial in which a cheap function of all inputs replaces the routed experts, so the trial is local.
+Blocks that do anything else keep `transformers`' code.
 
 Legend: T rows, D hidden dim, K choices.
 """
@@ -12,58 +13,81 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe.adopt.adopt import Candidate, SampleRows
 
 _ROWS = 4
-_PARTS = ("gate", "experts", "shared_experts")
+
+Shared = Callable[[Any, Tensor], Tensor]  # a block and rows to rows
+
+
+def _plain(block: Any, x_TD: Tensor) -> Tensor:
+    out_TD: Tensor = block.shared_experts(x_TD)
+    return out_TD
+
+
+def _gated(block: Any, x_TD: Tensor) -> Tensor:
+    out_TD: Tensor = functional.sigmoid(block.shared_expert_gate(x_TD)) * block.shared_expert(x_TD)
+    return out_TD
+
+
+# By the submodules that a block must have.
+_FORMS: dict[tuple[str, ...], Shared] = {
+    ("gate", "experts", "shared_experts"): _plain,
+    ("gate", "experts", "shared_expert", "shared_expert_gate"): _gated,
+}
 
 
 class _AnyExperts:
     """Replaces a layer of experts in a trial."""
 
-    added_TD: Tensor | None = None
+    adds: Callable[[], Tensor] | None = None
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Scale each row by a sum over its choices and weights, and add what a layer would add."""
         share_T1 = (weights_TK.float() * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
         routed_TD = (hidden_TD * share_T1).to(hidden_TD.dtype)
-        return routed_TD if self.added_TD is None else routed_TD + self.added_TD
+        return routed_TD if self.adds is None else routed_TD + self.adds()
 
 
 class SharedSums:
-    """Proposes the sum for blocks with shared experts if their layer has `added_TD`."""
+    """Proposes the sum for blocks with shared experts if their layer can add rows."""
 
     def __init__(self) -> None:
-        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._classes: dict[tuple[type[nn.Module], Shared], type[nn.Module]] = {}
 
     def __call__(self, module: Any, rows: SampleRows) -> Iterator[Candidate]:
         """Propose the sum for one module."""
-        parts = [getattr(module, part, None) for part in _PARTS]
-        layer = getattr(parts[1], "expert_layer", None)
-        if not all(isinstance(part, nn.Module) for part in parts) or not hasattr(layer, "added_TD"):
-            return
-        yield Candidate(
-            own=partial(_on_any_experts, module, type(module).forward),
-            ours=partial(_on_any_experts, module, _run_summed),
-            arguments=lambda: (rows.draw(1, _ROWS, module.gate.weight.shape[1]),),
-            tolerance=0.0,
-            install=partial(self._install, module),
-        )
+        for parts, shared in _FORMS.items():
+            found = [getattr(module, part, None) for part in parts]
+            layer = getattr(found[1], "expert_layer", None)
+            if all(isinstance(part, nn.Module) for part in found) and hasattr(layer, "adds"):
+                yield Candidate(
+                    own=partial(_on_any_experts, module, type(module).forward),
+                    ours=partial(_on_any_experts, module, partial(_run_summed, shared=shared)),
+                    arguments=lambda: (rows.draw(1, _ROWS, module.gate.weight.shape[1]),),
+                    tolerance=0.0,
+                    install=partial(self._install, module, shared),
+                )
 
-    def _install(self, module: nn.Module) -> None:
+    def _install(self, module: nn.Module, shared: Shared) -> None:
         own = type(module)
-        if own not in self._classes:
-            self._classes[own] = type(own.__name__, (own,), {"forward": _run_summed})
-        module.__class__ = self._classes[own]
+        if (own, shared) not in self._classes:
+
+            def forward(self: Any, hidden_states: Tensor) -> Tensor:
+                return _run_summed(self, hidden_states, shared=shared)
+
+            self._classes[own, shared] = type(own.__name__, (own,), {"forward": forward})
+        module.__class__ = self._classes[own, shared]
 
 
-def _run_summed(self: Any, hidden_states: Tensor) -> Tensor:
-    """Run a block. The shared experts come first, because the layer adds their result to its own."""
+def _run_summed(block: Any, hidden_states: Tensor, *, shared: Shared) -> Tensor:
+    """Run a block, and let the layer of routed experts compute and add the shared result."""
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-    _, weights_TK, ids_TK = self.gate(x_TD)
-    self.experts.expert_layer.added_TD = self.shared_experts(x_TD)
-    out_TD: Tensor = self.experts(x_TD, ids_TK, weights_TK)
+    _, weights_TK, ids_TK = block.gate(x_TD)
+    block.experts.expert_layer.adds = partial(shared, block, x_TD)
+    out_TD: Tensor = block.experts(x_TD, ids_TK, weights_TK)
     return out_TD.view(hidden_states.shape)
 
 

@@ -7,6 +7,7 @@ Legend: T rows, padding included, D hidden dim, K choices per row, P pairs (row,
 I intermediate dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,19 @@ NAME = "wideep_experts_gpu"
 
 
 @dataclass
+class _Shared:
+    """Rows of shared experts."""
+
+    make: Callable[[], Tensor] | None
+    rows_TD: Tensor | None = None
+
+    def compute(self) -> None:
+        """Launch the shared experts, if there are any."""
+        if self.make is not None:
+            self.rows_TD = self.make()
+
+
+@dataclass
 class DeviceExpertLayer:
     """This rank's slots of one MoE layer, and the choice among all slots; a `moe.backend.ExpertLayer`."""
 
@@ -46,7 +60,9 @@ class DeviceExpertLayer:
     dtype: torch.dtype  # of rows
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
-    added_TD: Tensor | None = None  # the next run adds this to its result
+    adds: Callable[[], Tensor] | None = (
+        None  # the next run adds these rows, and computes them while its own travel
+    )
     _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +87,8 @@ class DeviceExpertLayer:
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._keep_sample(hidden_TD)
         mode = self._mode()
-        sent = self._send(hidden_TD.contiguous(), ids_TK, mode)
+        shared, self.adds = _Shared(self.adds), None
+        sent = self._send(hidden_TD.contiguous(), ids_TK, mode, shared)
         # The memory holds all pairs of all ranks. With even loads each rank receives as many as it sends.
         expected = mode.capacity * ids_TK.shape[1] or None
         y_PD = self.compute(
@@ -84,11 +101,10 @@ class DeviceExpertLayer:
             sent.handle.num_pairs,
             expected,
         )
-        added_TD, self.added_TD = self.added_TD, None
         if isinstance(self.dispatcher, DeviceDispatcher):
-            return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=added_TD)
+            return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=shared.rows_TD)
         out_TD = self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent)
-        return out_TD if added_TD is None else out_TD + added_TD
+        return out_TD if shared.rows_TD is None else out_TD + shared.rows_TD
 
     def compute(
         self,
@@ -129,14 +145,21 @@ class DeviceExpertLayer:
         offsets = torch.tensor([0, len(x_TD)], device=device)
         return self.compute(module, up, down, x_TD, None, offsets, len(x_TD)).float().cpu()
 
-    def _send(self, x_TD: Tensor, ids_TK: Tensor, mode: Mode) -> Dispatched:
-        """Choose slots, count the choices and dispatch. On one rank a single launch does all three."""
+    def _send(self, x_TD: Tensor, ids_TK: Tensor, mode: Mode, shared: "_Shared") -> Dispatched:
+        """Choose slots, count the choices and dispatch. On one rank a single launch does all three.
+
+        Shared experts run between the launches that send rows and that wait for them.
+        """
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
         choices = ids_TK, placed.cache_slot_P, placed.num_decodes_1, table
-        if isinstance(self.dispatcher, DeviceDispatcher) and self.dispatcher.takes_experts:
+        if not isinstance(self.dispatcher, DeviceDispatcher):
+            shared.compute()
+            return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode)
+        if self.dispatcher.takes_experts:
+            shared.compute()
             return self.dispatcher.dispatch_experts(x_TD, self._on_device.experts(*choices))
-        return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode)
+        return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode, shared.compute)
 
     def launch_tiles(self) -> None:
         """Compile the products in FP8 for all numbers of rows, so that no step waits for a compiler."""

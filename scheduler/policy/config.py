@@ -122,7 +122,7 @@ class EngineConfig(EngineSettings):
     # Experts that may move to a rank at once; a GPU reserves memory for them. None is one layer's slots, or 0 if alone.
     num_spare: int | None = None
     epoch: int = 0
-    # Whether a rank that serves alone launches steps before the one before is done. None: on a GPU.
+    # Whether a rank launches steps before the one before is done, if it can (`scheduler.step.overlap`). None: on a GPU.
     overlaps_steps: bool | None = None
 
     @property

@@ -83,11 +83,13 @@ class Scheduler:
         keeps_snapshots: bool = True,
         rotary_limit: int | None = None,
         drafter: DraftsTokens | None = None,
+        overlaps: bool = False,
     ) -> None:
         """Take over the pools; nothing else may use them. `states` is None for models without recurrent states.
 
         `rotary_limit`: length in tokens above which the model computes all tokens of a sequence differently, if any.
             A sequence that grows past it starts again. `drafter`: source of drafts; None disables them.
+            `overlaps`: whether a sequence with states may have two steps in flight, see `StateTables`.
 
         Raises:
             SchedulerLimitsError: The limits contradict each other or the pool.
@@ -105,6 +107,7 @@ class Scheduler:
             states,
             keeps_snapshots=keeps_snapshots,
             num_drafts=drafter.num_drafts if drafter else 0,
+            overlaps=overlaps,
         )
         self._roster = Roster()
         self._in_flight: deque[StepBatch] = deque()

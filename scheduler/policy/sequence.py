@@ -105,6 +105,7 @@ class SequenceStates:
 
     slots: list[int] = field(default_factory=list)  # of the states between its steps, oldest first
     is_first_shared: bool = False  # the first slot is a shared snapshot and was not promised
+    has_released: bool = False  # the oldest step in flight needs its first slot no longer
     num_promised: int = 0  # slots that it may still take
     snapshot_ends: set[int] = field(default_factory=set)  # prompt positions where snapshots are taken
     snapshots: list[tuple[int, int]] = field(default_factory=list)  # position and slot, of steps in flight

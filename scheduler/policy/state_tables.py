@@ -4,6 +4,10 @@ A sequence is promised two slots, and one more per draft of a step. A step reads
 writes the other slot. The slot it read is released at commit, so a step may be run again until then. A step with drafts
 writes the state after each of its tokens; the states after wrong drafts are released.
 
+If steps overlap, the next step of a sequence is planned while one is in flight. It writes the slot that the earlier one
+reads, or leaves it to another sequence: the device runs them in order. Then a step cannot be run again, so only a rank that
+serves alone overlaps such steps.
+
 Snapshots are taken at the ends of blocks: at the end of a prompt's shareable part, where a prompt departs from what is
 cached (others will depart there too), and every `STRIDE` tokens in between. During generation the newest block end is a
 snapshot, for the conversation's next turn. Snapshots use unpromised slots; the least recently used are dropped first.
@@ -29,9 +33,18 @@ class StateTables:
     """Keep `Sequence.states` consistent with the pool."""
 
     def __init__(
-        self, pool: StatePool, blocks: BlockPool, *, keeps_snapshots: bool, num_drafts: int = 0
+        self,
+        pool: StatePool,
+        blocks: BlockPool,
+        *,
+        keeps_snapshots: bool,
+        num_drafts: int = 0,
+        overlaps: bool = False,
     ) -> None:
         """Take over a pool.
+
+        Args:
+            overlaps: Whether a sequence may have two steps in flight. Not with drafts.
 
         Raises:
             SchedulerLimitsError: The pool is too small for a sequence.
@@ -39,7 +52,9 @@ class StateTables:
         fewest = fewest_states(num_drafts=num_drafts, keeps_snapshots=keeps_snapshots)
         if pool.num_slots < fewest:
             raise SchedulerLimitsError(f"there are {pool.num_slots} state slots; one request needs {fewest}")
+        assert not (overlaps and num_drafts), "steps with drafts do not overlap"
         self._pool, self._blocks, self._keeps_snapshots = pool, blocks, keeps_snapshots
+        self._overlaps = overlaps
         self._promised = STATES_OF_ONE + num_drafts
 
     def find(self, matched: Series[int]) -> Beginning:
@@ -73,11 +88,15 @@ class StateTables:
 
     def can_plan(self, sequence: Sequence) -> bool:
         """Whether the sequence's next step has a slot to write. False while steps in flight hold all of them."""
-        return sequence.states.num_promised > 0
+        return sequence.states.num_promised > 0 or self._may_reuse(sequence)
 
     def plan(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> list[StatePiece]:
-        """Choose slots for tokens [start, end), of which the last `num_drafts` are drafts."""
+        """Choose slots for tokens [start, end), of which the last `num_drafts` are drafts. Call it before the step counts as
+        in flight."""
         own, pieces = sequence.states, []
+        if self._may_reuse(sequence):
+            self._release_oldest(own)
+            own.has_released = True
         read, begin = own.slots[-1] if own.slots else NO_STATE, start
         for position in sorted(each for each in own.snapshot_ends if start < each < end):
             slot = self._pool.take_left_over()
@@ -101,10 +120,9 @@ class StateTables:
             self._pool.publish(slot, self._key(sequence, position))
             self._pool.give(slot)
         # The slots, in order: the one that the step read (none at a text's start), wrote, and those of later steps.
-        if start > 0:
-            self._pool.give(own.slots.pop(0), is_promised=not own.is_first_shared)
-            own.num_promised += not own.is_first_shared
-            own.is_first_shared = False
+        if start > 0 and not own.has_released:
+            self._release_oldest(own)
+        own.has_released = False
         if not self._keeps_snapshots or end % self._blocks.block_tokens:
             return
         is_generated = end >= sequence.num_prefill_tokens
@@ -131,6 +149,15 @@ class StateTables:
             self._pool.give(slot)
         self._pool.release_promises(own.num_promised)
         sequence.states = SequenceStates()
+
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        """Whether the sequence has one step in flight, and may release the slot that it reads."""
+        return self._overlaps and sequence.num_in_flight == 1 and len(sequence.states.slots) == STATES_OF_ONE
+
+    def _release_oldest(self, own: SequenceStates) -> None:
+        self._pool.give(own.slots.pop(0), is_promised=not own.is_first_shared)
+        own.num_promised += not own.is_first_shared
+        own.is_first_shared = False
 
     def _key(self, sequence: Sequence, end: int) -> bytes:
         return self._blocks.key_of(sequence.block_ids[end // self._blocks.block_tokens - 1])

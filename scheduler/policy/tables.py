@@ -27,12 +27,15 @@ class BlockTables:
         *,
         keeps_snapshots: bool = True,
         num_drafts: int = 0,
+        overlaps: bool = False,
     ) -> None:
-        """`num_drafts`: most drafts in a step of a sequence."""
+        """`num_drafts`: most drafts in a step of a sequence. `overlaps`: see `StateTables`."""
         self._pool = pool
         self._states = None
         if states is not None:
-            self._states = StateTables(states, pool, keeps_snapshots=keeps_snapshots, num_drafts=num_drafts)
+            self._states = StateTables(
+                states, pool, keeps_snapshots=keeps_snapshots, num_drafts=num_drafts, overlaps=overlaps
+            )
         self._enable_prefix_caching = enable_prefix_caching
         # Sequences that no longer run, but in-flight batches may still write their blocks.
         self.leaving: set[Sequence] = set()
@@ -146,10 +149,11 @@ class BlockTables:
         num_missing = self._pool.blocks_for(sequence.num_planned) - len(sequence.block_ids)
         if num_missing > 0:
             sequence.block_ids += self._pool.acquire(num_missing)
+        pieces: list[StatePiece] = []
+        if self._states is not None:
+            pieces = self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
         sequence.num_in_flight += 1
-        if self._states is None:
-            return []
-        return self._states.plan(sequence, start, sequence.num_planned, num_drafts=num_drafts)
+        return pieces
 
     def take_token(self, sequence: Sequence) -> None:
         """Plan and advance by one known token with nothing in flight. Only for models without states."""

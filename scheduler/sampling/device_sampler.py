@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dispatch.gpu.host_copy import HostCopy
 from scheduler.policy.request import Logprobs, Request, SamplingParams
 from scheduler.policy.sequence import Sequence, TokenContext
 from scheduler.sampling.plan import MOST_ROWS, LogprobQuery, SamplingPlan, make_plan, send
@@ -83,7 +84,7 @@ class DeviceSampler:
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         asked = [LogprobQuery(row, row, num_top) for row in range(len(next_ids))]
         token_C = send({"token": np.array(next_ids, np.int64)}, self._device)["token"]
-        found = _Copy([measure(logits_CV.contiguous(), asked, token_C).flatten()]).read()
+        found = HostCopy([measure(logits_CV.contiguous(), asked, token_C).flatten()]).read()
         return read_measured(found, asked, next_ids, logits_CV.shape[1], with_rank=True)
 
     def _launch(self, logits_RV: Tensor, kept_KV: Tensor, plan: SamplingPlan) -> list[Tensor]:
@@ -115,7 +116,7 @@ class DeviceDrawing:
         self.token_R = parts[0]
         # The CPU may replace the token of a masked row.
         self.is_settled = plan is None or not plan.masked_rows
-        self._copy = _Copy(parts)
+        self._copy = HostCopy(parts)
 
     def read(self) -> Sampled:
         found, plan, kept_KV, V = self._copy.read(), self._plan, self._kept_KV, self._kept_KV.shape[1]
@@ -135,26 +136,6 @@ class DeviceDrawing:
                 token_ids[row], logprobs[row] = again.token_ids[0], again.logprobs[0]
                 self._sampler.num_host_rows += 1
         return Sampled(token_ids, logprobs)
-
-
-class _Copy:
-    """Numbers on their way to the host, behind everything launched so far."""
-
-    def __init__(self, parts: list[Tensor]) -> None:
-        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._packed, self._done = packed, None
-        if packed.device.type == "cuda":
-            self._packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record()
-
-    def read(self) -> np.ndarray:
-        """Wait for the copy, not for later launches."""
-        if self._done is not None:
-            self._done.synchronize()
-        found: np.ndarray = self._packed.numpy()
-        return found
 
 
 def choose_tokens(logits_RV: Tensor, plan: SamplingPlan) -> Tensor:

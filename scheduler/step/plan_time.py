@@ -42,17 +42,22 @@ class PlanTime:
         """Note that the host begins to plan a step."""
         self._planned_s = self._clock()
 
-    def end_launch(self, *, num_decodes: int, num_prefill: int) -> None:
-        """Note that a step was launched. It begins now, or with `end_step` of the step before."""
+    def end_launch(self, *, num_decodes: int, has_prefill: bool) -> None:
+        """Note that a step was launched. It begins now, or with `end_step` of the step before.
+
+        Args:
+            num_decodes: Determines the step's time; of several ranks, the most that any of them may have.
+            has_prefill: Some rank has prompts in the step.
+        """
         self._begun_s = self._clock()
-        self._num_decodes = 0 if num_prefill else num_decodes
-        if not num_prefill:
+        self._num_decodes = 0 if has_prefill else num_decodes
+        if not has_prefill:
             self._host_s = max(_KEPT * self._host_s, self._begun_s - self._planned_s)
 
-    def end_step(self, seconds: float, *, num_decodes: int, num_prefill: int) -> None:
-        """Note that the tokens of a step were read, `seconds` after it began."""
+    def end_step(self, seconds: float, *, num_decodes: int, has_prefill: bool) -> None:
+        """Note that the tokens of a step were read, `seconds` after it began. Others are as in `end_launch`."""
         self._begun_s = self._clock()
-        if num_decodes and not num_prefill:
+        if num_decodes and not has_prefill:
             self._steps.append((num_decodes, seconds))
 
     def _end_s(self) -> float:

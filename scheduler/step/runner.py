@@ -6,14 +6,14 @@ before `sample`, which comes after the earlier step was read. So penalties, seed
 """
 
 from dataclasses import dataclass
-from time import perf_counter_ns
+from time import perf_counter, perf_counter_ns, sleep
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dispatch.dispatched import TokenDispatcher, Waits
+from dispatch.dispatched import Check, TokenDispatcher, no_errors
 from expert_placement.load import WAIT_CAUSES, LoadFigures
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Drawn, Inputs, Span, Step
@@ -35,6 +35,7 @@ class Forward(Protocol):
         ...
 
 
+SETTLE_S = 5.0  # interrupted waits end within milliseconds
 SCORED_ROWS = 64  # prompt rows scored together; their logits take 64 x vocabulary x 4 bytes, 38 MB at 150,000
 
 
@@ -63,7 +64,7 @@ class Runner:
 
     def begin_epoch(self, dispatcher: TokenDispatcher, forward: Forward) -> None:
         """Continue with the ranks of another epoch and reset the counters. The arguments are those of the constructor."""
-        self.dispatcher, self._forward = dispatcher, forward
+        self.dispatcher, self._forward, self._waits = dispatcher, forward, dispatcher.waits
         self.figures = LoadFigures()  # of the epoch, without those that dispatcher and model count
         self._ended_ns: int | None = None
 
@@ -121,7 +122,7 @@ class Runner:
         Args:
             before: The step before, if it was not read yet. It must have been sampled.
         """
-        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
+        begun_ns = perf_counter_ns()
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens, before)
@@ -129,7 +130,7 @@ class Runner:
         if has_prefill:
             experts_s = self._model.load_counts.experts_s - experts_s
         return Underway(
-            batch=batch, logits_RV=logits_RV, scored=scored, begun_ns=begun_ns, waits=waits, wait_cause=wait_cause,
+            batch=batch, logits_RV=logits_RV, scored=scored, begun_ns=begun_ns, wait_cause=wait_cause,
             has_prefill=has_prefill, experts_s=experts_s,
         )  # fmt: skip
 
@@ -139,6 +140,7 @@ class Runner:
         batch = underway.batch
         sampling = [context for item in batch.items for context in _contexts(item)]
         underway.drawing = self._sampler.begin(underway.logits_RV[: len(sampling)], sampling)
+        underway.check = self.dispatcher.begin_check()
 
     @torch.inference_mode()
     def read(self, underway: "Underway") -> Sampled:
@@ -146,12 +148,12 @@ class Runner:
         batch, scored = underway.batch, underway.scored
         assert underway.drawing is not None, "a step is sampled before it is read"
         sampled = underway.drawing.read()
-        self.dispatcher.check()
+        underway.check()
         if scored:
             sampled = sampled._replace(
                 prompt_logprobs={part.request_id: self._score(part) for part in scored}
             )
-        figures = self._times(underway.begun_ns, underway.waits, underway.wait_cause)._replace(
+        figures = self._times(underway.begun_ns, underway.wait_cause)._replace(
             steps=1,
             prefill_tokens=batch.num_prefill_tokens,
             decode_tokens=batch.num_tokens - batch.num_prefill_tokens,
@@ -165,17 +167,27 @@ class Runner:
         self.figures = self.figures.plus(figures)
         return sampled
 
+    def settle(self) -> None:
+        """Wait until the device has ended all launched steps, at most some seconds: a collective may never end."""
+        if self._model.device.type != "cuda":
+            return
+        ended, until_s = torch.cuda.Event(), perf_counter() + SETTLE_S  # type: ignore[no-untyped-call]
+        ended.record()
+        while not ended.query() and perf_counter() < until_s:
+            sleep(1e-3)
+
     def rest(self) -> None:
         """Note that the rank sleeps, so that the time until the next step is not counted as overhead."""
         self._ended_ns = None
 
-    def _times(self, begun_ns: int, before: Waits, cause: str) -> LoadFigures:
+    def _times(self, begun_ns: int, cause: str) -> LoadFigures:
         """End a step and return its times. It waits for ranks at dispatches for their attention, at combines for their experts.
 
         Half of the wire time is subtracted from each, because no rank causes it. A step that was launched behind another
         begins when that one ends.
         """
-        waits = self.dispatcher.waits
+        before, waits = self._waits, self.dispatcher.waits
+        self._waits = waits
         wire_ns = waits.wire_ns - before.wire_ns
         waited_ns = dict.fromkeys(WAIT_CAUSES, 0)
         waited_ns[cause] += max(0, waits.dispatch_ns - before.dispatch_ns - wire_ns // 2)
@@ -197,10 +209,10 @@ class Runner:
     def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int, *, wait_cause: str) -> None:
         """Run the draft passes after a step; see `DraftPasses.run`. `wait_cause` is the step's."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
-        begun_ns, waits = perf_counter_ns(), self.dispatcher.waits
+        begun_ns = perf_counter_ns()
         self._passes.run(batch, depth, agreed_tokens)
-        self.dispatcher.check()
-        self.figures = self.figures.plus(self._times(begun_ns, waits, wait_cause))
+        self.dispatcher.begin_check()()
+        self.figures = self.figures.plus(self._times(begun_ns, wait_cause))
 
     def _score(self, scored: "_Scored") -> list[Logprobs]:
         """Return the logprobs of the prompt tokens after the rows. Scores a bounded number of rows at a time."""
@@ -221,11 +233,11 @@ class Underway:
     logits_RV: Tensor
     scored: "list[_Scored]"
     begun_ns: int
-    waits: Waits  # before the step
     wait_cause: str
     has_prefill: bool
     experts_s: float
     drawing: Drawing | None = None  # its tokens, once they are sampled
+    check: Check = no_errors  # of its dispatches
     seconds: float = 0.0  # from its launch, or the end of the step before, until its tokens were read
 
     @property
@@ -237,7 +249,7 @@ class Underway:
         """
         assert self.drawing is not None, "a step is sampled before the next one is launched"
         needs_host = any(item.drafts or item.sequence.has_structure for item in self.batch.items)
-        return bool(self.batch.items) and self.drawing.is_settled and not (self.scored or needs_host)
+        return self.drawing.is_settled and not (self.scored or needs_host)
 
     def places(self) -> dict[Sequence, int]:
         """Return where the sampled sequences' tokens are in `drawing.token_R`. Of steps without drafts."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from scheduler.assembly import Assembled, assemble
@@ -27,7 +29,7 @@ from scheduler.step.runner import Underway
 from scheduler.structure.compiler import Vocabulary
 from tests.support.engines.serving import WaveDoorbell, build, occupy, request, serve
 from tests.support.gpu.path import build_interpreted
-from tests.support.models.families import VOCABULARY, make_model
+from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
 from tests.support.models.no_reads import NoReads
 from tests.support.ranks import RankPool
 from tests.support.requests.logprobs import close
@@ -90,8 +92,16 @@ class Answer(NamedTuple):
     ends: list[FinishReason]
 
 
+def on_all_ranks(count: int) -> int:
+    """Return the sum over all ranks. Collective."""
+    if not dist.is_initialized():
+        return count
+    dist.all_reduce(total := torch.tensor(count))
+    return int(total)
+
+
 def answers(built: Assembled, given: Workload) -> dict[str, Answer]:
-    """Serve a workload to its end. Requests arrive and are aborted between steps."""
+    """Serve a workload to its end. Requests arrive and are aborted between steps. Collective; ranks have their own workloads."""
     found: dict[str, Answer] = {}
     arrivals, engine, steps = deque(given.arrivals), built.engine, 0
 
@@ -120,10 +130,11 @@ def answers(built: Assembled, given: Workload) -> dict[str, Answer]:
 
         def wait(self, step: int) -> None:
             nonlocal steps
-            if not built.structures._waiting and not engine._inbox:
-                if not arrivals:
-                    engine.stop()
-                    return
+            has_own = bool(built.structures._waiting or engine._inbox)
+            if not on_all_ranks(len(arrivals) + has_own):
+                engine.stop()
+                return
+            if arrivals and not has_own:
                 steps = max(steps, arrivals[0][0])
                 submit_due()
             until_s = time.monotonic() + 60
@@ -197,6 +208,29 @@ def test_overlapped_steps_give_every_request_the_same_bits(
         assert (num_behind(log) > 9) == overlaps
         if leaving is not None:
             assert built.scheduler.stats.num_preemptions > 0
+    check_same(both[1], both[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {}),
+        pytest.param("qwen3_next", {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", {"max_num_seqs": 3, "max_num_batched_tokens": 9}, marks=pytest.mark.slow),
+        pytest.param("minimax", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_overlapped_steps_of_recurrent_models_give_every_request_the_same_bits(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    """A step writes the state that the one before it reads: the device runs them in order."""
+    write_checkpoint(family, tmp_path)
+    both = []
+    for overlaps in (False, True):
+        built = engine_of(tmp_path, overlaps=overlaps, **settings)
+        log = log_of(built)
+        both.append(answers(built, workload(7, count=12)))
+        assert (num_behind(log) > 9) == overlaps and built.num_states > 0
     check_same(both[1], both[0])
 
 

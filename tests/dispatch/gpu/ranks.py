@@ -52,7 +52,7 @@ def run_layer(dispatcher: Any, case: RankCase, mode: Mode = NORMAL) -> Outcome:
     offsets = sent.slot_offsets.clone()
     weights_TK = torch.where(case.slots_TK < 0, float("nan"), case.weights_TK)
     combined = dispatcher.combine(answer(sent, rank), weights_TK, sent)
-    dispatcher.check()
+    dispatcher.begin_check()()
     return Outcome(x_PH, offsets, combined.clone())
 
 

@@ -27,6 +27,7 @@ from tests.dispatch.gpu.test_replay import recording
 from tests.dispatch.oracle import RankCase, make_cases, simulate
 from tests.support.gpu.graph_safe import graph_safe_launches
 from tests.support.gpu.interpreted import needs_triton
+from tests.support.gpu.launches import counting_launches
 from tests.support.ranks import RankPool
 
 pytestmark = needs_triton
@@ -122,7 +123,7 @@ def replay(layers: list[list[RankCase]]) -> tuple[list[Tensor], tuple[list[int],
             launch()
         results.append(out_TH.clone())
     sent_bytes = dispatcher.sent_to_ranks()
-    dispatcher.check()
+    dispatcher.begin_check()()
     dist.barrier()
     dispatcher.close()
     return results, sent_bytes
@@ -138,6 +139,31 @@ def test_a_decode_step_can_be_replayed_and_the_host_looks_at_nothing(interpretin
         assert dispatched[rank] == combined[rank] == 0
         assert dispatched[1 - rank] % (16 * 4) == 3 * 3 * 4 * 4 % (16 * 4)  # rows, and entries of four calls
         assert combined[1 - rank] > 0 and combined[1 - rank] % (16 * 4) == 0
+
+
+def add_shared(mode: Mode) -> tuple[list[str], Tensor, Tensor]:
+    """Run a layer with rows that are computed meanwhile and added. Return what a dispatch launched, the sums, and those of torch."""
+    dispatcher, case, rank = open_wide(), draw(1, [3, 1])[dist.get_rank()], dist.get_rank()
+    added_TH = torch.linspace(-1, 1, case.x_TH.numel()).view_as(case.x_TH)
+    with counting_launches() as names:
+        sent = dispatcher.dispatch(case.x_TH, case.slots_TK, mode, lambda: names.append("shared"))
+    found = dispatcher.combine(answer(sent, rank), case.weights_TK, sent, added_TH=added_TH)
+    wanted = run_layer(dispatcher, case, mode).combined_TH + added_TH
+    dist.barrier()
+    dispatcher.close()
+    return names, found, wanted
+
+
+@pytest.mark.parametrize("mode", [NORMAL, low_latency(4)])
+def test_shared_experts_run_between_send_and_wait_and_are_added_as_by_torch(
+    interpreting_pair: RankPool, mode: Mode
+) -> None:
+    for names, found, wanted in interpreting_pair.run(add_shared, mode):
+        assert torch.equal(found, wanted) and names.count("shared") == 1
+        if mode.capacity:
+            after = [name for name in names[names.index("send_rows") :] if not name.startswith("aten::")]
+            assert after[:3] == ["send_rows", "shared", "wait_flags"], "polls may follow"
+            assert after[-2:] == ["order_pairs", "deliver_rows"]
 
 
 def refuse_one(mode: Mode) -> tuple[str, Tensor]:
@@ -172,8 +198,8 @@ def come_late() -> tuple[str, str, str]:
         sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
         dispatcher._normal._timeout_s = 1000.0  # longer than this test may run
         dispatcher.combine(y_PH, case.weights_TK, sent)
-        said = catch(dispatcher.check)
-    again = catch(dispatcher.check)
+        said = catch(dispatcher.begin_check())
+    again = catch(dispatcher.begin_check())
     dist.barrier()
     if dist.get_rank() == 1:
         dispatcher.combine(
@@ -205,7 +231,7 @@ def be_interrupted(is_blocking: bool) -> tuple[str, str]:
         timer = threading.Timer(0.2, exchange.interrupt, [PeerLost(1, "its heart stands still")])
         timer.start()
         texts.append(catch(lambda: exchange.dispatch(case.x_TH, case.slots_TK, 3)))
-        texts.append(catch(exchange.check))
+        texts.append(catch(exchange.begin_check()))
     dist.barrier()
     exchange.close()
     return tuple(texts)  # type: ignore[return-value]
@@ -249,7 +275,7 @@ def exchange_with_few_counted(most: int) -> list[list[int]]:
             sent = dispatcher.dispatch(case.x_TH, case.slots_TK, low_latency(3))
             out_TH = dispatcher.combine(answer(sent, dist.get_rank()), case.weights_TK, sent)
             sums.append(out_TH.view(torch.int32).flatten().tolist())
-        dispatcher.check()
+        dispatcher.begin_check()()
         dist.barrier()
         dispatcher.close()
     return sums
@@ -272,7 +298,7 @@ def wait_and_check() -> list[tuple[int, int]]:
     exchange.dispatch_ns[1] += 5  # the interpreter has no clock
     exchange.combine_ns[1] += 7
     seen = [tuple(dispatcher.waits)[:2]]
-    dispatcher.check()
+    dispatcher.begin_check()()
     seen.append(tuple(dispatcher.waits)[:2])
     dist.barrier()
     dispatcher.close()

@@ -138,8 +138,11 @@ KERNELS = {
         {**BLOCK, **FP8, "SCALES": 56, "SCALES_PAD": 64, "IS_UE8M0": True},
     ),
     "answer": Kernel(send_answers, ANSWER, ANSWERED),
-    "sum": Kernel(sum_answers, SUM, ANSWERED),
-    "sum_fp16": Kernel(sum_answers, {**SUM, "out": "*fp16"}, {**ANSWERED, "IS_BFLOAT16": False}),
+    "sum": Kernel(sum_answers, SUM, {**ANSWERED, "added": None}),
+    "sum_and_shared": Kernel(sum_answers, {**SUM, "added": "*i16"}, ANSWERED),
+    "sum_fp16": Kernel(
+        sum_answers, {**SUM, "out": "*fp16"}, {**ANSWERED, "added": None, "IS_BFLOAT16": False}
+    ),
     "sum_pairs": Kernel(sum_pairs, PAIRS, {**ANSWERED, "added": None}, 4),
     "sum_pairs_and_shared": Kernel(sum_pairs, {**PAIRS, "added": "*i16"}, ANSWERED, 4),
     "sum_pairs_with_short_weights": Kernel(

@@ -84,7 +84,7 @@ def refuse_a_call(is_combine: bool) -> tuple[str, str, Tensor]:
         y_PH = torch.zeros(sent.handle.num_pairs, 16, dtype=torch.float64 if is_wrong else torch.float32)
         dispatcher.combine(y_PH, case.weights_TK, sent)
 
-    said, later = catch(call), catch(dispatcher.check)
+    said, later = catch(call), catch(dispatcher.begin_check())
     combined = run_layer(dispatcher, case).combined_TH
     dist.barrier()
     return said, later, combined

@@ -19,14 +19,14 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.expert_layer: Any = SimpleNamespace(added_TD=None, run=self.run)
-        self.seen: list[Tensor | None] = []
+        self.expert_layer: Any = SimpleNamespace(adds=None, run=self.run)
+        self.has_added: list[bool] = []
 
     def run(self, _module: Any, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Double the rows, and add as a layer does."""
-        added_TD, self.expert_layer.added_TD = self.expert_layer.added_TD, None
-        self.seen.append(added_TD)
-        return 2 * x_TD if added_TD is None else 2 * x_TD + added_TD
+        adds, self.expert_layer.adds = self.expert_layer.adds, None
+        self.has_added.append(adds is not None)
+        return 2 * x_TD if adds is None else 2 * x_TD + adds()
 
     def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return serve_experts(self, x_TD, ids_TK, weights_TK)
@@ -42,7 +42,7 @@ class Gate(nn.Module):
         return logits, *logits.softmax(-1).topk(2)
 
 
-class Block(nn.Module):
+class SummingBlock(nn.Module):
     """Like DeepSeek-V3's block, or with a factor on the shared result."""
 
     def __init__(self, factor: float) -> None:
@@ -57,16 +57,34 @@ class Block(nn.Module):
         return routed + (shared if self.factor == 1.0 else shared * self.factor)
 
 
+class GatingBlock(nn.Module):
+    """Like Qwen3-Next's block, or with a factor on the shared result."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared_expert = Gate(), Experts(), nn.Linear(8, 8, bias=False)
+        self.shared_expert_gate, self.factor = nn.Linear(8, 1, bias=False), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, 8)
+        shared: Tensor = self.shared_expert(rows)
+        _, weights, ids = self.gate(rows)
+        routed: Tensor = self.experts(rows, ids, weights)
+        shared = torch.sigmoid(self.shared_expert_gate(rows)) * shared
+        return (routed + (shared if self.factor == 1.0 else shared * self.factor)).view(x.shape)
+
+
+@pytest.mark.parametrize("kind", [SummingBlock, GatingBlock])
 @pytest.mark.parametrize(("factor", "is_adopted"), [(1.0, True), (0.5, False)])
 def test_a_block_that_only_adds_shared_results_lets_its_layer_add_them(
-    factor: float, is_adopted: bool
+    kind: Any, factor: float, is_adopted: bool
 ) -> None:
     torch.manual_seed(0)
-    block, x = Block(factor), torch.randn(1, 3, 8)
+    block, x = kind(factor), torch.randn(1, 3, 8)
     with torch.no_grad():
         wanted = block(x)
         assert adopt(block.modules(), (SharedSums(),), ROWS)["SharedSums"] == int(is_adopted)
         found = block(x)
     torch.testing.assert_close(found, wanted)
-    assert [each is not None for each in block.experts.seen] == [False, is_adopted]
-    assert block.experts.expert_layer.added_TD is None
+    assert block.experts.has_added == [False, is_adopted]
+    assert block.experts.expert_layer.adds is None

@@ -47,6 +47,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states=st.one_of(st.none(), st.integers(2, 16)),
         rotary_limit=st.one_of(st.none(), st.integers(1, 20)),
         num_drafts=st.integers(0, 4),
+        overlaps=st.booleans(),
     )
     def start(
         self,
@@ -58,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_states: int | None,
         rotary_limit: int | None,
         num_drafts: int,
+        overlaps: bool,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
@@ -74,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps_snapshots=caching,
             rotary_limit=rotary_limit,
             drafter=self.guesses,
+            overlaps=overlaps and not num_drafts,
         )
         self.rank = FakeRank(pool, scheduler, batched, states, rotary_limit)
         self.requests: list[Request] = []

@@ -20,7 +20,14 @@ class Clock:
 
 
 def run_steps(
-    time: PlanTime, clock: Clock, count: int, *, step_s: float, host_s: float, decodes: int, prefill: int = 0
+    time: PlanTime,
+    clock: Clock,
+    count: int,
+    *,
+    step_s: float,
+    host_s: float,
+    decodes: int,
+    prefill: bool = False,
 ) -> None:
     """Run steps on a device that is never idle, with a host that plans as late as it may."""
     for _ in range(count):
@@ -29,9 +36,9 @@ def run_steps(
         time.begin_plan()
         clock.now_s += host_s
         assert clock.now_s < ends_s, "the device became idle"
-        time.end_launch(num_decodes=decodes, num_prefill=prefill)
+        time.end_launch(num_decodes=decodes, has_prefill=prefill)
         clock.now_s = ends_s
-        time.end_step(step_s, num_decodes=decodes, num_prefill=prefill)
+        time.end_step(step_s, num_decodes=decodes, has_prefill=prefill)
 
 
 def test_a_plan_waits_until_the_running_step_is_about_to_end() -> None:
@@ -49,7 +56,7 @@ def test_other_numbers_of_sequences_are_predicted_rather_too_short(decodes: int,
     time = PlanTime(clock=clock, sleep=clock.sleep)
     run_steps(time, clock, 8, step_s=0.020, host_s=0.0, decodes=64)
     time.begin_plan()
-    time.end_launch(num_decodes=decodes, num_prefill=0)
+    time.end_launch(num_decodes=decodes, has_prefill=False)
     time.wait()
     assert clock.slept_s == [pytest.approx(share * 0.020 - MARGIN_S)]
 
@@ -80,5 +87,5 @@ def test_nothing_waits_for_a_step_with_prompts_or_shorter_than_the_margin() -> N
     clock = Clock()
     time = PlanTime(clock=clock, sleep=clock.sleep)
     run_steps(time, clock, 20, step_s=MARGIN_S, host_s=0.0001, decodes=8)
-    run_steps(time, clock, 20, step_s=0.050, host_s=0.010, decodes=8, prefill=100)
+    run_steps(time, clock, 20, step_s=0.050, host_s=0.010, decodes=8, prefill=True)
     assert clock.slept_s == []

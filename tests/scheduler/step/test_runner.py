@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dispatch.dispatched import Waits
+from dispatch.dispatched import Waits, no_errors
 from expert_placement.load import WAIT_CAUSES
 from kvcache.step import Inputs
 from scheduler.policy.batch import StepBatch
@@ -31,7 +31,7 @@ NO_BATCH = StepBatch([], 0, 0)
 def test_dispatches_wait_for_the_cause_and_combines_for_experts(
     dispatch_ns: int, combine_ns: int, wire_ns: int, cause: str, expected: dict[str, int]
 ) -> None:
-    dispatcher: Any = SimpleNamespace(waits=BEFORE, check=lambda: None)
+    dispatcher: Any = SimpleNamespace(waits=BEFORE, begin_check=lambda: no_errors)
 
     def wait(*_: object) -> None:
         more = (dispatch_ns, combine_ns, wire_ns)
@@ -52,7 +52,7 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
 def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100, 130, 137, 150, 9000, 9002, 9003, 9004])  # start and end of four
     monkeypatch.setattr("scheduler.step.runner.perf_counter_ns", lambda: next(times))
-    parts: Any = SimpleNamespace(run=lambda *_: None, check=lambda: None, waits=Waits(0, 0, 0))
+    parts: Any = SimpleNamespace(run=lambda *_: None, begin_check=lambda: no_errors, waits=Waits(0, 0, 0))
     runner = _runner_of(parts, passes=parts)
     for sleeps in (False, True, False, False):
         runner.make_drafts(NO_BATCH, 0, 0, wait_cause="other")
@@ -71,10 +71,14 @@ def test_a_step_behind_another_is_counted_from_that_one_s_end(monkeypatch: pytes
     step = SimpleNamespace(
         fill=lambda *_, **__: None, inputs=lambda *_: Inputs(torch.zeros(5), torch.zeros(0))
     )
+    dispatcher = SimpleNamespace(waits=Waits(0, 0, 0))
+
+    def check() -> None:
+        dispatcher.waits = Waits(dispatcher.waits.dispatch_ns + 3, 0)
+
+    dispatcher.begin_check = lambda: check
     runner = _runner_of(
-        SimpleNamespace(waits=Waits(0, 0, 0), check=lambda: None),
-        model=SimpleNamespace(step=step),
-        forward=lambda *_, **__: torch.zeros(0, 9),
+        dispatcher, model=SimpleNamespace(step=step), forward=lambda *_, **__: torch.zeros(0, 9)
     )
     first = runner.launch(NO_BATCH)  # at 100
     runner.sample(first)
@@ -89,6 +93,9 @@ def test_a_step_behind_another_is_counted_from_that_one_s_end(monkeypatch: pytes
     assert [each.seconds * 1e9 for each in (first, second, third)] == pytest.approx([50, 50, 10])
     assert runner.figures.step_s * 1e9 == pytest.approx(50 + 50 + 10 + 15)
     assert runner.figures.between_steps_s * 1e9 == pytest.approx(50) and runner.figures.steps == 4
+    assert runner.figures.wait_causes_s.sum() * 1e9 == pytest.approx(4 * 3), (
+        "a check brings the waits of its step"
+    )
 
 
 def test_a_step_with_prompts_is_counted_twice() -> None:
@@ -98,7 +105,7 @@ def test_a_step_with_prompts_is_counted_twice() -> None:
         counts.experts_s += 0.25
         return torch.zeros(0, 9)
 
-    dispatcher = SimpleNamespace(waits=Waits(0, 0, 0), check=lambda: None)
+    dispatcher = SimpleNamespace(waits=Waits(0, 0, 0), begin_check=lambda: no_errors)
     step = SimpleNamespace(
         fill=lambda *_, **__: None, inputs=lambda *_: Inputs(torch.zeros(5), torch.zeros(0))
     )
