@@ -60,7 +60,7 @@ def said(streams: list[TimedStream]) -> list[tuple[object, ...]]:
 
 
 def wait_until_moved(service: RealService, before: float) -> None:
-    wait_until(lambda: moved(service) > before, lambda: "nothing moved", within_s=60)
+    wait_until(lambda: moved(service) > before, lambda: "nothing moved", within_s=240)
 
 
 def wait_until_nothing_is_open(service: RealService) -> None:

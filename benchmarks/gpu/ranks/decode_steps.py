@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, bytes_of, time_queued
 from benchmarks.gpu.ranks.engine_loop import EngineLoop, room
-from benchmarks.gpu.ranks.models import TIMED, config_of, engine_config, sequence_of
+from benchmarks.gpu.ranks.models import config_of, engine_config, sequence_of, timed_models
 from benchmarks.gpu.ranks.parity import COMPILED, compiler_of, is_eager
 from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -39,7 +39,9 @@ _BATCH_TOKENS, _TINY_BATCH_TOKENS = 8192, 64  # of a step
 
 def units(setting: Setting) -> list[str]:
     """Return the units: the model with goals first, a compiled one last."""
-    return [f"steps {name}" for name in (*TIMED, f"qwen3{_INVARIANT}", f"{COMPILED} compiled")]
+    return [
+        f"steps {name}" for name in (*timed_models(setting), f"qwen3{_INVARIANT}", f"{COMPILED} compiled")
+    ]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:

@@ -110,13 +110,17 @@ QUANTISED: dict[str, dict[str, Any]] = {  # the published quantization_config, b
         "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
     },
 }  # fmt: skip
-TIMED = (*MODELS, *QUANTISED)
 HYBRID, SPARSE = "qwen3-next", "deepseek-v32"
 OTHER_ATTENTION = (HYBRID, SPARSE)  # checked
 POSITIONS = 40960
 _GIB = 1 << 30
 _MOST_CACHE_BYTES = 60 * _GIB
 _STEP_BYTES = 6 * _GIB  # for steps and graphs
+
+
+def timed_models(setting: Setting) -> tuple[str, ...]:
+    """Return the names of the models that are timed. Quantised ones stand for the same models if shapes are tiny."""
+    return ("qwen3", *QUANTISED) if setting.is_tiny else (*MODELS, *QUANTISED)
 
 
 def config_of(name: str, setting: Setting, *, layers: int | None = None) -> PreTrainedConfig:

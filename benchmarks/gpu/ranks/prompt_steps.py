@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.ranks.decode_steps import decodes, fill_cache, median_s
-from benchmarks.gpu.ranks.models import TIMED, Silent, config_of, engine_config, sequence_of
+from benchmarks.gpu.ranks.models import Silent, config_of, engine_config, sequence_of, timed_models
 from benchmarks.gpu.ranks.parity import is_eager
 from benchmarks.gpu.results import Figure, Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -45,7 +45,7 @@ _STEPS = 12
 
 def units(setting: Setting) -> list[str]:
     """Return one unit per model."""
-    return [f"prompts {name}" for name in TIMED]
+    return [f"prompts {name}" for name in timed_models(setting)]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:

@@ -39,7 +39,8 @@ def units(setting: Setting) -> list[str]:
         for program in ("wideep", "continuous")
         if (name, program) not in _UNABLE
     ]
-    return [*served, *(f"{name} wideep" for name in QUANTISED), *(f"{name} static" for name in MODELS)]
+    quantised = [] if setting.is_tiny else [f"{name} wideep" for name in QUANTISED]
+    return [*served, *quantised, *(f"{name} static" for name in MODELS)]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:

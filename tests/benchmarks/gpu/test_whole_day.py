@@ -13,7 +13,7 @@ from benchmarks.gpu.day import PARTS
 from tests.support.gpu.interpreted import needs_triton
 
 ROOT = Path(__file__).parents[3]
-LIMIT_S = 900.0
+LIMIT_S = 1800.0  # ten times what a quiet machine takes
 
 pytestmark = [
     pytest.mark.slow,
