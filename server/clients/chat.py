@@ -36,8 +36,8 @@ class ChatPiece(NamedTuple):
     is_reasoning: bool = False
 
 
-class Speed(NamedTuple):
-    """The speed of an answer."""
+class Pace(NamedTuple):
+    """The pace of an answer."""
 
     num_tokens: int
     first_s: float  # time to the first token
@@ -84,7 +84,7 @@ class ChatClient:
         self._extra = {} if temperature is None else {"temperature": temperature}
         self.messages: list[dict[str, str]] = [*self._opening]
         self.model = model or ""
-        self.speed: Speed | None = None  # of the last complete answer
+        self.speed: Pace | None = None  # of the last complete answer
 
     def open(self) -> None:
         """Find the name of the served model, or check that the requested one is served.
@@ -138,7 +138,7 @@ class ChatClient:
                     first_s = first_s or self._clock()
                     yield piece
                 if first_s is not None and (usage := chunk.get("usage")):
-                    self.speed = Speed(usage["completion_tokens"], first_s - begun_s, self._clock() - first_s)
+                    self.speed = Pace(usage["completion_tokens"], first_s - begun_s, self._clock() - first_s)
 
 
 def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
