@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.clients.connection import Connection, ServiceError, api_key_of
+from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
 _HELP = (
@@ -77,7 +77,7 @@ class ChatClient:
             temperature: Sampling temperature. None means the service's default.
             http: Replacement for the connection, for tests.
         """
-        self._service = Connection(url, api_key, answer_timeout_s=None, http=http)
+        self._service = ServiceClient(url, api_key, answer_timeout_s=None, http=http)
         self._clock = clock
         self.url = self._service.url
         self._opening = [] if system is None else [{"role": "system", "content": system}]

@@ -20,7 +20,7 @@ from typing import Any
 import httptools
 import httpx
 
-from server.clients.connection import SOCKET
+from server.http.client import SOCKET
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a body
 _KEPT_BYTES = 2000  # of a body that is not a stream, to quote its error
@@ -59,7 +59,7 @@ class StreamClient:
         """Prepare; connections open with the first requests.
 
         Args:
-            url: The service's root, such as http://127.0.0.1:8000, or unix:PATH, in the form of `Connection.url`.
+            url: The service's root, such as http://127.0.0.1:8000, or unix:PATH, in the form of `ServiceClient.url`.
         """
         self._clock = clock
         self._socket = os.path.expanduser(url.removeprefix(SOCKET)) if url.startswith(SOCKET) else None

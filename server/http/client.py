@@ -31,7 +31,7 @@ class ServiceError(RuntimeError):
         super().__init__(printable(message))
 
 
-class Connection:
+class ServiceClient:
     """A connection to one service. A context manager."""
 
     def __init__(
