@@ -9,7 +9,6 @@ after the text. Control characters in an answer are escaped, not sent to the ter
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.http.client import ServiceClient, ServiceError, api_key_of
+from server.http.client import ServiceClient, ServiceError, api_key_of, complaint_of
 from server.machine.lines import printable
 
 _HELP = (
@@ -129,11 +128,8 @@ class ChatClient:
         wanted = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.model, "messages": self.messages, **wanted, **self._extra}
         begun_s, first_s = self._clock(), None
-        with self._service.stream("/v1/chat/completions", body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
+        with contextlib.closing(self._service.events("/v1/chat/completions", body)) as chunks:
+            for chunk in chunks:
                 for piece in _pieces(chunk):
                     first_s = first_s or self._clock()
                     yield piece
@@ -246,7 +242,7 @@ def _dim(text: str) -> str:
 def _pieces(chunk: dict[str, Any]) -> Iterator[ChatPiece]:
     """Yield a chunk's text, reasoning first."""
     if "error" in chunk:
-        raise ServiceError(chunk["error"].get("message", "the answer failed"))
+        raise ServiceError(complaint_of(chunk))
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):

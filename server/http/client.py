@@ -1,13 +1,14 @@
-"""An HTTP connection from the command line to a service, with errors as messages for users.
+"""HTTP to a service: its address, its errors as messages for users, and a client for one request at a time.
 
-It uses only one endpoint itself, the list of models.
+`bulk_client` builds on it for many concurrent requests, and `wideep bench` for streams with measured times. The client itself
+uses only one endpoint, the list of models.
 """
 
 import contextlib
+import json
 import os
-import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import httpx
 
@@ -15,7 +16,55 @@ from server.machine.lines import printable
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
-SOCKET = "unix:"  # prefix of a socket's path (--uds) in place of a URL
+_SOCKET = "unix:"  # prefix of a socket's path (--uds) in place of a URL
+_QUOTED_CHARS = 200  # of an answer without an error message
+
+
+class ServiceError(RuntimeError):
+    """The service is unreachable or refused a request. The message is safe for a terminal and has the URL or the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
+
+
+class ServiceAddress(NamedTuple):
+    """The address of a service."""
+
+    shown: str  # in messages
+    root: str  # of the URLs of requests
+    socket: str | None = None  # path of a Unix domain socket
+    is_here: bool = True  # on this machine, so that a proxy from the environment must not be used
+
+    @classmethod
+    def of(cls, url: str) -> "ServiceAddress":
+        """Parse a URL, with or without http:// and /v1, or unix:PATH for a service on a socket (--uds).
+
+        Raises:
+            ServiceError: The URL is invalid.
+        """
+        if url.startswith(_SOCKET):
+            return cls(url, "http://localhost", os.path.expanduser(url.removeprefix(_SOCKET)))
+        root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        try:
+            parsed = httpx.URL(root)
+            is_service = parsed.scheme in ("http", "https") and bool(parsed.host.encode("idna"))
+        except (httpx.InvalidURL, UnicodeError):
+            is_service = False
+        if not is_service:
+            raise ServiceError(f"{url!r} is not a URL of a service; try http://127.0.0.1:8000")
+        return cls(root, root, None, parsed.host in ("localhost", "::1") or parsed.host.startswith("127."))
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Convert connection errors to a `ServiceError`."""
+        try:
+            yield
+        except httpx.ConnectError as error:
+            text = f"no service answers at {self.shown} ({error}). Start one with: wideep serve"
+            raise ServiceError(text) from error
+        except httpx.HTTPError as error:
+            text = str(error) or type(error).__name__
+            raise ServiceError(f"lost the connection to {self.shown}: {text}") from error
 
 
 def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str | None:
@@ -24,11 +73,21 @@ def api_key_of(environment: Mapping[str, str], given: Sequence[str] = ()) -> str
     return next(iter([*given, *own]), None) or environment.get("OPENAI_API_KEY") or None
 
 
-class ServiceError(RuntimeError):
-    """The service is unreachable or refused a request. The message is safe for a terminal and has the URL or the reason."""
+def headers_with(api_key: str | None) -> dict[str, str]:
+    """Return the headers that carry an API key, or raise a ServiceError if it is invalid."""
+    if api_key and not api_key.isascii():
+        raise ServiceError("the API key has characters that are not allowed in a header")
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+
+def complaint_of(body: Any) -> str:
+    """Return the error message of a body, JSON or text, or its beginning if it has none."""
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        message = error.get("message") if isinstance(error, dict) else error
+        if message:
+            return str(message)
+    return str(body)[:_QUOTED_CHARS]
 
 
 class ServiceClient:
@@ -45,25 +104,21 @@ class ServiceClient:
         """Prepare the connection, which opens with the first request.
 
         Args:
-            url: URL of the service, with or without /v1, or unix:PATH for a service on a socket (--uds).
+            url: URL of the service, in a form that `ServiceAddress.of` parses.
             answer_timeout_s: Timeout of an answer. None if an answer may wait in the service's queue.
             http: Replacement for the connection, for tests.
 
         Raises:
-            ServiceError: The API key is invalid.
+            ServiceError: The URL or the API key is invalid.
         """
-        self.url = url if "://" in url or url.startswith(SOCKET) else f"http://{url}"
-        self.url = self._root = self.url.rstrip("/").removesuffix("/v1")
-        transport = None
-        if url.startswith(SOCKET):
-            path = os.path.expanduser(url.removeprefix(SOCKET))
-            self.url, self._root, transport = url, "http://localhost", httpx.HTTPTransport(uds=path)
-        if api_key and not api_key.isascii():
-            raise ServiceError("the API key has characters that are not allowed in a header")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S)
+        self._address = ServiceAddress.of(url)
+        self.url = self._address.shown
+        path = self._address.socket
         self._http = http or httpx.Client(
-            headers=headers, timeout=timeout, transport=transport, trust_env=not _is_this_machine(self._root)
+            headers=headers_with(api_key),
+            timeout=httpx.Timeout(answer_timeout_s, connect=CONNECT_TIMEOUT_S),
+            transport=None if path is None else httpx.HTTPTransport(uds=path),
+            trust_env=not self._address.is_here,
         )
 
     def get_json(self, path: str) -> dict[str, Any]:
@@ -105,34 +160,21 @@ class ServiceClient:
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
-        with self._explaining():
-            response = self._http.request(method, self._root + path, json=body)
+        with self._address.explaining():
+            response = self._http.request(method, self._address.root + path, json=body)
         _check(response)
         return response
 
-    @contextlib.contextmanager
-    def stream(self, path: str, body: Any) -> Iterator[httpx.Response]:
-        """POST, and stream the response. Raises the errors of `get_json`, also while the response is read."""
-        with self._explaining(), self._http.stream("POST", self._root + path, json=body) as response:
+    def events(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
+        """POST, and yield the events of the stream. Closing it cancels the request. Raises the errors of `get_json`."""
+        url = self._address.root + path
+        with self._address.explaining(), self._http.stream("POST", url, json=body) as response:
             if response.is_error:
                 response.read()
             _check(response)
-            yield response
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Convert connection errors to messages."""
-        try:
-            yield
-        except httpx.ConnectError as error:
-            raise ServiceError(
-                f"no service answers at {self.url} ({error}). Start one with: wideep serve"
-            ) from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:
-            text = f"{self.url} is not a URL of a service ({error}); try http://127.0.0.1:8000"
-            raise ServiceError(text) from error
-        except httpx.HTTPError as error:
-            raise ServiceError(f"lost the connection to {self.url}: {error}") from error
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
 
     def close(self) -> None:
         """Close the connection."""
@@ -145,23 +187,14 @@ class ServiceClient:
         self.close()
 
 
-def _is_this_machine(url: str) -> bool:
-    """Return whether the URL is on this machine, so that a proxy from the environment must not be used."""
-    try:
-        host = urllib.parse.urlsplit(url).hostname or ""
-    except ValueError:
-        return False
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _check(response: httpx.Response) -> None:
     """Raise the service's error message if it refused the request."""
     if not response.is_error:
         return
     try:
-        message = response.json()["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = response.text[:200] or response.reason_phrase
+        message = complaint_of(response.json())
+    except ValueError:
+        message = complaint_of(response.text) or response.reason_phrase
     if response.status_code == 401:
         message += " Set WIDEEP_API_KEY or OPENAI_API_KEY."
     raise ServiceError(f"the service refused ({response.status_code}): {message}")

@@ -1,11 +1,13 @@
 """HTTP on a Unix domain socket: a real front, and obstacles at the path."""
 
+import asyncio
 import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
+from server.api.openai.batches.bulk_client import BulkClient
 from server.http.client import ServiceClient, ServiceError
 from server.options.flag import OptionsError
 from server.serve.greeting import greeting
@@ -27,6 +29,8 @@ def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) 
     assert [each["id"] for each in models["data"]] == ["model"]
     with ServiceClient(front.url) as connection:
         assert connection.get_json("/v1/models") == models, "the request of `wideep chat unix:PATH`"
+    reply = asyncio.run(BulkClient(front.url, None, concurrency=1).get("/v1/models"))
+    assert reply.body == models, "the request of `wideep run-batch --url unix:PATH`"
     assert front.close() == (0, "")
     assert not path.exists()
     with (
