@@ -24,7 +24,7 @@ from server.front.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on
-from server.http.json_parts import encoded_pieces
+from server.http.json_writer import long_json_pieces
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
@@ -268,7 +268,7 @@ async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: b
     """Make the JSON of a whole answer. If it is long, a thread makes it, in pieces that do not block the event loop."""
     if not is_long:
         return JSONResponse(make())
-    return LongJson(await model.run(lambda: list(encoded_pieces(make())), is_long=True))
+    return LongJson(await model.run(lambda: list(long_json_pieces(make())), is_long=True))
 
 
 class LongJson(Response):

@@ -18,7 +18,7 @@ import numpy as np
 
 from expert_placement.load import PHASES, measured_balancedness
 from scheduler.moves.reports import ExpertMap
-from server.http.json_parts import json_parts
+from server.http.json_writer import json_parts
 
 MAX_BYTES = 256 << 20
 _MIN_ROWS = 2

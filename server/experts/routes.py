@@ -31,7 +31,7 @@ from server.experts.record_files import dump
 from server.experts.recorder import Record
 from server.front import errors
 from server.front.errors import ApiError, bad_request
-from server.http.json_parts import encode
+from server.http.json_writer import long_json_bytes
 from server.http.routes import new_router
 
 SETTLE_S = 3.0  # for the ranks' last reports after a stop; they come about once a second
@@ -111,7 +111,7 @@ class _Answers:
         async with self._making:
             if self._revision != self._load.revision:
                 revision, snapshot = self._load.revision, self._load.snapshot()
-                self._made = await asyncio.to_thread(lambda: encode(answer(snapshot)))
+                self._made = await asyncio.to_thread(lambda: long_json_bytes(answer(snapshot)))
                 self._revision = revision
             return self._made
 

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from server.api.answer_json import json_response
 from server.api.blocks import complete
 from server.api.chat_turn import ChatTurn, MessageParser, ReasoningCount
 from server.api.ollama.answer import LINES, LineChunks, LineStream, TurnDraft, loaded
@@ -38,6 +37,7 @@ from server.api.structure import structure_of
 from server.front.errors import bad_request, named_by
 from server.front.generations import Answer
 from server.front.requests import Requests
+from server.http.json_writer import json_response
 from server.http.routes import new_ollama_router
 
 _LINES_RESPONSE: dict[int | str, dict[str, Any]] = {

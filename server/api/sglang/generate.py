@@ -32,7 +32,7 @@ from server.front.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
-from server.http.json_parts import EncodedList, encode
+from server.http.json_writer import EncodedList, long_json_bytes
 from server.http.routes import STREAM_RESPONSE, new_router, refusal
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -253,7 +253,7 @@ class _GenerateJson:
                 return b""
         content = self._object(self._answer.generations[index], choice)
         content = {"index": index, **content} if self._is_list else content
-        return b"data: " + encode(content) + b"\n\n" if has_logprobs else event(content)
+        return b"data: " + long_json_bytes(content) + b"\n\n" if has_logprobs else event(content)
 
     def end(self) -> bytes:
         """Return nothing: every event has its counts."""

@@ -14,8 +14,8 @@ import httpx
 
 from server.front.errors import ApiError
 from server.http.client import ServiceAddress, ServiceError, complaint_of, headers_with
-from server.http.json_parts import encode
 from server.http.json_text import PIECE_BYTES, parse_json
+from server.http.json_writer import long_json_bytes
 
 CONNECT_TIMEOUT_S = 30.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each retry
@@ -111,7 +111,7 @@ class BulkClient:
         Raises:
             ServiceLostError: The last attempt failed, or retries are useless.
         """
-        content = await asyncio.to_thread(encode, body)  # ASCII, so that lone surrogates can be sent
+        content = await asyncio.to_thread(long_json_bytes, body)  # ASCII, so that lone surrogates can be sent
         for pause_s in PAUSES_S:
             answer = await self._try("POST", path, content)
             if not isinstance(answer, Trouble):

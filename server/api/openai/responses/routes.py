@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from server.api.answer_json import chat_logprobs, json_response
+from server.api.answer_json import chat_logprobs
 from server.api.blocks import DraftChunks, DraftStream, complete
 from server.api.chat_turn import ChatTurn
 from server.api.openai.responses.answer import ResponseDraft
@@ -29,6 +29,7 @@ from server.api.tokenize import count_tokens
 from server.front.errors import bad_request, named_by
 from server.front.requests import Requests
 from server.http.exchanges import owner_of_exchange
+from server.http.json_writer import json_response
 from server.http.routes import STREAM_RESPONSE, new_router
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from starlette.responses import Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +25,34 @@ _BATCH = 1024  # maximum number of parts in a piece
 _ITEMS = 64  # encoded items per part
 _PLAIN_ITEMS = 4096  # plain items, such as numbers, per part
 _NESTED = (dict, list, tuple, np.ndarray, EncodedList)
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
+# Unicode's line ends. Clients that split a stream's text at them (httpx's iter_lines) would split an event.
+_LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
 
 
-def encode(value: Any) -> bytes:
+def encode_json(content: Any) -> str:
+    """Return JSON in one line, without Unicode line ends that a client might split at."""
+    text = _encode(content)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
+def json_bytes(content: Any) -> bytes:
+    """Return JSON in UTF-8. A lone surrogate (echoed from a client) becomes its escape, which is valid JSON."""
+    return encode_json(content).encode("utf-8", "backslashreplace")
+
+
+def json_response(content: Any) -> Response:
+    """Return a JSON response."""
+    return Response(json_bytes(content), media_type="application/json")
+
+
+def long_json_bytes(value: Any) -> bytes:
     """Encode dicts, sequences, arrays of up to two dimensions, encoded lists, and plain values."""
-    return b"".join(encoded_pieces(value))
+    return b"".join(long_json_pieces(value))
 
 
-def encoded_pieces(value: Any) -> Iterator[bytes]:
-    """Yield the result of `encode` in pieces, so that a hundred megabytes are never copied or freed at once."""
+def long_json_pieces(value: Any) -> Iterator[bytes]:
+    """Yield the result of `long_json_bytes` in pieces, so that a hundred megabytes are never copied or freed at once."""
     batch, num_chars = list[str](), 0
     for part in json_parts(value):
         batch.append(part)
