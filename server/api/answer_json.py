@@ -8,7 +8,6 @@ tokens could become the same key. Chats have a separate field for the bytes and 
 """
 
 import codecs
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -197,7 +196,7 @@ def prompt_logprobs_list(
 
 def encoded_prompt_logprobs(entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int) -> EncodedList:
     """Return `prompt_logprobs_list` encoded token by token: the objects of a long prompt would take a gigabyte."""
-    return EncodedList([json.dumps(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
+    return EncodedList([encode_json(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
 
 
 def _empty() -> dict[str, list[Any]]:

@@ -73,7 +73,7 @@ class Record(NamedTuple):
             logical = np.zeros((self.experts.num_hidden_layers, E), dtype=np.int64)
             logical[layers] = row.counts[..., :E].sum(axis=1)
             rank_tokens += row.counts[..., E:].sum(axis=1)
-            yield ", " * bool(index)
+            yield "," * bool(index)
             yield from json_parts(logical)
         even = measured_balancedness(rank_tokens)
         mean = None if np.isnan(even).all() else float(np.nanmean(even))

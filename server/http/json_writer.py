@@ -1,11 +1,11 @@
-"""JSON of large answers in many small parts, for a thread next to an event loop.
+"""Write JSON: compact, in UTF-8, at once or in many small parts for a thread next to an event loop.
 
 The library's encoder holds the GIL until it is done: a thread that encodes 2 MB at once stops the loop for 30 ms, as if
 it ran there. Here a part is a row of a matrix or a plain value.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ def json_bytes(content: Any) -> bytes:
     return encode_json(content).encode("utf-8", "backslashreplace")
 
 
-def json_response(content: Any) -> Response:
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a JSON response."""
-    return Response(json_bytes(content), media_type="application/json")
+    return Response(json_bytes(content), status, headers, media_type="application/json")
 
 
 def long_json_bytes(value: Any) -> bytes:
@@ -58,24 +58,24 @@ def long_json_pieces(value: Any) -> Iterator[bytes]:
         batch.append(part)
         num_chars += len(part)
         if num_chars >= _PIECE_CHARS or len(batch) >= _BATCH:
-            yield "".join(batch).encode()
+            yield "".join(batch).encode("utf-8", "backslashreplace")
             batch, num_chars = [], 0
-    yield "".join(batch).encode()
+    yield "".join(batch).encode("utf-8", "backslashreplace")
 
 
 def json_parts(value: Any) -> Iterator[str]:
-    """Yield the text in parts. Joined, they equal `json.dumps` of the value with arrays as lists."""
+    """Yield the text in parts. Joined, they equal `encode_json` of the value with arrays as lists."""
     if isinstance(value, EncodedList):
         yield "["
         for start in range(0, len(value.items), _ITEMS):
-            yield ", " * bool(start) + ", ".join(value.items[start : start + _ITEMS])
+            yield "," * bool(start) + ",".join(value.items[start : start + _ITEMS])
         yield "]"
     elif isinstance(value, np.ndarray) and value.ndim == 1:
-        yield json.dumps(value.tolist())
+        yield encode_json(value.tolist())
     elif isinstance(value, dict) and any(isinstance(item, _NESTED) for item in value.values()):
         yield "{"
         for index, (key, item) in enumerate(value.items()):
-            yield f"{', ' if index else ''}{json.dumps(key)}: "
+            yield f"{',' if index else ''}{encode_json(key)}:"
             yield from json_parts(item)
         yield "}"
     elif isinstance(value, np.ndarray) or (
@@ -83,13 +83,13 @@ def json_parts(value: Any) -> Iterator[str]:
     ):
         yield "["
         for index, item in enumerate(value):
-            yield ", " * bool(index)
+            yield "," * bool(index)
             yield from json_parts(item)
         yield "]"
     elif isinstance(value, list | tuple) and len(value) > _PLAIN_ITEMS:
         yield "["
         for start in range(0, len(value), _PLAIN_ITEMS):
-            yield ", " * bool(start) + json.dumps(value[start : start + _PLAIN_ITEMS])[1:-1]
+            yield "," * bool(start) + encode_json(value[start : start + _PLAIN_ITEMS])[1:-1]
         yield "]"
     else:
-        yield json.dumps(value)
+        yield encode_json(value)

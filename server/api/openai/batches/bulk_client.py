@@ -111,7 +111,7 @@ class BulkClient:
         Raises:
             ServiceLostError: The last attempt failed, or retries are useless.
         """
-        content = await asyncio.to_thread(long_json_bytes, body)  # ASCII, so that lone surrogates can be sent
+        content = await asyncio.to_thread(long_json_bytes, body)
         for pause_s in PAUSES_S:
             answer = await self._try("POST", path, content)
             if not isinstance(answer, Trouble):
