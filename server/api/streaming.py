@@ -25,6 +25,7 @@ from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on
 from server.http.json_writer import json_response, long_json_pieces
+from server.http.kept_stream import until_gone
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
@@ -298,12 +299,6 @@ def closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
     finally:
         watch.cancel()
         answer.close()
-
-
-async def until_gone(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _close_when_gone(answer: Answer, receive: Receive) -> None:
