@@ -241,7 +241,7 @@ class _Recording:
             self._head = message
             return
         self._is_whole = not message.get("more_body", False)
-        self._body.add([message.get("body", b"")])
+        self._body.add(message.get("body", b""))
         if self._body.num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
             self._on_too_long()
             self._hold_s = 0.0  # a returning client could not get its beginning

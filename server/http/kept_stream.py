@@ -5,7 +5,7 @@ client. A client that disconnects ends only its own reading.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 
 from starlette.types import Receive
 
@@ -31,11 +31,10 @@ class KeptStream:
         """The chunks that were not dropped."""
         return b"".join(self._chunks)
 
-    def add(self, chunks: Iterable[bytes]) -> None:
+    def add(self, *chunks: bytes) -> None:
         """Add chunks."""
-        for chunk in chunks:
-            self._chunks.append(chunk)
-            self.num_bytes += len(chunk)
+        self._chunks += chunks
+        self.num_bytes += sum(map(len, chunks))
         self._wake()
 
     def end(self) -> None:
@@ -64,9 +63,9 @@ class KeptStream:
         try:
             while not gone.done():
                 end = self._num_dropped + len(self._chunks)
-                if self._places[gone] < end:
-                    yield b"".join(self._chunks[self._places[gone] - self._num_dropped :])
-                    self._places[gone] = end
+                if place < end:
+                    yield b"".join(self._chunks[place - self._num_dropped :])
+                    self._places[gone] = place = end
                     self._wake()
                 elif self.has_ended:
                     return

@@ -144,7 +144,7 @@ class BackgroundRun:
         await self.events.wait_until_ended()
 
     def _add(self, events: Sequence[Event]) -> None:
-        self.events.add(named_events([event]) for event in events)
+        self.events.add(*(named_events([event]) for event in events))
 
 
 class BackgroundRuns:
