@@ -21,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.foreseeing import ensure_foreseeing_model
 from benchmarks.serving.service import HOST, Service
+from server.http.client import ServiceClient
 
 Tasks = list[str] | list[list[int]]
 SHARES = {"deepseek-v3-deep": 0.015, "deepseek-v3": 0.04}  # share of the layers' outputs, see `foresee`
@@ -158,18 +157,9 @@ def ask(service: Service, task: object, num_tokens: int) -> TimedAnswer:
         "repetition_penalty": 1.0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
     text, times, usage = "", [], dict[str, Any]()
-    with httpx.stream(
-        "POST",
-        f"http://{HOST}:{service.port}/v1/{'chat/' if is_chat else ''}completions",
-        json=body,
-        timeout=600,
-    ) as lines:
-        if lines.status_code != 200:
-            raise RuntimeError(lines.read().decode())
-        for line in lines.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
+    path = f"/v1/{'chat/' if is_chat else ''}completions"
+    with ServiceClient(f"http://{HOST}:{service.port}", answer_timeout_s=600) as client:
+        for event in client.events(path, body):
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 piece = choice["delta"].get("content") if is_chat else choice["text"]

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.service import HOST, BenchServiceError, Service
-from server.clients.connection import Connection, ServiceError
+from server.http.client import ServiceClient, ServiceError
 from server.tools.bench.figures import figures_of
 from server.tools.bench.flags import objectives, positive, whole
 from server.tools.bench.load import open_loop
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
         Service(args.model, [*flags, "--routing-policy", POLICIES[0]], log) as first,
         Service(args.model, [*flags, "--routing-policy", POLICIES[1]], log) as second,
-        Connection(f"http://{HOST}:{first.port}") as connection,
+        ServiceClient(f"http://{HOST}:{first.port}") as connection,
     ):
         services = dict(zip(POLICIES, (first, second), strict=True))
         model = connection.served_model()
@@ -160,7 +160,7 @@ def _lengths(request: TracedRequest, scale: float, output_scale: float, mean_tok
 def _ask_all(service: Service, bodies: Sequence[Body], slo: Mapping[str, float]) -> dict[str, Any]:
     """Send a round's requests to a service. Return its figures."""
     url = f"http://{HOST}:{service.port}"
-    with Connection(url) as connection:
+    with ServiceClient(url) as connection:
         before = _counters(connection)
         answers = asyncio.run(_replay(url, bodies))
         gained = _counters(connection)
@@ -195,7 +195,7 @@ async def _ask(
     answers.append(answer)
 
 
-def _counters(connection: Connection) -> Counter[str]:
+def _counters(connection: ServiceClient) -> Counter[str]:
     """Return totals over all ranks: seconds in steps ("step"), waits by cause, and moved requests ("moved")."""
     names = {"wideep:step_seconds_total": "step", "wideep:moved_requests_total": "moved"}
     found: Counter[str] = Counter()

@@ -6,7 +6,6 @@ are not commands (`_PROGRAMS`, `claim`, `launcher`), are internal and hidden fro
 """
 
 import argparse
-import importlib.metadata
 import os
 import re
 import sys
@@ -18,7 +17,7 @@ from server.clients.commands import CHAT, MODELS
 from server.clients.experts.cli import EXPERTS
 from server.machine.lines import say, write_lines_as, write_times
 from server.machine.roots import RootError, check_roots
-from server.machine.versions import VersionError, check_transformers, why_unfit
+from server.machine.versions import VersionError, check_transformers, version_of, why_unfit
 from server.options.command import PLANNING, SERVING, USING, Command, run_named
 from server.options.flag import OptionsError
 from server.options.reading import nearest, notes_on
@@ -187,7 +186,9 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
         description=f"{_DESCRIPTION}\n{_groups_text()}",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--version", action="version", version=f"wideep {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"wideep {version_of('wideep') or '(not installed)'}"
+    )
     parsers = parser.add_subparsers(
         prog="wideep", dest="command", metavar="COMMAND", help=argparse.SUPPRESS, parser_class=_Parser
     )
@@ -212,13 +213,6 @@ def _groups_text() -> str:
         lines += [f"  {each.name:12}{each.help}" for each in _COMMANDS.values() if each.group == group]
         lines.append("")
     return "\n".join(lines)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("wideep")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "(not installed)"
 
 
 def _run_launcher(arguments: list[str]) -> NoReturn:

@@ -37,7 +37,7 @@ from scheduler.moves.telemetry import REPORT_EVERY_S
 from scheduler.policy.config import EngineConfig
 from server.experts.answer import answer
 from server.experts.load import ExpertsLoad
-from server.http.json_parts import encode
+from server.http.json_writer import long_json_bytes
 from server.link import messages
 
 GOAL = 0.01  # of a step's time
@@ -129,7 +129,7 @@ def front_part() -> dict[str, float]:
         "report_bytes": len(message),
         "take_ms": taken * 1e3,
         "answer_loop_ms": seconds_per_call(load.snapshot, 20) * 1e3,
-        "answer_thread_ms": seconds_per_call(lambda: encode(answer(load.snapshot())), 3) * 1e3,
+        "answer_thread_ms": seconds_per_call(lambda: long_json_bytes(answer(load.snapshot())), 3) * 1e3,
     }
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
 from dispatch.ports import free_port
-from server.clients.connection import Connection, ServiceError
+from server.http.client import ServiceClient, ServiceError
 from server.machine.parent_death import die_with_parent
 from server.serve.preflight.probe import is_healthy
 from server.tools.bench.stream import STREAMED, StreamClient
@@ -144,7 +144,7 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
     """
     body = _body(prompt, num_tokens, logprobs=0, return_tokens_as_token_ids=True)
     try:
-        with Connection(f"http://{HOST}:{port}") as service:
+        with ServiceClient(f"http://{HOST}:{port}") as service:
             answer = service.post("/v1/completions", body).json()
     except ServiceError as error:
         raise BenchServiceError(str(error)) from error

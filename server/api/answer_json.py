@@ -8,43 +8,21 @@ tokens could become the same key. Chats have a separate field for the bytes and 
 """
 
 import codecs
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
-
-from starlette.responses import Response
 
 from scheduler.policy.request import Logprobs
 from server.front.generations import Answer, Generation
 from server.front.timing import timing_of
 from server.front.tokenizer import Tokenizer
-from server.http.json_parts import EncodedList
+from server.http.json_writer import EncodedList, encode_json
 
 _MARK = "\ue000text\ue000"  # Unicode's private use area, so no name contains it
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
-# Unicode's line ends. Clients that split a stream's text at them (httpx's iter_lines) would split an event.
-_LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
-
-
-def encode_json(content: Any) -> str:
-    """Return JSON in one line, without Unicode line ends that a client might split at."""
-    text = _encode(content)
-    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 def event(content: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
     return b"data: " + encode_json(content).encode() + b"\n\n"
-
-
-def json_bytes(content: Any) -> bytes:
-    """Return JSON in UTF-8. A lone surrogate (echoed from a client) becomes its escape, which is valid JSON."""
-    return encode_json(content).encode("utf-8", "backslashreplace")
-
-
-def json_response(content: Any) -> Response:
-    """Return a JSON response."""
-    return Response(json_bytes(content), media_type="application/json")
 
 
 class TextEvent:
@@ -218,7 +196,7 @@ def prompt_logprobs_list(
 
 def encoded_prompt_logprobs(entries: Iterable[Logprobs], tokenizer: Tokenizer, num_top: int) -> EncodedList:
     """Return `prompt_logprobs_list` encoded token by token: the objects of a long prompt would take a gigabyte."""
-    return EncodedList([json.dumps(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
+    return EncodedList([encode_json(item) for item in prompt_logprobs_list(entries, tokenizer, num_top)])
 
 
 def _empty() -> dict[str, list[Any]]:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, Protocol
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
-from server.api.answer_json import json_bytes
 from server.api.chat_turn import MessageParser
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.streaming import EventStream, closing_when_gone
 from server.front.errors import ApiError
 from server.front.generations import Answer, Piece
+from server.http.json_writer import json_bytes
 
 
 class BlockKind(Enum):

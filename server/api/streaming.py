@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler.policy.request import FinishReason, Logprobs
@@ -24,7 +24,8 @@ from server.front.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on
-from server.http.json_parts import encoded_pieces
+from server.http.json_writer import json_response, long_json_pieces
+from server.http.kept_stream import until_gone
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
@@ -267,8 +268,8 @@ def has_many_entries(choices: Sequence[Choice], num_top: int | None) -> bool:
 async def json_answer(make: Callable[[], Any], model: ServedModel, *, is_long: bool) -> Response:
     """Make the JSON of a whole answer. If it is long, a thread makes it, in pieces that do not block the event loop."""
     if not is_long:
-        return JSONResponse(make())
-    return LongJson(await model.run(lambda: list(encoded_pieces(make())), is_long=True))
+        return json_response(make())
+    return LongJson(await model.run(lambda: list(long_json_pieces(make())), is_long=True))
 
 
 class LongJson(Response):
@@ -298,12 +299,6 @@ def closing_when_gone(answer: Answer, receive: Receive) -> Iterator[None]:
     finally:
         watch.cancel()
         answer.close()
-
-
-async def until_gone(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _close_when_gone(answer: Answer, receive: Receive) -> None:

@@ -7,11 +7,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from server.api.answer_json import json_response
 from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat
 from server.api.schemas import MAX_MESSAGES, ChatRequest, validated
 from server.api.served import ServedModel
 from server.front.errors import bad_request
+from server.http.json_writer import json_response
 from server.http.routes import new_router
 
 _MAX_CHARS = 1 << 20  # tokenizing takes up to two hundred times the memory of a text

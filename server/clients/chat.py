@@ -9,7 +9,6 @@ after the text. Control characters in an answer are escaped, not sent to the ter
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import sys
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from server.clients.connection import Connection, ServiceError, api_key_of
+from server.http.client import ServiceClient, ServiceError, api_key_of, complaint_of
 from server.machine.lines import printable
 
 _HELP = (
@@ -36,8 +35,8 @@ class ChatPiece(NamedTuple):
     is_reasoning: bool = False
 
 
-class Speed(NamedTuple):
-    """The speed of an answer."""
+class Pace(NamedTuple):
+    """The pace of an answer."""
 
     num_tokens: int
     first_s: float  # time to the first token
@@ -77,14 +76,14 @@ class ChatClient:
             temperature: Sampling temperature. None means the service's default.
             http: Replacement for the connection, for tests.
         """
-        self._service = Connection(url, api_key, answer_timeout_s=None, http=http)
+        self._service = ServiceClient(url, api_key, answer_timeout_s=None, http=http)
         self._clock = clock
         self.url = self._service.url
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._extra = {} if temperature is None else {"temperature": temperature}
         self.messages: list[dict[str, str]] = [*self._opening]
         self.model = model or ""
-        self.speed: Speed | None = None  # of the last complete answer
+        self.speed: Pace | None = None  # of the last complete answer
 
     def open(self) -> None:
         """Find the name of the served model, or check that the requested one is served.
@@ -129,16 +128,13 @@ class ChatClient:
         wanted = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"model": self.model, "messages": self.messages, **wanted, **self._extra}
         begun_s, first_s = self._clock(), None
-        with self._service.stream("/v1/chat/completions", body) as response:
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
+        with contextlib.closing(self._service.events("/v1/chat/completions", body)) as chunks:
+            for chunk in chunks:
                 for piece in _pieces(chunk):
                     first_s = first_s or self._clock()
                     yield piece
                 if first_s is not None and (usage := chunk.get("usage")):
-                    self.speed = Speed(usage["completion_tokens"], first_s - begun_s, self._clock() - first_s)
+                    self.speed = Pace(usage["completion_tokens"], first_s - begun_s, self._clock() - first_s)
 
 
 def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
@@ -246,7 +242,7 @@ def _dim(text: str) -> str:
 def _pieces(chunk: dict[str, Any]) -> Iterator[ChatPiece]:
     """Yield a chunk's text, reasoning first."""
     if "error" in chunk:
-        raise ServiceError(chunk["error"].get("message", "the answer failed"))
+        raise ServiceError(complaint_of(chunk))
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
         if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):

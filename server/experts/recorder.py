@@ -18,7 +18,7 @@ import numpy as np
 
 from expert_placement.load import PHASES, measured_balancedness
 from scheduler.moves.reports import ExpertMap
-from server.http.json_parts import json_parts
+from server.http.json_writer import json_parts
 
 MAX_BYTES = 256 << 20
 _MIN_ROWS = 2
@@ -73,7 +73,7 @@ class Record(NamedTuple):
             logical = np.zeros((self.experts.num_hidden_layers, E), dtype=np.int64)
             logical[layers] = row.counts[..., :E].sum(axis=1)
             rank_tokens += row.counts[..., E:].sum(axis=1)
-            yield ", " * bool(index)
+            yield "," * bool(index)
             yield from json_parts(logical)
         even = measured_balancedness(rank_tokens)
         mean = None if np.isnan(even).all() else float(np.nanmean(even))

@@ -9,7 +9,6 @@ neither the event loop nor the threads that tokenize wait for it.
 
 import asyncio
 import dataclasses
-import json
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from server.experts.record_files import dump
 from server.experts.recorder import Record
 from server.front import errors
 from server.front.errors import ApiError, bad_request
-from server.http.json_parts import encode
+from server.http.json_writer import json_response, long_json_bytes
 from server.http.routes import new_router
 
 SETTLE_S = 3.0  # for the ranks' last reports after a stop; they come about once a second
@@ -111,7 +110,7 @@ class _Answers:
         async with self._making:
             if self._revision != self._load.revision:
                 revision, snapshot = self._load.revision, self._load.snapshot()
-                self._made = await asyncio.to_thread(lambda: encode(answer(snapshot)))
+                self._made = await asyncio.to_thread(lambda: long_json_bytes(answer(snapshot)))
                 self._revision = revision
             return self._made
 
@@ -176,7 +175,7 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
     async def make_plan(body: PlanForm | None = None) -> Response:
         """Return a plan with its predicted gain, cost and placement. Nothing changes."""
         proposal = await proposed(body or PlanForm())
-        return _json({**summary(proposal), "placement": to_json(proposal.target)})
+        return json_response({**summary(proposal), "placement": to_json(proposal.target)})
 
     async def apply(body: ApplyForm | None = None) -> Response:
         """Apply a placement. Responds when it serves or was dropped, or at once if `wait` is false."""
@@ -200,23 +199,25 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
     async def became(change: "asyncio.Task[dict[str, Any]]", wait: bool) -> Response:
         """Return the history's entry of a finished change, or the number of a change that has begun."""
         if not wait:
-            return _json({"change": control.num_changes}, 202)
+            return json_response({"change": control.num_changes}, 202)
         entry = await asyncio.shield(change)  # it continues if its client disconnects
         if entry["failed"] is None:
-            return _json(entry)
+            return json_response(entry)
         done, stages = entry["stages"]
         failure = ApiError(
             503 if entry["cause"] == Cause.EPOCH.value else 500,
             f"The change was dropped after {done} of {stages} stages, because of {entry['failed']}. Placement "
             f"{entry['version']} serves.",
         )
-        return _json({**entry, **failure.body()}, failure.status)
+        return json_response({**entry, **failure.body()}, failure.status)
 
     async def show_history() -> Response:
         """Return past decisions and changes, oldest first, and the change in progress."""
         under_way = control.progress()
         serving = to_json(control.serving())
-        return _json({"history": list(control.history.entries), "under_way": under_way, "serving": serving})
+        return json_response(
+            {"history": list(control.history.entries), "under_way": under_way, "serving": serving}
+        )
 
     router.add_api_route("/experts/plan", make_plan, methods=["POST"], response_model=None)
     accepted: dict[int | str, dict[str, Any]] = {202: {"description": "The change began (`wait` is false)"}}
@@ -249,7 +250,3 @@ def summary(proposal: Proposal) -> dict[str, Any]:
         "seconds": round(proposal.seconds, 3),
         "reason": proposal.describe(),
     }
-
-
-def _json(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(json.dumps(value), status, media_type="application/json")

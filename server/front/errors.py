@@ -6,7 +6,8 @@ response or, if a stream has begun, to an event.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -76,18 +77,19 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 @contextlib.contextmanager
-def named_by(own_name: Callable[[str], str]) -> Iterator[None]:
+def named_by(own_names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
     """Rename the field in errors about a request that was converted from another API's, for the client.
 
     Args:
-        own_name: Maps a field of the converted request to the client's field.
+        own_names: Patterns for the beginning of a converted field, each with the client's; the first match counts.
     """
     try:
         yield
     except ApiError as error:
         if error.param is None:
             raise
-        name = own_name(error.param)
+        renamed = (each.sub(own, error.param) for each, own in own_names if each.match(error.param))
+        name = next(renamed, error.param)
         is_first = error.message.startswith(error.param)
         message = name + error.message.removeprefix(error.param) if is_first else error.message
         raise ApiError(error.status, message, param=name, headers=error.headers) from error

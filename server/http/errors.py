@@ -5,7 +5,6 @@ alone determines the client's API, so the shape is chosen here, when the respons
 """
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.front.errors import ApiError
 from server.front.generations import ClientGone
+from server.http.json_writer import json_response
 from server.http.routes import refusal
 
 ANTHROPIC_PATH = "/v1/messages"  # errors under it have Anthropic's shape
@@ -49,17 +49,14 @@ class ErrorResponse(Response):
         self._failure = failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it in the shape for the path. Plain ASCII, because it may quote half a surrogate pair."""
+        """Send it in the shape for the path."""
         failure = self._failure
         path = route_path(scope)
         if path.startswith(ANTHROPIC_PATH):
             body = failure.anthropic_body()
         else:
             body = failure.ollama_body() if path.startswith(OLLAMA_PATH) else failure.body()
-        response = Response(
-            json.dumps(body), failure.status, headers=failure.headers, media_type="application/json"
-        )
-        await response(scope, receive, send)
+        await json_response(body, failure.status, failure.headers)(scope, receive, send)
 
 
 def route_path(scope: Scope) -> str:

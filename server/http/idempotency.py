@@ -11,10 +11,11 @@ have to poll for it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +26,7 @@ from server.http.errors import ErrorResponse, route_path
 from server.http.exchanges import current_exchange
 from server.http.guards import key_of
 from server.http.kept_answers import MAX_ANSWER_BYTES, KeptAnswers, WholeAnswer
+from server.http.kept_stream import KeptStream
 
 HEADER = "Idempotency-Key"
 _NAME = HEADER.lower().encode()
@@ -110,8 +112,7 @@ class IdempotentAnswers:
             on_too_long=lambda: self._drop(name),
             on_unread=self._bound_unread,
         )
-        making = asyncio.create_task(self._make(name, recording, scope))
-        recording.making = making
+        recording.making = asyncio.create_task(self._make(name, recording, scope))
         return recording
 
     async def _make(self, name: str, recording: "_Recording", scope: Scope) -> None:
@@ -194,15 +195,8 @@ def with_way_on(failure: ApiError) -> ApiError:
     return ApiError(failure.status, message, param=failure.param, headers=failure.headers)
 
 
-class _Reader:
-    """A reader's place in a recording."""
-
-    def __init__(self) -> None:
-        self.place = 0  # in chunks from the beginning
-
-
 class _Recording:
-    """An answer in progress, and its readers. To the application it acts as the connection."""
+    """An answer in progress. To the application it acts as the connection."""
 
     def __init__(
         self,
@@ -219,24 +213,19 @@ class _Recording:
         self.unread_since_s: float | None = None  # by the event loop's clock; None if it is read, or ends
         self._request: Message | None = request
         self._hold_s, self._on_too_long, self._on_unread = hold_s, on_too_long, on_unread
-        self._head: Message | None = None
-        self._chunks: list[bytes] = []
-        self._num_dropped = 0  # chunks
-        self._num_bytes = 0
+        self._head: Message = {}
+        self._body = KeptStream()
         self._is_whole = False  # it has its last chunk
-        self._has_ended = False
         self._failure: Exception | None = None
-        self._readers: list[_Reader] = []
-        self._changed = asyncio.Event()  # replaced after each set
         self._given_up = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def whole(self) -> WholeAnswer | None:
         """The answer to keep, or None if it is incomplete or not a success."""
-        if not self._is_whole or self._head is None or self._head["status"] != 200:
+        if not self._is_whole or self._head.get("status") != 200:
             return None
-        return WholeAnswer(list(self._head.get("headers", ())), b"".join(self._chunks))
+        return WholeAnswer(list(self._head.get("headers", ())), self._body.content)
 
     async def receive(self) -> Message:
         """Return the request to the application, and later a disconnect when no reader is left."""
@@ -250,95 +239,58 @@ class _Recording:
         """Add a message from the application. If the answer gets too long, wait for its readers and drop its beginning."""
         if message["type"] == "http.response.start":
             self._head = message
-        else:
-            self._chunks.append(message.get("body", b""))
-            self._num_bytes += len(self._chunks[-1])
-            self._is_whole = not message.get("more_body", False)
-        self._wake()
-        if self._num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
+            return
+        self._is_whole = not message.get("more_body", False)
+        self._body.add(message.get("body", b""))
+        if self._body.num_bytes > MAX_ANSWER_BYTES and not self._is_whole:
             self._on_too_long()
             self._hold_s = 0.0  # a returning client could not get its beginning
-            await self._let_read()
-
-    async def _let_read(self) -> None:
-        if not self._readers:
-            self.give_up()
-        end = self._num_dropped + len(self._chunks)
-        while any(reader.place < end for reader in self._readers):
-            await self._changed.wait()
-        if end > self._num_dropped:
-            del self._chunks[: end - self._num_dropped]
-            self._num_dropped = end
+            if not self._body.is_read:
+                self.give_up()
+            await self._body.drop_when_read()
 
     def end(self, failure: Exception | None) -> None:
         """Record that the application has returned."""
-        self._failure, self._has_ended = failure, True
-        self._wake()
+        self._failure = failure
+        self._body.end()
 
     async def play(self, receive: Receive, send: Send, headers: tuple[tuple[bytes, bytes], ...]) -> None:
         """Send the answer from its beginning, until it ends or the client leaves."""
-        gone = asyncio.create_task(_until_gone(receive))
-        gone.add_done_callback(lambda _: self._wake())
-        reader = _Reader()
-        self._enter(reader)
+        self.unread_since_s = None
+        if self._timer is not None:
+            self._timer.cancel()
         try:
-            await self._play(reader, gone, send, headers)
+            async with contextlib.aclosing(self._body.follow(receive)) as chunks:
+                await self._play(chunks, send, headers)
         except OSError:  # the connection is broken
             return
         finally:
-            gone.cancel()
-            self._leave(reader)
+            if not self._body.is_read and not self._body.has_ended:
+                self._hold()
 
     async def _play(
-        self, reader: _Reader, gone: asyncio.Task[None], send: Send, headers: tuple[tuple[bytes, bytes], ...]
+        self, chunks: AsyncIterator[bytes], send: Send, headers: tuple[tuple[bytes, bytes], ...]
     ) -> None:
         has_begun = False
-        while not gone.done():
-            changed, end = self._changed, self._num_dropped + len(self._chunks)
-            if self._head is not None and not has_begun:
+        async for body in chunks:
+            is_last = self._is_whole
+            if not has_begun:
                 has_begun = True
                 await send({**self._head, "headers": [*self._head.get("headers", ()), *headers]})
-            elif reader.place < end:
-                body = b"".join(self._chunks[reader.place - self._num_dropped :])
-                is_last = self._is_whole
-                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
-                reader.place = end
-                self._wake()
-                if is_last:
-                    return
-            elif self._has_ended:
-                if self._failure is not None:
-                    raise self._failure
+            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            if is_last:
                 return
-            else:
-                await changed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _hold(self) -> None:
+        """Continue for a while without a reader."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._hold_s, self.give_up)
+        self.unread_since_s = loop.time()
+        self._on_unread(self.owner)
 
     def give_up(self) -> None:
         """Signal a disconnect to the application, so that it ends."""
         self.unread_since_s = None
         self._given_up.set()
-
-    def _enter(self, reader: _Reader) -> None:
-        self._readers.append(reader)
-        self.unread_since_s = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _leave(self, reader: _Reader) -> None:
-        self._readers.remove(reader)
-        self._wake()
-        if not self._readers and not self._has_ended:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._hold_s, self.give_up)
-            self.unread_since_s = loop.time()
-            self._on_unread(self.owner)
-
-    def _wake(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -18,7 +18,6 @@ and continues.
 """
 
 import asyncio
-import json
 from array import array
 
 import httptools
@@ -26,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.front.errors import ApiError, bad_request
 from server.http.connections import ConnectionBound
+from server.http.json_writer import json_bytes
 
 HEAD_S = 30.0
 MAX_HEAD_BYTES = 1 << 16  # the limit of h11 with uvicorn
@@ -38,15 +38,15 @@ _TOO_LONG = _REFUSAL % b"431 Request Header Fields Too Large"
 _ERROR = (
     b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n%b"
 )
-_FULL = json.dumps(
+_FULL = json_bytes(
     ApiError(503, "All connections of this server are in use (--max-connections). Try again soon.").body()
-).encode()
+)
 _NO_PLACE = _ERROR % (b"503 Service Unavailable", b"retry-after: 1\r\n", len(_FULL), _FULL)
-_NO_HTTP = json.dumps(
+_NO_HTTP = json_bytes(
     bad_request(
         "This is not a valid HTTP/1.1 request: the method is unknown, or the head or body is malformed."
     ).body()
-).encode()
+)
 _UNREADABLE = _ERROR % (b"400 Bad Request", b"", len(_NO_HTTP), _NO_HTTP)
 
 

@@ -17,12 +17,13 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from server.front.errors import ApiError, bad_request, shorten, trouble_in
 from server.front.generations import ClientGone
 from server.http.json_text import PARSED, parse_json
+from server.http.json_writer import json_response
 
 _LOG = logging.getLogger("wideep.fields")
 _MOST_UNKNOWN = 100  # names that are logged per endpoint, because clients choose them
@@ -107,7 +108,7 @@ class ShortRoute(APIRoute):
         if self._request is not None:
             arguments[self._request] = HttpRequest(scope, receive, send)
         answer = await self._call(**arguments)
-        response = answer if isinstance(answer, Response) else JSONResponse(answer)
+        response = answer if isinstance(answer, Response) else json_response(answer)
         await response(scope, receive, send)
 
     def _read(self, message: Message, scope: Scope) -> Any:

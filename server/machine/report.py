@@ -141,6 +141,6 @@ def from_json(values: Iterable[Mapping[str, object]]) -> list[Check]:
     return [Check(**{**each, "status": CheckStatus(str(each["status"]))}) for each in values]  # type: ignore[arg-type]
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int | None, noun: str) -> str:
     """Return a number with its noun, such as "2 nodes"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

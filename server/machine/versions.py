@@ -23,8 +23,8 @@ def check_transformers() -> str | None:
     Raises:
         VersionError: The version is outside the range, or transformers is not installed.
     """
-    installed = _installed()
-    if installed is None:
+    installed = version_of(PACKAGE)
+    if not installed:
         raise VersionError(f"transformers is not installed; {_remedy()}")
     release = _release(installed)
     if not LOWEST <= release < END:
@@ -38,7 +38,7 @@ def why_unfit(error: ImportError) -> str | None:
     """Return the message for an import that failed because `transformers` lacks a name, or None for other packages."""
     if (error.name or "").partition(".")[0] != PACKAGE:
         return None
-    return f"transformers {_installed() or '(not installed)'} lacks a name that WideEP needs ({error.msg}); {_remedy()}"
+    return f"transformers {version_of(PACKAGE) or '(not installed)'} lacks a name that WideEP needs ({error.msg}); {_remedy()}"
 
 
 def _remedy() -> str:
@@ -46,11 +46,12 @@ def _remedy() -> str:
     return f"versions {_shown(LOWEST)} to {_shown(NEWEST_TESTED)} are tested: pip install '{span}'"
 
 
-def _installed() -> str | None:
+def version_of(package: str) -> str:
+    """Return a package's version, or "" if it is not installed."""
     try:
-        return importlib.metadata.version(PACKAGE)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None
+        return ""
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.machine.model_fields import field_of
+from server.machine.report import count
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
 from server.serve.preflight.memory import rank_bytes
@@ -255,7 +256,3 @@ def _wideep_script() -> str:
     ):
         return "wideep"
     return shlex.quote(os.path.relpath(beside_python)) if beside_python.exists() else "wideep"
-
-
-def count(number: int | None, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

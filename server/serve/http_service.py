@@ -5,7 +5,6 @@ The front (`front_main`) binds its sockets, then imports this module by name, wi
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -69,6 +68,7 @@ from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
+from server.machine.versions import version_of
 from server.options.table import PRIORITY, HttpOptions, Options
 
 # The same fields of generation_config.json that vLLM uses as defaults.
@@ -135,7 +135,7 @@ class HttpService:
         metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
         metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
         metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
-        version = _version()
+        version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         keys = _keys(options)
         answering = [
@@ -408,10 +408,3 @@ def _sampling_defaults(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("wideep")
-    except importlib.metadata.PackageNotFoundError:
-        return "0+unknown"  # an uninstalled checkout

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from dispatch.ports import free_port
 from server.machine.interrupts import terminate_as_interrupt
 from server.machine.lines import SCREEN_VARIABLE, say
+from server.machine.report import count
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
 from server.options.reading import environment_from, handed_on
@@ -38,7 +39,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import absences, first_failure
-from server.serve.greeting import count, greeting, summary
+from server.serve.greeting import greeting, summary
 from server.serve.loading import LoadingScreen, has_screen
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, note_on_redundancy

@@ -31,7 +31,7 @@ from benchmarks.serving.engine_alone import EngineAlone
 from benchmarks.serving.processes import command_of, tree
 from benchmarks.serving.service import HOST, Service, stream_completion
 from scheduler.policy.config import EngineConfig
-from server.clients.connection import Connection
+from server.http.client import ServiceClient
 
 _DEFAULT, _INVARIANT = "default", "batch-invariant"
 _CLIENTS, _TINY_CLIENTS = (1, 32, 128), (2,)
@@ -207,7 +207,7 @@ def _tokens(
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0,
         "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    with Connection(f"http://{HOST}:{port}") as service:
+    with ServiceClient(f"http://{HOST}:{port}") as service:
         found = service.post("/v1/completions", body).json()["choices"][0]["logprobs"]
     return found["tokens"], found["token_logprobs"]
 

@@ -13,7 +13,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
-from server.api.answer_json import json_response
 from server.api.anthropic.request import CountTokensRequest, MessagesRequest, chat_request, prompt_request
 from server.api.blocks import (
     Block,
@@ -34,6 +33,7 @@ from server.api.tokenize import count_tokens as count_prompt_tokens
 from server.front.errors import ApiError
 from server.front.generations import Piece
 from server.front.requests import Requests
+from server.http.json_writer import json_response
 from server.http.routes import STREAM_RESPONSE, new_router
 
 Event = dict[str, Any]

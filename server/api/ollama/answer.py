@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from scheduler.policy.request import FinishReason
-from server.api.answer_json import json_bytes
 from server.api.blocks import (
     Block,
     BlockEvent,
@@ -27,6 +26,7 @@ from server.api.parsers.deltas import Delta
 from server.front.errors import ApiError
 from server.front.generations import Answer, Generation, Piece
 from server.front.timing import timing_of
+from server.http.json_writer import json_bytes
 
 LINES = "application/x-ndjson"
 

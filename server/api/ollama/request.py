@@ -2,7 +2,7 @@
 
 Fields and options are those of https://docs.ollama.com/api. Unsupported options that would change the answer are refused by
 name, and so are unknown ones (Ollama only logs a warning). Options about how an Ollama runner uses its machine are ignored.
-Values are checked like those of chats, and `own_name` translates the field in an error back to Ollama's name.
+Values are checked like those of chats, and `OWN_NAMES` translates the field in an error back to Ollama's name.
 """
 
 import re
@@ -57,13 +57,14 @@ _UNSERVED = {
     "logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
     "top_logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
 }
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's name
+OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's name
     (re.compile(r"response_format\b.*"), "format"),
     (re.compile(r"max_tokens$"), "options.num_predict"),
     (re.compile(r"repetition_penalty$"), "options.repeat_penalty"),
     (re.compile(rf"({'|'.join(_OPTIONS)})(?=\.|$)"), r"options.\1"),
     (re.compile(r"reasoning_effort$"), "think"),
 )
+OWN_PROMPT_NAMES = ((re.compile(r"messages\b.*"), "prompt"), *OWN_NAMES)  # in /api/generate
 _Format = Annotated[
     Any, WithJsonSchema({"anyOf": [{"enum": ["json", ""]}, {"type": "object"}, {"type": "null"}]})
 ]
@@ -154,26 +155,13 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
 
 
 def check_fields(body: _Body) -> None:
-    """Refuse fields that would be silently ignored. Call it outside `own_name`: its errors have Ollama's names already.
+    """Refuse fields that would be silently ignored. Call it outside `named_by`: its errors have Ollama's names already.
 
     Raises:
         ApiError: 400, naming the field.
     """
     _refuse_unserved(body.model_extra or {}, "")
     refuse_foreign(body.model_extra, form="format", stop="options.stop")
-
-
-def own_name(param: str) -> str:
-    """Return Ollama's name for a field of a chat or a completion."""
-    for pattern, name in _OWN_NAMES:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
-
-
-def own_prompt_name(param: str) -> str:
-    """Return the name in /api/generate, where the only message is the prompt."""
-    return "prompt" if param.partition(".")[0] == "messages" else own_name(param)
 
 
 def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from server.front import errors
 from server.front.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
-from server.http.json_parts import EncodedList
+from server.http.json_writer import EncodedList
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"

@@ -10,7 +10,6 @@ once, and after an event over LONG_EVENT the next one waits until the answer has
 seventeen times the bytes of its answer. SGLang's clients accept events of several tokens (its `stream_interval`).
 """
 
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from server.front.errors import bad_request
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
-from server.http.json_parts import EncodedList, encode
+from server.http.json_writer import EncodedList, encode_json, long_json_bytes
 from server.http.routes import STREAM_RESPONSE, new_router, refusal
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -253,7 +252,7 @@ class _GenerateJson:
                 return b""
         content = self._object(self._answer.generations[index], choice)
         content = {"index": index, **content} if self._is_list else content
-        return b"data: " + encode(content) + b"\n\n" if has_logprobs else event(content)
+        return b"data: " + long_json_bytes(content) + b"\n\n" if has_logprobs else event(content)
 
     def end(self) -> bytes:
         """Return nothing: every event has its counts."""
@@ -297,14 +296,14 @@ class _GenerateJson:
         if first not in self._of_prompts:
             spelled = self._of_prompts[first] = _Spelled()
             first_id = generation.ask.request.prompt_ids[0]
-            spelled.add(json.dumps([None, first_id, self._text(first_id)]), "null")  # no log-probability
+            spelled.add(encode_json([None, first_id, self._text(first_id)]), "null")  # no log-probability
             self._spell(spelled, self._answer.prompt_logprobs_of(generation.index, self._n))
         return self._of_prompts[first]
 
     def _spell(self, spelled: _Spelled, entries: Sequence[Logprobs]) -> None:
         for each in entries:
-            top = json.dumps(self._top(each)) if self._body.top_logprobs_num else None
-            spelled.add(json.dumps([each.logprob, each.token_id, self._text(each.token_id)]), top)
+            top = encode_json(self._top(each)) if self._body.top_logprobs_num else None
+            spelled.add(encode_json([each.logprob, each.token_id, self._text(each.token_id)]), top)
 
     def _top(self, each: Logprobs) -> list[list[Any]]:
         pairs = zip(each.top_logprobs, each.top_ids, strict=True)

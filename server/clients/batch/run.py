@@ -15,9 +15,9 @@ from pathlib import Path
 from server.api.openai.batches.bulk_client import BulkClient, ServiceLostError, for_each
 from server.api.openai.batches.input_lines import BadLine, BatchFileError, BatchLine, read_batch
 from server.api.openai.batches.output_lines import BatchOutput, answer_entry, refusal_entry
-from server.clients.connection import api_key_of
 from server.clients.private_service import PrivateService, ServiceEndedError
 from server.clients.progress import RequestProgress
+from server.http.client import ServiceError, api_key_of
 from server.machine.interrupts import run_interruptibly, terminate_as_interrupt
 from server.machine.lines import printable
 from server.options.reading import said_in
@@ -44,7 +44,7 @@ def run_batch(
             if num_open:
                 _answer(args, options, output, num_open, environment)
             return _finish(args.input_file, output)
-    except (BatchFileError, ServiceLostError, ServiceEndedError) as error:
+    except (BatchFileError, ServiceError, ServiceEndedError) as error:
         _say(str(error))
         return 2 if isinstance(error, BatchFileError) else 1
     except KeyboardInterrupt:

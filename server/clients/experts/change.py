@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
-from server.clients.connection import Connection, ServiceError, api_key_of
+from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
 POLL_S = 0.5  # between two queries of a change's progress
@@ -19,12 +19,12 @@ def run_change(
     args: argparse.Namespace,
     *,
     environment: Mapping[str, str] = os.environ,
-    client: Connection | None = None,
+    client: ServiceClient | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
     """Run the verb and return the exit status: 1 if the change or the service failed, 2 for invalid arguments or files."""
     try:
-        with client or Connection(args.url, api_key_of(environment)) as service:
+        with client or ServiceClient(args.url, api_key_of(environment)) as service:
             if args.verb == "history":
                 return _history(service, args)
             if args.verb == "rollback":
@@ -35,7 +35,7 @@ def run_change(
         return 2 if isinstance(error, PlacementFileError) else 1
 
 
-def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+def _apply(service: ServiceClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
     body: dict[str, Any] = {"policy": args.policy}
     if args.placement is not None:
         if args.dry_run:
@@ -50,7 +50,7 @@ def _apply(service: Connection, args: argparse.Namespace, sleep: Callable[[float
 
 
 def _changed(
-    service: Connection, path: str, body: dict[str, Any], sleep: Callable[[float], None]
+    service: ServiceClient, path: str, body: dict[str, Any], sleep: Callable[[float], None]
 ) -> dict[str, Any]:
     """Start a change, wait without a timeout until it ends, and return its entry in the history.
 
@@ -93,7 +93,7 @@ def _say(entry: Mapping[str, Any], as_json: bool) -> int:
     return 1 if entry["failed"] else 0
 
 
-def _history(service: Connection, args: argparse.Namespace) -> int:
+def _history(service: ServiceClient, args: argparse.Namespace) -> int:
     found = service.get_json("/experts/history")
     entries = found["history"][-args.rows :]
     if args.json:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from server.clients.connection import Connection, ServiceError, api_key_of
+from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
 _CLEAR = "\x1b[2J\x1b[H"  # clear the screen, then home (ECMA-48)
@@ -32,7 +32,7 @@ def run_live(
 ) -> int:
     """Run the verb and return the exit status."""
     try:
-        with Connection(args.url, api_key_of(environment)) as client:
+        with ServiceClient(args.url, api_key_of(environment)) as client:
             if args.verb == "record":
                 return _record(client, args.seconds, args.out, sleep)
             return _load(client, args, sleep)
@@ -41,7 +41,7 @@ def run_live(
         return 1
 
 
-def _load(client: Connection, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
+def _load(client: ServiceClient, args: argparse.Namespace, sleep: Callable[[float], None]) -> int:
     if args.json:
         print(json.dumps(client.get_json("/experts/load")))
         return 0
@@ -61,7 +61,7 @@ def _load(client: Connection, args: argparse.Namespace, sleep: Callable[[float],
             return 0
 
 
-def _record(client: Connection, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
+def _record(client: ServiceClient, seconds: float, out: Path, sleep: Callable[[float], None]) -> int:
     """Record for some time, or until Ctrl-C, and write the service's recording."""
     shape = client.get_json("/experts/load")
     client.post("/start_expert_distribution_record")

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from server.front import errors
 from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.http.errors import ErrorResponse
+from server.http.json_writer import json_response
 from server.http.observability import metrics
 from server.http.observability.metrics import Metrics
 from server.http.observability.throughput import Throughput
@@ -34,7 +35,7 @@ def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str 
     async def show_health() -> Response:
         """Return 200 while some rank serves (all ranks at the start), and otherwise 503 with the reason."""
         reason = why_not_ready()
-        return ErrorResponse(errors.not_ready(reason)) if reason else JSONResponse({"status": "ready"})
+        return ErrorResponse(errors.not_ready(reason)) if reason else json_response({"status": "ready"})
 
     async def show_ping() -> dict[str, Any]:
         """Return 200 while this process is alive."""

@@ -12,7 +12,6 @@ from the CUDA driver API instead (cuDriverGetVersion in libcuda, which needs no 
 """
 
 import ctypes
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 from dispatch.wires.availability import has_cuda_device
 from server.machine.processor import why_slow
+from server.machine.versions import version_of
 from server.options.reading import check_limits
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError
@@ -290,8 +290,4 @@ def main() -> None:
     """Print the GPU facts as JSON."""
     import torch  # noqa: PLC0415 - needed in the child process only
 
-    try:
-        triton_version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton_version = ""
-    print(json.dumps(asdict(collect(torch, triton_version, driver_version()))))
+    print(json.dumps(asdict(collect(torch, version_of("triton"), driver_version()))))

@@ -9,7 +9,6 @@ differ in nearly every number. Rejected: a digest of every byte, which takes as 
 """
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from server.link.seal import SAME_KEY, mac
 from server.machine.report import Check, failure, not_here, ok, warning
 from server.machine.roots import PACKAGES
+from server.machine.versions import version_of
 from server.serve.preflight.device import NO_FACTS, GpuFacts
 from server.serve.preflight.model import safetensors_files
 
@@ -45,14 +45,6 @@ def identity() -> Identity:
     """Return the identity of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Identity(socket.gethostname(), f"{boot} {os.readlink('/proc/self/ns/net')}")
-
-
-def version_of(package: str) -> str:
-    """Return a package's version, or "" if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def driver_version(proc: Path = Path("/proc")) -> str:

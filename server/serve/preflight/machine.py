@@ -21,13 +21,13 @@ from server.machine import interfaces as network
 from server.machine.lines import say
 from server.machine.processor import why_slow
 from server.machine.report import Check, failure, not_here, ok, warning
-from server.machine.versions import VersionError, check_transformers
+from server.machine.versions import VersionError, check_transformers, version_of
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.serve.preflight.checks import check_choices, check_files, check_listener, check_room
 from server.serve.preflight.device import Device, GpuFacts
-from server.serve.preflight.equal import driver_file, driver_version, source_digest, version_of
-from server.serve.preflight.memory import available_bytes, usable_cores
+from server.serve.preflight.equal import driver_file, driver_version, source_digest
+from server.serve.preflight.memory import available_bytes, gib, usable_cores
 from server.serve.preflight.model import PreflightError, read_config, safetensors_files
 from server.serve.preflight.probe import capacity_of
 
@@ -169,7 +169,7 @@ def check_processor(machine: Machine) -> Check:
     facts = machine.proc / "cpuinfo"
     slow = why_slow(facts=facts.read_text() if facts.exists() else "")
     free = available_bytes(machine.proc / "meminfo", machine.sys / "fs" / "cgroup")
-    found = f"{usable_cores(machine.sys / 'fs' / 'cgroup')} cores, {_gib(free)} of memory free"
+    found = f"{usable_cores(machine.sys / 'fs' / 'cgroup')} cores, {gib(free)} of memory free"
     return warning("processor", f"{found}; {slow}", "use another machine") if slow else ok("processor", found)
 
 
@@ -187,7 +187,7 @@ def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
         for name in ("GPU links", "NCCL", "NVSHMEM"):
             yield not_here(name, "no GPU")
         return
-    each = ", ".join(f"{gpu.name} with {_gib(gpu.free_bytes)} free" for gpu in facts.devices)
+    each = ", ".join(f"{gpu.name} with {gib(gpu.free_bytes)} free" for gpu in facts.devices)
     yield ok("GPUs", f"{len(facts.devices)}: {each}")
     yield check_links(facts)
     yield ok("NCCL", facts.nccl) if facts.nccl else failure("NCCL", f"torch {facts.torch} has no NCCL", "install a torch build for CUDA")  # fmt: skip
@@ -250,7 +250,7 @@ def check_shared_memory(machine: Machine, *, num_gpus: int) -> Check:
     if not folder.is_dir():
         return warning("shared memory", f"{folder} is missing", "mount a tmpfs there")
     free = machine.shared_bytes(folder)
-    found = f"{_gib(free)} free in {folder}"
+    found = f"{gib(free)} free in {folder}"
     if num_gpus > 1 and free < _LEAST_SHARED:
         return warning("shared memory", f"{found}; NCCL between {num_gpus} GPUs may need more", "docker run --shm-size=8g, or --ipc=host")  # fmt: skip
     return ok("shared memory", found + ("" if num_gpus else " (only NCCL needs it)"))
@@ -336,7 +336,7 @@ def check_model(
         kind = read_config(Path(options.model)).get("model_type", "unknown")
         yield ok(
             "model files",
-            f"{kind}, {len(files)} weight file{'s' if len(files) > 1 else ''} of {_gib(size)}, complete",
+            f"{kind}, {len(files)} weight file{'s' if len(files) > 1 else ''} of {gib(size)}, complete",
         )
     except PreflightError as error:
         yield failure("model files", str(error))
@@ -350,12 +350,12 @@ def check_model(
         return
     free = available_bytes() if gpu_bytes is None else gpu_bytes
     where = (
-        f"{_gib(free)} free on this node (local ranks: {num_local_ranks})"
+        f"{gib(free)} free on this node (local ranks: {num_local_ranks})"
         if gpu_bytes is None
-        else f"{_gib(free)} free on a GPU"
+        else f"{gib(free)} free on a GPU"
     )
     yield ok(
-        "memory", f"each of {num_ranks} ranks holds {_gib(weights.shared + experts.serving)} of weights; {where}",
+        "memory", f"each of {num_ranks} ranks holds {gib(weights.shared + experts.serving)} of weights; {where}",
         rank_bytes=weights.shared + experts.serving + experts.spare, free_bytes=free,
     )  # fmt: skip
 
@@ -366,7 +366,3 @@ def _line(path: Path) -> str:
 
 def _limit(limit: int) -> str:
     return "not set" if limit == _UNLIMITED else f"{limit:,}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"

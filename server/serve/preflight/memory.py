@@ -274,16 +274,17 @@ def check_memory(
     needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
     if needed <= free_bytes:
         return
-    spare = f" + {_gib(experts.spare)} for moving experts" if experts.spare else ""
-    kv = f" + {_gib(cache)} of KV cache" if cache else ""
+    spare = f" + {gib(experts.spare)} for moving experts" if experts.spare else ""
+    kv = f" + {gib(cache)} of KV cache" if cache else ""
     raise PreflightError(
-        f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would need about {_gib(needed)}, but only "
-        f"{_gib(free_bytes)} is free. Each rank holds {_gib(rank_weights)} of weights ({_gib(weights.shared)} on "
-        f"every rank, and {_gib(experts.serving)} for {experts.slots_per_rank} experts of each layer, out of "
-        f"{_gib(weights.experts)} for all experts){spare}{kv} + {_gib(_PROCESS_BYTES)} for its process. Use fewer ranks per "
+        f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would need about {gib(needed)}, but only "
+        f"{gib(free_bytes)} is free. Each rank holds {gib(rank_weights)} of weights ({gib(weights.shared)} on "
+        f"every rank, and {gib(experts.serving)} for {experts.slots_per_rank} experts of each layer, out of "
+        f"{gib(weights.experts)} for all experts){spare}{kv} + {gib(_PROCESS_BYTES)} for its process. Use fewer ranks per "
         "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return a number of bytes in GiB."""
     return f"{size / (1 << 30):.1f} GiB"

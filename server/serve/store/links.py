@@ -54,7 +54,7 @@ class LinkFigures(NamedTuple):
     skew_s: float  # the other node's clock minus this one's
 
 
-class Listener:
+class LinkListener:
     """Answers other nodes' measurements on background threads until closed."""
 
     def __init__(self, address: str) -> None:
@@ -85,7 +85,7 @@ class Listener:
 def listening(taken: Taken) -> Iterator[int]:
     """Listen on the address that gloo will use. Yields the port, or 0 if that fails, which the other nodes will notice."""
     try:
-        listener = Listener(taken.address) if taken.address else None
+        listener = LinkListener(taken.address) if taken.address else None
     except OSError:
         listener = None
     try:

@@ -17,7 +17,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from server.clients.connection import Connection, ServiceError
+from server.http.client import ServiceClient, ServiceError
 from server.options.flag import OptionsError
 
 MOST_CHARS = 8 << 20  # of a file for passages
@@ -206,7 +206,7 @@ def _prompt_of(value: Any) -> str:
 class ServiceTokenizer:
     """The tokenizer behind a service's /tokenize and /detokenize. Its methods raise ServiceError if the service has none."""
 
-    def __init__(self, service: Connection, model: str) -> None:
+    def __init__(self, service: ServiceClient, model: str) -> None:
         self._service, self._model = service, model
 
     def encode(self, text: str) -> list[int]:

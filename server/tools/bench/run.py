@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
+from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.interrupts import run_interruptibly, terminate_as_interrupt
 from server.machine.lines import printable, say
 from server.options.flag import OptionsError
@@ -65,7 +65,7 @@ def run_bench(args: argparse.Namespace, *, environment: Mapping[str, str] = os.e
         if options.plot_to is not None:
             check_plot(options.plot_to)
         api_key = api_key_of(environment, options.api_keys)
-        with terminate_as_interrupt(), Connection(options.url, api_key) as service:
+        with terminate_as_interrupt(), ServiceClient(options.url, api_key) as service:
             bench = _prepare(options, service)
             results, failure = _sweep(bench, api_key)
             return _finish(bench, results, failure)
@@ -110,7 +110,7 @@ class _Bench:
         }
 
 
-def _prepare(options: BenchOptions, service: Connection) -> _Bench:
+def _prepare(options: BenchOptions, service: ServiceClient) -> _Bench:
     """Find the model and the text for prompts. Raises for errors in files and flags."""
     for level in options.levels:
         _jobs(options, level)  # reports a broken trace before the service is contacted

@@ -11,7 +11,6 @@ figures. Times are in seconds, on the given clock.
 import asyncio
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 import httptools
 import httpx
 
-from server.clients.connection import SOCKET
+from server.http.client import ServiceAddress, complaint_of
 
 STREAMED: Mapping[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}  # fields of a body
 _KEPT_BYTES = 2000  # of a body that is not a stream, to quote its error
@@ -59,11 +58,11 @@ class StreamClient:
         """Prepare; connections open with the first requests.
 
         Args:
-            url: The service's root, such as http://127.0.0.1:8000, or unix:PATH, in the form of `Connection.url`.
+            url: URL of the service, in a form that `ServiceAddress.of` parses.
         """
         self._clock = clock
-        self._socket = os.path.expanduser(url.removeprefix(SOCKET)) if url.startswith(SOCKET) else None
-        parsed = httpx.URL("http://localhost" if self._socket else url)
+        address = ServiceAddress.of(url)
+        self._socket, parsed = address.socket, httpx.URL(address.root)
         self._host, self._path = parsed.host, parsed.raw_path.decode("ascii").rstrip("/")
         self._ssl = httpx.create_ssl_context() if parsed.scheme == "https" else None
         self._port = parsed.port or (443 if self._ssl else 80)
@@ -225,7 +224,7 @@ class _Reading:
         try:
             event, _ = _DECODER.raw_decode(text.decode())  # half the time of json.loads
             if event.get("error"):
-                self._answer.failure = _words_of(event)
+                self._answer.failure = complaint_of(event)[:_QUOTED_CHARS]
             usage = event.get("usage")
             for choice in event.get("choices") or ():
                 self._take_choice(choice, usage, now_s)
@@ -299,16 +298,9 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
     )
 
 
-def _words_of(body: Any) -> str:
-    """Return the service's error message."""
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:_QUOTED_CHARS]
-
-
 def _quoted(body: bytes) -> str:
     text = body.decode(errors="replace").strip()
     try:
-        return _words_of(json.loads(text))
+        return complaint_of(json.loads(text))[:_QUOTED_CHARS]
     except ValueError:
         return text[:_QUOTED_CHARS]

@@ -25,7 +25,7 @@ _GAP_BINS = 200  # for times between tokens, per factor e: half a percent each
 PERCENTILES = (50, 90, 99)
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """The outcome of a request."""
 
     arrival_s: float
@@ -132,7 +132,7 @@ class SimulationFigures:
         """Record the share of blocks in use on each rank."""
         self._kv.append((sum(usage) / len(usage), max(usage)))
 
-    def note_end(self, outcome: Outcome) -> None:
+    def note_end(self, outcome: RequestOutcome) -> None:
         """Record the end of a request."""
         self.num_events += 1
         if not outcome.is_served:

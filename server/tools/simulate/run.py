@@ -14,9 +14,9 @@ from expert_placement.files import LoadFileError
 from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from scheduler.policy.limits import SchedulerLimitsError
-from server.clients.connection import Connection, ServiceError, api_key_of
 from server.clients.progress import RequestProgress
 from server.front.routers import ROUTERS
+from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.options.flag import OptionsError
 from server.serve.preflight.model import PreflightError
 from server.tools.simulate.experts import (
@@ -164,7 +164,7 @@ def _serve(
 
 def _measured(asked: SimulateOptions) -> Subject:
     assert asked.calibrate is not None, "the command line checks it"
-    with Connection(asked.calibrate, api_key_of(os.environ)) as client:
+    with ServiceClient(asked.calibrate, api_key_of(os.environ)) as client:
         print(f"watching {client.url} for {asked.calibrate_s:g} s", file=sys.stderr)
         return from_service(asked, client)
 

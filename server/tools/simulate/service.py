@@ -22,7 +22,7 @@ from scheduler.step.lockstep import Agreement, Decision, LockStep
 from server.front.requests import MOVE_EVERY_S
 from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
 from server.tools.simulate.experts import ExpertBalance
-from server.tools.simulate.figures import Outcome, SimulationFigures
+from server.tools.simulate.figures import RequestOutcome, SimulationFigures
 from server.tools.simulate.rank import (
     NEVER,
     NO_ROWS,
@@ -391,7 +391,7 @@ class SimulatedService:
         entry = self._open.pop(output.request_id)
         self._routing.retire(output.request_id)
         self.figures.note_end(
-            Outcome(
+            RequestOutcome(
                 arrival_s=entry.request.arrival_s,
                 first_s=entry.first_s,
                 last_s=entry.last_s,

@@ -15,7 +15,7 @@ import numpy as np
 
 from expert_placement.config import EplbConfig
 from kvcache.paged_cache import BLOCK_TOKENS
-from server.clients.connection import Connection
+from server.http.client import ServiceClient
 from server.options.reading import options_from_keywords
 from server.serve.preflight.device import with_limits
 from server.serve.preflight.memory import float_bytes
@@ -125,7 +125,7 @@ class Look(NamedTuple):
 
 
 def from_service(
-    asked: SimulateOptions, client: Connection, *, sleep: Callable[[float], None] = time.sleep
+    asked: SimulateOptions, client: ServiceClient, *, sleep: Callable[[float], None] = time.sleep
 ) -> Subject:
     """Watch a running service for some time. The settings of expert placement are those of --eplb-config, not the service's.
 

@@ -36,7 +36,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-class Verdict(NamedTuple):
+class ConfigurationVerdict(NamedTuple):
     """The result for one configuration."""
 
     name: str
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def judge_all(folder: Path, device: str) -> tuple[list[Verdict], int]:
+def judge_all(folder: Path, device: str) -> tuple[list[ConfigurationVerdict], int]:
     """Return the verdicts on all configurations in a folder, and the number of models that are not Mixture-of-Experts."""
     found, num_dense = [], 0
     for name, files in sorted(_configurations(folder)):
@@ -67,7 +67,7 @@ def judge_all(folder: Path, device: str) -> tuple[list[Verdict], int]:
     return found, num_dense
 
 
-def judge(name: str, directory: Path, device: str) -> Verdict:
+def judge(name: str, directory: Path, device: str) -> ConfigurationVerdict:
     """Return the verdict on one configuration; `wideep size` counts its ranks of a GPU with this name."""
     config = read_config(directory)
     served = "text" if isinstance(config.get("text_config"), dict) else "yes"
@@ -86,7 +86,7 @@ def judge(name: str, directory: Path, device: str) -> Verdict:
         .replace(str(directory), name)
         .replace("|", "\\|")
     )
-    return Verdict(
+    return ConfigurationVerdict(
         name=name,
         model_type=str(config.get("model_type")),
         quantisation=_quantisation(directory, config),
@@ -99,7 +99,7 @@ def judge(name: str, directory: Path, device: str) -> Verdict:
     )
 
 
-def table(verdicts: Sequence[Verdict], num_dense: int, device: str) -> str:
+def table(verdicts: Sequence[ConfigurationVerdict], num_dense: int, device: str) -> str:
     """Return a Markdown table, with a line of totals below it."""
     head = [each.format(device=device) for each in _COLUMNS]
     rows = [head, ["---"] * len(head), *(_row(each) for each in verdicts)]
@@ -179,7 +179,7 @@ def _shortened(reason: str) -> str:
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON].rpartition(' ')[0]} ..."
 
 
-def _row(verdict: Verdict) -> list[str]:
+def _row(verdict: ConfigurationVerdict) -> list[str]:
     numbers = [
         "-" if verdict.weights_gb is None else f"{verdict.weights_gb:.0f}",
         "-" if verdict.shared_gb is None else f"{verdict.shared_gb:.1f}",

@@ -1,7 +1,7 @@
 """Devices that `wideep size` knows by name: the hardware of one rank. Imports neither torch nor numpy.
 
 A device is a GPU, or a machine's processor with memory and cores that its ranks share. Rates are dense ones (without sparsity)
-from data sheets; memory is what the driver makes available. The achieved share of a rate is in `roofline.Shares`.
+from data sheets; memory is what the driver makes available. The achieved share of a rate is in `roofline.RateShares`.
 """
 
 from collections.abc import Mapping

@@ -106,7 +106,7 @@ class Figure(NamedTuple):
     is_planned: bool = True  # its placement follows the load
     tokens_per_row: float = 1.0  # less if some drafts are rejected
     prefill_rows: int = 0  # in a decode step
-    is_asked: bool = False  # `roofline.Shares.whole` was fitted to it, so it does not count as a prediction
+    is_asked: bool = False  # `RateShares.whole` was fitted to it, so it does not count as a prediction
 
 
 _MTP = "128 requests with one draft each; the source accepts 60 % of the drafts"

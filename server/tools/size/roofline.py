@@ -21,7 +21,7 @@ from server.tools.size.step_times import RankRows, StepCost
 Sends = Literal["choice", "rank", "node"]
 
 
-class Shares(NamedTuple):
+class RateShares(NamedTuple):
     """Shares of nominal rates that kernels achieve, and fixed costs of a step. The same for all GPUs."""
 
     # DeepGEMM's README, 64 rows on H800 (3,350 GB/s): 1,688 to 2,668 GB/s; FlashMLA's: 3,000 GB/s.
@@ -52,9 +52,9 @@ class Shares(NamedTuple):
     step_s: float = 1e-3
 
 
-GPU_SHARES = Shares()
+GPU_SHARES = RateShares()
 # Measured rates are achieved rates; numpy's are close to our kernels'. A layer is a call into compiled code.
-MEASURED_SHARES = Shares(
+MEASURED_SHARES = RateShares(
     memory=1.0,
     products=1.0,
     attention=0.5,
@@ -90,7 +90,7 @@ WIDEEP = EngineTraits("WideEP", False, False, 2, 2, 2, "rank", "choice")
 WIDEEP_CPU = EngineTraits("WideEP on CPU", False, False, 4, 4, 4, "rank", "choice")
 
 
-def shares_of(device: Device) -> Shares:
+def shares_of(device: Device) -> RateShares:
     """Return the achieved shares of a device's rates."""
     if not device.is_cpu:
         return MEASURED_GPU_SHARES if device.is_measured else GPU_SHARES
@@ -126,7 +126,7 @@ class Roofline:
         engine: EngineTraits,
         *,
         slots_per_rank: int,
-        shares: Shares | None = None,
+        shares: RateShares | None = None,
         reducing: int = 1,
     ) -> None:
         """Compute the achieved rates.

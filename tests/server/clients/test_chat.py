@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from server.cli import build_parser
-from server.clients.chat import ChatClient, ChatPiece, Speed, run_chat
-from server.clients.connection import Connection, ServiceError
+from server.clients.chat import ChatClient, ChatPiece, Pace, run_chat
+from server.http.client import ServiceClient, ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
 CLIENT = httpx.Client  # stays available while a test replaces httpx.Client
@@ -138,7 +138,7 @@ def test_reasoning_is_told_from_the_answer_and_not_remembered() -> None:
     client.open()
     assert list(client.ask("?")) == [ChatPiece("Hm.", is_reasoning=True), ChatPiece("Yes.")]
     assert client.messages[-1] == {"role": "assistant", "content": "Yes."}
-    assert client.speed == Speed(num_tokens=5, first_s=1.0, rest_s=1.0)
+    assert client.speed == Pace(num_tokens=5, first_s=1.0, rest_s=1.0)
     assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, first token after 1.00 s)"
 
 
@@ -185,7 +185,7 @@ def test_a_refusal_s_words_do_not_act_on_the_terminal(status: int) -> None:
     for body in (json.dumps({"error": {"message": "\x1b[2Jno"}}), "\x1b[2Jno"):
         transport = httpx.MockTransport(lambda _, body=body: httpx.Response(status, content=body))
         with pytest.raises(ServiceError, match=r"\\x1b\[2Jno"):
-            Connection("http://x", http=CLIENT(transport=transport)).get_json("/v1/models")
+            ServiceClient("http://x", http=CLIENT(transport=transport)).get_json("/v1/models")
 
 
 @pytest.mark.parametrize(

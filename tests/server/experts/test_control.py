@@ -18,7 +18,6 @@ from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
 from server.cli import build_parser
-from server.clients.connection import Connection
 from server.clients.experts.change import run_change
 from server.experts import control as placement_control
 from server.experts.control import PlacementControl
@@ -26,6 +25,7 @@ from server.experts.load import ExpertsLoad
 from server.experts.routes import placement_routes
 from server.front.errors import ApiError
 from server.http.app import build_app
+from server.http.client import ServiceClient
 from server.http.guards import ApiKeys
 from server.link.messages import DropPlacement, PlacementUpdate, Prepare
 from tests.support.placement.placements import held, random_placement
@@ -354,7 +354,7 @@ def test_the_command_line_and_the_front_understand_each_other(
 
         def run(*words: str) -> int:
             args = build_parser().parse_args(["experts", *words])
-            service = Connection("http://127.0.0.1", http=http)
+            service = ServiceClient("http://127.0.0.1", http=http)
             service.close = lambda: None  # type: ignore[method-assign]  # the next command uses it
             return run_change(args, environment={}, client=service, sleep=lambda _: None)
 

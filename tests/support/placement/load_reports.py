@@ -12,7 +12,7 @@ from expert_placement.placement import linear_placement, rank_load
 from scheduler.moves.reports import ExpertMap, LoadReport
 from server.experts.answer import answer
 from server.experts.load import VIEWS, ExpertsLoad
-from server.http.json_parts import encode
+from server.http.json_writer import long_json_bytes
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 6, 2, 3
 SIGMA = 0.7  # of log(load) over the experts of a layer: DeepSeek-V3 has 0.56 to 0.86
@@ -58,7 +58,7 @@ def report(rank: int, step: int, total: np.ndarray, **changes: Any) -> LoadRepor
 
 def told(load: ExpertsLoad) -> dict[str, Any]:
     """Return the answer of GET /experts/load."""
-    content: dict[str, Any] = json.loads(encode(answer(load.snapshot())))
+    content: dict[str, Any] = json.loads(long_json_bytes(answer(load.snapshot())))
     return content
 
 

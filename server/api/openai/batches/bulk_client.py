@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, Self, TypeVar
 import httpx
 
 from server.front.errors import ApiError
-from server.http.json_parts import encode
+from server.http.client import ServiceAddress, ServiceError, complaint_of, headers_with
 from server.http.json_text import PIECE_BYTES, parse_json
+from server.http.json_writer import long_json_bytes
 
 CONNECT_TIMEOUT_S = 30.0
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each retry
@@ -24,8 +25,8 @@ _PASSING = (429, 503)  # temporary: too many requests, not ready
 Job = TypeVar("Job")
 
 
-class ServiceLostError(RuntimeError):
-    """The service is unreachable or refuses requests; the message has the reason and what to do."""
+class ServiceLostError(ServiceError):
+    """The service is unreachable or refuses all requests; the message has the reason and what to do."""
 
 
 class Reply(NamedTuple):
@@ -43,10 +44,7 @@ class Reply(NamedTuple):
     @property
     def complaint(self) -> str:
         """The service's error message."""
-        try:
-            return str(self.body["error"]["message"])
-        except (LookupError, TypeError):
-            return str(self.body)[:200]
+        return complaint_of(self.body)
 
 
 class Trouble(NamedTuple):
@@ -72,23 +70,26 @@ class BulkClient:
         """Create the client. It connects with the first request.
 
         Args:
-            url: URL of the service, with or without http:// and /v1.
+            url: URL of the service, in a form that `ServiceAddress.of` parses.
             concurrency: Maximum number of connections.
             why_gone: Returns why retries are useless, or None while they may help.
             sleep, transport: Replaced in tests.
 
         Raises:
-            ServiceLostError: The URL is invalid.
+            ServiceError: The URL or the API key is invalid.
         """
-        self.url = _root(url)
+        self._address = ServiceAddress.of(url)
+        self.url, path = self._address.shown, self._address.socket
         self.concurrency = concurrency
         self._why_gone = why_gone
         self._sleep = sleep
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        if path is not None:
+            transport = httpx.AsyncHTTPTransport(uds=path, limits=limits)
         self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=headers_with(api_key),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            limits=limits,
             transport=transport,
             trust_env=False,  # use no proxy between a batch and its service
         )
@@ -110,7 +111,7 @@ class BulkClient:
         Raises:
             ServiceLostError: The last attempt failed, or retries are useless.
         """
-        content = await asyncio.to_thread(encode, body)  # ASCII, so that lone surrogates can be sent
+        content = await asyncio.to_thread(long_json_bytes, body)
         for pause_s in PAUSES_S:
             answer = await self._try("POST", path, content)
             if not isinstance(answer, Trouble):
@@ -120,17 +121,17 @@ class BulkClient:
             await self._sleep(min(max(pause_s, answer.asked_pause_s), LONGEST_PAUSE_S))
         answer = await self._try("POST", path, content)
         if isinstance(answer, Trouble):
-            raise ServiceLostError(f"{answer.reason}; stopped after {len(PAUSES_S) + 1} attempts")
+            raise ServiceLostError(f"stopped after {len(PAUSES_S) + 1} attempts: {answer.reason}")
         return answer
 
     async def _try(self, method: str, path: str, content: bytes | None) -> Reply | Trouble:
         headers = {} if content is None else {"Content-Type": "application/json"}
         try:
-            response = await self._http.request(method, path, content=content, headers=headers)
-        except httpx.ConnectError as error:
-            return Trouble(f"no service answers at {self.url} ({_words(error)})")
-        except httpx.TransportError as error:
-            return Trouble(f"lost the connection to {self.url} ({_words(error)})")
+            with self._address.explaining():
+                url = self._address.root + path
+                response = await self._http.request(method, url, content=content, headers=headers)
+        except ServiceError as error:
+            return Trouble(str(error))
         is_long = len(response.content) > PIECE_BYTES  # log-probabilities may take megabytes
         reply = await asyncio.to_thread(_reply, response) if is_long else _reply(response)
         if reply.status not in _PASSING:
@@ -146,20 +147,6 @@ class BulkClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
-
-
-def _root(url: str) -> str:
-    """Return the root of a service's URL, which may lack http:// or end with /v1."""
-    root = url if "://" in url else f"http://{url}"
-    root = root.rstrip("/").removesuffix("/v1")
-    try:
-        parsed = httpx.URL(root)
-        is_service = parsed.scheme in ("http", "https") and bool(parsed.host)
-    except httpx.InvalidURL:
-        is_service = False
-    if not is_service:
-        raise ServiceLostError(f"{url!r} is not a URL of a service; try http://127.0.0.1:8000")
-    return root
 
 
 async def for_each(jobs: Iterable[Job], work: Callable[[Job], Awaitable[None]], *, concurrency: int) -> None:
@@ -189,7 +176,3 @@ def _reply(response: httpx.Response) -> Reply:
         body = response.text
     request_id = response.headers.get("x-request-id") or (body.get("id") if isinstance(body, dict) else None)
     return Reply(response.status_code, str(request_id or ""), body)
-
-
-def _words(error: httpx.TransportError) -> str:
-    return str(error) or type(error).__name__

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from server.api.openai.batches.bulk_client import Reply
 from server.api.openai.batches.input_lines import KEY_HEAD, BadLine, BatchFileError, BatchLine
+from server.http.json_writer import json_bytes
 
 _READ_BYTES = 1 << 16
 
@@ -63,7 +64,7 @@ class BatchOutput:
         Raises:
             BatchFileError: The disk is full, or the file was removed.
         """
-        line = (json.dumps(entry).encode() if line is None else line) + b"\n"
+        line = (json_bytes(entry) if line is None else line) + b"\n"
         try:
             while line:  # one write, except on a full disk
                 line = line[os.write(self._fd, line) :]

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
-from server.api.answer_json import json_response
 from server.api.openai.batches.batch_store import Batch, BatchStore
 from server.api.openai.batches.file_store import (
     INPUT,
@@ -29,6 +28,7 @@ from server.api.openai.batches.input_lines import URLS
 from server.api.openai.batches.runs import BatchRuns
 from server.front.errors import bad_request
 from server.http.exchanges import owner_of_exchange
+from server.http.json_writer import json_response
 from server.http.routes import new_router
 
 _MAX_LISTED_BATCHES = 100

@@ -28,8 +28,8 @@ from server.api.openai.batches.input_lines import BadLine, BatchFileError, Batch
 from server.api.openai.batches.output_lines import BatchOutput, answer_entry, entry_without_answer
 from server.front.errors import bad_request
 from server.http.exchanges import answering_line
-from server.http.json_parts import encode
 from server.http.json_text import trouble_with_nesting
+from server.http.json_writer import long_json_bytes
 
 SHARE = 4  # batches get one in SHARE of the choices that ranks run at once
 MAX_LINES = 50_000  # OpenAI's
@@ -242,7 +242,7 @@ class BatchRuns:
         with answering_line(batch.owner, num_granted):
             reply = await self._reply(line)
         entry = answer_entry(line, reply)
-        encoded = await asyncio.to_thread(encode, entry)
+        encoded = await asyncio.to_thread(long_json_bytes, entry)
         (outputs.good if reply.is_good else outputs.rest).append(entry, encoded)
         batch.num_good, batch.num_failed = len(outputs.good.answered), len(outputs.rest.answered)
         self._note_size(batch, outputs)

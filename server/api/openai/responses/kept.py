@@ -25,9 +25,10 @@ from starlette.types import Receive, Scope, Send
 from server.api.blocks import DraftChunks, Event, named_events
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.schemas import ChatMessage
-from server.api.streaming import KEEP_ALIVE_S, EventSender, until_gone
+from server.api.streaming import KEEP_ALIVE_S, EventSender
 from server.front.errors import ApiError, bad_request, failed
 from server.front.generations import Answer, ClientGone
+from server.http.kept_stream import KeptStream
 from server.http.shares import Shares
 
 _LOG = logging.getLogger("wideep")
@@ -111,15 +112,12 @@ MAX_BYTES = 64 << 20
 
 
 class BackgroundRun:
-    """A running or ended background response. An event's index is its sequence number."""
+    """A running or ended background response. The chunks of `events` are its events, by their sequence numbers."""
 
     def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
         self.draft, self.owner = draft, owner
-        self.is_ended = False
-        self.num_bytes = 0
+        self.events = KeptStream()
         self._answer, self._chunks = answer, chunks
-        self._events: list[bytes] = []
-        self._grown = asyncio.Event()
         self._add(chunks.begin())
 
     async def run(self) -> None:
@@ -138,31 +136,15 @@ class BackgroundRun:
             self._add(self.draft.fail(failed(reason)))
         finally:
             self._answer.close()
-            self.is_ended = True
-            self._tell()
+            self.events.end()
 
     async def cancel(self) -> None:
         """Stop the run, unless it has ended."""
         self._answer.close()
-        while not self.is_ended:
-            await self._grown.wait()
-
-    async def events_from(self, number: int) -> Sequence[bytes]:
-        """Wait for events and return them from event `number` on. Returns an empty list if the run ended before it."""
-        while len(self._events) <= number and not self.is_ended:
-            await self._grown.wait()
-        return self._events[number:]
+        await self.events.wait_until_ended()
 
     def _add(self, events: Sequence[Event]) -> None:
-        encoded = [named_events([event]) for event in events]
-        self._events += encoded
-        self.num_bytes += sum(map(len, encoded))
-        self._tell()
-
-    def _tell(self) -> None:
-        """Wake all waiting tasks."""
-        self._grown.set()
-        self._grown = asyncio.Event()
+        self.events.add(*(named_events([event]) for event in events))
 
 
 class BackgroundRuns:
@@ -243,15 +225,15 @@ class BackgroundRuns:
 
     def _forget(self) -> None:
         """Drop ended runs until the limit holds, each time the oldest of the owner with the most event bytes in ended runs."""
-        num_bytes = sum(run.num_bytes for run in self._runs.values())
-        ended = {response_id: run for response_id, run in self._runs.items() if run.is_ended}
+        num_bytes = sum(run.events.num_bytes for run in self._runs.values())
+        ended = {response_id: run for response_id, run in self._runs.items() if run.events.has_ended}
         while num_bytes > self._max_bytes and ended:
             held: Counter[str] = Counter()
             for run in ended.values():
-                held[run.owner] += run.num_bytes
+                held[run.owner] += run.events.num_bytes
             most = max(held, key=held.__getitem__)
             response_id = next(each for each, run in ended.items() if run.owner == most)
-            num_bytes -= ended.pop(response_id).num_bytes
+            num_bytes -= ended.pop(response_id).events.num_bytes
             del self._runs[response_id]
 
 
@@ -264,18 +246,9 @@ class Following(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until the run has ended or the client disconnects."""
-        sending = asyncio.create_task(self._send_all(send))
-        leaving = asyncio.create_task(until_gone(receive))
-        try:
-            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sending.cancel()
-            leaving.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-
-    async def _send_all(self, send: Send) -> None:
-        with EventSender(send, KEEP_ALIVE_S) as sender:
-            while events := await self._run.events_from(self._number):
-                self._number += len(events)
-                await sender.send(b"".join(events))
+        following = self._run.events.follow(receive, self._number)
+        with contextlib.suppress(OSError), EventSender(send, KEEP_ALIVE_S) as sender:
+            async with contextlib.aclosing(following) as chunks:
+                async for events in chunks:
+                    await sender.send(events)
             await sender.end(b"")

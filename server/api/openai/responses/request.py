@@ -249,7 +249,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 _FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> field of /v1/responses
+OWN_NAMES = (  # a field of the chat request, or its beginning -> field of /v1/responses
     (re.compile(r"messages\b.*"), "input"),
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"response_format\.json_schema\b"), "text.format"),
@@ -286,14 +286,6 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     if _goes_on(body.input, history[-1]):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     return validated(fields)
-
-
-def own_name(param: str) -> str:
-    """Return the name that a chat request's field has in /v1/responses."""
-    for pattern, name in _OWN_NAMES:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:

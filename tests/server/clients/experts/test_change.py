@@ -10,8 +10,8 @@ import pytest
 from expert_placement.files import save_placement
 from expert_placement.placement import linear_placement
 from server.cli import build_parser
-from server.clients.connection import Connection
 from server.clients.experts.change import run_change
+from server.http.client import ServiceClient
 
 ENTRY: dict[str, Any] = {
     "time": 1.0, "change": 7, "kind": "repair", "version": 4, "reason": "it pays", "predicted_gain": 0.03, "measured_gain": None,
@@ -31,7 +31,7 @@ class PlayedService:
         """Run a command line against it."""
         args = build_parser().parse_args(["experts", *words])
         http = httpx.Client(transport=httpx.MockTransport(self._answer))
-        client = Connection("http://s", http=http)
+        client = ServiceClient("http://s", http=http)
         return run_change(args, environment={}, client=client, sleep=lambda _: None)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:

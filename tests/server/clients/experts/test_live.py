@@ -12,9 +12,9 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from server.cli import build_parser, main
-from server.clients.connection import Connection, ServiceError
 from server.clients.experts import live as experts_live
 from server.experts.load import ExpertsLoad
+from server.http.client import ServiceClient, ServiceError
 from tests.support.placement.load_reports import RANKS, counts, expert_map, load_answer, report, told
 
 
@@ -64,12 +64,12 @@ def test_a_live_table_fits_the_terminal_with_its_head(width: int, height: int) -
 def test_a_key_may_be_openai_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[str | None] = []
 
-    class Noted(Connection):
+    class Noted(ServiceClient):
         def __init__(self, url: str, api_key: str | None = None) -> None:
             seen.append(api_key)
             super().__init__(url, api_key)
 
-    monkeypatch.setattr(experts_live, "Connection", Noted)
+    monkeypatch.setattr(experts_live, "ServiceClient", Noted)
     args = build_parser().parse_args(["experts", "load", "http://127.0.0.1:1"])
     for environment in ({"OPENAI_API_KEY": "a"}, {"OPENAI_API_KEY": "a", "WIDEEP_API_KEY": "b c"}, {}):
         assert experts_live.run_live(args, environment=environment) == 1
@@ -108,12 +108,12 @@ def test_a_record_starts_waits_stops_and_writes(
         is_load = request.url.path == "/experts/load"
         return httpx.Response(200, json=shape) if is_load else httpx.Response(200, content=b"the record")
 
-    class Client(Connection):
+    class Client(ServiceClient):
         def __init__(self, url: str, api_key: str | None) -> None:
             headers = {"Authorization": f"Bearer {api_key}"}
             super().__init__(url, http=httpx.Client(transport=httpx.MockTransport(serve), headers=headers))
 
-    monkeypatch.setattr(experts_live, "Connection", Client)
+    monkeypatch.setattr(experts_live, "ServiceClient", Client)
     args = argparse.Namespace(verb="record", url="h:1", seconds=4.0, out=tmp_path / "load.npz")
     status = experts_live.run_live(
         args,
@@ -137,7 +137,7 @@ def test_refusals_are_the_services_words_and_a_hint() -> None:
         return httpx.Response(401, json={"error": {"message": "A key is wanted."}})
 
     with (
-        Connection("h", http=httpx.Client(transport=httpx.MockTransport(refuse))) as client,
+        ServiceClient("h", http=httpx.Client(transport=httpx.MockTransport(refuse))) as client,
         pytest.raises(ServiceError, match=r"refused \(401\): A key is wanted. Set WIDEEP_API_KEY"),
     ):
         client.post("/x")
@@ -147,7 +147,7 @@ def test_refusals_are_the_services_words_and_a_hint() -> None:
 def test_another_kind_of_service_is_found_out(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _request: httpx.Response(200, content=body))
     with (
-        Connection("h", http=httpx.Client(transport=transport)) as client,
+        ServiceClient("h", http=httpx.Client(transport=transport)) as client,
         pytest.raises(ServiceError, match="is this a WideEP service"),
     ):
         client.get_json("/experts/load")

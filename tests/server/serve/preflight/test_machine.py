@@ -269,7 +269,7 @@ def test_a_version_outside_of_what_our_distribution_asks_for_is_a_failure(
 def test_a_transformers_that_is_not_tested_is_told(
     version: str, status: CheckStatus, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "_installed", lambda: version)
+    monkeypatch.setattr(versions, "version_of", lambda _: version)
     check = doctor.check_packages(["torch", "transformers"])
     assert check.status is status and said in check.text
 

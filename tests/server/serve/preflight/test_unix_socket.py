@@ -1,12 +1,14 @@
 """HTTP on a Unix domain socket: a real front, and obstacles at the path."""
 
+import asyncio
 import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
-from server.clients.connection import Connection, ServiceError
+from server.api.openai.batches.bulk_client import BulkClient
+from server.http.client import ServiceClient, ServiceError
 from server.options.flag import OptionsError
 from server.serve.greeting import greeting
 from server.serve.preflight.probe import is_healthy
@@ -25,12 +27,14 @@ def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) 
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=TIMEOUT_S) as client:
         models = client.get("http://localhost/v1/models").json()
     assert [each["id"] for each in models["data"]] == ["model"]
-    with Connection(front.url) as connection:
+    with ServiceClient(front.url) as connection:
         assert connection.get_json("/v1/models") == models, "the request of `wideep chat unix:PATH`"
+    reply = asyncio.run(BulkClient(front.url, None, concurrency=1).get("/v1/models"))
+    assert reply.body == models, "the request of `wideep run-batch --url unix:PATH`"
     assert front.close() == (0, "")
     assert not path.exists()
     with (
-        Connection(front.url) as connection,
+        ServiceClient(front.url) as connection,
         pytest.raises(ServiceError, match=f"no service answers at unix:{path}"),
     ):
         connection.get_json("/v1/models")

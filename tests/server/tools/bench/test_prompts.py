@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.clients.connection import Connection, ServiceError
+from server.http.client import ServiceClient, ServiceError
 from server.options.flag import OptionsError
 from server.tools.bench.prompts import (
     CheckpointTokenizer,
@@ -151,7 +151,7 @@ def test_a_line_may_hold_what_unicode_calls_a_line_s_end(tmp_path: Path) -> None
 
 def test_a_service_that_counts_no_tokens_is_a_sentence_that_says_what_to_do() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"tokens": []}))  # llama.cpp's
-    service = Connection("http://x", http=httpx.Client(transport=transport))
+    service = ServiceClient("http://x", http=httpx.Client(transport=transport))
     with pytest.raises(
         ServiceError, match=r"/tokenize is not compatible with vLLM's; .*--tokenizer DIRECTORY"
     ):
@@ -160,7 +160,7 @@ def test_a_service_that_counts_no_tokens_is_a_sentence_that_says_what_to_do() ->
 
 def test_a_service_without_tokenize_is_a_sentence_that_says_what_to_do() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "Not Found"}))
-    service = Connection("http://x", http=httpx.Client(transport=transport))
+    service = ServiceClient("http://x", http=httpx.Client(transport=transport))
     with pytest.raises(
         ServiceError, match=r"cannot count tokens with /tokenize .*404.*--tokenizer DIRECTORY"
     ):

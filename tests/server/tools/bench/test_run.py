@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from server.cli import build_parser, main
-from server.clients.connection import ServiceError
+from server.http.client import ServiceError
 from server.machine.roots import WIDEEP_COMMAND
 from server.tools.bench import run
 from server.tools.bench.figures import figures_of

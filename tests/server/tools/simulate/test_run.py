@@ -11,7 +11,7 @@ import pytest
 
 from expert_placement.config import EplbConfig
 from server.cli import main
-from server.clients.connection import Connection
+from server.http.client import ServiceClient
 from server.options.table import ROUTER_NAMES
 from server.tools.simulate.flags import PLACEMENT_NAMES, SIMULATE, SimulateOptions
 from server.tools.simulate.subject import CalibrationError, Look, fit, from_service, look_of, redundant
@@ -163,7 +163,7 @@ class _Ranks:
         return {"num_layers": 2, "num_experts": 8, "ranks": ranks}
 
 
-def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
+def _service(loads: list[dict[str, Any]], max_running: int = 16) -> ServiceClient:
     info = {
         "served_model_name": "m", "dp_size": 2, "context_length": 512, "page_size": 16,
         "max_total_num_tokens": 4096, "max_running_requests": max_running,
@@ -175,7 +175,7 @@ def _service(loads: list[dict[str, Any]], max_running: int = 16) -> Connection:
             return httpx.Response(200, json=info)
         return httpx.Response(200, json=loads.pop(0))
 
-    return Connection("http://service", http=httpx.Client(transport=httpx.MockTransport(answer)))
+    return ServiceClient("http://service", http=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
 def _parsed(folder: Path, *more: str) -> SimulateOptions:

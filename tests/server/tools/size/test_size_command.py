@@ -13,7 +13,7 @@ from server.tools.gpu_rates import GpuRates
 from server.tools.size import devices
 from server.tools.size.device_table import DEVICES, sheet_of
 from server.tools.size.published import MODELS
-from server.tools.size.roofline import Shares
+from server.tools.size.roofline import RateShares
 
 _DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
 
@@ -88,7 +88,7 @@ def test_every_share_of_the_roofline_is_told(gpt_oss: Path, capsys: pytest.Captu
         "90% of the memory is for weights",
     ):  # fmt: skip
         assert part in said
-    assert len(Shares._fields) == 12, "the list above is complete"
+    assert len(RateShares._fields) == 12, "the list above is complete"
 
 
 def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from server.api.openai.batches.bulk_client import (
     ServiceLostError,
     for_each,
 )
+from server.http.client import ServiceError
 
 Answer = httpx.Response | Exception
 
@@ -100,7 +101,8 @@ def test_trouble_that_stays_is_a_sentence() -> None:
     refusal = httpx.Response(503, json={"error": {"message": "waiting for rank 1"}})
     client = client_of([refusal] * (len(PAUSES_S) + 1), pauses)
     with pytest.raises(
-        ServiceLostError, match=r"http://x refuses requests \(503\): waiting for rank 1; stopped after"
+        ServiceLostError,
+        match=r"stopped after 8 attempts: http://x refuses requests \(503\): waiting for rank 1",
     ):
         post(client)
     assert pauses == list(PAUSES_S)
@@ -120,7 +122,7 @@ def test_a_get_is_tried_once() -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", ""])
 def test_what_is_no_url_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ServiceLostError, match="is not a URL of a service; try http://127"):
+    with pytest.raises(ServiceError, match="is not a URL of a service; try http://127"):
         BulkClient(url, None, concurrency=1)
 
 

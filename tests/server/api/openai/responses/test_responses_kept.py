@@ -173,7 +173,7 @@ def test_events_of_ended_runs_are_forgotten_oldest_first() -> None:
         with pytest.raises(ApiError, match="background=true"):
             runs.follow("resp_1", -1)
         await runs.delete("resp_0")
-        assert going.is_ended and runs.find("resp_0") is None
+        assert going.events.has_ended and runs.find("resp_0") is None
 
     asyncio.run(scenario())
 
@@ -185,7 +185,7 @@ def test_events_are_forgotten_of_the_owner_that_has_most() -> None:
             run = run_of(f"resp_{number}", endless(), owner=owner)
             runs.start(run, lambda: None)
             await run.cancel()
-            runs._max_bytes = 7 * run.num_bytes // 2  # three runs fit
+            runs._max_bytes = 7 * run.events.num_bytes // 2  # three runs fit
             await asyncio.sleep(0)
         assert [bool(runs.find(f"resp_{number}")) for number in range(5)] == [True, False, False, True, True]
 
@@ -204,8 +204,7 @@ def test_a_run_that_meets_an_error_of_ours_has_failed_and_says_so() -> None:
         runs = BackgroundRuns()
         runs.start(run, lambda: None)
         async with asyncio.timeout(10):
-            while not run.is_ended:
-                await run.events_from(100)
+            await run.events.wait_until_ended()
         assert run.draft.response["status"] == "failed"
         assert "ZeroDivisionError" in run.draft.response["error"]["message"]
 

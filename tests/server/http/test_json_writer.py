@@ -1,30 +1,31 @@
-"""JSON in parts equals the library's JSON, and no part is large."""
+"""JSON in parts equals JSON at once and has the library's values, and no part is large."""
 
 import json
 from typing import Any
 
 import numpy as np
 
-from server.http.json_parts import EncodedList, encode, json_parts
+from server.http.json_writer import EncodedList, encode_json, json_bytes, json_parts, long_json_bytes
 
 
 def test_parts_joined_are_what_the_library_writes() -> None:
     matrix, row = np.arange(6).reshape(2, 3), np.array([0.5, 2.0])
     value: dict[str, Any] = {
-        "empty": {}, "none": None, "text": 'a "b" ü', "list": [1, [], {}], "pairs": [{"row": row}, {"row": row}],
+        "empty": {}, "none": None, "text": 'a "b" ü\u2028\ud800', "list": [1, [], {}], "pairs": [{"row": row}, {"row": row}],
         "matrix": matrix, "nothing": np.zeros((0, 4)), "flags": (True, False), "number": 1.25,
     }  # fmt: skip
     plain = {
         **value, "matrix": matrix.tolist(), "nothing": [], "flags": [True, False],
         "pairs": [{"row": row.tolist()}] * 2,
     }  # fmt: skip
-    assert encode(value).decode() == json.dumps(plain)
+    assert long_json_bytes(value) == json_bytes(plain)
+    assert json.loads(json_bytes(plain)) == json.loads(json.dumps(plain))
     many = [{"number": number, "within": [[number]]} for number in range(3000)]
-    encoded = EncodedList([json.dumps(each) for each in many])
-    assert encode({"a": many}) == encode({"a": encoded}) == json.dumps({"a": many}).encode()
-    assert encode([EncodedList([]), {}]) == b"[[], {}]"
+    encoded = EncodedList([encode_json(each) for each in many])
+    assert long_json_bytes({"a": many}) == long_json_bytes({"a": encoded}) == json_bytes({"a": many})
+    assert long_json_bytes([EncodedList([]), {}]) == b"[[],{}]"
     ids = list(range(10_000))
-    assert encode({"ids": ids}) == json.dumps({"ids": ids}).encode()
+    assert long_json_bytes({"ids": ids}) == json_bytes({"ids": ids})
     assert max(map(len, json_parts(ids))) < 30_000
 
 
