@@ -16,8 +16,8 @@ from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextP
 from server.api.parsers.reader import decode_json
 from server.api.parsers.registry import Markup
 from server.api.prompts import encode, render_chat
-from server.api.sampling import asks_for, refuse_unserved
-from server.api.schemas import ChatRequest
+from server.api.sampling import asks_for
+from server.api.schemas import ChatRequest, refuse_unserved
 from server.api.served import ServedModel
 from server.api.structure import (
     check_structure,

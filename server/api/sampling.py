@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
-from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
+from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields
 from server.api.served import ServedModel
 from server.front import errors
 from server.front.errors import ApiError, bad_request
@@ -19,61 +19,7 @@ from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
 MAX_LOGPROB_ENTRIES = 1_000_000  # per answer (90 MB of JSON); a prompt counts each time it is shown
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-# Fields of other servers that are not supported yet: refused unless the value has no effect.
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "use_beam_search": (),
-    "length_penalty": (1,),  # for beam search
-    "typical_p": (1,),
-    "no_repeat_ngram_size": (),
-    "repetition_detection": (),
-    "watermarking": (),
-    "thinking_token_budget": (-1,),
-    "stream_interval": (1,),
-    "guided_whitespace_pattern": (),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-    "vllm_xargs": (),
-    "routed_experts_prompt_start": (),
-    "prompt_embeds": (),
-    "return_prompt_text": (),
-    "suffix": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "chat_template": (),
-}
-_ZERO_IS_A_WISH = ("thinking_token_budget",)
 GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inverse is numerically useless
-
-
-def refuse_unserved(body: SamplingFields) -> None:
-    """Refuse fields that would be silently ignored.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
-    extra = body.model_extra or {}
-    refuse_foreign(extra, form="response_format", stop="stop")
-    for name, harmless in _UNSERVED.items():
-        value = extra.get(name)
-        is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
-        if is_nothing or value in harmless:
-            continue
-        raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
-    best_of = extra.get("best_of")
-    if best_of not in (None, body.n or 1):
-        raise bad_request(
-            f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
-            "or set n.",
-            "best_of",
-        )
-    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
 
 
 def asks_for(

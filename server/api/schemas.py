@@ -1,6 +1,6 @@
 """Request bodies as pydantic models. Unknown keys are accepted and ignored, as in vLLM.
 
-Known keys of unsupported features are refused by name (`sampling.refuse_unserved`), and so are other APIs' keys for a
+Known keys of unsupported features are refused by name (`refuse_unserved`), and so are other APIs' keys for a
 structure or a stop condition (`refuse_foreign`): otherwise an answer that ignores them would look like one that obeys. None
 always means that the client did not set the field.
 """
@@ -31,6 +31,33 @@ _FORMS_ELSEWHERE = (  # other APIs' fields for a structure; an endpoint's own ar
     *("ebnf", "grammar", "json_schema", "regex"),
 )
 _STOPS_ELSEWHERE = ("stop", "stop_regex", "stop_sequences", "stop_token_ids")
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+# Fields of other servers that are not supported yet: refused unless the value has no effect.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "use_beam_search": (),
+    "length_penalty": (1,),  # for beam search
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (),
+    "repetition_detection": (),
+    "watermarking": (),
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
+    "guided_whitespace_pattern": (),
+    "cache_salt": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+    "routed_experts_prompt_start": (),
+    "prompt_embeds": (),
+    "return_prompt_text": (),
+    "suffix": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "chat_template": (),
+}
+_ZERO_IS_A_WISH = ("thinking_token_budget",)
 ChatMessage = dict[str, Any]  # a message translated from another API, not checked yet
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked in code, for better messages than a union's; described here for /openapi.json.
@@ -218,6 +245,33 @@ def validated(fields: Mapping[str, Any]) -> ChatRequest:
         first = error.errors()[0]
         param = ".".join(str(step) for step in first["loc"])
         raise bad_request(f"{param} is invalid: {trouble_in(first)}.", param) from error
+
+
+def refuse_unserved(body: SamplingFields) -> None:
+    """Refuse fields that would be silently ignored.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    extra = body.model_extra or {}
+    refuse_foreign(extra, form="response_format", stop="stop")
+    for name, harmless in _UNSERVED.items():
+        value = extra.get(name)
+        is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
+        if is_nothing or value in harmless:
+            continue
+        raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
+    best_of = extra.get("best_of")
+    if best_of not in (None, body.n or 1):
+        raise bad_request(
+            f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
+            "or set n.",
+            "best_of",
+        )
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
 
 
 def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from scheduler.policy.request import FinishReason
 from server.api.answer_json import CompletionLogprobs, encoded_prompt_logprobs, event, usage_of
 from server.api.prompts import encode_all
-from server.api.sampling import asks_for, count_of, refuse_unserved
-from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest
+from server.api.sampling import asks_for, count_of
+from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest, refuse_unserved
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, JsonChunks, collect, has_many_entries, json_answer
 from server.api.structure import stop_patterns_of, structure_of

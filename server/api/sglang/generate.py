@@ -23,8 +23,8 @@ from starlette.responses import Response
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
 from server.api.openai.completions import encode_prompts
-from server.api.sampling import asks_for, refuse_unserved
-from server.api.schemas import MAX_LOGPROBS, CompletionRequest
+from server.api.sampling import asks_for
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest, refuse_unserved
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
 from server.api.structure import stop_patterns_of, structure_of

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler.policy.request import Request, TokenBias
-from server.api.sampling import _UNSERVED, asks_for, refuse_unserved
-from server.api.schemas import CompletionRequest, SamplingFields
+from server.api.sampling import asks_for
+from server.api.schemas import _UNSERVED, CompletionRequest, SamplingFields, refuse_unserved
 from server.api.served import ServedModel
 from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
