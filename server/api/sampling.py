@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
-from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields
+from server.api.schemas import (
+    ALL,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    ChatRequest,
+    CompletionRequest,
+    OwnFields,
+    SamplingFields,
+)
 from server.api.served import ServedModel
 from server.front import errors
 from server.front.errors import ApiError, bad_request
@@ -23,21 +32,14 @@ GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inve
 
 
 def asks_for(
-    body: SamplingFields,
+    body: ChatRequest | CompletionRequest,
     model: ServedModel,
     prompts: Sequence[Sequence[int]],
     *,
     request_id: str,
-    max_tokens: int | None,
-    num_logprobs: int | None,
-    logprobs_field: str,
-    prompt_field: str,
-    max_tokens_field: str = "max_tokens",
-    default_max_tokens: int | None = None,
-    structure: Structure | None = None,
-    num_prompt_logprobs: int | None = None,
+    structure: Structure | None,
     patterns: tuple[Pattern, ...] = (),
-    shows_prompt_once: bool = False,
+    cut_to_fit: bool = False,
 ) -> list[Ask]:
     """Return n `Ask`s per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
     each prompt requests the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
@@ -47,56 +49,50 @@ def asks_for(
         model: The served model.
         prompts: Token ids, not empty.
         request_id: Prefix of the ranks' request ids.
-        max_tokens: None uses the default. 0 scores the prompt, which may fill the context, and generates one token to hide.
-        default_max_tokens: Default for each choice, limited by the end of the context. None uses the checkpoint's
-            max_new_tokens, or the rest of the context if it has none.
-        num_logprobs: Number of top tokens per generated token; None disables log-probabilities, ALL returns all.
-        logprobs_field: Field that errors about log-probabilities name.
-        prompt_field: Field that errors about the prompt name.
-        max_tokens_field: Field that errors about max_tokens name.
         structure: Structure of the answers, already checked (`api.structure`).
-        num_prompt_logprobs: Like `num_logprobs`, if the endpoint needs more than the body's prompt_logprobs.
         patterns: Regexes that end answers (`structure.stop_patterns_of`).
-        shows_prompt_once: The answer shows the prompt's log-probabilities once instead of with each choice.
+        cut_to_fit: Reduce max_tokens to the space left in the context.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    n = body.n or 1
+    n, own, max_len = body.n or 1, body.own(), model.max_len()
+    max_tokens = own.max_tokens
+    if cut_to_fit and max_tokens is not None:
+        max_tokens = min(max_tokens, max(1, max_len - max(map(len, prompts))))
     _check_priority(body, model)
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
     seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
-    asked = [count for count in (num_prompt_logprobs, body.prompt_logprobs) if count is not None]
+    asked = [count for count in (own.num_prompt_logprobs, body.prompt_logprobs) if count is not None]
     _check_count(body.prompt_logprobs, "prompt_logprobs", model)
-    _check_count(num_logprobs, logprobs_field, model)
+    _check_count(own.num_logprobs, own.logprobs_field, model)
     shared = _sampling(
         body,
         model,
-        num_logprobs=None if num_logprobs is None else count_of(num_logprobs, model),
+        num_logprobs=None if own.num_logprobs is None else count_of(own.num_logprobs, model),
         num_prompt_logprobs=max((count_of(count, model) for count in asked), default=None),
         structure=structure,
     )
-    max_len = model.max_len()
     cut = [
         truncated(body, each, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len)
         for each in prompts
     ]
     if asked:
-        num_shown = sum(map(len, cut)) * (1 if shows_prompt_once else n)
+        num_shown = sum(map(len, cut)) * (1 if own.shows_prompt_once else n)
         most = max(asked, key=lambda count: count_of(count, model))
         _check_entries(body, "prompt_logprobs", most, num_shown, model)
-    rooms = [_room(len(each), max_len, max_tokens, prompt_field, max_tokens_field) for each in cut]
+    rooms = [_room(len(each), max_len, max_tokens, own) for each in cut]
     if max_tokens is None:
-        most_tokens = default_max_tokens or model.sampling_defaults.get("max_new_tokens")
+        most_tokens = own.default_max_tokens or model.sampling_defaults.get("max_new_tokens")
         rooms = [min(room, most_tokens or room) for room in rooms]
-    if num_logprobs is not None and (num_logprobs == ALL or num_logprobs > MAX_LOGPROBS):
-        _check_entries(body, logprobs_field, num_logprobs, sum(rooms) * n, model)
+    if own.num_logprobs is not None and (own.num_logprobs == ALL or own.num_logprobs > MAX_LOGPROBS):
+        _check_entries(body, own.logprobs_field, own.num_logprobs, sum(rooms) * n, model)
     later = shared if body.stream else replace(shared, num_prompt_logprobs=None)
     asks: list[Ask] = []
     for prompt_ids, room in zip(cut, rooms, strict=True):
-        _check_min_tokens(body, room, max_tokens_field)
+        _check_min_tokens(body, room, own.max_tokens_field)
         shared_ids = tuple(prompt_ids)
         for choice in range(n):
             params = later if choice else shared
@@ -107,7 +103,16 @@ def asks_for(
                 arrival_s=0.0,
                 priority=body.priority or 0,
             )
-            asks.append(replace(_ask(body, model, request, stops), patterns=patterns))
+            asks.append(
+                Ask(
+                    request=request,
+                    stops=stops,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    eos_ids=model.tokenizer.eos_ids,
+                    patterns=patterns,
+                )
+            )
     return asks
 
 
@@ -161,23 +166,11 @@ def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) ->
         )
 
 
-def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tuple[str, ...]) -> Ask:
-    return Ask(
-        request=request,
-        stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        eos_ids=model.tokenizer.eos_ids,
-    )
-
-
-def _room(
-    num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
-) -> int:
+def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, own: OwnFields) -> int:
     """Return the maximum number of tokens to generate."""
     room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
     if room < least or (max_tokens is not None and max_tokens > room):
-        to_change = prompt_field if room < least else max_tokens_field
+        to_change = own.prompt_field if room < least else own.max_tokens_field
         raise errors.too_long(num_prompt_tokens, max_len, max_tokens or None, to_change)
     return room if max_tokens is None else max(1, max_tokens)
 

@@ -7,7 +7,7 @@ always means that the client did not set the field.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -16,6 +16,7 @@ from server.front.errors import bad_request, trouble_in
 MAX_CHOICES = 128  # for n, and for prompts times n
 MAX_MESSAGES = 10_000  # per chat, including their parts
 MAX_STOPS = 128
+DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 20  # unless --max-logprobs is set
 ALL = -1  # as a number of log-probabilities: the whole vocabulary
 MAX_TOOLS = 1024
@@ -140,6 +141,20 @@ class SamplingFields(BaseModel):
     grammar: Any = None
 
 
+class OwnFields(NamedTuple):
+    """What each API has in its own way: fields that have other names or values elsewhere, and defaults."""
+
+    prompt_field: str  # the name in errors, as for the other `_field`s
+    max_tokens: int | None  # None uses the default; 0 scores the prompt and generates one token to hide
+    num_logprobs: int | None  # top tokens per generated token; None disables log-probabilities
+    logprobs_field: str
+    max_tokens_field: str = "max_tokens"
+    # None uses the checkpoint's max_new_tokens, or the rest of the context if it has none.
+    default_max_tokens: int | None = None
+    num_prompt_logprobs: int | None = None  # if more than the request's prompt_logprobs
+    shows_prompt_once: bool = False  # the prompt's log-probabilities, instead of with each choice
+
+
 class Message(BaseModel):
     """A chat message. Extra keys are passed to the template."""
 
@@ -169,6 +184,23 @@ class ChatRequest(SamplingFields):
     separate_reasoning: bool | None = None  # SGLang: false leaves reasoning in the content
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
+    def own(self) -> OwnFields:
+        """Return the fields that APIs have in their own way.
+
+        Raises:
+            ApiError: 400 if top_logprobs is set without logprobs.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
+        return OwnFields(
+            prompt_field="messages",
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens_field="max_completion_tokens" if self.max_completion_tokens else "max_tokens",
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            shows_prompt_once=True,
+        )
+
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
@@ -178,6 +210,18 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    def own(self) -> OwnFields:
+        """Return the fields that APIs have in their own way. A prompt that is cut to fit (-1) leaves space for the default."""
+        is_cut = self.truncate_prompt_tokens == -1
+        return OwnFields(
+            prompt_field="prompt",
+            max_tokens=DEFAULT_MAX_TOKENS if is_cut and self.max_tokens is None else self.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            num_logprobs=self.logprobs,
+            logprobs_field="logprobs",
+            num_prompt_logprobs=self.logprobs if self.echo else None,
+        )
 
 
 def is_deeper(value: Any, depth: int) -> bool:

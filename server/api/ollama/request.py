@@ -150,7 +150,10 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
             raise bad_request(f"{name} needs the chat template, but raw=true disables it.", name)
-    return _validated(CompletionRequest, {"prompt": body.prompt} | _shared_fields(body, model))
+    fields = {"prompt": body.prompt} | _shared_fields(body, model)
+    if fields.get("max_tokens") is None:  # a completion's own default would be a few tokens
+        fields["max_tokens"] = model.sampling_defaults.get("max_new_tokens", _MOST_TOKENS)
+    return _validated(CompletionRequest, fields)
 
 
 def check_fields(body: _Body) -> None:

@@ -176,21 +176,8 @@ async def _open_raw(body: OllamaPrompt, model: ServedModel, requests: Requests) 
     fields = raw_request(body, model)
     structure = await structure_of(fields, model)
     prompts = await encode_prompts(fields, model)
-    max_tokens = fields.max_tokens
-    if max_tokens is not None:
-        max_tokens = min(max_tokens, max(1, model.max_len() - len(prompts[0])))
     request_id = f"ollama-{uuid.uuid4().hex}"
-    asks = asks_for(
-        fields,
-        model,
-        prompts,
-        request_id=request_id,
-        max_tokens=max_tokens,
-        num_logprobs=None,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-        structure=structure,
-    )
+    asks = asks_for(fields, model, prompts, request_id=request_id, structure=structure, cut_to_fit=True)
     return requests.open(request_id, asks)
 
 

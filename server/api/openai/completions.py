@@ -24,7 +24,6 @@ from server.http.json_parts import EncodedList
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
-DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
 _MANY_IDS = 20_000  # checking more takes milliseconds, so a thread does it
 
 
@@ -56,20 +55,8 @@ async def answer_completion(
     structure = await structure_of(body, model)
     prompts = await encode_prompts(body, model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    asks = asks_for(
-        body,
-        model,
-        prompts,
-        request_id=request_id,
-        max_tokens=_max_tokens(body),
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        num_logprobs=body.logprobs,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-        num_prompt_logprobs=body.logprobs if body.echo else None,
-        structure=structure,
-        patterns=await stop_patterns_of(body, model),
-    )
+    patterns = await stop_patterns_of(body, model)
+    asks = asks_for(body, model, prompts, request_id=request_id, structure=structure, patterns=patterns)
     answer = requests.open(request_id, asks)
     chunks = CompletionChunks(answer, body, name, model)
     if body.stream:
@@ -78,13 +65,6 @@ async def answer_completion(
     is_long = body.echo or body.prompt_logprobs is not None or body.logprobs == ALL
     is_long = is_long or has_many_entries(choices, body.logprobs)
     return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(is_long))
-
-
-def _max_tokens(body: CompletionRequest) -> int | None:
-    """Return the maximum number of tokens. A prompt that is cut to fit (-1) leaves space for the default."""
-    if body.max_tokens is not None:
-        return body.max_tokens
-    return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
 
 
 class CompletionChunks(JsonChunks):

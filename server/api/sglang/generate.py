@@ -24,7 +24,7 @@ from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
 from server.api.openai.completions import encode_prompts
 from server.api.sampling import asks_for
-from server.api.schemas import MAX_LOGPROBS, CompletionRequest, refuse_unserved
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields, refuse_unserved
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
 from server.api.structure import stop_patterns_of, structure_of
@@ -91,6 +91,20 @@ class GenerateRequest(BaseModel):
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
 
+class _Completion(CompletionRequest):
+    """A request as a completion, with SGLang's names and default."""
+
+    def own(self) -> OwnFields:
+        is_text = isinstance(self.prompt, str) or isinstance(self.prompt[0], str)
+        own = super().own()
+        return own._replace(
+            prompt_field="text" if is_text else "input_ids",
+            max_tokens_field=f"{_WHERE}.max_new_tokens",
+            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+            logprobs_field="top_logprobs_num",
+        )
+
+
 def generate_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = new_router()
@@ -121,12 +135,6 @@ async def answer_generate(
         model,
         prompts,
         request_id=f"gen-{uuid.uuid4().hex}",
-        max_tokens=fields.max_tokens,
-        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
-        num_logprobs=fields.logprobs,
-        logprobs_field="top_logprobs_num",
-        prompt_field="input_ids" if body.text is None else "text",
-        max_tokens_field=f"{_WHERE}.max_new_tokens",
         structure=await structure_of(fields, model),
         patterns=await stop_patterns_of(fields, model),
     )
@@ -169,7 +177,7 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
         "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
     }
     try:
-        return CompletionRequest.model_validate(fields)
+        return _Completion.model_validate(fields)
     except ValidationError as error:
         found = error.errors()[0]
         name, *rest = found["loc"]

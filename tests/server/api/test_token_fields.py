@@ -8,7 +8,14 @@ import pytest
 
 from scheduler.policy.request import Request, TokenBias
 from server.api.sampling import asks_for
-from server.api.schemas import _UNSERVED, CompletionRequest, SamplingFields, refuse_unserved
+from server.api.schemas import (
+    _UNSERVED,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    refuse_unserved,
+)
 from server.api.served import ServedModel
 from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
@@ -36,19 +43,14 @@ def model(model_dir: Path) -> ServedModel:
 def asked(
     model: ServedModel, *prompts: list[int], max_tokens: int | None = 8, **fields: Any
 ) -> list[Request]:
-    """Return the requests that ranks receive."""
-    body = CompletionRequest(**fields)
+    """Return the requests that ranks receive. Without max_tokens it is a chat, as completions have a default of their own."""
+    body: ChatRequest | CompletionRequest
+    if max_tokens is None:
+        body = ChatRequest(messages=[Message(role="user")], **fields)
+    else:
+        body = CompletionRequest(max_tokens=max_tokens, **fields)
     refuse_unserved(body)
-    asks = asks_for(
-        body,
-        model,
-        prompts or ([5, 6, 7],),
-        request_id="r",
-        max_tokens=max_tokens,
-        num_logprobs=body.logprobs,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-    )
+    asks = asks_for(body, model, prompts or ([5, 6, 7],), request_id="r", structure=None)
     return [ask.request for ask in asks]
 
 
