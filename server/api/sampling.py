@@ -29,6 +29,8 @@ from server.http.exchanges import draw_seed
 MAX_STOP_CHARS = 4096
 MAX_LOGPROB_ENTRIES = 1_000_000  # per answer (90 MB of JSON); a prompt counts each time it is shown
 GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inverse is numerically useless
+# A rank gets these as the client or the checkpoint sets them, unless `_sampling` converts them.
+_OF_RANKS = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
 
 
 def asks_for(
@@ -184,12 +186,11 @@ def _sampling(
     structure: Structure | None,
 ) -> SamplingParams:
     """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
-
-    def said(name: str, otherwise: Any) -> Any:
-        """Return the client's value, the checkpoint's, or the general default, in this order."""
-        value = getattr(body, name)
-        return model.sampling_defaults.get(name, otherwise) if value is None else value
-
+    advised = model.sampling_defaults
+    given = {
+        name: advised.get(name) if (value := getattr(body, name)) is None else value for name in _OF_RANKS
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     if body.logprob_token_ids == []:
         raise bad_request("logprob_token_ids must not be an empty list.", "logprob_token_ids")
     if body.logprob_token_ids and num_logprobs is None:
@@ -202,26 +203,21 @@ def _sampling(
     stop_ids = set(_stop_ids(body, vocab_size))
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
-    temperature = float(said("temperature", 1.0))
-    return SamplingParams(
-        max_tokens=1,
-        min_tokens=body.min_tokens or 0,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=float(said("top_p", 1.0)),
-        top_k=max(0, int(said("top_k", 0))),
-        min_p=float(said("min_p", 0.0)),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=float(said("repetition_penalty", 1.0)),
-        stop_token_ids=tuple(sorted(stop_ids)),
-        num_logprobs=num_logprobs,
-        structure=structure,
-        logprob_token_ids=check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
-        num_prompt_logprobs=num_prompt_logprobs,
-        allowed_token_ids=check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
-        bad_words=bad_words_of(body.bad_words, tokenizer),
-        logit_bias=logit_bias_of(body.logit_bias, vocab_size),
-    )
+    if given.get("temperature", 1.0) < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    given |= {
+        "max_tokens": 1,
+        "top_k": max(0, given.get("top_k", 0)),
+        "stop_token_ids": tuple(sorted(stop_ids)),
+        "num_logprobs": num_logprobs,
+        "structure": structure,
+        "logprob_token_ids": check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
+        "num_prompt_logprobs": num_prompt_logprobs,
+        "allowed_token_ids": check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
+        "bad_words": bad_words_of(body.bad_words, tokenizer),
+        "logit_bias": logit_bias_of(body.logit_bias, vocab_size),
+    }
+    return SamplingParams(**given)
 
 
 def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
