@@ -7,11 +7,12 @@ always means that the client did not set the field.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from server.front.errors import bad_request, trouble_in
+from server.front.errors import bad_request
+from server.http.routes import refusal
 
 MAX_CHOICES = 128  # for n, and for prompts times n
 MAX_MESSAGES = 10_000  # per chat, including their parts
@@ -78,6 +79,9 @@ Biases = Annotated[
     ),
 ]
 # Lists are fail_fast: one wrong item is enough, and an error for each of a million items would cost gigabytes.
+
+
+_Fields = TypeVar("_Fields", bound="SamplingFields")
 
 
 class StreamOptions(BaseModel):
@@ -277,18 +281,22 @@ def json_text(value: Any, param: str, most_depth: int) -> str:
         raise bad_request(f"{param} contains NaN or Infinity, which are not valid JSON.", param) from None
 
 
-def validated(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from translated fields.
+def shared_fields(body: BaseModel) -> dict[str, Any]:
+    """Return the set fields that have the same name and meaning in chats and completions."""
+    return body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
+
+
+def validated(kind: type[_Fields], fields: Mapping[str, Any]) -> _Fields:
+    """Build a request from another API's translated fields.
 
     Raises:
-        ApiError: 400, with the message of chat's own validation.
+        ApiError: 400, naming the field of `kind`. `named_by` renames it.
     """
     try:
-        return ChatRequest.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        param = ".".join(str(step) for step in first["loc"])
-        raise bad_request(f"{param} is invalid: {trouble_in(first)}.", param) from error
+        found = error.errors()[0]
+        raise refusal(found, found["loc"]) from error
 
 
 def refuse_unserved(body: SamplingFields) -> None:

@@ -105,4 +105,6 @@ async def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
         raise bad_request(
             "add_generation_prompt and continue_final_message cannot both be true.", "add_generation_prompt"
         )
-    return await render_chat(validated(body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model)
+    return await render_chat(
+        validated(ChatRequest, body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model
+    )

@@ -16,6 +16,7 @@ from server.api.schemas import (
     ChatRequest,
     check_num_parts,
     refuse_foreign,
+    shared_fields,
     validated,
 )
 from server.front.errors import bad_request
@@ -242,7 +243,13 @@ def _string(block: dict[str, Any], field: str, place: str) -> str:
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAMPLING = ("model", "temperature", "top_p", "top_k", "stream")
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"stop\b": "stop_sequences",
+    r"(tools\.\d+)\.function\.parameters\b": r"\1.input_schema",
+    r"(tools\.\d+)\.function\b": r"\1",
+    r"reasoning_effort\b": "output_config.effort",
+    r"response_format\b.*": "output_config.format",
+}
 
 
 def chat_request(body: MessagesRequest) -> ChatRequest:
@@ -252,11 +259,10 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
         ApiError: 400, naming the field.
     """
     refuse_foreign(body.model_extra, form="output_config.format", stop="stop_sequences")
-    fields = prompt_fields(body) | body.model_dump(include=set(_SAMPLING), exclude_unset=True)
-    fields["max_completion_tokens"] = body.max_tokens
+    fields = prompt_fields(body) | shared_fields(body)
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return validated(fields)
+    return validated(ChatRequest, fields)
 
 
 def prompt_request(body: CountTokensRequest) -> ChatRequest:
@@ -265,7 +271,7 @@ def prompt_request(body: CountTokensRequest) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    return validated({"model": body.model} | prompt_fields(body))
+    return validated(ChatRequest, {"model": body.model} | prompt_fields(body))
 
 
 def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:

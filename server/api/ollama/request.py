@@ -2,14 +2,13 @@
 
 Fields and options are those of https://docs.ollama.com/api. Unsupported options that would change the answer are refused by
 name, and so are unknown ones (Ollama only logs a warning). Options about how an Ollama runner uses its machine are ignored.
-Values are checked like those of chats, and `own_name` translates the field in an error back to Ollama's name.
+Values are checked like those of chats, and `OWN_NAMES` has Ollama's names for errors.
 """
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.parsers.registry import NONE
 from server.api.schemas import (
@@ -17,14 +16,12 @@ from server.api.schemas import (
     MAX_TOOLS,
     ChatRequest,
     CompletionRequest,
-    SamplingFields,
     refuse_foreign,
+    validated,
 )
 from server.api.served import ServedModel
 from server.front.errors import bad_request
-from server.http.routes import refusal
 
-_Fields = TypeVar("_Fields", bound=SamplingFields)
 LATEST = ":latest"  # Ollama's default tag
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS = {  # -> field of a chat request
@@ -57,13 +54,13 @@ _UNSERVED = {
     "logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
     "top_logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
 }
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's name
-    (re.compile(r"response_format\b.*"), "format"),
-    (re.compile(r"max_tokens$"), "options.num_predict"),
-    (re.compile(r"repetition_penalty$"), "options.repeat_penalty"),
-    (re.compile(rf"({'|'.join(_OPTIONS)})(?=\.|$)"), r"options.\1"),
-    (re.compile(r"reasoning_effort$"), "think"),
-)
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"response_format\b.*": "format",
+    r"reasoning_effort$": "think",
+    **{rf"{ours}(?=\.|$)": f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
+}
+# In /api/generate, where the only message is the prompt.
+OWN_PROMPT_NAMES = {r"messages\b.*": "prompt", **OWN_NAMES}
 _Format = Annotated[
     Any, WithJsonSchema({"anyOf": [{"enum": ["json", ""]}, {"type": "object"}, {"type": "null"}]})
 ]
@@ -125,7 +122,7 @@ def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
     """
     messages = [_message(place, message) for place, message in enumerate(body.messages or ())]
     fields = {"messages": messages, "tools": body.tools or None}
-    return _validated(ChatRequest, fields | _shared_fields(body, model) | _thinking(body, model))
+    return validated(ChatRequest, fields | _shared_fields(body, model) | _thinking(body, model))
 
 
 def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
@@ -136,7 +133,7 @@ def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
     """
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt or ""})
-    return _validated(
+    return validated(
         ChatRequest, {"messages": messages} | _shared_fields(body, model) | _thinking(body, model)
     )
 
@@ -153,30 +150,17 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     fields = {"prompt": body.prompt} | _shared_fields(body, model)
     if fields.get("max_tokens") is None:  # a completion's own default would be a few tokens
         fields["max_tokens"] = model.sampling_defaults.get("max_new_tokens", _MOST_TOKENS)
-    return _validated(CompletionRequest, fields)
+    return validated(CompletionRequest, fields)
 
 
 def check_fields(body: _Body) -> None:
-    """Refuse fields that would be silently ignored. Call it outside `own_name`: its errors have Ollama's names already.
+    """Refuse fields that would be silently ignored. Call it outside `named_by`: its errors have Ollama's names already.
 
     Raises:
         ApiError: 400, naming the field.
     """
     _refuse_unserved(body.model_extra or {}, "")
     refuse_foreign(body.model_extra, form="format", stop="options.stop")
-
-
-def own_name(param: str) -> str:
-    """Return Ollama's name for a field of a chat or a completion."""
-    for pattern, name in _OWN_NAMES:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
-
-
-def own_prompt_name(param: str) -> str:
-    """Return the name in /api/generate, where the only message is the prompt."""
-    return "prompt" if param.partition(".")[0] == "messages" else own_name(param)
 
 
 def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
@@ -264,11 +248,3 @@ def _thinking(body: _Body, model: ServedModel) -> dict[str, Any]:
     kwargs = {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's name, DeepSeek's name
     effort = {} if isinstance(think, bool) else {"reasoning_effort": think}
     return {"chat_template_kwargs": kwargs} | effort
-
-
-def _validated(kind: type[_Fields], fields: dict[str, Any]) -> _Fields:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        found = error.errors()[0]
-        raise refusal(found, found["loc"]) from error

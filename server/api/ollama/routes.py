@@ -20,12 +20,12 @@ from server.api.chat_turn import ChatTurn, MessageParser, ReasoningCount
 from server.api.ollama.answer import LINES, LineChunks, LineStream, TurnDraft, loaded
 from server.api.ollama.card import ModelCard
 from server.api.ollama.request import (
+    OWN_NAMES,
+    OWN_PROMPT_NAMES,
     OllamaChat,
     OllamaPrompt,
     chat_request,
     check_fields,
-    own_name,
-    own_prompt_name,
     prompt_request,
     raw_request,
     served_name,
@@ -85,7 +85,7 @@ def ollama_routes(
         if not body.messages:
             return _loaded(body, name)
         check_fields(body)
-        with named_by(own_name):
+        with named_by(OWN_NAMES):
             turn = await ChatTurn.open(chat_request(body, model), model, requests, cut_to_fit=True)
         return await _answer(body, turn.answer, turn.parser(0), http, is_chat=True)
 
@@ -96,7 +96,7 @@ def ollama_routes(
         if not body.prompt:
             return _loaded(body, name)
         check_fields(body)
-        with named_by(own_prompt_name):
+        with named_by(OWN_PROMPT_NAMES):
             if body.raw:
                 answer = await _open_raw(body, model, requests)
                 parser = MessageParser(PlainParser(), ReasoningCount(lambda _: 0))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -24,45 +24,33 @@ from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
 from server.api.openai.completions import encode_prompts
 from server.api.sampling import asks_for
-from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields, refuse_unserved
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields, refuse_unserved, validated
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
 from server.api.structure import stop_patterns_of, structure_of
-from server.front.errors import bad_request
+from server.front.errors import bad_request, named_by
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
 from server.http.json_parts import EncodedList, encode
-from server.http.routes import STREAM_RESPONSE, new_router, refusal
+from server.http.routes import STREAM_RESPONSE, new_router
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 LONG_EVENT = 16 << 10  # characters of log-probabilities
 _GROWTH = 1 / 16  # minimum growth of an event over the previous one, if that was long
 _WHERE = "sampling_params"
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_regex", "stop_token_ids", "ignore_eos"),
+    *("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
+)
 _FIELD_OF = {  # key of sampling_params -> field of a completion
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
-    **{
-        name: name
-        for name in (
-            *(
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                "n",
-                "stop",
-                "stop_regex",
-                "stop_token_ids",
-                "ignore_eos",
-                "logit_bias",
-            ),
-            *("frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
-        )
-    },
+    **{name: name for name in _SAME},
 }
+_OWN_NAMES = {rf"{ours}(?=\.|$)": f"{_WHERE}.{theirs}" for theirs, ours in _FIELD_OF.items()}
 _STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> key of structured_outputs
 _HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # have no effect here
 # Lists are fail_fast, as in `schemas`.
@@ -176,13 +164,8 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
         "logprobs": num_top if body.return_logprob else None,
         "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
     }
-    try:
-        return _Completion.model_validate(fields)
-    except ValidationError as error:
-        found = error.errors()[0]
-        name, *rest = found["loc"]
-        theirs = next((key for key, ours in _FIELD_OF.items() if ours == name), name)
-        raise refusal(found, (_WHERE, theirs, *rest)) from error
+    with named_by(_OWN_NAMES):
+        return validated(_Completion, fields)
 
 
 def _refuse_others(fields: dict[str, Any], where: str) -> None:

@@ -5,7 +5,6 @@ own /v1/responses (top_k, seed, stop, ...) are those of chat. Items of one answe
 assistant message again, because chat templates expect that.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from server.api.schemas import (
     SamplingFields,
     check_num_parts,
     refuse_foreign,
+    shared_fields,
     validated,
 )
 from server.front.errors import bad_request
@@ -249,14 +249,14 @@ def _part_text(part: Any, where: str) -> str:
 
 
 _FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
-_OWN_NAMES = (  # a field of the chat request, or its beginning -> field of /v1/responses
-    (re.compile(r"messages\b.*"), "input"),
-    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
-    (re.compile(r"response_format\.json_schema\b"), "text.format"),
-    (re.compile(r"response_format\b"), "text.format"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
-)
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"messages\b.*": "input",
+    r"max_completion_tokens": "max_output_tokens",
+    r"response_format\.json_schema\b": "text.format",
+    r"response_format\b": "text.format",
+    r"reasoning_effort": "reasoning.effort",
+    r"(tools\.\d+)\.function\b": r"\1",
+}
 
 
 def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> ChatRequest:
@@ -268,11 +268,11 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     Raises:
         ApiError: 400, naming the field.
     """
-    shared = set(SamplingFields.model_fields) - {"max_tokens", "stream_options"}
     extra = {name: value for name, value in (body.model_extra or {}).items() if name not in _FOREIGN}
-    fields: dict[str, Any] = extra | body.model_dump(include=shared, exclude_unset=True)
+    fields: dict[str, Any] = extra | shared_fields(body)
+    fields.pop("stream_options", None)  # OpenAI's are others here
     fields["messages"] = _with_instructions(body.instructions, history)
-    fields["max_completion_tokens"] = body.max_output_tokens or body.max_tokens
+    fields["max_completion_tokens"] = body.max_output_tokens
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     fields |= _tool_fields(body)
@@ -285,15 +285,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     fields |= _reasoning_fields(body)
     if _goes_on(body.input, history[-1]):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    return validated(fields)
-
-
-def own_name(param: str) -> str:
-    """Return the name that a chat request's field has in /v1/responses."""
-    for pattern, name in _OWN_NAMES:
-        if pattern.match(param):
-            return pattern.sub(name, param)
-    return param
+    return validated(ChatRequest, fields)
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:

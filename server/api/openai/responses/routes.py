@@ -15,11 +15,11 @@ from server.api.chat_turn import ChatTurn
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
 from server.api.openai.responses.request import (
+    OWN_NAMES,
     ResponsesRequest,
     chat_request,
     items_to_messages,
     messages_of,
-    own_name,
     refuse_unserved_responses,
 )
 from server.api.openai.responses.text_logprobs import TextLogprobs
@@ -62,7 +62,7 @@ def responses_routes(
         """Count the prompt tokens of a request without running it."""
         model.check_name(body.model)
         refuse_unserved_responses(body)
-        with named_by(own_name):
+        with named_by(OWN_NAMES):
             num_tokens = await count_tokens(chat_request(body, _history(body, parts.store)), model)
         return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
@@ -103,7 +103,7 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
     model, store, owner = parts.model, parts.store, owner_of_exchange()
     history = _history(body, store)
     request_id = f"resp_{uuid.uuid4().hex}"
-    with named_by(own_name):
+    with named_by(OWN_NAMES):
         turn = await ChatTurn.open(
             chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
         )
