@@ -1,12 +1,14 @@
 """A request's fields as ranks receive them. Every invalid one is a 400 that names it."""
 
+import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scheduler.policy.request import Request, TokenBias
+from scheduler.policy.request import Request, SamplingParams, TokenBias
 from server.api.sampling import asks_for
 from server.api.schemas import (
     _UNSERVED,
@@ -17,6 +19,7 @@ from server.api.schemas import (
     refuse_unserved,
 )
 from server.api.served import ServedModel
+from server.api.structure import _PEERS_FIELDS
 from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
@@ -43,7 +46,7 @@ def model(model_dir: Path) -> ServedModel:
 def asked(
     model: ServedModel, *prompts: list[int], max_tokens: int | None = 8, **fields: Any
 ) -> list[Request]:
-    """Return the requests that ranks receive. Without max_tokens it is a chat, as completions have a default of their own."""
+    """Return the requests that ranks receive. Without max_tokens it is a chat: completions have a default."""
     body: ChatRequest | CompletionRequest
     if max_tokens is None:
         body = ChatRequest(messages=[Message(role="user")], **fields)
@@ -166,8 +169,19 @@ def test_every_field_is_in_the_documentation() -> None:
     elsewhere = "".join(
         (ROOT / "docs" / name).read_text() for name in ("structured_output.md", "tools.md", "endpoints.md")
     )
-    fields = {*SamplingFields.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
     assert not [name for name in sorted(fields) if f"`{name}" not in text + elsewhere]
+
+
+def test_every_field_has_an_effect() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "server" / "api").rglob("*.py"))
+    reaches_ranks = {field.name for field in dataclasses.fields(SamplingParams)}
+    structures = {
+        *(name for name in SamplingFields.model_fields if name.startswith("guided_")),
+        *_PEERS_FIELDS,
+    }
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - reaches_ranks - structures
+    assert not fields - set(re.findall(r"(?<=body\.|self\.)\w+", sources))
 
 
 @pytest.mark.parametrize(

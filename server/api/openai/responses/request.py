@@ -270,7 +270,7 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     """
     extra = {name: value for name, value in (body.model_extra or {}).items() if name not in _FOREIGN}
     fields: dict[str, Any] = extra | shared_fields(body)
-    fields.pop("stream_options", None)  # OpenAI's are others here
+    fields.pop("stream_options", None)  # the Responses API has other ones
     fields["messages"] = _with_instructions(body.instructions, history)
     fields["max_completion_tokens"] = body.max_output_tokens
     if body.wants_logprobs:
