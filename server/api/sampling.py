@@ -30,7 +30,8 @@ MAX_STOP_CHARS = 4096
 MAX_LOGPROB_ENTRIES = 1_000_000  # per answer (90 MB of JSON); a prompt counts each time it is shown
 GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inverse is numerically useless
 # A rank gets these as the client or the checkpoint sets them, unless `_sampling` converts them.
-_OF_RANKS = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
+_OF_REQUESTS = SamplingFields.model_fields.keys() & Request.__dataclass_fields__.keys()
+_OF_PARAMS = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
 
 
 def asks_for(
@@ -66,6 +67,7 @@ def asks_for(
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
+    of_request = {name: value for name in _OF_REQUESTS if (value := getattr(body, name)) is not None}
     seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
     asked = [count for count in (own.num_prompt_logprobs, body.prompt_logprobs) if count is not None]
     _check_count(body.prompt_logprobs, "prompt_logprobs", model)
@@ -103,7 +105,7 @@ def asks_for(
                 prompt_ids=shared_ids,
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
-                priority=body.priority or 0,
+                **of_request,
             )
             asks.append(
                 Ask(
@@ -188,7 +190,7 @@ def _sampling(
     """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
     advised = model.sampling_defaults
     given = {
-        name: advised.get(name) if (value := getattr(body, name)) is None else value for name in _OF_RANKS
+        name: advised.get(name) if (value := getattr(body, name)) is None else value for name in _OF_PARAMS
     }
     given = {name: value for name, value in given.items() if value is not None}
     if body.logprob_token_ids == []:
