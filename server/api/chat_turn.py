@@ -19,12 +19,7 @@ from server.api.prompts import encode, render_chat
 from server.api.sampling import asks_for
 from server.api.schemas import ChatRequest, refuse_unserved
 from server.api.served import ServedModel
-from server.api.structure import (
-    check_structure,
-    refuse_second_structure,
-    stop_patterns_of,
-    structure_of,
-)
+from server.api.structure import check_structure, refuse_second_structure, stop_patterns_of, structure_of
 from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
 from server.front.generations import Answer, Ask, Piece

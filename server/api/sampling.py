@@ -96,7 +96,10 @@ def asks_for(
     later = shared if body.stream else replace(shared, num_prompt_logprobs=None)
     asks: list[Ask] = []
     for prompt_ids, room in zip(cut, rooms, strict=True):
-        _check_min_tokens(body, room, own.max_tokens_field)
+        if (body.min_tokens or 0) > room:
+            raise bad_request(
+                f"min_tokens ({body.min_tokens}) is more than {own.max_tokens_field} ({room}).", "min_tokens"
+            )
         shared_ids = tuple(prompt_ids)
         for choice in range(n):
             params = later if choice else shared
@@ -163,13 +166,6 @@ def _check_entries(
         )
 
 
-def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) -> None:
-    if (body.min_tokens or 0) > room:
-        raise bad_request(
-            f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
-        )
-
-
 def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, own: OwnFields) -> int:
     """Return the maximum number of tokens to generate."""
     room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
@@ -202,7 +198,9 @@ def _sampling(
         )
     tokenizer = model.tokenizer
     vocab_size = tokenizer.vocab_size
-    stop_ids = set(_stop_ids(body, vocab_size))
+    # No token can match an id beyond the vocabulary, which SGLang's kits send.
+    known = [each for each in body.stop_token_ids or () if each < vocab_size]
+    stop_ids = set(check_ids("stop_token_ids", known, vocab_size))
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
     if given.get("temperature", 1.0) < GREEDY_BELOW:
@@ -220,13 +218,6 @@ def _sampling(
         "logit_bias": logit_bias_of(body.logit_bias, vocab_size),
     }
     return SamplingParams(**given)
-
-
-def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end an answer. Drops ids beyond the vocabulary, which SGLang's kits send and no token can match."""
-    return check_ids(
-        "stop_token_ids", [each for each in body.stop_token_ids or () if each < vocab_size], vocab_size
-    )
 
 
 def _stops(body: SamplingFields) -> tuple[str, ...]:

@@ -326,6 +326,29 @@ def refuse_unserved(body: SamplingFields) -> None:
         raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
 
 
+def refuse_named(fields: Mapping[str, Any], why: Mapping[str, str], where: str = "") -> None:
+    """Refuse fields that are set, by name.
+
+    Args:
+        why: The reason for each field, and what to do.
+        where: Prefix of the names in errors.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    for name, reason in why.items():
+        if fields.get(name) not in _NOTHING:
+            raise bad_request(f"{where}{name} is not supported: {reason}.", f"{where}{name}")
+
+
+def string_of(item: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field that must be a string. `where` is the item's name in errors."""
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return value
+
+
 def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:
     """Refuse other APIs' fields for features that this endpoint has under another name.
 

@@ -17,6 +17,7 @@ from server.api.schemas import (
     check_num_parts,
     refuse_foreign,
     shared_fields,
+    string_of,
     validated,
 )
 from server.front.errors import bad_request
@@ -136,7 +137,7 @@ def _system_texts(content: Any, where: str) -> list[str]:
     if isinstance(content, str):
         return [content] if content else []
     texts = [
-        _text(block, place) if _kind(block, place) == "text" else _refuse(block, place, "text")
+        string_of(block, "text", place) if _kind(block, place) == "text" else _refuse(block, place, "text")
         for block, place in _places(content, where)
     ]
     return [text for text in texts if text and not text.startswith(_BILLING)]
@@ -156,7 +157,7 @@ def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
         elif kind == "text":
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
-            messages[-1]["content"].append({"type": "text", "text": _text(block, place)})
+            messages[-1]["content"].append({"type": "text", "text": string_of(block, "text", place)})
         else:
             _refuse(block, place, _USER_BLOCKS)
     if not messages:
@@ -173,9 +174,9 @@ def _assistant_message(message: InputMessage, where: str) -> ChatMessage:
     for block, place in _places(message.content, where):
         kind = _kind(block, place)
         if kind == "text":
-            texts.append(_text(block, place))
+            texts.append(string_of(block, "text", place))
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", place))
+            thoughts.append(string_of(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
         elif kind != "redacted_thinking":  # only Anthropic can read it
@@ -198,7 +199,7 @@ def _result_text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = [
-        _text(block, place) if _kind(block, place) == "text" else _refuse(block, place, "text")
+        string_of(block, "text", place) if _kind(block, place) == "text" else _refuse(block, place, "text")
         for block, place in _places(content, where)
     ]
     return "\n".join(texts)
@@ -224,21 +225,10 @@ def _refuse(block: dict[str, Any], place: str, allowed: str) -> str:
     )
 
 
-def _text(block: dict[str, Any], place: str) -> str:
-    return _string(block, "text", place)
-
-
 def _name(block: dict[str, Any], field: str, place: str) -> str:
-    value = _string(block, field, place)
+    value = string_of(block, field, place)
     if not value:
         raise bad_request(f"{place}.{field} must not be empty.", f"{place}.{field}")
-    return value
-
-
-def _string(block: dict[str, Any], field: str, place: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        raise bad_request(f"{place}.{field} must be a string.", f"{place}.{field}")
     return value
 
 

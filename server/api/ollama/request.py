@@ -17,6 +17,7 @@ from server.api.schemas import (
     ChatRequest,
     CompletionRequest,
     refuse_foreign,
+    refuse_named,
     validated,
 )
 from server.api.served import ServedModel
@@ -45,7 +46,6 @@ _MOST_TOKENS = 2**31 - 1  # reduced to the space in the context
 _UNBOUNDED = (-1, -2)  # values of num_predict: generate to the end of the context
 _DRAWN_SEED = -1
 _LEVELS = ("low", "medium", "high", "max")
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 _UNSERVED = {
     "images": "this server supports only text; leave it out",
     "suffix": "this server does not insert text before a suffix; leave it out",
@@ -159,7 +159,7 @@ def check_fields(body: _Body) -> None:
     Raises:
         ApiError: 400, naming the field.
     """
-    _refuse_unserved(body.model_extra or {}, "")
+    refuse_named(body.model_extra or {}, _UNSERVED)
     refuse_foreign(body.model_extra, form="format", stop="options.stop")
 
 
@@ -174,22 +174,13 @@ def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
 
 def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in chat's form: reasoning and a tool's name have other keys."""
-    _refuse_unserved(message, f"messages.{place}.")
+    refuse_named(message, {"images": _UNSERVED["images"]}, f"messages.{place}.")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking")}
     if message.get("thinking"):
         fields["reasoning_content"] = message["thinking"]
     if message.get("tool_name"):
         fields.setdefault("name", message["tool_name"])
     return fields
-
-
-def _refuse_unserved(fields: Mapping[str, Any], where: str) -> None:
-    for name in ("images",) if where else _UNSERVED:
-        if fields.get(name) not in _NOTHING:
-            raise bad_request(
-                f"{where}{name} is not supported: {_UNSERVED[name]}.",
-                f"{where}{name}",
-            )
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:

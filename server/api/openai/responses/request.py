@@ -18,7 +18,9 @@ from server.api.schemas import (
     SamplingFields,
     check_num_parts,
     refuse_foreign,
+    refuse_named,
     shared_fields,
+    string_of,
     validated,
 )
 from server.front.errors import bad_request
@@ -104,9 +106,7 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
         raise bad_request("background can only be used when `store` is true: leave store out.", "background")
     extra = body.model_extra or {}
     refuse_foreign(extra, form="text.format", stop="stop")
-    for name, instead in _UNSERVED.items():
-        if extra.get(name):
-            raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
+    refuse_named(extra, _UNSERVED)
     for name in ("prompt_logprobs", "return_token_ids"):
         wish = getattr(body, name)
         if wish is not None and wish is not False:
@@ -221,13 +221,6 @@ def _add_reasoning(messages: list[ChatMessage], item: Mapping[str, Any], where: 
 def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
     """Return the last message if it is the assistant's, so that the next item extends it."""
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-
-
-def string_of(item: Mapping[str, Any], field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        raise bad_request(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return value
 
 
 def _text_parts(parts: Sequence[Any], where: str) -> list[dict[str, str]]:
