@@ -184,11 +184,8 @@ def _sampling(
     structure: Structure | None,
 ) -> SamplingParams:
     """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
-    advised = model.sampling_defaults
-    given = {
-        name: advised.get(name) if (value := getattr(body, name)) is None else value for name in _OF_PARAMS
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    sent = {name: value for name in _OF_PARAMS if (value := getattr(body, name)) is not None}
+    given = {name: value for name, value in model.sampling_defaults.items() if name in _OF_PARAMS} | sent
     if body.logprob_token_ids == []:
         raise bad_request("logprob_token_ids must not be an empty list.", "logprob_token_ids")
     if body.logprob_token_ids and num_logprobs is None:

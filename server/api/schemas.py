@@ -7,12 +7,11 @@ always means that the client did not set the field.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.front.errors import bad_request
-from server.http.routes import refusal
 
 MAX_CHOICES = 128  # for n, and for prompts times n
 MAX_MESSAGES = 10_000  # per chat, including their parts
@@ -59,7 +58,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "chat_template": (),
 }
-_ZERO_IS_A_WISH = ("thinking_token_budget",)
 ChatMessage = dict[str, Any]  # a message translated from another API, not checked yet
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked in code, for better messages than a union's; described here for /openapi.json.
@@ -79,9 +77,6 @@ Biases = Annotated[
     ),
 ]
 # Lists are fail_fast: one wrong item is enough, and an error for each of a million items would cost gigabytes.
-
-
-_Fields = TypeVar("_Fields", bound="SamplingFields")
 
 
 class StreamOptions(BaseModel):
@@ -286,19 +281,6 @@ def shared_fields(body: BaseModel) -> dict[str, Any]:
     return body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
 
 
-def validated(kind: type[_Fields], fields: Mapping[str, Any]) -> _Fields:
-    """Build a request from another API's translated fields.
-
-    Raises:
-        ApiError: 400, naming the field of `kind`. `named_by` renames it.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        found = error.errors()[0]
-        raise refusal(found, found["loc"]) from error
-
-
 def refuse_unserved(body: SamplingFields) -> None:
     """Refuse fields that would be silently ignored.
 
@@ -309,10 +291,9 @@ def refuse_unserved(body: SamplingFields) -> None:
     refuse_foreign(extra, form="response_format", stop="stop")
     for name, harmless in _UNSERVED.items():
         value = extra.get(name)
-        is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
-        if is_nothing or value in harmless:
-            continue
-        raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
+        is_nothing = value is None or (value in _NOTHING and name != "thinking_token_budget")  # 0 forbids it
+        if not is_nothing and value not in harmless:
+            raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
     best_of = extra.get("best_of")
     if best_of not in (None, body.n or 1):
         raise bad_request(

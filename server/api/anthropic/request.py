@@ -18,9 +18,9 @@ from server.api.schemas import (
     refuse_foreign,
     shared_fields,
     string_of,
-    validated,
 )
 from server.front.errors import bad_request
+from server.http.routes import validated
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked by `messages_of`
@@ -132,15 +132,9 @@ def goes_on(last: ChatMessage) -> bool:
 
 
 def _system_texts(content: Any, where: str) -> list[str]:
-    if content is None:
-        return []
     if isinstance(content, str):
         return [content] if content else []
-    texts = [
-        string_of(block, "text", place) if _kind(block, place) == "text" else _refuse(block, place, "text")
-        for block, place in _places(content, where)
-    ]
-    return [text for text in texts if text and not text.startswith(_BILLING)]
+    return [text for text in _texts(content, where) if text and not text.startswith(_BILLING)]
 
 
 def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
@@ -152,7 +146,7 @@ def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
         kind = _kind(block, place)
         if kind == "tool_result":
             tool_use_id = _name(block, "tool_use_id", place)
-            content = _result_text(block.get("content"), f"{place}.content")
+            content = "\n".join(_texts(block.get("content"), f"{place}.content"))
             messages.append({"role": "tool", "tool_call_id": tool_use_id, "content": content})
         elif kind == "text":
             if not messages or messages[-1]["role"] != "user":
@@ -195,14 +189,14 @@ def _call(block: dict[str, Any], place: str) -> dict[str, Any]:
     return {"id": _name(block, "id", place), "type": "function", "function": function}
 
 
-def _result_text(content: Any, where: str) -> str:
+def _texts(content: Any, where: str) -> list[str]:
+    """Return the texts of a content that may have no other blocks."""
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = [
+        return [content or ""]
+    return [
         string_of(block, "text", place) if _kind(block, place) == "text" else _refuse(block, place, "text")
         for block, place in _places(content, where)
     ]
-    return "\n".join(texts)
 
 
 def _places(content: Any, where: str) -> list[tuple[Any, str]]:
@@ -252,7 +246,7 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
     fields = prompt_fields(body) | shared_fields(body)
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return validated(ChatRequest, fields)
+    return validated(ChatRequest.model_validate, fields)
 
 
 def prompt_request(body: CountTokensRequest) -> ChatRequest:
@@ -261,7 +255,7 @@ def prompt_request(body: CountTokensRequest) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    return validated(ChatRequest, {"model": body.model} | prompt_fields(body))
+    return validated(ChatRequest.model_validate, {"model": body.model} | prompt_fields(body))
 
 
 def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:

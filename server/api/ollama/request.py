@@ -18,10 +18,10 @@ from server.api.schemas import (
     CompletionRequest,
     refuse_foreign,
     refuse_named,
-    validated,
 )
 from server.api.served import ServedModel
 from server.front.errors import bad_request
+from server.http.routes import validated
 
 LATEST = ":latest"  # Ollama's default tag
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
@@ -121,8 +121,8 @@ def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
         ApiError: 400 or 404, naming the field.
     """
     messages = [_message(place, message) for place, message in enumerate(body.messages or ())]
-    fields = {"messages": messages, "tools": body.tools or None}
-    return validated(ChatRequest, fields | _shared_fields(body, model) | _thinking(body, model))
+    fields = {"messages": messages, "tools": body.tools or None} | _shared_fields(body, model)
+    return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
 
 def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
@@ -133,9 +133,8 @@ def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
     """
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt or ""})
-    return validated(
-        ChatRequest, {"messages": messages} | _shared_fields(body, model) | _thinking(body, model)
-    )
+    fields = {"messages": messages} | _shared_fields(body, model)
+    return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
 
 def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
@@ -150,7 +149,7 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     fields = {"prompt": body.prompt} | _shared_fields(body, model)
     if fields.get("max_tokens") is None:  # a completion's own default would be a few tokens
         fields["max_tokens"] = model.sampling_defaults.get("max_new_tokens", _MOST_TOKENS)
-    return validated(CompletionRequest, fields)
+    return validated(CompletionRequest.model_validate, fields)
 
 
 def check_fields(body: _Body) -> None:

@@ -22,18 +22,16 @@ from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
-from server.api.openai.completions import encode_prompts
-from server.api.sampling import asks_for
-from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields, refuse_unserved, validated
+from server.api.openai.completions import open_completion
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
-from server.api.structure import stop_patterns_of, structure_of
 from server.front.errors import bad_request, named_by
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
 from server.http.json_parts import EncodedList, encode
-from server.http.routes import STREAM_RESPONSE, new_router
+from server.http.routes import STREAM_RESPONSE, new_router, validated
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 LONG_EVENT = 16 << 10  # characters of log-probabilities
@@ -42,6 +40,7 @@ _WHERE = "sampling_params"
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_regex", "stop_token_ids", "ignore_eos"),
     *("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
+    *("json_schema", "regex", "ebnf"),
 )
 _FIELD_OF = {  # key of sampling_params -> field of a completion
     "max_new_tokens": "max_tokens",
@@ -51,7 +50,6 @@ _FIELD_OF = {  # key of sampling_params -> field of a completion
     **{name: name for name in _SAME},
 }
 _OWN_NAMES = {rf"{ours}(?=\.|$)": f"{_WHERE}.{theirs}" for theirs, ours in _FIELD_OF.items()}
-_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> key of structured_outputs
 _HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # have no effect here
 # Lists are fail_fast, as in `schemas`.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -115,18 +113,8 @@ async def answer_generate(
         ClientGone: The client disconnected first.
     """
     fields = completion_of(body)
-    refuse_unserved(fields)
-    prompts = await encode_prompts(fields, model)
     request_id = body.rid or uuid.uuid4().hex
-    asks = asks_for(
-        fields,
-        model,
-        prompts,
-        request_id=f"gen-{uuid.uuid4().hex}",
-        structure=await structure_of(fields, model),
-        patterns=await stop_patterns_of(fields, model),
-    )
-    answer = requests.open(asks[0].request.request_id, asks)
+    answer = await open_completion(fields, model, requests, "gen")
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
     chunks = _GenerateJson(
         answer,
@@ -134,7 +122,7 @@ async def answer_generate(
         request_id,
         model.tokenizer,
         n=fields.n or 1,
-        is_list=is_list or len(asks) > 1,
+        is_list=is_list or len(answer.generations) > 1,
         only_scores=fields.max_tokens == 0,
     )
     if body.stream:
@@ -154,18 +142,16 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
     _refuse_others(body.model_extra or {}, "")
     params = dict(body.sampling_params or {})
     fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
-    structures = {ours: params.pop(theirs) for theirs, ours in _STRUCTURES.items() if params.get(theirs)}
     _refuse_others(params, f"{_WHERE}.")
     num_top = body.top_logprobs_num or 0
     fields |= {
         "prompt": body.input_ids if body.text is None else body.text,
         "stream": body.stream,
-        "structured_outputs": structures or None,
         "logprobs": num_top if body.return_logprob else None,
         "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
     }
     with named_by(_OWN_NAMES):
-        return validated(_Completion, fields)
+        return validated(_Completion.model_validate, fields)
 
 
 def _refuse_others(fields: dict[str, Any], where: str) -> None:

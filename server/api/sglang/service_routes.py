@@ -21,13 +21,13 @@ from starlette.responses import PlainTextResponse, Response
 from scheduler.policy.request import Request, SamplingParams
 from server.api.openai.chat import answer_chat
 from server.api.openai.completions import answer_completion
-from server.api.schemas import ChatRequest, CompletionRequest, validated
+from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.served import ServedModel
 from server.front import errors
 from server.front.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.requests import Requests
-from server.http.routes import STREAM_RESPONSE, new_router
+from server.http.routes import STREAM_RESPONSE, new_router, validated
 from server.link.messages import RankFacts
 
 GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
@@ -93,9 +93,11 @@ def service_routes(
     async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
         """Answer a chat or a completion."""
         if "messages" in body:
-            return await answer_chat(validated(ChatRequest, body), http, model, requests)
+            chat = validated(ChatRequest.model_validate, body)
+            return await answer_chat(chat, http, model, requests)
         if "prompt" in body:
-            return await answer_completion(validated(CompletionRequest, body), http, model, requests)
+            completion = validated(CompletionRequest.model_validate, body)
+            return await answer_completion(completion, http, model, requests)
         raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
 
     return router

@@ -21,9 +21,9 @@ from server.api.schemas import (
     refuse_named,
     shared_fields,
     string_of,
-    validated,
 )
 from server.front.errors import bad_request
+from server.http.routes import validated
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 MAX_METADATA = 16  # OpenAI's
@@ -80,12 +80,8 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-def check_metadata(metadata: Any) -> None:
-    """Check the metadata, which the service only echoes. One error covers any number of wrong values.
-
-    Raises:
-        ApiError: 400 if the metadata is invalid.
-    """
+def _check_metadata(metadata: Any) -> None:
+    """Check the metadata, which the service only echoes. One error covers any number of wrong values."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
@@ -101,7 +97,7 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     Raises:
         ApiError: 400, naming the field.
     """
-    check_metadata(body.metadata)
+    _check_metadata(body.metadata)
     if body.background and body.store is False:
         raise bad_request("background can only be used when `store` is true: leave store out.", "background")
     extra = body.model_extra or {}
@@ -275,10 +271,13 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
             if getattr(body, name):
                 raise bad_request(f"Cannot specify both {name} and text.format.", name)
         fields["response_format"] = response_format
-    fields |= _reasoning_fields(body)
+    if body.reasoning and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.chat_template_kwargs:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
     if _goes_on(body.input, history[-1]):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    return validated(ChatRequest, fields)
+    return validated(ChatRequest.model_validate, fields)
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -361,15 +360,6 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         f"text.format is of type {wanted.get('type')!r}; it must be text, json_object or json_schema.",
         "text.format.type",
     )
-
-
-def _reasoning_fields(body: ResponsesRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if body.reasoning and body.reasoning.effort is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
-    if body.chat_template_kwargs:
-        fields["chat_template_kwargs"] = body.chat_template_kwargs
-    return fields
 
 
 def _goes_on(given: Any, message: ChatMessage) -> bool:
