@@ -1,8 +1,8 @@
 """This rank's connection to the front: pass its commands to the engine and results back, over successive links.
 
 If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for up to
-FRONT_RETURN_S until the supervisor has restarted the front, then sends the new front the state that it needs. If the front
-closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
+`front_recovery_timeout_s` until the supervisor has restarted the front, then sends the new front the state that it needs.
+If the front closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
 """
 
 import os
@@ -37,8 +37,6 @@ from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, Refus
 from server.machine.lines import say
 from server.serve.children import FRONT_IS_GONE
 from server.serve.store.rendezvous import NODE_VARIABLE
-
-FRONT_RETURN_S = 60.0  # for a front to be restarted, or a network to recover
 
 
 def num_restarts_of(environment: Mapping[str, str]) -> int:
@@ -171,7 +169,7 @@ class FrontStream:
             self._cut_off.update(cut_off)
         for request_id in cut_off:  # their clients were disconnected with the front
             self._built.engine.abort(request_id)
-        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
+        status = self._come_back(time.monotonic() + self._config.front_recovery_timeout_s)
         if status:
             os._exit(status)
         say(f"rank {rank}: the front is back", error=True)

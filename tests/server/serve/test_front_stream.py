@@ -1,6 +1,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -152,10 +153,8 @@ def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: Fron
         stream.receive(BROKEN)
 
 
-def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
-    stream: FrontStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_stream, "FRONT_RETURN_S", 0.0)
+def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(stream: FrontStream) -> None:
+    stream._config = replace(stream._config, front_recovery_timeout_s=0.0)
     with pytest.raises(EndedError, match=str(FRONT_IS_GONE)):
         stream.receive(BROKEN)
 
