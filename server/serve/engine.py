@@ -51,7 +51,13 @@ from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
 from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
-from server.serve.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
+from server.serve.preflight.memory import (
+    attention_heads,
+    available_bytes,
+    rank_bytes,
+    resident_bytes,
+    spare_bytes,
+)
 from server.serve.preflight.model import PreflightError
 from server.serve.spare import leave_spare
 from server.serve.store.claim import publish_service
@@ -230,6 +236,7 @@ def _walk(
     def on_heartbeat(heartbeat: Heartbeat) -> None:
         supervisor.tell_if_read(beat=heartbeat.step)
         stream.link.send(heartbeat)
+        stream.send_memory(resident_bytes())
 
     built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)
     built.relocation.on_report = stream.report

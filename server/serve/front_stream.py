@@ -24,6 +24,7 @@ from scheduler.policy.request import ForgetPrefixes, RankStats, RequestOutput, W
 from server.link.messages import (
     Abort,
     DropPlacement,
+    MemoryUse,
     PlacementUpdate,
     Prepare,
     RankFacts,
@@ -63,7 +64,7 @@ class FrontStream:
             environment: The environment from the supervisor, with the number of restarts.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
-        self._epoch = 0
+        self._epoch = self._sent_bytes = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
         self._lock = threading.Lock()  # between the step loop's thread and the link's
         self._open_ids: set[str] = set()  # requests of the current link
@@ -130,6 +131,12 @@ class FrontStream:
                 self.link.send(_experts_now(self._built))
         self.link.send(PlacementUpdate(report))
 
+    def send_memory(self, resident_bytes: int) -> None:
+        """Send the process's memory if the front does not have about the same figure already."""
+        if abs(resident_bytes - self._sent_bytes) > resident_bytes / 100:
+            self._sent_bytes = resident_bytes
+            self.link.send(MemoryUse(resident_bytes))
+
     def receive(self, message: ToRank | FrontLost) -> None:
         """Handle a message of the front, on the reader thread of the link."""
         engine, relocation = self._built.engine, self._built.relocation
@@ -179,6 +186,7 @@ class FrontStream:
         while (left_s := until_s - time.monotonic()) > 0:
             # Assigned before `open`: the front's first order may arrive before `open` returns.
             self.link = self._make_link(replace(self._facts, served=self._served()))
+            self._sent_bytes = 0
             try:
                 self.link.open(left_s)
             except RefusedError as error:
