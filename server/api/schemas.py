@@ -20,6 +20,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 20  # unless --max-logprobs is set
 ALL = -1  # as a number of log-probabilities: the whole vocabulary
 MAX_TOOLS = 1024
+MAX_SALT_CHARS = 256
 MAX_SCHEMA_VALUES = 100_000  # per schema, and for all tools together
 MAX_LOGPROB_IDS = 128  # vLLM's
 MAX_BAD_WORDS = 128  # vLLM's
@@ -46,7 +47,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "stream_interval": (1,),
     "guided_whitespace_pattern": (),
-    "cache_salt": (),
     "kv_transfer_params": (),
     "ec_transfer_params": (),
     "vllm_xargs": (),
@@ -110,6 +110,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0)
     priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)  # lower goes first; checked in sampling
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None

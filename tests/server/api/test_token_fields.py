@@ -135,6 +135,11 @@ def test_a_priority_goes_to_the_rank_where_the_service_has_them(model: ServedMod
     assert (caught.value.status, caught.value.param) == (400, "priority")
 
 
+def test_a_cache_salt_goes_to_the_rank(model: ServedModel) -> None:
+    assert [each.cache_salt for each in asked(model, n=2, cache_salt="tenant")] == ["tenant", "tenant"]
+    assert asked(model)[0].cache_salt == ""
+
+
 def test_n_choices_of_a_greedy_request_are_served(model: ServedModel) -> None:
     assert [request.params.temperature for request in asked(model, n=2, temperature=0)] == [0.0, 0.0]
 
@@ -175,7 +180,7 @@ def test_every_field_is_in_the_documentation() -> None:
 
 def test_every_field_has_an_effect() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "server" / "api").rglob("*.py"))
-    reaches_ranks = {field.name for field in dataclasses.fields(SamplingParams)}
+    reaches_ranks = {field.name for kind in (Request, SamplingParams) for field in dataclasses.fields(kind)}
     structures = {
         *(name for name in SamplingFields.model_fields if name.startswith("guided_")),
         *_PEERS_FIELDS,
