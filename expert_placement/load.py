@@ -46,6 +46,7 @@ class LoadFigures(NamedTuple):
     prefill_tokens: int = 0  # of the rank's requests, as the next two
     decode_tokens: int = 0  # drafts included
     draft_tokens: int = 0  # part of decode_tokens that were drafts
+    exchanges: int = 0  # dispatches and combines; 0 on GPUs, which no host counts
     # In exchanges of dispatches: waits for ranks that are still at the layer before, and for wires.
     dispatch_wait_s: float = 0.0
     # In exchanges of combines: waits for ranks with experts that still compute, and for wires.

@@ -23,6 +23,11 @@ ROOT_KEY = bytes(KEY_BYTES)
 LONG_ROOT_KEY = bytes([1] * KEY_BYTES)  # of long sequences, if a model computes these differently
 
 
+def salted(root: bytes, salt: str) -> bytes:
+    """Return the root of prefixes that only sequences with the same salt may share."""
+    return hashlib.blake2b(root + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
+
+
 @dataclass(slots=True)
 class CachedBlock:
     """A cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""

@@ -48,17 +48,18 @@ class TextSource:
         own = self._index(sequence).candidates(end, longest)
         if not self._is_suffix:
             return continue_newest(own, most)
-        found = own + self._answers.candidates(end, longest)
+        is_salted = bool(sequence.request.cache_salt)
+        found = own if is_salted else own + self._answers.candidates(end, longest)
         length = max((each.length for each in found), default=0)
         return continue_likeliest(found, min(most, int(config.drafts_per_match * length)), config.least_share)
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget the sequence's text. Keep its answer if answers are cached."""
+        """Forget the sequence's text. Keep its answer if answers are cached and the request has no salt."""
         request_id = sequence.request.request_id
         self._own.pop(request_id, None)
         self._num_indexed.pop(request_id, None)
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
-        if self._config.max_cached_requests and answer:
+        if self._config.max_cached_requests and answer and not sequence.request.cache_salt:
             self._answers.extend(self._num_answers, answer)
             self._num_answers += 1
             if len(self._answers) > self._config.max_cached_requests:

@@ -58,6 +58,7 @@ class Telemetry:
             placement_version=placement_version,
             counts=self._counts.table.astype(np.uint32),
             figures=self._runner.figures._replace(
+                exchanges=dispatcher.exchanges.ended,
                 dispatch_bytes=np.array(dispatched),
                 combine_bytes=np.array(combined),
                 dispatch_wait_s=waits.dispatch_ns * 1e-9,

@@ -77,6 +77,8 @@ class EngineSettings:
     target_itl_ms: float | None = None
     speculative_config: SpeculativeConfig | None = None  # None: no drafts
     rank_recovery_timeout_s: float = 600.0  # how long the front waits for a rank to return if no rank serves
+    # How long an engine tries to reach the front after it has lost it, or after a restart.
+    front_recovery_timeout_s: float = 60.0
     kv_cache_bytes: int | None = None  # per rank
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align

@@ -74,6 +74,7 @@ class Request:
     deadline_s: float | None = None  # on the same clock; None sets no deadline
     replayed_ids: tuple[int, ...] = ()  # tokens that an earlier attempt already delivered
     key_id: str = ""  # digest of the client's API key; keys share the service fairly
+    cache_salt: str = ""  # requests with different ones share no cached prefix and no answer to draft from
     priority: int = 0  # lower runs first; for the order of equal ones see `scheduler.policy.roster`
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY
+from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, salted
 from scheduler.policy.request import FinishReason, Logprobs, Request
 from scheduler.policy.token_rules import TokenRules
 
@@ -157,8 +157,9 @@ class Sequence:
 
     @property
     def root_key(self) -> bytes:
-        """Root of its block keys. Long and short sequences have different roots, so they share no prefix."""
-        return LONG_ROOT_KEY if self.is_long else ROOT_KEY
+        """Root of its block keys. Sequences share no prefix if one is long, or if their salts differ."""
+        root, salt = LONG_ROOT_KEY if self.is_long else ROOT_KEY, self.request.cache_salt
+        return salted(root, salt) if salt else root
 
     @property
     def has_structure(self) -> bool:

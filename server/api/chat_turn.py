@@ -16,18 +16,12 @@ from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextP
 from server.api.parsers.reader import decode_json
 from server.api.parsers.registry import Markup
 from server.api.prompts import encode, render_chat
-from server.api.sampling import asks_for, refuse_unserved
-from server.api.schemas import ChatRequest
+from server.api.sampling import asks_for
+from server.api.schemas import ChatRequest, refuse_unserved
 from server.api.served import ServedModel
-from server.api.structure import (
-    check_structure,
-    refuse_second_structure,
-    stop_patterns_of,
-    structure_of,
-)
+from server.api.structure import check_structure, refuse_second_structure, stop_patterns_of, structure_of
 from server.api.template_messages import template_messages, text_of
 from server.api.tools import ToolUse, tool_use_of
-from server.front.errors import bad_request
 from server.front.generations import Answer, Ask, Piece
 from server.front.requests import Requests
 
@@ -181,7 +175,6 @@ class ChatTurn:
         """
         model.check_name(body.model)
         refuse_unserved(body)
-        num_logprobs = _num_logprobs(body)
         tools = tool_use_of(body)
         structure = await _structure(body, model, tools)
         prompt = await render_chat(body, model, tools)
@@ -191,23 +184,15 @@ class ChatTurn:
         prompt_ids = await encode(
             prompt, model, add_special_tokens=bool(body.add_special_tokens), param="messages"
         )
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        if cut_to_fit and max_tokens is not None:
-            max_tokens = min(max_tokens, max(1, model.max_len() - len(prompt_ids)))
         request_id = request_id or f"chatcmpl-{uuid.uuid4().hex}"
         asks = asks_for(
             body,
             model,
             [prompt_ids],
             request_id=request_id,
-            max_tokens=max_tokens,
-            num_logprobs=num_logprobs,
-            logprobs_field="top_logprobs",
-            prompt_field="messages",
-            max_tokens_field="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
             structure=structure,
             patterns=await stop_patterns_of(body, model),
-            shows_prompt_once=True,
+            cut_to_fit=cut_to_fit,
         )
         # A structure from the client does not allow calls.
         finds_calls = tools.choice == "auto" and structure is None
@@ -317,9 +302,3 @@ def _is_json(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _num_logprobs(body: ChatRequest) -> int | None:
-    if body.top_logprobs and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
-    return (body.top_logprobs or 0) if body.logprobs else None

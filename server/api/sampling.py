@@ -9,7 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
-from server.api.schemas import ALL, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingFields, refuse_foreign
+from server.api.schemas import (
+    ALL,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOPS,
+    ChatRequest,
+    CompletionRequest,
+    OwnFields,
+    SamplingFields,
+)
 from server.api.served import ServedModel
 from server.front import errors
 from server.front.errors import ApiError, bad_request
@@ -19,79 +28,21 @@ from server.http.exchanges import draw_seed
 
 MAX_STOP_CHARS = 4096
 MAX_LOGPROB_ENTRIES = 1_000_000  # per answer (90 MB of JSON); a prompt counts each time it is shown
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
-# Fields of other servers that are not supported yet: refused unless the value has no effect.
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "functions": (),
-    "function_call": ("none", "auto"),
-    "use_beam_search": (),
-    "length_penalty": (1,),  # for beam search
-    "typical_p": (1,),
-    "no_repeat_ngram_size": (),
-    "repetition_detection": (),
-    "watermarking": (),
-    "thinking_token_budget": (-1,),
-    "stream_interval": (1,),
-    "guided_whitespace_pattern": (),
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-    "vllm_xargs": (),
-    "routed_experts_prompt_start": (),
-    "prompt_embeds": (),
-    "return_prompt_text": (),
-    "suffix": (),
-    "audio": (),
-    "modalities": (["text"],),
-    "chat_template": (),
-}
-_ZERO_IS_A_WISH = ("thinking_token_budget",)
 GREEDY_BELOW = 1e-5  # vLLM's: lower temperatures are greedy, because their inverse is numerically useless
-
-
-def refuse_unserved(body: SamplingFields) -> None:
-    """Refuse fields that would be silently ignored.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
-    extra = body.model_extra or {}
-    refuse_foreign(extra, form="response_format", stop="stop")
-    for name, harmless in _UNSERVED.items():
-        value = extra.get(name)
-        is_nothing = value is None or (value in _NOTHING and name not in _ZERO_IS_A_WISH)
-        if is_nothing or value in harmless:
-            continue
-        raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
-    best_of = extra.get("best_of")
-    if best_of not in (None, body.n or 1):
-        raise bad_request(
-            f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
-            "or set n.",
-            "best_of",
-        )
-    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
-        raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
+# A rank gets these as the client or the checkpoint sets them, unless `_sampling` converts them.
+_OF_REQUESTS = SamplingFields.model_fields.keys() & Request.__dataclass_fields__.keys()
+_OF_PARAMS = SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys()
 
 
 def asks_for(
-    body: SamplingFields,
+    body: ChatRequest | CompletionRequest,
     model: ServedModel,
     prompts: Sequence[Sequence[int]],
     *,
     request_id: str,
-    max_tokens: int | None,
-    num_logprobs: int | None,
-    logprobs_field: str,
-    prompt_field: str,
-    max_tokens_field: str = "max_tokens",
-    default_max_tokens: int | None = None,
-    structure: Structure | None = None,
-    num_prompt_logprobs: int | None = None,
+    structure: Structure | None,
     patterns: tuple[Pattern, ...] = (),
-    shows_prompt_once: bool = False,
+    cut_to_fit: bool = False,
 ) -> list[Ask]:
     """Return n `Ask`s per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
     each prompt requests the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
@@ -101,56 +52,54 @@ def asks_for(
         model: The served model.
         prompts: Token ids, not empty.
         request_id: Prefix of the ranks' request ids.
-        max_tokens: None uses the default. 0 scores the prompt, which may fill the context, and generates one token to hide.
-        default_max_tokens: Default for each choice, limited by the end of the context. None uses the checkpoint's
-            max_new_tokens, or the rest of the context if it has none.
-        num_logprobs: Number of top tokens per generated token; None disables log-probabilities, ALL returns all.
-        logprobs_field: Field that errors about log-probabilities name.
-        prompt_field: Field that errors about the prompt name.
-        max_tokens_field: Field that errors about max_tokens name.
         structure: Structure of the answers, already checked (`api.structure`).
-        num_prompt_logprobs: Like `num_logprobs`, if the endpoint needs more than the body's prompt_logprobs.
         patterns: Regexes that end answers (`structure.stop_patterns_of`).
-        shows_prompt_once: The answer shows the prompt's log-probabilities once instead of with each choice.
+        cut_to_fit: Reduce max_tokens to the space left in the context.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    n = body.n or 1
+    n, own, max_len = body.n or 1, body.own(), model.max_len()
+    max_tokens = own.max_tokens
+    if cut_to_fit and max_tokens is not None:
+        max_tokens = min(max_tokens, max(1, max_len - max(map(len, prompts))))
     _check_priority(body, model)
     if len(prompts) * n > MAX_CHOICES:
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
+    of_request = {name: value for name in _OF_REQUESTS if (value := getattr(body, name)) is not None}
     seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
-    asked = [count for count in (num_prompt_logprobs, body.prompt_logprobs) if count is not None]
+    asked = [count for count in (own.num_prompt_logprobs, body.prompt_logprobs) if count is not None]
     _check_count(body.prompt_logprobs, "prompt_logprobs", model)
-    _check_count(num_logprobs, logprobs_field, model)
+    _check_count(own.num_logprobs, own.logprobs_field, model)
     shared = _sampling(
         body,
         model,
-        num_logprobs=None if num_logprobs is None else count_of(num_logprobs, model),
+        num_logprobs=None if own.num_logprobs is None else count_of(own.num_logprobs, model),
         num_prompt_logprobs=max((count_of(count, model) for count in asked), default=None),
         structure=structure,
     )
-    max_len = model.max_len()
     cut = [
         truncated(body, each, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len)
         for each in prompts
     ]
     if asked:
-        num_shown = sum(map(len, cut)) * (1 if shows_prompt_once else n)
+        num_shown = sum(map(len, cut)) * (1 if own.shows_prompt_once else n)
         most = max(asked, key=lambda count: count_of(count, model))
         _check_entries(body, "prompt_logprobs", most, num_shown, model)
-    rooms = [_room(len(each), max_len, max_tokens, prompt_field, max_tokens_field) for each in cut]
+    rooms = [_room(len(each), max_len, max_tokens, own) for each in cut]
     if max_tokens is None:
-        most_tokens = default_max_tokens or model.sampling_defaults.get("max_new_tokens")
+        most_tokens = own.default_max_tokens or model.sampling_defaults.get("max_new_tokens")
         rooms = [min(room, most_tokens or room) for room in rooms]
-    if num_logprobs is not None and (num_logprobs == ALL or num_logprobs > MAX_LOGPROBS):
-        _check_entries(body, logprobs_field, num_logprobs, sum(rooms) * n, model)
+    if own.num_logprobs is not None and (own.num_logprobs == ALL or own.num_logprobs > MAX_LOGPROBS):
+        _check_entries(body, own.logprobs_field, own.num_logprobs, sum(rooms) * n, model)
     later = shared if body.stream else replace(shared, num_prompt_logprobs=None)
     asks: list[Ask] = []
     for prompt_ids, room in zip(cut, rooms, strict=True):
-        _check_min_tokens(body, room, max_tokens_field)
+        if (body.min_tokens or 0) > room:
+            raise bad_request(
+                f"min_tokens ({body.min_tokens}) is more than {own.max_tokens_field} ({room}).", "min_tokens"
+            )
         shared_ids = tuple(prompt_ids)
         for choice in range(n):
             params = later if choice else shared
@@ -159,9 +108,18 @@ def asks_for(
                 prompt_ids=shared_ids,
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
-                priority=body.priority or 0,
+                **of_request,
             )
-            asks.append(replace(_ask(body, model, request, stops), patterns=patterns))
+            asks.append(
+                Ask(
+                    request=request,
+                    stops=stops,
+                    include_stop=bool(body.include_stop_str_in_output),
+                    skip_special_tokens=body.skip_special_tokens is not False,
+                    eos_ids=model.tokenizer.eos_ids,
+                    patterns=patterns,
+                )
+            )
     return asks
 
 
@@ -208,30 +166,11 @@ def _check_entries(
         )
 
 
-def _check_min_tokens(body: SamplingFields, room: int, max_tokens_field: str) -> None:
-    if (body.min_tokens or 0) > room:
-        raise bad_request(
-            f"min_tokens ({body.min_tokens}) is more than {max_tokens_field} ({room}).", "min_tokens"
-        )
-
-
-def _ask(body: SamplingFields, model: ServedModel, request: Request, stops: tuple[str, ...]) -> Ask:
-    return Ask(
-        request=request,
-        stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        eos_ids=model.tokenizer.eos_ids,
-    )
-
-
-def _room(
-    num_prompt_tokens: int, max_len: int, max_tokens: int | None, prompt_field: str, max_tokens_field: str
-) -> int:
+def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, own: OwnFields) -> int:
     """Return the maximum number of tokens to generate."""
     room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
     if room < least or (max_tokens is not None and max_tokens > room):
-        to_change = prompt_field if room < least else max_tokens_field
+        to_change = own.prompt_field if room < least else own.max_tokens_field
         raise errors.too_long(num_prompt_tokens, max_len, max_tokens or None, to_change)
     return room if max_tokens is None else max(1, max_tokens)
 
@@ -245,12 +184,8 @@ def _sampling(
     structure: Structure | None,
 ) -> SamplingParams:
     """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
-
-    def said(name: str, otherwise: Any) -> Any:
-        """Return the client's value, the checkpoint's, or the general default, in this order."""
-        value = getattr(body, name)
-        return model.sampling_defaults.get(name, otherwise) if value is None else value
-
+    sent = {name: value for name in _OF_PARAMS if (value := getattr(body, name)) is not None}
+    given = {name: value for name, value in model.sampling_defaults.items() if name in _OF_PARAMS} | sent
     if body.logprob_token_ids == []:
         raise bad_request("logprob_token_ids must not be an empty list.", "logprob_token_ids")
     if body.logprob_token_ids and num_logprobs is None:
@@ -260,36 +195,26 @@ def _sampling(
         )
     tokenizer = model.tokenizer
     vocab_size = tokenizer.vocab_size
-    stop_ids = set(_stop_ids(body, vocab_size))
+    # No token can match an id beyond the vocabulary, which SGLang's kits send.
+    known = [each for each in body.stop_token_ids or () if each < vocab_size]
+    stop_ids = set(check_ids("stop_token_ids", known, vocab_size))
     if not body.ignore_eos:
         stop_ids |= tokenizer.eos_ids
-    temperature = float(said("temperature", 1.0))
-    return SamplingParams(
-        max_tokens=1,
-        min_tokens=body.min_tokens or 0,
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_p=float(said("top_p", 1.0)),
-        top_k=max(0, int(said("top_k", 0))),
-        min_p=float(said("min_p", 0.0)),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=float(said("repetition_penalty", 1.0)),
-        stop_token_ids=tuple(sorted(stop_ids)),
-        num_logprobs=num_logprobs,
-        structure=structure,
-        logprob_token_ids=check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
-        num_prompt_logprobs=num_prompt_logprobs,
-        allowed_token_ids=check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
-        bad_words=bad_words_of(body.bad_words, tokenizer),
-        logit_bias=logit_bias_of(body.logit_bias, vocab_size),
-    )
-
-
-def _stop_ids(body: SamplingFields, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end an answer. Drops ids beyond the vocabulary, which SGLang's kits send and no token can match."""
-    return check_ids(
-        "stop_token_ids", [each for each in body.stop_token_ids or () if each < vocab_size], vocab_size
-    )
+    if given.get("temperature", 1.0) < GREEDY_BELOW:
+        given["temperature"] = 0.0
+    given |= {
+        "max_tokens": 1,
+        "top_k": max(0, given.get("top_k", 0)),
+        "stop_token_ids": tuple(sorted(stop_ids)),
+        "num_logprobs": num_logprobs,
+        "structure": structure,
+        "logprob_token_ids": check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
+        "num_prompt_logprobs": num_prompt_logprobs,
+        "allowed_token_ids": check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
+        "bad_words": bad_words_of(body.bad_words, tokenizer),
+        "logit_bias": logit_bias_of(body.logit_bias, vocab_size),
+    }
+    return SamplingParams(**given)
 
 
 def _stops(body: SamplingFields) -> tuple[str, ...]:

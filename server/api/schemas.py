@@ -1,24 +1,26 @@
 """Request bodies as pydantic models. Unknown keys are accepted and ignored, as in vLLM.
 
-Known keys of unsupported features are refused by name (`sampling.refuse_unserved`), and so are other APIs' keys for a
+Known keys of unsupported features are refused by name (`refuse_unserved`), and so are other APIs' keys for a
 structure or a stop condition (`refuse_foreign`): otherwise an answer that ignores them would look like one that obeys. None
 always means that the client did not set the field.
 """
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from server.front.errors import bad_request, trouble_in
+from server.front.errors import bad_request
 
 MAX_CHOICES = 128  # for n, and for prompts times n
 MAX_MESSAGES = 10_000  # per chat, including their parts
 MAX_STOPS = 128
+DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 20  # unless --max-logprobs is set
 ALL = -1  # as a number of log-probabilities: the whole vocabulary
 MAX_TOOLS = 1024
+MAX_SALT_CHARS = 256
 MAX_SCHEMA_VALUES = 100_000  # per schema, and for all tools together
 MAX_LOGPROB_IDS = 128  # vLLM's
 MAX_BAD_WORDS = 128  # vLLM's
@@ -31,6 +33,31 @@ _FORMS_ELSEWHERE = (  # other APIs' fields for a structure; an endpoint's own ar
     *("ebnf", "grammar", "json_schema", "regex"),
 )
 _STOPS_ELSEWHERE = ("stop", "stop_regex", "stop_sequences", "stop_token_ids")
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+# Fields of other servers that are not supported yet: refused unless the value has no effect.
+_UNSERVED: dict[str, tuple[Any, ...]] = {
+    "functions": (),
+    "function_call": ("none", "auto"),
+    "use_beam_search": (),
+    "length_penalty": (1,),  # for beam search
+    "typical_p": (1,),
+    "no_repeat_ngram_size": (),
+    "repetition_detection": (),
+    "watermarking": (),
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
+    "vllm_xargs": (),
+    "routed_experts_prompt_start": (),
+    "prompt_embeds": (),
+    "return_prompt_text": (),
+    "suffix": (),
+    "audio": (),
+    "modalities": (["text"],),
+    "chat_template": (),
+}
 ChatMessage = dict[str, Any]  # a message translated from another API, not checked yet
 _TEXT, _IDS = {"type": "string"}, {"type": "array", "items": {"type": "integer"}}
 # Checked in code, for better messages than a union's; described here for /openapi.json.
@@ -83,6 +110,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     min_tokens: int | None = Field(None, ge=0)
     priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)  # lower goes first; checked in sampling
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOPS, fail_fast=True)
     include_stop_str_in_output: bool | None = None
@@ -111,6 +139,20 @@ class SamplingFields(BaseModel):
     regex: Any = None
     ebnf: Any = None
     grammar: Any = None
+
+
+class OwnFields(NamedTuple):
+    """What each API has in its own way: fields that have other names or values elsewhere, and defaults."""
+
+    prompt_field: str  # the name in errors, as for the other `_field`s
+    max_tokens: int | None  # None uses the default; 0 scores the prompt and generates one token to hide
+    num_logprobs: int | None  # top tokens per generated token; None disables log-probabilities
+    logprobs_field: str
+    max_tokens_field: str = "max_tokens"
+    # None uses the checkpoint's max_new_tokens, or the rest of the context if it has none.
+    default_max_tokens: int | None = None
+    num_prompt_logprobs: int | None = None  # if more than the request's prompt_logprobs
+    shows_prompt_once: bool = False  # the prompt's log-probabilities, instead of with each choice
 
 
 class Message(BaseModel):
@@ -142,6 +184,23 @@ class ChatRequest(SamplingFields):
     separate_reasoning: bool | None = None  # SGLang: false leaves reasoning in the content
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
+    def own(self) -> OwnFields:
+        """Return the fields that APIs have in their own way.
+
+        Raises:
+            ApiError: 400 if top_logprobs is set without logprobs.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true.", "top_logprobs")
+        return OwnFields(
+            prompt_field="messages",
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens_field="max_completion_tokens" if self.max_completion_tokens else "max_tokens",
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs_field="top_logprobs",
+            shows_prompt_once=True,
+        )
+
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
@@ -151,6 +210,18 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    def own(self) -> OwnFields:
+        """Return the fields that APIs have in their own way. A prompt that is cut to fit (-1) leaves space for the default."""
+        is_cut = self.truncate_prompt_tokens == -1
+        return OwnFields(
+            prompt_field="prompt",
+            max_tokens=DEFAULT_MAX_TOKENS if is_cut and self.max_tokens is None else self.max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            num_logprobs=self.logprobs,
+            logprobs_field="logprobs",
+            num_prompt_logprobs=self.logprobs if self.echo else None,
+        )
 
 
 def is_deeper(value: Any, depth: int) -> bool:
@@ -206,18 +277,58 @@ def json_text(value: Any, param: str, most_depth: int) -> str:
         raise bad_request(f"{param} contains NaN or Infinity, which are not valid JSON.", param) from None
 
 
-def validated(fields: Mapping[str, Any]) -> ChatRequest:
-    """Build a chat request from translated fields.
+def shared_fields(body: BaseModel) -> dict[str, Any]:
+    """Return the set fields that have the same name and meaning in chats and completions."""
+    return body.model_dump(include=set(SamplingFields.model_fields), exclude_unset=True)
+
+
+def refuse_unserved(body: SamplingFields) -> None:
+    """Refuse fields that would be silently ignored.
 
     Raises:
-        ApiError: 400, with the message of chat's own validation.
+        ApiError: 400, naming the field.
     """
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        param = ".".join(str(step) for step in first["loc"])
-        raise bad_request(f"{param} is invalid: {trouble_in(first)}.", param) from error
+    extra = body.model_extra or {}
+    refuse_foreign(extra, form="response_format", stop="stop")
+    for name, harmless in _UNSERVED.items():
+        value = extra.get(name)
+        is_nothing = value is None or (value in _NOTHING and name != "thinking_token_budget")  # 0 forbids it
+        if not is_nothing and value not in harmless:
+            raise bad_request(f"{name!r} is not supported by this server yet; leave it out.", name)
+    best_of = extra.get("best_of")
+    if best_of not in (None, body.n or 1):
+        raise bad_request(
+            f"best_of is {best_of!r}; this server does not generate more choices than it returns: leave it out, "
+            "or set n.",
+            "best_of",
+        )
+    if body.stream_options is not None and body.stream_options.model_fields_set and not body.stream:
+        raise bad_request("stream_options applies only to streams; it needs stream=true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs is not streamed; it needs stream=false.", "prompt_logprobs")
+
+
+def refuse_named(fields: Mapping[str, Any], why: Mapping[str, str], where: str = "") -> None:
+    """Refuse fields that are set, by name.
+
+    Args:
+        why: The reason for each field, and what to do.
+        where: Prefix of the names in errors.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    for name, reason in why.items():
+        if fields.get(name) not in _NOTHING:
+            raise bad_request(f"{where}{name} is not supported: {reason}.", f"{where}{name}")
+
+
+def string_of(item: Mapping[str, Any], field: str, where: str) -> str:
+    """Return a field that must be a string. `where` is the item's name in errors."""
+    value = item.get(field)
+    if not isinstance(value, str):
+        raise bad_request(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return value
 
 
 def refuse_foreign(extra: Mapping[str, Any] | None, *, form: str, stop: str) -> None:

@@ -8,6 +8,7 @@ an invalid structure gets a 400 with the reason.
 import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
@@ -211,12 +212,8 @@ def _json(value: Any, param: str) -> Structure:
     return Structure("json_schema", json_text(value, param, MAX_DEPTH))
 
 
-def _regex(value: Any, param: str) -> Structure:
-    return Structure("regex", _text(value, param))
-
-
-def _grammar(value: Any, param: str) -> Structure:
-    return Structure("grammar", _text(value, param))
+def _plain(kind: str, value: Any, param: str) -> Structure:
+    return Structure(kind, _text(value, param))
 
 
 def _choice(value: Any, param: str) -> Structure:
@@ -229,9 +226,9 @@ def _choice(value: Any, param: str) -> Structure:
 
 _READERS: Mapping[str, Callable[[Any, str], Structure]] = {
     "json": _json,
-    "regex": _regex,
+    "regex": partial(_plain, "regex"),
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": partial(_plain, "grammar"),
 }
 
 
@@ -240,9 +237,9 @@ _KNOWN = {*_READERS, "json_object", "disable_any_whitespace", "_backend", "_back
 }
 _PEERS_FIELDS: Mapping[str, Callable[[Any, str], Structure]] = {  # SGLang's and llama.cpp's
     "json_schema": _json,
-    "regex": _regex,
-    "ebnf": _grammar,
-    "grammar": _grammar,
+    "regex": _READERS["regex"],
+    "ebnf": _READERS["grammar"],
+    "grammar": _READERS["grammar"],
 }
 
 

@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from server.api.prompts import LONG_TEXT, check_unicode, encode, render_chat
-from server.api.schemas import MAX_MESSAGES, ChatRequest, validated
+from server.api.schemas import MAX_MESSAGES, ChatRequest
 from server.api.served import ServedModel
 from server.front.errors import bad_request
 from server.http.json_writer import json_response
-from server.http.routes import new_router
+from server.http.routes import new_router, validated
 
 _MAX_CHARS = 1 << 20  # tokenizing takes up to two hundred times the memory of a text
 _MANY_TOKENS = LONG_TEXT // 4  # decoding more takes milliseconds, so a thread does it
@@ -105,4 +105,5 @@ async def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
         raise bad_request(
             "add_generation_prompt and continue_final_message cannot both be true.", "add_generation_prompt"
         )
-    return await render_chat(validated(body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)), model)
+    fields = body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)
+    return await render_chat(validated(ChatRequest.model_validate, fields), model)

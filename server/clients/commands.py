@@ -1,4 +1,4 @@
-"""The commands `chat` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+"""The commands `chat`, `status` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
 
 import argparse
 
@@ -35,6 +35,13 @@ def _temperature(text: str) -> float:
     return value
 
 
+def _add_status_flags(parser: argparse.ArgumentParser) -> None:
+    add_url(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print the response of GET /v1/fault_tolerance/status"
+    )
+
+
 def _add_models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "types", nargs="*", metavar="TYPE", help="model types (default: all, which takes about two minutes)"
@@ -49,6 +56,15 @@ CHAT = Command(
     examples=_CHAT_EXAMPLE,
     add_flags=_add_chat_flags,
     run="server.clients.chat:run_chat",
+)
+STATUS = Command(
+    name="status",
+    group=USING,
+    help="show which ranks of a service serve, and which are missing and why",
+    description="Show which ranks of a running service serve, and which are missing and why.\nThe exit status is 0 while the "
+    "service serves, and otherwise 1.",
+    add_flags=_add_status_flags,
+    run="server.clients.status:run_status",
 )
 MODELS = Command(
     name="models",

@@ -20,6 +20,7 @@ HOTTEST = 8
 COUNTERS = {
     "dispatch_bytes": ("dispatch_bytes", "Bytes sent to other ranks by dispatches."),
     "combine_bytes": ("combine_bytes", "Bytes sent to other ranks by combines."),
+    "exchanges": ("exchanges", "Dispatches and combines. 0 on GPUs."),
     "dispatch_wait_s": ("dispatch_wait_seconds", "Time in the exchanges of dispatches."),
     "combine_wait_s": ("combine_wait_seconds", "Time in the exchanges of combines."),
     "experts_s": ("experts_seconds", "Computation time of the rank's experts."),

@@ -7,7 +7,7 @@ response or, if a stream has begun, to an event.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -77,21 +77,22 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 @contextlib.contextmanager
-def named_by(own_names: Sequence[tuple[re.Pattern[str], str]]) -> Iterator[None]:
+def named_by(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the field in errors about a request that was converted from another API's, for the client.
 
     Args:
-        own_names: Patterns for the beginning of a converted field, each with the client's; the first match counts.
+        names: What the client calls the fields of the converted request whose beginnings match these patterns.
     """
     try:
         yield
     except ApiError as error:
-        if error.param is None:
+        param = error.param or ""
+        pattern = next((each for each in names if re.match(each, param)), None)
+        if pattern is None:
             raise
-        renamed = (each.sub(own, error.param) for each, own in own_names if each.match(error.param))
-        name = next(renamed, error.param)
-        is_first = error.message.startswith(error.param)
-        message = name + error.message.removeprefix(error.param) if is_first else error.message
+        name = re.sub(pattern, names[pattern], param, count=1)
+        is_first = error.message.startswith(param)
+        message = name + error.message.removeprefix(param) if is_first else error.message
         raise ApiError(error.status, message, param=name, headers=error.headers) from error
 
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
@@ -25,6 +25,7 @@ from server.front.generations import ClientGone
 from server.http.json_text import PARSED, parse_json
 from server.http.json_writer import json_response
 
+_Body = TypeVar("_Body")
 _LOG = logging.getLogger("wideep.fields")
 _MOST_UNKNOWN = 100  # names that are logged per endpoint, because clients choose them
 _SEEN_CHARS = 80  # of a wrong value, quoted
@@ -127,11 +128,7 @@ class ShortRoute(APIRoute):
             if self._body.default is inspect.Parameter.empty:
                 raise bad_request("The body is missing.")
             return self._body.default
-        try:
-            body = self._schema.validate_python(value)
-        except ValidationError as error:
-            found = error.errors()[0]
-            raise refusal(found, found["loc"]) from error
+        body = validated(self._schema.validate_python, value)
         self._note_unknown(getattr(body, "model_extra", None) or ())
         return body
 
@@ -159,6 +156,22 @@ def _check_type(scope: Scope) -> None:
         raise bad_request(
             "The body is not announced as JSON. Send the header 'Content-Type: application/json'."
         )
+
+
+def validated(validate: Callable[[Any], _Body], value: Any) -> _Body:
+    """Return what pydantic makes of a body.
+
+    Args:
+        validate: `model_validate` of the body's class, or the like.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    try:
+        return validate(value)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise refusal(found, found["loc"]) from error
 
 
 def refusal(found: Mapping[str, Any], location: Sequence[Any]) -> ApiError:

@@ -134,6 +134,12 @@ class Fault(NamedTuple):
     is_final: bool = False  # it cannot follow that order, so it needs another one
 
 
+class MemoryUse(NamedTuple):
+    """Memory of a rank's process on its host, sent with a heartbeat if it has changed by more than a hundredth."""
+
+    resident_bytes: int
+
+
 class Goodbye(NamedTuple):
     """A rank ends; `reason` is empty after a requested stop."""
 
@@ -192,7 +198,7 @@ class DropPlacement(NamedTuple):
     version: int
 
 
-FromRank = StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault
+FromRank = StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse
 ToRank = Submit | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes
 # These begin and end a stream; its two ends handle them.
 _OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye

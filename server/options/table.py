@@ -551,6 +551,10 @@ class Options:
         LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="time that requests wait for a rank to return if none serves; after this time the service ends",
     ))  # fmt: skip
+    engine_front_recovery_timeout_s = row(flag(
+        LIMITS, "--front-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
+        help="time that ranks wait for the front to restart or for the network to return; after this time they exit",
+    ))  # fmt: skip
 
     engine_kv_cache_bytes = row(flag(
         MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",

@@ -47,11 +47,17 @@ from server.options.flag import OptionsError
 from server.options.reading import options_from_json
 from server.options.table import Options
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
-from server.serve.front_stream import FRONT_RETURN_S, FrontStream, num_restarts_of
+from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
 from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
-from server.serve.preflight.memory import attention_heads, available_bytes, rank_bytes, spare_bytes
+from server.serve.preflight.memory import (
+    attention_heads,
+    available_bytes,
+    rank_bytes,
+    resident_bytes,
+    spare_bytes,
+)
 from server.serve.preflight.model import PreflightError
 from server.serve.spare import leave_spare
 from server.serve.store.claim import publish_service
@@ -117,7 +123,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )
     if num_restarts:
-        _check_front(front)
+        _check_front(front, options.engine.front_recovery_timeout_s)
         if options.join is not None:
             check_newcomer(PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname())
     else:
@@ -176,14 +182,14 @@ def _tell_decisions(built: Assembled, loading: Loading) -> None:
     )
 
 
-def _check_front(front: dict[str, str]) -> None:
+def _check_front(front: dict[str, str], timeout_s: float) -> None:
     """Raise if the front of a running service is unreachable.
 
     Raises:
-        FrontGoneError: The front does not answer within FRONT_RETURN_S.
+        FrontGoneError: The front does not answer in time.
     """
     try:
-        reach(front["ranks_address"], FRONT_RETURN_S)
+        reach(front["ranks_address"], timeout_s)
     except LinkError as error:
         raise FrontGoneError from error
 
@@ -230,11 +236,12 @@ def _walk(
     def on_heartbeat(heartbeat: Heartbeat) -> None:
         supervisor.tell_if_read(beat=heartbeat.step)
         stream.link.send(heartbeat)
+        stream.send_memory(resident_bytes())
 
     built.engine.tell_membership(on_fault, on_regrouped, on_heartbeat)
     built.relocation.on_report = stream.report
     if num_restarts:
-        _check_front(front)
+        _check_front(front, config.front_recovery_timeout_s)
     stream.link.open(JOIN_TIMEOUT_S)
     if is_ready:
         if config.rank == 0:

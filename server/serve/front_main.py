@@ -47,6 +47,7 @@ from server.link.messages import (
     Claimed,
     Fault,
     FromRank,
+    MemoryUse,
     PlacementUpdate,
     RankFacts,
     Regrouped,
@@ -303,6 +304,8 @@ class _Front:
                 http.placement.take_update(message)
             case Regrouped(epoch):
                 leader.take_regrouped(rank, epoch)
+            case MemoryUse(resident_bytes):
+                self._metrics.note_memory(rank, resident_bytes)
             case Fault():
                 leader.take_fault(rank, message)
             case RankFacts():

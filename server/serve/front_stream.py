@@ -1,8 +1,8 @@
 """This rank's connection to the front: pass its commands to the engine and results back, over successive links.
 
 If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for up to
-FRONT_RETURN_S until the supervisor has restarted the front, then sends the new front the state that it needs. If the front
-closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
+`front_recovery_timeout_s` until the supervisor has restarted the front, then sends the new front the state that it needs.
+If the front closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
 """
 
 import os
@@ -24,6 +24,7 @@ from scheduler.policy.request import ForgetPrefixes, RankStats, RequestOutput, W
 from server.link.messages import (
     Abort,
     DropPlacement,
+    MemoryUse,
     PlacementUpdate,
     Prepare,
     RankFacts,
@@ -37,8 +38,6 @@ from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, Refus
 from server.machine.lines import say
 from server.serve.children import FRONT_IS_GONE
 from server.serve.store.rendezvous import NODE_VARIABLE
-
-FRONT_RETURN_S = 60.0  # for a front to be restarted, or a network to recover
 
 
 def num_restarts_of(environment: Mapping[str, str]) -> int:
@@ -65,7 +64,7 @@ class FrontStream:
             environment: The environment from the supervisor, with the number of restarts.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
-        self._epoch = 0
+        self._epoch = self._sent_bytes = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
         self._lock = threading.Lock()  # between the step loop's thread and the link's
         self._open_ids: set[str] = set()  # requests of the current link
@@ -132,6 +131,12 @@ class FrontStream:
                 self.link.send(_experts_now(self._built))
         self.link.send(PlacementUpdate(report))
 
+    def send_memory(self, resident_bytes: int) -> None:
+        """Send the process's memory if the front does not have about the same figure already."""
+        if abs(resident_bytes - self._sent_bytes) > resident_bytes / 100:
+            self._sent_bytes = resident_bytes
+            self.link.send(MemoryUse(resident_bytes))
+
     def receive(self, message: ToRank | FrontLost) -> None:
         """Handle a message of the front, on the reader thread of the link."""
         engine, relocation = self._built.engine, self._built.relocation
@@ -171,7 +176,7 @@ class FrontStream:
             self._cut_off.update(cut_off)
         for request_id in cut_off:  # their clients were disconnected with the front
             self._built.engine.abort(request_id)
-        status = self._come_back(time.monotonic() + FRONT_RETURN_S)
+        status = self._come_back(time.monotonic() + self._config.front_recovery_timeout_s)
         if status:
             os._exit(status)
         say(f"rank {rank}: the front is back", error=True)
@@ -181,6 +186,7 @@ class FrontStream:
         while (left_s := until_s - time.monotonic()) > 0:
             # Assigned before `open`: the front's first order may arrive before `open` returns.
             self.link = self._make_link(replace(self._facts, served=self._served()))
+            self._sent_bytes = 0
             try:
                 self.link.open(left_s)
             except RefusedError as error:

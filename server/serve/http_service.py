@@ -72,7 +72,10 @@ from server.machine.versions import version_of
 from server.options.table import PRIORITY, HttpOptions, Options
 
 # The same fields of generation_config.json that vLLM uses as defaults.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+_DEFAULTS: dict[str, type[float] | type[int]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "max_new_tokens"), int),
+}
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 _GRACE_S = 2  # for open connections when the server ends
@@ -407,4 +410,4 @@ def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[
 def _sampling_defaults(directory: Path) -> dict[str, Any]:
     path = directory / "generation_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+    return {name: kind(config[name]) for name, kind in _DEFAULTS.items() if config.get(name) is not None}

@@ -13,7 +13,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
-from server.api.anthropic.request import CountTokensRequest, MessagesRequest, chat_request, prompt_request
+from server.api.anthropic.request import (
+    OWN_NAMES,
+    CountTokensRequest,
+    MessagesRequest,
+    chat_request,
+    prompt_request,
+)
 from server.api.blocks import (
     Block,
     BlockEvent,
@@ -30,7 +36,7 @@ from server.api.chat_turn import ChatTurn
 from server.api.parsers.deltas import Delta
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens as count_prompt_tokens
-from server.front.errors import ApiError
+from server.front.errors import ApiError, named_by
 from server.front.generations import Piece
 from server.front.requests import Requests
 from server.http.json_writer import json_response
@@ -145,9 +151,10 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
         """Answer a conversation in Anthropic's format."""
         name = model.check_name(body.model)
         request_id = f"msg_{uuid.uuid4().hex}"
-        turn = await ChatTurn.open(
-            chat_request(body), model, requests, request_id=request_id, cut_to_fit=True
-        )
+        with named_by(OWN_NAMES):
+            turn = await ChatTurn.open(
+                chat_request(body), model, requests, request_id=request_id, cut_to_fit=True
+            )
         answer = turn.answer
         draft = MessageDraft(
             answer.request_id,

@@ -16,9 +16,11 @@ from server.api.schemas import (
     ChatRequest,
     check_num_parts,
     refuse_foreign,
-    validated,
+    shared_fields,
+    string_of,
 )
 from server.front.errors import bad_request
+from server.http.routes import validated
 
 _BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
 _Content = Annotated[Any, WithJsonSchema(_BLOCKS)]  # text or a list of blocks; checked by `messages_of`
@@ -130,15 +132,9 @@ def goes_on(last: ChatMessage) -> bool:
 
 
 def _system_texts(content: Any, where: str) -> list[str]:
-    if content is None:
-        return []
     if isinstance(content, str):
         return [content] if content else []
-    texts = [
-        _text(block, place) if _kind(block, place) == "text" else _refuse(block, place, "text")
-        for block, place in _places(content, where)
-    ]
-    return [text for text in texts if text and not text.startswith(_BILLING)]
+    return [text for text in _texts(content, where) if text and not text.startswith(_BILLING)]
 
 
 def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
@@ -150,12 +146,12 @@ def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
         kind = _kind(block, place)
         if kind == "tool_result":
             tool_use_id = _name(block, "tool_use_id", place)
-            content = _result_text(block.get("content"), f"{place}.content")
+            content = "\n".join(_texts(block.get("content"), f"{place}.content"))
             messages.append({"role": "tool", "tool_call_id": tool_use_id, "content": content})
         elif kind == "text":
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
-            messages[-1]["content"].append({"type": "text", "text": _text(block, place)})
+            messages[-1]["content"].append({"type": "text", "text": string_of(block, "text", place)})
         else:
             _refuse(block, place, _USER_BLOCKS)
     if not messages:
@@ -172,9 +168,9 @@ def _assistant_message(message: InputMessage, where: str) -> ChatMessage:
     for block, place in _places(message.content, where):
         kind = _kind(block, place)
         if kind == "text":
-            texts.append(_text(block, place))
+            texts.append(string_of(block, "text", place))
         elif kind == "thinking":
-            thoughts.append(_string(block, "thinking", place))
+            thoughts.append(string_of(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
         elif kind != "redacted_thinking":  # only Anthropic can read it
@@ -193,14 +189,14 @@ def _call(block: dict[str, Any], place: str) -> dict[str, Any]:
     return {"id": _name(block, "id", place), "type": "function", "function": function}
 
 
-def _result_text(content: Any, where: str) -> str:
+def _texts(content: Any, where: str) -> list[str]:
+    """Return the texts of a content that may have no other blocks."""
     if content is None or isinstance(content, str):
-        return content or ""
-    texts = [
-        _text(block, place) if _kind(block, place) == "text" else _refuse(block, place, "text")
+        return [content or ""]
+    return [
+        string_of(block, "text", place) if _kind(block, place) == "text" else _refuse(block, place, "text")
         for block, place in _places(content, where)
     ]
-    return "\n".join(texts)
 
 
 def _places(content: Any, where: str) -> list[tuple[Any, str]]:
@@ -223,26 +219,21 @@ def _refuse(block: dict[str, Any], place: str, allowed: str) -> str:
     )
 
 
-def _text(block: dict[str, Any], place: str) -> str:
-    return _string(block, "text", place)
-
-
 def _name(block: dict[str, Any], field: str, place: str) -> str:
-    value = _string(block, field, place)
+    value = string_of(block, field, place)
     if not value:
         raise bad_request(f"{place}.{field} must not be empty.", f"{place}.{field}")
     return value
 
 
-def _string(block: dict[str, Any], field: str, place: str) -> str:
-    value = block.get(field)
-    if not isinstance(value, str):
-        raise bad_request(f"{place}.{field} must be a string.", f"{place}.{field}")
-    return value
-
-
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_SAMPLING = ("model", "temperature", "top_p", "top_k", "stream")
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"stop\b": "stop_sequences",
+    r"(tools\.\d+)\.function\.parameters\b": r"\1.input_schema",
+    r"(tools\.\d+)\.function\b": r"\1",
+    r"reasoning_effort\b": "output_config.effort",
+    r"response_format\b.*": "output_config.format",
+}
 
 
 def chat_request(body: MessagesRequest) -> ChatRequest:
@@ -252,11 +243,10 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
         ApiError: 400, naming the field.
     """
     refuse_foreign(body.model_extra, form="output_config.format", stop="stop_sequences")
-    fields = prompt_fields(body) | body.model_dump(include=set(_SAMPLING), exclude_unset=True)
-    fields["max_completion_tokens"] = body.max_tokens
+    fields = prompt_fields(body) | shared_fields(body)
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences
-    return validated(fields)
+    return validated(ChatRequest.model_validate, fields)
 
 
 def prompt_request(body: CountTokensRequest) -> ChatRequest:
@@ -265,7 +255,7 @@ def prompt_request(body: CountTokensRequest) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    return validated({"model": body.model} | prompt_fields(body))
+    return validated(ChatRequest.model_validate, {"model": body.model} | prompt_fields(body))
 
 
 def prompt_fields(body: CountTokensRequest) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 Fields and options are those of https://docs.ollama.com/api. Unsupported options that would change the answer are refused by
 name, and so are unknown ones (Ollama only logs a warning). Options about how an Ollama runner uses its machine are ignored.
-Values are checked like those of chats, and `OWN_NAMES` translates the field in an error back to Ollama's name.
+Values are checked like those of chats, and `OWN_NAMES` has Ollama's names for errors.
 """
 
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.parsers.registry import NONE
 from server.api.schemas import (
@@ -17,14 +16,13 @@ from server.api.schemas import (
     MAX_TOOLS,
     ChatRequest,
     CompletionRequest,
-    SamplingFields,
     refuse_foreign,
+    refuse_named,
 )
 from server.api.served import ServedModel
 from server.front.errors import bad_request
-from server.http.routes import refusal
+from server.http.routes import validated
 
-_Fields = TypeVar("_Fields", bound=SamplingFields)
 LATEST = ":latest"  # Ollama's default tag
 _SAME = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
 _OPTIONS = {  # -> field of a chat request
@@ -48,7 +46,6 @@ _MOST_TOKENS = 2**31 - 1  # reduced to the space in the context
 _UNBOUNDED = (-1, -2)  # values of num_predict: generate to the end of the context
 _DRAWN_SEED = -1
 _LEVELS = ("low", "medium", "high", "max")
-_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 _UNSERVED = {
     "images": "this server supports only text; leave it out",
     "suffix": "this server does not insert text before a suffix; leave it out",
@@ -57,14 +54,13 @@ _UNSERVED = {
     "logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
     "top_logprobs": "use /v1/chat/completions or /v1/completions for log-probabilities; leave it out",
 }
-OWN_NAMES = (  # a field of the chat request, or its beginning -> Ollama's name
-    (re.compile(r"response_format\b.*"), "format"),
-    (re.compile(r"max_tokens$"), "options.num_predict"),
-    (re.compile(r"repetition_penalty$"), "options.repeat_penalty"),
-    (re.compile(rf"({'|'.join(_OPTIONS)})(?=\.|$)"), r"options.\1"),
-    (re.compile(r"reasoning_effort$"), "think"),
-)
-OWN_PROMPT_NAMES = ((re.compile(r"messages\b.*"), "prompt"), *OWN_NAMES)  # in /api/generate
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"response_format\b.*": "format",
+    r"reasoning_effort$": "think",
+    **{rf"{ours}(?=\.|$)": f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
+}
+# In /api/generate, where the only message is the prompt.
+OWN_PROMPT_NAMES = {r"messages\b.*": "prompt", **OWN_NAMES}
 _Format = Annotated[
     Any, WithJsonSchema({"anyOf": [{"enum": ["json", ""]}, {"type": "object"}, {"type": "null"}]})
 ]
@@ -125,8 +121,8 @@ def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
         ApiError: 400 or 404, naming the field.
     """
     messages = [_message(place, message) for place, message in enumerate(body.messages or ())]
-    fields = {"messages": messages, "tools": body.tools or None}
-    return _validated(ChatRequest, fields | _shared_fields(body, model) | _thinking(body, model))
+    fields = {"messages": messages, "tools": body.tools or None} | _shared_fields(body, model)
+    return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
 
 def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
@@ -137,9 +133,8 @@ def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
     """
     messages = [{"role": "system", "content": body.system}] if body.system else []
     messages.append({"role": "user", "content": body.prompt or ""})
-    return _validated(
-        ChatRequest, {"messages": messages} | _shared_fields(body, model) | _thinking(body, model)
-    )
+    fields = {"messages": messages} | _shared_fields(body, model)
+    return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
 
 def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
@@ -151,7 +146,10 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     for name, value in (("system", body.system), ("think", body.think)):
         if value:
             raise bad_request(f"{name} needs the chat template, but raw=true disables it.", name)
-    return _validated(CompletionRequest, {"prompt": body.prompt} | _shared_fields(body, model))
+    fields = {"prompt": body.prompt} | _shared_fields(body, model)
+    if fields.get("max_tokens") is None:  # a completion's own default would be a few tokens
+        fields["max_tokens"] = model.sampling_defaults.get("max_new_tokens", _MOST_TOKENS)
+    return validated(CompletionRequest.model_validate, fields)
 
 
 def check_fields(body: _Body) -> None:
@@ -160,7 +158,7 @@ def check_fields(body: _Body) -> None:
     Raises:
         ApiError: 400, naming the field.
     """
-    _refuse_unserved(body.model_extra or {}, "")
+    refuse_named(body.model_extra or {}, _UNSERVED)
     refuse_foreign(body.model_extra, form="format", stop="options.stop")
 
 
@@ -175,22 +173,13 @@ def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
 
 def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
     """Return a message in chat's form: reasoning and a tool's name have other keys."""
-    _refuse_unserved(message, f"messages.{place}.")
+    refuse_named(message, {"images": _UNSERVED["images"]}, f"messages.{place}.")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking")}
     if message.get("thinking"):
         fields["reasoning_content"] = message["thinking"]
     if message.get("tool_name"):
         fields.setdefault("name", message["tool_name"])
     return fields
-
-
-def _refuse_unserved(fields: Mapping[str, Any], where: str) -> None:
-    for name in ("images",) if where else _UNSERVED:
-        if fields.get(name) not in _NOTHING:
-            raise bad_request(
-                f"{where}{name} is not supported: {_UNSERVED[name]}.",
-                f"{where}{name}",
-            )
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,11 +238,3 @@ def _thinking(body: _Body, model: ServedModel) -> dict[str, Any]:
     kwargs = {"enable_thinking": on, "thinking": on}  # Qwen's and GLM's name, DeepSeek's name
     effort = {} if isinstance(think, bool) else {"reasoning_effort": think}
     return {"chat_template_kwargs": kwargs} | effort
-
-
-def _validated(kind: type[_Fields], fields: dict[str, Any]) -> _Fields:
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        found = error.errors()[0]
-        raise refusal(found, found["loc"]) from error

@@ -5,7 +5,6 @@ created, copied or unloaded: the served one stays in memory while the service ru
 embeddings get an error with the reason. / returns the text that Ollama's clients look for in their first request.
 """
 
-import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -29,11 +28,9 @@ from server.api.ollama.request import (
     raw_request,
     served_name,
 )
-from server.api.openai.completions import encode_prompts
+from server.api.openai.completions import open_completion
 from server.api.parsers.deltas import PlainParser
-from server.api.sampling import asks_for
 from server.api.served import ServedModel
-from server.api.structure import structure_of
 from server.front.errors import bad_request, named_by
 from server.front.generations import Answer
 from server.front.requests import Requests
@@ -98,7 +95,8 @@ def ollama_routes(
         check_fields(body)
         with named_by(OWN_PROMPT_NAMES):
             if body.raw:
-                answer = await _open_raw(body, model, requests)
+                fields = raw_request(body, model)
+                answer = await open_completion(fields, model, requests, "ollama", cut_to_fit=True)
                 parser = MessageParser(PlainParser(), ReasoningCount(lambda _: 0))
             else:
                 turn = await ChatTurn.open(prompt_request(body, model), model, requests, cut_to_fit=True)
@@ -165,33 +163,6 @@ async def _answer(
         return LineStream(answer, parser, draft)
     await complete(answer, LineChunks(parser, draft), http)
     return json_response(draft.whole)
-
-
-async def _open_raw(body: OllamaPrompt, model: ServedModel, requests: Requests) -> Answer:
-    """Send a prompt to a rank unchanged.
-
-    Raises:
-        ApiError: 400, naming the field; 503 if the service is not ready.
-    """
-    fields = raw_request(body, model)
-    structure = await structure_of(fields, model)
-    prompts = await encode_prompts(fields, model)
-    max_tokens = fields.max_tokens
-    if max_tokens is not None:
-        max_tokens = min(max_tokens, max(1, model.max_len() - len(prompts[0])))
-    request_id = f"ollama-{uuid.uuid4().hex}"
-    asks = asks_for(
-        fields,
-        model,
-        prompts,
-        request_id=request_id,
-        max_tokens=max_tokens,
-        num_logprobs=None,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-        structure=structure,
-    )
-    return requests.open(request_id, asks)
 
 
 def _loaded(body: OllamaChat | OllamaPrompt, name: str) -> Response:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from scheduler.policy.request import FinishReason
 from server.api.answer_json import CompletionLogprobs, encoded_prompt_logprobs, event, usage_of
 from server.api.prompts import encode_all
-from server.api.sampling import asks_for, count_of, refuse_unserved
-from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest
+from server.api.sampling import asks_for, count_of
+from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest, refuse_unserved
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, JsonChunks, collect, has_many_entries, json_answer
 from server.api.structure import stop_patterns_of, structure_of
@@ -24,7 +24,6 @@ from server.http.json_writer import EncodedList
 from server.http.routes import STREAM_RESPONSE, new_router
 
 PATH = "/v1/completions"
-DEFAULT_MAX_TOKENS = 16  # OpenAI's for this endpoint
 _MANY_IDS = 20_000  # checking more takes milliseconds, so a thread does it
 
 
@@ -50,27 +49,9 @@ async def answer_completion(
         ClientGone: The client disconnected first.
     """
     name = model.check_name(body.model)
-    refuse_unserved(body)
     if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens is 0, which is allowed only with echo=true.", "max_tokens")
-    structure = await structure_of(body, model)
-    prompts = await encode_prompts(body, model)
-    request_id = f"cmpl-{uuid.uuid4().hex}"
-    asks = asks_for(
-        body,
-        model,
-        prompts,
-        request_id=request_id,
-        max_tokens=_max_tokens(body),
-        default_max_tokens=DEFAULT_MAX_TOKENS,
-        num_logprobs=body.logprobs,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-        num_prompt_logprobs=body.logprobs if body.echo else None,
-        structure=structure,
-        patterns=await stop_patterns_of(body, model),
-    )
-    answer = requests.open(request_id, asks)
+    answer = await open_completion(body, model, requests, "cmpl")
     chunks = CompletionChunks(answer, body, name, model)
     if body.stream:
         return EventStream(answer, chunks)
@@ -80,11 +61,27 @@ async def answer_completion(
     return await json_answer(lambda: chunks.whole(choices), model, is_long=bool(is_long))
 
 
-def _max_tokens(body: CompletionRequest) -> int | None:
-    """Return the maximum number of tokens. A prompt that is cut to fit (-1) leaves space for the default."""
-    if body.max_tokens is not None:
-        return body.max_tokens
-    return DEFAULT_MAX_TOKENS if body.truncate_prompt_tokens == -1 else None
+async def open_completion(
+    body: CompletionRequest, model: ServedModel, requests: Requests, kind: str, *, cut_to_fit: bool = False
+) -> Answer:
+    """Check a request and send its choices to ranks, or raise ApiError.
+
+    Args: kind is the prefix of the request's id; cut_to_fit reduces max_tokens to the space left in the context.
+    """
+    refuse_unserved(body)
+    structure = await structure_of(body, model)
+    prompts = await encode_prompts(body, model)
+    request_id = f"{kind}-{uuid.uuid4().hex}"
+    asks = asks_for(
+        body,
+        model,
+        prompts,
+        request_id=request_id,
+        structure=structure,
+        patterns=await stop_patterns_of(body, model),
+        cut_to_fit=cut_to_fit,
+    )
+    return requests.open(request_id, asks)
 
 
 class CompletionChunks(JsonChunks):
@@ -146,11 +143,14 @@ class CompletionChunks(JsonChunks):
         return encoded_prompt_logprobs(entries, self._model.tokenizer, num_top)
 
     def _echo(self, generation: Generation, model: ServedModel) -> str:
-        """Return the text that precedes the choice's own text."""
+        """Return the text before the choice's own: the prompt as sent, or decoded if it was ids or is truncated."""
         if not self._body.echo:
             return ""
-        prompt_ids = generation.ask.request.prompt_ids
-        return echo_of(self._body, generation.index // self._n, prompt_ids, model)
+        sent = [self._body.prompt] if isinstance(self._body.prompt, str) else self._body.prompt
+        text = sent[generation.index // self._n]
+        if isinstance(text, str) and self._body.truncate_prompt_tokens is None:
+            return text
+        return model.tokenizer.decode(generation.ask.request.prompt_ids, skip_special_tokens=False)
 
     def _count(self) -> dict[str, Any]:
         usage = usage_of(self._answer.generations, self._n)
@@ -249,10 +249,13 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
     if not isinstance(prompt, list):
         raise bad_request(_FORMS, "prompt")
     _check_lengths(body, prompt, model)
+    if type(prompt[0]) is not int and len(prompt) > MAX_CHOICES:
+        raise bad_request(
+            f"prompt is a list of {len(prompt)} entries; the maximum is {MAX_CHOICES}.", "prompt"
+        )
     if type(prompt[0]) is int or isinstance(prompt[0], list):
-        num_ids = len(prompt) if isinstance(prompt[0], int) else sum(map(_num_ids, prompt))
+        num_ids = sum(len(each) if isinstance(each, list) else 1 for each in prompt)
         return await model.run(lambda: _id_lists(prompt, model), is_long=num_ids > _MANY_IDS)
-    _check_count(prompt)
     if all(isinstance(each, str) for each in prompt):
         return await _encode_texts(body, prompt, model)
     raise bad_request(_FORMS, "prompt")
@@ -261,29 +264,9 @@ async def encode_prompts(body: CompletionRequest, model: ServedModel) -> list[li
 def _id_lists(prompt: list[Any], model: ServedModel) -> list[list[int]]:
     if all(type(each) is int for each in prompt):
         return [_check_ids(prompt, model)]
-    _check_count(prompt)
     if all(isinstance(each, list) and all(type(number) is int for number in each) for each in prompt):
         return [_check_ids(each, model) for each in prompt]
     raise bad_request(_FORMS, "prompt")
-
-
-def _num_ids(ids: Any) -> int:
-    return len(ids) if isinstance(ids, list) else 0
-
-
-def _check_count(prompt: list[Any]) -> None:
-    if len(prompt) > MAX_CHOICES:
-        raise bad_request(
-            f"prompt is a list of {len(prompt)} entries; the maximum is {MAX_CHOICES}.", "prompt"
-        )
-
-
-def echo_of(body: CompletionRequest, place: int, prompt_ids: Sequence[int], model: ServedModel) -> str:
-    """Return the text of prompt number `place`: the text as sent, or the decoded ids if ids were sent or it was truncated."""
-    sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    if isinstance(sent[place], str) and body.truncate_prompt_tokens is None:
-        return str(sent[place])
-    return model.tokenizer.decode(prompt_ids, skip_special_tokens=False)
 
 
 async def _encode_texts(body: CompletionRequest, texts: Sequence[str], model: ServedModel) -> list[list[int]]:

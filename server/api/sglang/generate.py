@@ -15,54 +15,40 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import event
-from server.api.openai.completions import encode_prompts
-from server.api.sampling import asks_for, refuse_unserved
-from server.api.schemas import MAX_LOGPROBS, CompletionRequest
+from server.api.openai.completions import open_completion
+from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields
 from server.api.served import ServedModel
 from server.api.streaming import Choice, EventStream, collect, json_answer
-from server.api.structure import stop_patterns_of, structure_of
-from server.front.errors import bad_request
+from server.front.errors import bad_request, named_by
 from server.front.generations import Answer, Generation, Piece
 from server.front.requests import Requests
 from server.front.tokenizer import Tokenizer
 from server.http.json_writer import EncodedList, encode_json, long_json_bytes
-from server.http.routes import STREAM_RESPONSE, new_router, refusal
+from server.http.routes import STREAM_RESPONSE, new_router, validated
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 LONG_EVENT = 16 << 10  # characters of log-probabilities
 _GROWTH = 1 / 16  # minimum growth of an event over the previous one, if that was long
 _WHERE = "sampling_params"
+_SAME = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "stop", "stop_regex", "stop_token_ids", "ignore_eos"),
+    *("logit_bias", "frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
+    *("json_schema", "regex", "ebnf"),
+)
 _FIELD_OF = {  # key of sampling_params -> field of a completion
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
-    **{
-        name: name
-        for name in (
-            *(
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                "n",
-                "stop",
-                "stop_regex",
-                "stop_token_ids",
-                "ignore_eos",
-                "logit_bias",
-            ),
-            *("frequency_penalty", "presence_penalty", "repetition_penalty", "skip_special_tokens"),
-        )
-    },
+    **{name: name for name in _SAME},
 }
-_STRUCTURES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # -> key of structured_outputs
+_OWN_NAMES = {rf"{ours}(?=\.|$)": f"{_WHERE}.{theirs}" for theirs, ours in _FIELD_OF.items()}
 _HARMLESS = ("log_metrics", "spaces_between_special_tokens", "stream_interval")  # have no effect here
 # Lists are fail_fast, as in `schemas`.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -90,6 +76,20 @@ class GenerateRequest(BaseModel):
         return bool(self.return_logprob) and self.logprob_start_len not in (None, -1)
 
 
+class _Completion(CompletionRequest):
+    """A request as a completion, with SGLang's names and default."""
+
+    def own(self) -> OwnFields:
+        is_text = isinstance(self.prompt, str) or isinstance(self.prompt[0], str)
+        own = super().own()
+        return own._replace(
+            prompt_field="text" if is_text else "input_ids",
+            max_tokens_field=f"{_WHERE}.max_new_tokens",
+            default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+            logprobs_field="top_logprobs_num",
+        )
+
+
 def generate_routes(model: ServedModel, requests: Requests) -> APIRouter:
     """Return the endpoint's routes."""
     router = new_router()
@@ -112,24 +112,8 @@ async def answer_generate(
         ClientGone: The client disconnected first.
     """
     fields = completion_of(body)
-    refuse_unserved(fields)
-    prompts = await encode_prompts(fields, model)
     request_id = body.rid or uuid.uuid4().hex
-    asks = asks_for(
-        fields,
-        model,
-        prompts,
-        request_id=f"gen-{uuid.uuid4().hex}",
-        max_tokens=fields.max_tokens,
-        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
-        num_logprobs=fields.logprobs,
-        logprobs_field="top_logprobs_num",
-        prompt_field="input_ids" if body.text is None else "text",
-        max_tokens_field=f"{_WHERE}.max_new_tokens",
-        structure=await structure_of(fields, model),
-        patterns=await stop_patterns_of(fields, model),
-    )
-    answer = requests.open(asks[0].request.request_id, asks)
+    answer = await open_completion(fields, model, requests, "gen")
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
     chunks = _GenerateJson(
         answer,
@@ -137,7 +121,7 @@ async def answer_generate(
         request_id,
         model.tokenizer,
         n=fields.n or 1,
-        is_list=is_list or len(asks) > 1,
+        is_list=is_list or len(answer.generations) > 1,
         only_scores=fields.max_tokens == 0,
     )
     if body.stream:
@@ -157,23 +141,16 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
     _refuse_others(body.model_extra or {}, "")
     params = dict(body.sampling_params or {})
     fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
-    structures = {ours: params.pop(theirs) for theirs, ours in _STRUCTURES.items() if params.get(theirs)}
     _refuse_others(params, f"{_WHERE}.")
     num_top = body.top_logprobs_num or 0
     fields |= {
         "prompt": body.input_ids if body.text is None else body.text,
         "stream": body.stream,
-        "structured_outputs": structures or None,
         "logprobs": num_top if body.return_logprob else None,
         "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
     }
-    try:
-        return CompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        found = error.errors()[0]
-        name, *rest = found["loc"]
-        theirs = next((key for key, ours in _FIELD_OF.items() if ours == name), name)
-        raise refusal(found, (_WHERE, theirs, *rest)) from error
+    with named_by(_OWN_NAMES):
+        return validated(_Completion.model_validate, fields)
 
 
 def _refuse_others(fields: dict[str, Any], where: str) -> None:

@@ -12,11 +12,9 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
@@ -29,11 +27,10 @@ from server.front import errors
 from server.front.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.requests import Requests
-from server.http.routes import STREAM_RESPONSE, new_router
+from server.http.routes import STREAM_RESPONSE, new_router, validated
 from server.link.messages import RankFacts
 
 GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
-_Body = TypeVar("_Body", bound=BaseModel)
 
 
 def service_routes(
@@ -96,9 +93,11 @@ def service_routes(
     async def invoke(body: dict[str, Any], http: HttpRequest) -> Response:
         """Answer a chat or a completion."""
         if "messages" in body:
-            return await answer_chat(_read(ChatRequest, body), http, model, requests)
+            chat = validated(ChatRequest.model_validate, body)
+            return await answer_chat(chat, http, model, requests)
         if "prompt" in body:
-            return await answer_completion(_read(CompletionRequest, body), http, model, requests)
+            completion = validated(CompletionRequest.model_validate, body)
+            return await answer_completion(completion, http, model, requests)
         raise bad_request("Send messages, as for /v1/chat/completions, or prompt, as for /v1/completions.")
 
     return router
@@ -264,16 +263,3 @@ def _permission(name: str, created: int) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
-
-
-def _read(kind: type[_Body], fields: dict[str, Any]) -> _Body:
-    """Validate the fields like the endpoint itself.
-
-    Raises:
-        RequestValidationError: The fields are invalid, with the endpoint's error format.
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(found) from error

@@ -48,9 +48,9 @@ class Families:
         self.registry, self.model_name = registry, model_name
         self.ranks = [str(rank) for rank in range(num_ranks)]
 
-    def gauge(self, name: str, text: str) -> dict[str, Any]:
+    def gauge(self, name: str, text: str, prefix: str = "vllm") -> dict[str, Any]:
         """Return a gauge per rank."""
-        return self._per_rank(Gauge(f"vllm:{name}", text, LABELS, registry=self.registry))
+        return self._per_rank(Gauge(f"{prefix}:{name}", text, LABELS, registry=self.registry))
 
     def counter(self, name: str, text: str) -> dict[str, Any]:
         """Return a counter per rank; "_total" is appended to its name."""
@@ -153,6 +153,7 @@ class Metrics:
             Gauge, "num_requests_waiting_by_reason", "Waiting requests.", "reason", (_CAPACITY, _DEFERRED)
         )
         self._kv_usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._memory = make.gauge("rank_resident_memory_bytes", "Memory of the rank's process.", "wideep")
         self._prefix_queries = make.counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._prefix_hits = make.counter("prefix_cache_hits", "Prompt tokens found in the cache.")
         self._preemptions = make.counter("num_preemptions", "Requests preempted for lack of blocks.")
@@ -256,12 +257,16 @@ class Metrics:
         """Record the loss of a rank: it runs and holds nothing. The same engine may return."""
         self.throughput.note_lost(rank)
         name = str(rank)
-        for gauge in (self._num_running[name], self._num_waiting[name], self._kv_usage[name]):
-            gauge.set(0)
+        for gauge in (self._num_running, self._num_waiting, self._kv_usage, self._memory):
+            gauge[name].set(0)
         self._waiting_by_reason[name, _CAPACITY].set(0)
         labels = self._cache_labels.pop(rank, None)
         if labels is not None:
             self._cache_config.remove(*labels)
+
+    def note_memory(self, rank: int, resident_bytes: int) -> None:
+        """Record the memory of a rank's process."""
+        self._memory[str(rank)].set(resident_bytes)
 
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step."""

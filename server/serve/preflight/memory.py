@@ -33,6 +33,11 @@ def usable_cores(cgroup: Path = _CGROUP) -> int:
     return max(1, cores)
 
 
+def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
     """Return the memory available without swapping: MemAvailable, capped by the container's limit."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())

@@ -1,10 +1,13 @@
 """Drafts from texts: the continuation of the longest match, or the most frequent continuation."""
 
 import random
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.drafts.drafter import TextSource
 from scheduler.drafts.texts import (
     MOST_CANDIDATES,
     Continuation,
@@ -12,6 +15,24 @@ from scheduler.drafts.texts import (
     continue_likeliest,
     continue_newest,
 )
+from scheduler.policy.sequence import Sequence
+from scheduler.policy.speculative import parse_speculative_config
+from tests.support.engines.policy_cases import request_of
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "drafts"),
+    [("", "", [8, 9]), ("", "x", []), ("x", "", []), ("x", "x", [])],
+)
+def test_a_salted_request_shares_no_answers(first: str, second: str, drafts: list[int]) -> None:
+    source = TextSource(parse_speculative_config('{"method": "suffix", "num_speculative_tokens": 2}'))
+
+    def sequence(request_id: str, salt: str, *replayed_ids: int) -> Sequence:
+        asked = request_of(request_id, (1, 2, 3), max_tokens=9)
+        return Sequence.from_request(replace(asked, cache_salt=salt, replayed_ids=replayed_ids))
+
+    source.forget(sequence("a", first, 4, 5, 6, 7, 8, 9))
+    assert [*source.propose(sequence("b", second, 4, 5, 6, 7), 2)] == drafts
 
 
 def index_of(*texts: list[int], key: int = 2) -> TextIndex:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dispatch.dispatched import Waits
+from dispatch.dispatched import Exchanges, Waits
 from expert_placement.load import LoadFigures
 from expert_placement.placement import linear_placement
 from moe.load_counts import LoadCounts
@@ -17,6 +17,7 @@ class FakeDispatcher:
 
     def __init__(self, world_size: int) -> None:
         self.world_size, self.waits = world_size, Waits(2_000_000_000, 500_000_000, 100_000_000)
+        self.exchanges = Exchanges(begun=13, ended=12)
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return bytes by dispatches and combines."""
@@ -64,7 +65,13 @@ def test_a_report_says_what_was_counted() -> None:
     report = reporter.report(17, 3, 0.0)
     assert (report.rank, report.step, report.placement_version) == (1, 17, 3)
     measured: dict[str, Any] = {"dispatch_bytes": [0, 7], "combine_bytes": [0, 9]}
-    measured |= {"dispatch_wait_s": 2.0, "combine_wait_s": 0.5, "wire_s": 0.1, "experts_s": 0.25}
+    measured |= {
+        "dispatch_wait_s": 2.0,
+        "combine_wait_s": 0.5,
+        "wire_s": 0.1,
+        "experts_s": 0.25,
+        "exchanges": 12,
+    }
     for name, value in report.figures._asdict().items():
         expected = measured.get(name, getattr(runner.figures, name))
         np.testing.assert_allclose(value, expected, err_msg=name)

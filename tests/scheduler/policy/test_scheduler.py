@@ -206,6 +206,22 @@ def test_a_prefix_hit_skips_whole_blocks_and_is_reported_with_the_first_token() 
     assert rank.tokens_of("b")[:1] == rank.tokens_of("a")
 
 
+def test_only_requests_with_the_same_salt_share_a_prefix() -> None:
+    rank = rank_of()
+    for request_id, salt, num_cached in (
+        ("a", "x", 0),
+        ("b", "y", 0),
+        ("c", "", 0),
+        ("d", "x", 8),
+        ("e", "", 8),
+    ):
+        rank.scheduler.add(
+            replace(request_of(request_id, (1, 2, 3, 4, 5, 6, 1, 2, 3, 4), max_tokens=1), cache_salt=salt)
+        )
+        assert step(rank) == [(request_id, num_cached, 10 - num_cached, True)]
+        rank.drain()
+
+
 def test_generated_tokens_are_reused_by_the_next_turn_of_a_chat() -> None:
     rank = rank_of()
     rank.scheduler.add(request_of("a", (1, 2, 3), max_tokens=6))

@@ -145,7 +145,7 @@ OF_TOKENS: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": "urgent"}, "priority", "int"),
     ({"priority": 0.5}, "priority", "int"),
     ({"priority": 2**63}, "priority", "9223372036854775807"),
-    ({"cache_salt": "s"}, "cache_salt", "not supported"),
+    ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
     ({"thinking_token_budget": 0}, "thinking_token_budget", "not supported"),
     ({"stream_options": {"include_usage": None}}, "stream_options", "stream=true"),
     ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "stream=false"),

@@ -1,15 +1,25 @@
 """A request's fields as ranks receive them. Every invalid one is a 400 that names it."""
 
+import dataclasses
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scheduler.policy.request import Request, TokenBias
-from server.api.sampling import _UNSERVED, asks_for, refuse_unserved
-from server.api.schemas import CompletionRequest, SamplingFields
+from scheduler.policy.request import Request, SamplingParams, TokenBias
+from server.api.sampling import asks_for
+from server.api.schemas import (
+    _UNSERVED,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    SamplingFields,
+    refuse_unserved,
+)
 from server.api.served import ServedModel
+from server.api.structure import _PEERS_FIELDS
 from server.front.errors import ApiError
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
@@ -36,19 +46,14 @@ def model(model_dir: Path) -> ServedModel:
 def asked(
     model: ServedModel, *prompts: list[int], max_tokens: int | None = 8, **fields: Any
 ) -> list[Request]:
-    """Return the requests that ranks receive."""
-    body = CompletionRequest(**fields)
+    """Return the requests that ranks receive. Without max_tokens it is a chat: completions have a default."""
+    body: ChatRequest | CompletionRequest
+    if max_tokens is None:
+        body = ChatRequest(messages=[Message(role="user")], **fields)
+    else:
+        body = CompletionRequest(max_tokens=max_tokens, **fields)
     refuse_unserved(body)
-    asks = asks_for(
-        body,
-        model,
-        prompts or ([5, 6, 7],),
-        request_id="r",
-        max_tokens=max_tokens,
-        num_logprobs=body.logprobs,
-        logprobs_field="logprobs",
-        prompt_field="prompt",
-    )
+    asks = asks_for(body, model, prompts or ([5, 6, 7],), request_id="r", structure=None)
     return [ask.request for ask in asks]
 
 
@@ -130,6 +135,11 @@ def test_a_priority_goes_to_the_rank_where_the_service_has_them(model: ServedMod
     assert (caught.value.status, caught.value.param) == (400, "priority")
 
 
+def test_a_cache_salt_goes_to_the_rank(model: ServedModel) -> None:
+    assert [each.cache_salt for each in asked(model, n=2, cache_salt="tenant")] == ["tenant", "tenant"]
+    assert asked(model)[0].cache_salt == ""
+
+
 def test_n_choices_of_a_greedy_request_are_served(model: ServedModel) -> None:
     assert [request.params.temperature for request in asked(model, n=2, temperature=0)] == [0.0, 0.0]
 
@@ -164,8 +174,19 @@ def test_every_field_is_in_the_documentation() -> None:
     elsewhere = "".join(
         (ROOT / "docs" / name).read_text() for name in ("structured_output.md", "tools.md", "endpoints.md")
     )
-    fields = {*SamplingFields.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *_UNSERVED} - {"model"}
     assert not [name for name in sorted(fields) if f"`{name}" not in text + elsewhere]
+
+
+def test_every_field_has_an_effect() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "server" / "api").rglob("*.py"))
+    reaches_ranks = {field.name for kind in (Request, SamplingParams) for field in dataclasses.fields(kind)}
+    structures = {
+        *(name for name in SamplingFields.model_fields if name.startswith("guided_")),
+        *_PEERS_FIELDS,
+    }
+    fields = {*ChatRequest.model_fields, *CompletionRequest.model_fields} - reaches_ranks - structures
+    assert not fields - set(re.findall(r"(?<=body\.|self\.)\w+", sources))
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,13 @@ def test_a_restarted_rank_takes_nothing_back(metrics: Metrics) -> None:
     assert value_of(metrics, "vllm:kv_cache_usage_perc", engine="0") == 0.75
 
 
+def test_the_memory_of_a_rank_is_shown_until_it_is_lost(metrics: Metrics) -> None:
+    metrics.note_memory(0, 1 << 40)
+    assert value_of(metrics, "wideep:rank_resident_memory_bytes", engine="0") == 1 << 40
+    metrics.note_lost(0)
+    assert value_of(metrics, "wideep:rank_resident_memory_bytes", engine="0") == 0
+
+
 def test_probes_and_odd_methods_make_no_series_of_their_own(metrics: Metrics) -> None:
     before = len(asyncio.run(metrics.text()).splitlines())
     for path in ("/health", "/metrics", "/ping", "/version", "/load"):

@@ -1,6 +1,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
-from server.link.messages import RankFacts, Regrouped, Submit, ToRank
+from server.link.messages import MemoryUse, RankFacts, Regrouped, Submit, ToRank
 from server.link.rank_link import FrontLost, LinkError, RefusedError
 from server.serve import front_stream
 from server.serve.children import FRONT_IS_GONE
@@ -146,16 +147,26 @@ def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front
     now.send.assert_called_once_with(Regrouped(5))
 
 
+def test_memory_is_sent_when_it_has_changed_and_again_to_a_new_front(stream: FrontStream) -> None:
+    before: Any = stream.link
+    for resident_bytes in (1000, 1005, 995, 1011):
+        stream.send_memory(resident_bytes)
+    assert [call.args for call in before.send.call_args_list] == [(MemoryUse(1000),), (MemoryUse(1011),)]
+    Link.errors = [None]
+    stream.receive(BROKEN)
+    stream.send_memory(1011)
+    after: Any = stream.link
+    after.send.assert_called_once_with(MemoryUse(1011))
+
+
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:
     Link.errors = [RefusedError("rank 2 is already attached")]
     with pytest.raises(EndedError, match="1"):
         stream.receive(BROKEN)
 
 
-def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(
-    stream: FrontStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(front_stream, "FRONT_RETURN_S", 0.0)
+def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(stream: FrontStream) -> None:
+    stream._config = replace(stream._config, front_recovery_timeout_s=0.0)
     with pytest.raises(EndedError, match=str(FRONT_IS_GONE)):
         stream.receive(BROKEN)
 

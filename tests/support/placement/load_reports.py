@@ -39,6 +39,7 @@ def report(rank: int, step: int, total: np.ndarray, **changes: Any) -> LoadRepor
         steps=step,
         prefill_tokens=2 * step,
         decode_tokens=3 * step,
+        exchanges=8 * step,
         dispatch_wait_s=0.01 * step,
         combine_wait_s=0.02 * step,
         wire_s=0.005 * step,

@@ -5,7 +5,6 @@ own /v1/responses (top_k, seed, stop, ...) are those of chat. Items of one answe
 assistant message again, because chat templates expect that.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -19,9 +18,12 @@ from server.api.schemas import (
     SamplingFields,
     check_num_parts,
     refuse_foreign,
-    validated,
+    refuse_named,
+    shared_fields,
+    string_of,
 )
 from server.front.errors import bad_request
+from server.http.routes import validated
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 MAX_METADATA = 16  # OpenAI's
@@ -78,12 +80,8 @@ class ResponsesRequest(SamplingFields):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
 
-def check_metadata(metadata: Any) -> None:
-    """Check the metadata, which the service only echoes. One error covers any number of wrong values.
-
-    Raises:
-        ApiError: 400 if the metadata is invalid.
-    """
+def _check_metadata(metadata: Any) -> None:
+    """Check the metadata, which the service only echoes. One error covers any number of wrong values."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
@@ -99,14 +97,12 @@ def refuse_unserved_responses(body: ResponsesRequest) -> None:
     Raises:
         ApiError: 400, naming the field.
     """
-    check_metadata(body.metadata)
+    _check_metadata(body.metadata)
     if body.background and body.store is False:
         raise bad_request("background can only be used when `store` is true: leave store out.", "background")
     extra = body.model_extra or {}
     refuse_foreign(extra, form="text.format", stop="stop")
-    for name, instead in _UNSERVED.items():
-        if extra.get(name):
-            raise bad_request(f"{name!r} is not supported by this server: {instead}.", name)
+    refuse_named(extra, _UNSERVED)
     for name in ("prompt_logprobs", "return_token_ids"):
         wish = getattr(body, name)
         if wish is not None and wish is not False:
@@ -223,13 +219,6 @@ def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
-def string_of(item: Mapping[str, Any], field: str, where: str) -> str:
-    value = item.get(field)
-    if not isinstance(value, str):
-        raise bad_request(f"{where}.{field} must be a string.", f"{where}.{field}")
-    return value
-
-
 def _text_parts(parts: Sequence[Any], where: str) -> list[dict[str, str]]:
     return [
         {"type": "text", "text": _part_text(part, f"{where}.{number}")} for number, part in enumerate(parts)
@@ -249,14 +238,14 @@ def _part_text(part: Any, where: str) -> str:
 
 
 _FOREIGN = {"conversation", "prompt", "truncation", "max_tool_calls", "service_tier"}
-OWN_NAMES = (  # a field of the chat request, or its beginning -> field of /v1/responses
-    (re.compile(r"messages\b.*"), "input"),
-    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
-    (re.compile(r"response_format\.json_schema\b"), "text.format"),
-    (re.compile(r"response_format\b"), "text.format"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"(tools\.\d+)\.function\b"), r"\1"),
-)
+OWN_NAMES = {  # a field of the chat, or its beginning -> the name in errors
+    r"messages\b.*": "input",
+    r"max_completion_tokens": "max_output_tokens",
+    r"response_format\.json_schema\b": "text.format",
+    r"response_format\b": "text.format",
+    r"reasoning_effort": "reasoning.effort",
+    r"(tools\.\d+)\.function\b": r"\1",
+}
 
 
 def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> ChatRequest:
@@ -268,11 +257,11 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
     Raises:
         ApiError: 400, naming the field.
     """
-    shared = set(SamplingFields.model_fields) - {"max_tokens", "stream_options"}
     extra = {name: value for name, value in (body.model_extra or {}).items() if name not in _FOREIGN}
-    fields: dict[str, Any] = extra | body.model_dump(include=shared, exclude_unset=True)
+    fields: dict[str, Any] = extra | shared_fields(body)
+    fields.pop("stream_options", None)  # the Responses API has other ones
     fields["messages"] = _with_instructions(body.instructions, history)
-    fields["max_completion_tokens"] = body.max_output_tokens or body.max_tokens
+    fields["max_completion_tokens"] = body.max_output_tokens
     if body.wants_logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     fields |= _tool_fields(body)
@@ -282,10 +271,13 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
             if getattr(body, name):
                 raise bad_request(f"Cannot specify both {name} and text.format.", name)
         fields["response_format"] = response_format
-    fields |= _reasoning_fields(body)
+    if body.reasoning and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    if body.chat_template_kwargs:
+        fields["chat_template_kwargs"] = body.chat_template_kwargs
     if _goes_on(body.input, history[-1]):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    return validated(fields)
+    return validated(ChatRequest.model_validate, fields)
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -368,15 +360,6 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         f"text.format is of type {wanted.get('type')!r}; it must be text, json_object or json_schema.",
         "text.format.type",
     )
-
-
-def _reasoning_fields(body: ResponsesRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if body.reasoning and body.reasoning.effort is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
-    if body.chat_template_kwargs:
-        fields["chat_template_kwargs"] = body.chat_template_kwargs
-    return fields
 
 
 def _goes_on(given: Any, message: ChatMessage) -> bool:

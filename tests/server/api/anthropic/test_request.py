@@ -106,7 +106,7 @@ def test_sampling_is_chat_s() -> None:
         temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["x"], stream=True, metadata={"user_id": "u"}
     )
     expected = {"model": "m", "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["x"], "stream": True}
-    assert fields | expected == fields and fields["max_completion_tokens"] == 9
+    assert fields | expected == fields and fields["max_tokens"] == 9
 
 
 def test_tools_and_their_choice_are_chat_s() -> None:

@@ -1,0 +1,43 @@
+"""`wideep status`: which ranks of a running service serve, which are missing and why, and what happened last."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from server.http.client import ServiceClient, ServiceError, api_key_of
+from server.machine.lines import printable
+
+NUM_EVENTS = 5  # shown
+
+
+def run_status(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:
+    """Print the status. Return 0 while the service serves, and otherwise 1."""
+    try:
+        with ServiceClient(args.url, api_key_of(environment)) as client:
+            status = client.get_json("/v1/fault_tolerance/status")
+            print(json.dumps(status) if args.json else printable("\n".join(_lines(status))))
+    except (ServiceError, LookupError) as error:
+        why = error if isinstance(error, ServiceError) else f"{args.url} did not return a status of WideEP"
+        print(f"wideep status: {why}", file=sys.stderr)
+        return 1
+    return int(status["phase"] != "serving")
+
+
+def _lines(status: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a response of GET /v1/fault_tolerance/status."""
+    members = status["members"]
+    yield f"{status['phase']}: {len(members)} of {status['total_engines']} ranks serve, epoch {status['epoch']}"
+    for each in status["missing"]:
+        yield f"rank {each['rank']} is missing for {each['seconds']:.0f} s: {each['reason']}"
+    for each in status["faults"]:
+        yield f"rank {each['rank']} waits after a fault: {each['reason']}"
+    yield (
+        f"since the start: {status['losses']} losses, {status['replays']} requests continued on another rank; "
+        f"{status['waiting_requests']} requests wait for a rank"
+    )
+    for each in status["events"][-NUM_EVENTS:]:
+        yield f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each['time']))}  {each['text']}"

@@ -1,0 +1,64 @@
+"""`wideep status`: sentences for each state of the ranks, and an exit status for scripts."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from server.cli import main
+from server.clients import status as client_status
+from server.front.events import EventLog
+from server.front.membership import Epochs
+from server.http.client import ServiceClient
+from server.http.observability.ops import status_of
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, answer: Any, *words: str) -> int:
+    """Run the command against a service with this status."""
+
+    class Client(ServiceClient):
+        def __init__(self, url: str, api_key: str | None = None) -> None:
+            transport = httpx.MockTransport(lambda _request: httpx.Response(200, json=answer))
+            super().__init__(url, api_key, http=httpx.Client(transport=transport))
+
+    monkeypatch.setattr(client_status, "ServiceClient", Client)
+    return main(["status", *words])
+
+
+def answer_of(epochs: Epochs, events: EventLog) -> dict[str, Any]:
+    return {
+        **status_of(epochs, 14.0, 1000.0),
+        "replays": 3,
+        "waiting_requests": 0,
+        "events": events.to_json(),
+    }
+
+
+def test_a_lost_rank_is_named_with_its_reason_and_the_last_events(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs, events = Epochs(2, recovery_timeout_s=9.0), EventLog(calendar=lambda: 0.0)
+    epochs.attach(0, 0.0)
+    assert shown(monkeypatch, answer_of(epochs, events)) == 1, "a service that starts does not serve yet"
+    epochs.attach(1, 0.0)
+    assert shown(monkeypatch, answer_of(epochs, events)) == 0
+    assert "serving: 2 of 2 ranks serve, epoch 0" in capsys.readouterr().out
+    epochs.lose(1, "killed\x1b[2J", 10.0)
+    epochs.take_regrouped(0, 1, 10.0)
+    for number in range(7):
+        events.note("rank_lost", f"event {number}", rank=1)
+    assert shown(monkeypatch, answer_of(epochs, events)) == 0, "one rank serves"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["serving: 1 of 2 ranks serve, epoch 1", "rank 1 is missing for 4 s: killed\\x1b[2J"]
+    assert "3 requests continued on another rank" in lines[2]
+    assert [line[-7:] for line in lines[3:]] == [f"event {number}" for number in range(2, 7)]
+
+
+def test_scripts_get_the_service_s_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = answer_of(Epochs(1, recovery_timeout_s=9.0), EventLog())
+    assert shown(monkeypatch, answer, "--json") == 1 and json.loads(capsys.readouterr().out) == answer
+    assert shown(monkeypatch, {"phase": "serving"}) == 1
+    assert "http://127.0.0.1:8000 did not return a status of WideEP" in capsys.readouterr().err
