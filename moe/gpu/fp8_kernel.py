@@ -3,7 +3,9 @@
 
 A step multiplies 128 inputs: the tensor cores sum them, and the sum enters a float32 total, times the scales of the rows
 and of the weights. Tensor cores add FP8 products with few bits, so no longer sum stays in them (DeepSeek-V3's report,
-section 3.3.2; DeepGEMM does the same). All tiles take the same steps.
+section 3.3.2; DeepGEMM does the same). All tiles take the same steps. A row is quantised as by DeepSeek-V3's `act_quant`: its
+scale is the largest magnitude over 448, and its codes are its values over the scale. Both divisions are rounded correctly, as
+on a CPU; a factor instead of a division moves some values to the next code.
 
 With few rows a tile of a weight is the left factor, which fills the 64 rows of Hopper's wgmma. With many rows the rows
 are the left one: a thread then holds few rows, and so few of their scales.
@@ -36,9 +38,8 @@ def _to_e4m3(value):
 
 @triton.jit
 def _scale_of(largest):
-    """Return the scale of groups with these largest magnitudes, and the factor to quantise with."""
-    largest = tl.maximum(largest, _LEAST)
-    return tl.math.div_rn(largest, _LARGEST), tl.math.div_rn(tl.zeros_like(largest) + _LARGEST, largest)
+    """Return the scale of groups with these largest magnitudes."""
+    return tl.math.div_rn(tl.maximum(largest, _LEAST), _LARGEST)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -50,8 +51,8 @@ def quantise_groups(x, codes, scales, groups, K: tl.constexpr, STEP: tl.constexp
     at = group[:, None] // PER_ROW * K + dim
     is_in = (group < groups)[:, None] & (dim < K)
     value = tl.load(x + at, mask=is_in, other=0.0).to(tl.float32)
-    scale, factor = _scale_of(tl.max(tl.abs(value), axis=1))
-    tl.store(codes + at, _to_e4m3(value * factor[:, None]), mask=is_in)
+    scale = _scale_of(tl.max(tl.abs(value), axis=1))
+    tl.store(codes + at, _to_e4m3(tl.math.div_rn(value, scale[:, None])), mask=is_in)
     tl.store(scales + group, scale, mask=group < groups)
 
 
@@ -60,8 +61,8 @@ def quantise_whole_rows(x, codes, scales, K: tl.constexpr, K_PAD: tl.constexpr):
     """Program (row). Scales are [T, 1]."""
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, K_PAD)
     value = tl.load(x + row * K + dim, mask=dim < K, other=0.0).to(tl.float32)
-    scale, factor = _scale_of(tl.max(tl.abs(value), axis=0))
-    tl.store(codes + row * K + dim, _to_e4m3(value * factor), mask=dim < K)
+    scale = _scale_of(tl.max(tl.abs(value), axis=0))
+    tl.store(codes + row * K + dim, _to_e4m3(tl.math.div_rn(value, scale)), mask=dim < K)
     tl.store(scales + row, scale)
 
 
@@ -125,9 +126,10 @@ def _store(
     if out_scales is not None:
         GROUPS: tl.constexpr = (N + STEP - 1) // STEP
         size = tl.where(is_out, tl.abs(value), 0.0)
-        scale, factor = _scale_of(tl.max(size, axis=0 if SWAP else 1))
+        scale = _scale_of(tl.max(size, axis=0 if SWAP else 1))
         tl.store(out_scales + pair * GROUPS + tl.min(column, axis=0) // STEP, scale, mask=is_pair)
-        tl.store(out + at, _to_e4m3(value * (factor[None, :] if SWAP else factor[:, None])), mask=is_out)
+        value = tl.math.div_rn(value, scale[None, :] if SWAP else scale[:, None])
+        tl.store(out + at, _to_e4m3(value), mask=is_out)
     else:
         tl.store(out + at, value.to(out.dtype.element_ty), mask=is_out)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.load.quantised_weight import QuantisedWeight
+from tests.conftest import OnDevice
 from tests.moe.gpu.grouped_cases import BF16, E4M3, F32, Case, Problem, make_weights
 from tests.support.gpu.path import build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY
@@ -25,12 +26,14 @@ HALF_SUBNORMAL = 2.0**-10 * 1.001
 
 
 def quantised(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise rows in plain torch. Return their values in float64 and the scales."""
+    """Quantise rows in plain torch. Return their values in float64 and the scales. Both are on the CPU.
+
+    Torch's GPU kernels multiply with a rounded reciprocal where a tensor is divided by a number.
+    """
     T, K = x_TK.shape
-    groups = torch.nn.functional.pad(x_TK.float(), (0, -K % group)).view(T, -1, group)
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    factors = torch.tensor(448.0) / largest  # `448 / largest` would be the rounded reciprocal times 448
-    codes, scales = (groups * factors).to(E4M3), largest / 448
+    groups = torch.nn.functional.pad(x_TK.float().cpu(), (0, -K % group)).view(T, -1, group)
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / torch.tensor(448.0)
+    codes = (groups / scales).to(E4M3)
     return (codes.double() * scales.double()).view(T, -1)[:, :K], scales.squeeze(-1)
 
 
@@ -48,7 +51,11 @@ class Fp8Problem(Problem):
         return {**found, "weights": weights._replace(format=weights.format._replace(fp8_rows=True))}
 
 
-def quantise(dtype: torch.dtype) -> None:
+# Largest magnitude, a value halfway between two codes, and the magnitude of its code. Factors instead of divisions give others.
+HALFWAY = [(196.0, 175.0, 384.0), (138.0, 103.5, 320.0), (138.0, -51.75, 160.0)]
+
+
+def quantise(device: str, dtype: torch.dtype) -> None:
     """Quantise rows with zeros, subnormals, outliers and short groups; check every bit."""
     from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
     from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
@@ -56,23 +63,28 @@ def quantise(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for K in (72, 200, 256):
         for block, group in ((128, 128), (K, K)):
-            x = (torch.randn(5, K) * torch.tensor([1.0, 0.0, 1e-3, 300.0, 1.0])[:, None]).to(dtype)
+            x = (
+                torch.randn(5 + len(HALFWAY), K)
+                * torch.tensor([1.0, 0.0, 1e-3, 300.0, 1.0, 1.0, 1.0, 1.0])[:, None]
+            ).to(dtype)
             x[4, ::3] *= 1e4
+            x[5:, :2] = torch.tensor([each[:2] for each in HALFWAY], dtype=dtype)
             form = DeviceFormat("e4m3", "float", block, 1, fp8_rows=True)
-            rows = fp8.quantise_rows(x, PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form))
+            weights = PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form)
+            rows = fp8.quantise_rows(x.to(device), weights)
+            codes, found = rows.codes.double().cpu(), rows.scales.cpu()
             values, scales = quantised(x, group if block < K else K)
-            assert torch.equal(rows.scales, scales)
-            assert torch.equal(
-                rows.codes.double() * scales.double().repeat_interleave(128 if block < K else K, 1)[:, :K],
-                values,
-            )
+            assert torch.equal(found, scales)
+            each = scales.double().repeat_interleave(128 if block < K else K, 1)[:, :K]
+            assert torch.equal(codes * each, values)
+            assert codes[5:, 1].abs().tolist() == [each[2] for each in HALFWAY]
             assert rows.dtype is dtype
-    assert len(fp8.quantise_rows(x[:0], PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form)).codes) == 0
+    assert len(fp8.quantise_rows(x[:0].to(device), weights).codes) == 0
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_rows_are_quantised_as_in_torch(interpreter: RankPool, dtype: torch.dtype) -> None:
-    interpreter.run(quantise, dtype)
+def test_rows_are_quantised_as_in_torch(on_device: OnDevice, dtype: torch.dtype) -> None:
+    on_device(quantise, dtype)
 
 
 def multiply(case: Case, rows_per_slot: int) -> None:
