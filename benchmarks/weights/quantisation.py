@@ -11,7 +11,7 @@ A line of a file is an object with `prompt`, or with `turns`, of which the first
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,12 @@ def log_probabilities(directory: Path, form: str | None, sequences: list[list[in
         yield built.model.forward(inputs.token_T, cache, inputs.row_R).log_softmax(-1)
 
 
-def compare(directory: Path, form: str, sequences: list[list[int]]) -> dict[str, float]:
-    """Compare one form with the unquantised model."""
+def deviation(exact: Iterable[Tensor], found: Iterable[Tensor]) -> dict[str, float]:
+    """Compare log probabilities [tokens, V] of sequences with the unquantised model's."""
     divergences, agreements = [], []
-    pairs = zip(
-        log_probabilities(directory, None, sequences),
-        log_probabilities(directory, form, sequences),
-        strict=True,
-    )
-    for exact, found in pairs:
-        divergences.append((exact.exp() * (exact - found)).sum(-1))
-        agreements.append((exact.argmax(-1) == found.argmax(-1)).float())
+    for wanted, ours in zip(exact, found, strict=True):
+        divergences.append((wanted.exp() * (wanted - ours)).sum(-1))
+        agreements.append((wanted.argmax(-1) == ours.argmax(-1)).float())
     divergence, agreement = torch.cat(divergences).clamp(min=0).numpy(), torch.cat(agreements)
     return {
         "positions": float(divergence.size),
@@ -99,7 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
         "prompts": len(sequences), "tokens": options.tokens,
     }  # fmt: skip
     for form in FORMS:
-        results[form] = found = compare(directory, form, sequences)
+        results[form] = found = deviation(
+            log_probabilities(directory, None, sequences), log_probabilities(directory, form, sequences)
+        )
         print(
             f"{form}: KL mean {found['kl_mean']:.5f}, p99 {found['kl_p99']:.4f} nats; top-1 agreement "
             f"{found['top1_agreement']:.2%} of {found['positions']:.0f} positions"

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.load.quantised_weight import QuantisedWeight
+from tests.conftest import OnDevice
 from tests.moe.gpu.grouped_cases import BF16, E4M3, F32, Case, Problem, make_weights
 from tests.support.gpu.path import build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY
@@ -25,12 +26,14 @@ HALF_SUBNORMAL = 2.0**-10 * 1.001
 
 
 def quantised(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Quantise rows in plain torch. Return their values in float64 and the scales."""
+    """Quantise rows in plain torch. Return their values in float64 and the scales. Both are on the CPU.
+
+    Torch's GPU kernels multiply with a rounded reciprocal where a tensor is divided by a number.
+    """
     T, K = x_TK.shape
-    groups = torch.nn.functional.pad(x_TK.float(), (0, -K % group)).view(T, -1, group)
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    factors = torch.tensor(448.0) / largest  # `448 / largest` would be the rounded reciprocal times 448
-    codes, scales = (groups * factors).to(E4M3), largest / 448
+    groups = torch.nn.functional.pad(x_TK.float().cpu(), (0, -K % group)).view(T, -1, group)
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / torch.tensor(448.0)
+    codes = (groups / scales).to(E4M3)
     return (codes.double() * scales.double()).view(T, -1)[:, :K], scales.squeeze(-1)
 
 
@@ -48,7 +51,11 @@ class Fp8Problem(Problem):
         return {**found, "weights": weights._replace(format=weights.format._replace(fp8_rows=True))}
 
 
-def quantise(dtype: torch.dtype) -> None:
+# Largest magnitude, a value halfway between two codes, and the magnitude of its code. Factors instead of divisions give others.
+HALFWAY = [(196.0, 175.0, 384.0), (138.0, 103.5, 320.0), (138.0, -51.75, 160.0)]
+
+
+def quantise(device: str, dtype: torch.dtype) -> None:
     """Quantise rows with zeros, subnormals, outliers and short groups; check every bit."""
     from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
     from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
@@ -56,27 +63,32 @@ def quantise(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for K in (72, 200, 256):
         for block, group in ((128, 128), (K, K)):
-            x = (torch.randn(5, K) * torch.tensor([1.0, 0.0, 1e-3, 300.0, 1.0])[:, None]).to(dtype)
+            x = (
+                torch.randn(5 + len(HALFWAY), K)
+                * torch.tensor([1.0, 0.0, 1e-3, 300.0, 1.0, 1.0, 1.0, 1.0])[:, None]
+            ).to(dtype)
             x[4, ::3] *= 1e4
+            x[5:, :2] = torch.tensor([each[:2] for each in HALFWAY], dtype=dtype)
             form = DeviceFormat("e4m3", "float", block, 1, fp8_rows=True)
-            rows = fp8.quantise_rows(x, PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form))
+            weights = PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form)
+            rows = fp8.quantise_rows(x.to(device), weights)
+            codes, found = rows.codes.double().cpu(), rows.scales.cpu()
             values, scales = quantised(x, group if block < K else K)
-            assert torch.equal(rows.scales, scales)
-            assert torch.equal(
-                rows.codes.double() * scales.double().repeat_interleave(128 if block < K else K, 1)[:, :K],
-                values,
-            )
+            assert torch.equal(found, scales)
+            each = scales.double().repeat_interleave(128 if block < K else K, 1)[:, :K]
+            assert torch.equal(codes * each, values)
+            assert codes[5:, 1].abs().tolist() == [each[2] for each in HALFWAY]
             assert rows.dtype is dtype
-    assert len(fp8.quantise_rows(x[:0], PlacedWeights(torch.zeros(1, 16, K).to(E4M3), form)).codes) == 0
+    assert len(fp8.quantise_rows(x[:0].to(device), weights).codes) == 0
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_rows_are_quantised_as_in_torch(interpreter: RankPool, dtype: torch.dtype) -> None:
-    interpreter.run(quantise, dtype)
+def test_rows_are_quantised_as_in_torch(on_device: OnDevice, dtype: torch.dtype) -> None:
+    on_device(quantise, dtype)
 
 
 def multiply(case: Case, rows_per_slot: int) -> None:
-    """Nothing is written after the last pair, a changed scale is detected, and a plain product differs."""
+    """Rows without a map have the same bits, nothing is written after the last pair, and a changed scale is detected."""
     from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
 
     problem = Fp8Problem(case)
@@ -86,25 +98,32 @@ def multiply(case: Case, rows_per_slot: int) -> None:
     rows = fp8.quantise_rows(problem.x, weights)
     out = torch.full((problem.num_pairs + 3, case.N), 7.0, dtype=case.dtype)
 
-    def run() -> Tensor:
+    def run(rows: Any = rows, rows_P: Tensor | None = problem.rows) -> Tensor:
         fp8.launch(
             rows, weights, arguments["slot_offsets"], arguments["places_S"], out, None, tile=tile,
-            expected=problem.num_pairs, rows_P=problem.rows, gate=gate, biases_WN=biases,
+            expected=problem.num_pairs, rows_P=rows_P, gate=gate, biases_WN=biases,
         )  # fmt: skip
         return out[: problem.num_pairs].double()
 
-    torch.testing.assert_close(run(), problem.want(), atol=TOLERANCE, rtol=TOLERANCE)
+    found = run()
+    torch.testing.assert_close(found, problem.want(), atol=TOLERANCE, rtol=TOLERANCE)
     assert (out[problem.num_pairs :] == 7.0).all()
+    assert torch.equal(run(fp8.quantise_rows(problem.x[problem.rows], weights), None), found)
     problem.spoil()
     assert (run() - problem.want()).abs().max() > 10 * TOLERANCE, "the control did not fail"
 
 
-FAST = [(Case([5, 0, 2], 128, 256, "silu", F32, "fp8"), 0), (Case([3, 1], 200, 200, "none", F32, "fp8"), 100)]
+FAST = [(Case([5, 0, 2], 128, 256, "silu", F32, "fp8"), 0), (Case([3, 1], 200, 208, "none", F32, "fp8"), 100)]
 SLOW = [
     (Case([3, 0, 17, 1], 80, 200, "none", F32, "fp8", has_bias=True), 0),
     (Case([0, 70, 0], 192, 256, "silu", F32, "fp8"), 40),
     (Case([3, 66], 300, 256, "none", F32, "fp8"), 40),
+    (Case([130, 0, 2], 128, 208, "silu", F32, "fp8", has_bias=True), 100),
+    (Case([130, 2], 256, 128, "silu", F32, "fp8"), 100),
     (Case([130, 2], 136, 128, "silu", F32, "fp8", has_bias=True), 100),
+    (Case([130, 2], 520, 256, "none", F32, "fp8", has_bias=True), 100),
+    (Case([3, 1], 136, 208, "silu", F32, "fp8, rows"), 100),
+    (Case([3, 1], 136, 200, "none", F32, "fp8"), 100),
     (Case([3, 1], 136, 200, "silu", F32, "fp8, rows"), 0),
     (Case([3, 18], 72, 256, "none", F32, "fp8, rows", has_bias=True), 100),
 ]
@@ -188,13 +207,17 @@ def refusals() -> list[str]:
     problem = Fp8Problem(Case([2], 64, 256, "silu", F32, "fp8"))
     weights = problem.arguments()["weights"]
     rows, out = fp8.quantise_rows(problem.x, weights), torch.empty(2, 64)
-    tile = fp8.choose_tile(0, weights, "silu")
+    tile, flow = fp8.choose_tile(0, weights, "silu"), fp8.Fp8FlowTile(128, 128, 2, 8, 8, 4)
+    short = weights._replace(codes=weights.codes[:, :, :200].contiguous())
+    short_rows = fp8.quantise_rows(problem.x[:, :200].contiguous(), short)
     found = []
     for changed in (
         {"rows": rows._replace(scales=rows.scales[:, :1])},
-        {"tile": tile._replace(halves=1)},
+        {"tile": flow._replace(halves=1)},
         {"tile": tile._replace(columns=64), "out_scales": torch.empty(2, 1)},
         {"weights": weights._replace(format=weights.format._replace(scale="e8m0"))},
+        {"tile": flow, "weights": short, "rows": short_rows},
+        {"tile": flow},
     ):
         given = {"rows": rows, "weights": weights, "tile": tile, "out_scales": None, **changed}
         with pytest.raises(ValueError) as caught:
@@ -216,6 +239,10 @@ def test_what_the_kernel_cannot_multiply_is_refused(interpreter: RankPool) -> No
     assert "with a gate it needs 2" in found[1]
     assert "a quantised output needs 128" in found[2]
     assert "e4m3 weights with e8m0 scales for 128 inputs" in found[3]
+    assert "the weights have 200 inputs, which do not begin at multiples of 16 bytes" in found[4]
+    assert (
+        "the weights have 64 outputs with a scale for 128; the kernel needs whole blocks of 128" in found[5]
+    )
 
 
 def multiply_as_module(fp8_rows: bool) -> tuple[float, float]:
