@@ -49,6 +49,7 @@ from moe.gpu.library_products import LibraryProducts
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.routing import can_multiply_wide, multiply_wide, route
 from moe.gpu.slots import DeviceExperts, DeviceSlots
+from moe.gpu.widened import Workspace
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
@@ -120,7 +121,7 @@ def backend_on(on: GpuDevice) -> Backend:
         why_unserved=partial(_why_unserved, on),
         keep_with=partial(_keep_with, on),
         open_experts=partial(DeviceExperts, dtype=on.dtype, device=on.device, fp8_rows=on.fp8_rows),
-        open_layer=partial(_open_layer, on),
+        open_layer=partial(_open_layer, on, Workspace(on.device)),
         make_counts=partial(DeviceLoadCounts, device=on.device),
         make_step=partial(_make_step, on),
         make_cache=partial(_make_cache, on),
@@ -190,6 +191,7 @@ def _keep_with(on: GpuDevice, step: Step, loader: Loader) -> Keep:
 
 def _open_layer(
     on: GpuDevice,
+    workspace: Workspace,
     up: DeviceSlots,
     down: DeviceSlots,
     choice: SlotChoice,
@@ -205,6 +207,7 @@ def _open_layer(
         int(module.num_experts),
         dispatcher,
         step,
+        workspace=workspace,
         gate=gate_of(module),
         dtype=on.dtype,
     )

@@ -27,6 +27,8 @@ from moe.gpu import fp8
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
 from moe.gpu.fp8 import multiply_rows
 from moe.gpu.slots import DeviceSlots
+from moe.gpu.tiles import MANY_ROWS
+from moe.gpu.widened import Workspace
 from moe.load_counts import LayerCounts
 from moe.slot_choice import SlotChoice
 
@@ -60,9 +62,9 @@ class DeviceExpertLayer:
     dtype: torch.dtype  # of rows
     counts: LayerCounts | None = None
     sample_TD: Tensor | None = None
-    adds: Callable[[], Tensor] | None = (
-        None  # the next run adds these rows, and computes them while its own travel
-    )
+    # The next run adds these rows, and computes them while its own travel.
+    adds: Callable[[], Tensor] | None = None
+    workspace: Workspace | None = None  # for decoded weights; runs of all layers share it, on one stream
     _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class DeviceExpertLayer:
             sent.slot_offsets,
             sent.handle.num_pairs,
             expected,
+            None if self._is_fixed else self.workspace,
         )
         if isinstance(self.dispatcher, DeviceDispatcher):
             return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=shared.rows_TD)
@@ -116,11 +119,12 @@ class DeviceExpertLayer:
         slot_offsets: Tensor,
         num_pairs: int,
         expected_pairs: int | None = None,
+        workspace: Workspace | None = None,
     ) -> Tensor:
         """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined."""
         raised_PN = multiply_rows(
             x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
-            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, feeds=down.store.weights,
+            rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, feeds=down.store.weights, workspace=workspace,
         )  # fmt: skip
         lowered_PI = (
             gates.apply(module, raised_PN)
@@ -129,7 +133,7 @@ class DeviceExpertLayer:
         )
         answers_PD = multiply_rows(
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
-            expected_pairs=expected_pairs, biases_WN=down.store.bias,
+            expected_pairs=expected_pairs, biases_WN=down.store.bias, workspace=workspace,
         )  # fmt: skip
         assert isinstance(answers_PD, Tensor), "answers are not quantised"
         return (
@@ -162,16 +166,29 @@ class DeviceExpertLayer:
         return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode, shared.compute)
 
     def launch_tiles(self) -> None:
-        """Compile the products in FP8 for all numbers of rows, so that no step waits for a compiler."""
-        if not self.up.store.weights.format.fp8_rows or self.gate.name == "none":
+        """Compile products that the largest step does not launch, so that no step waits for a compiler.
+
+        These are the products in FP8 for all numbers of rows, and that of quantised weights below the rows from which they
+        are decoded first.
+        """
+        if self.gate.name == "none":
             return
         device, num_slots = self.step.device, len(self.up.places_S)
+        workspace, weights = self.workspace, [each.store.weights for each in (self.up, self.down)]
+        levels: tuple[int, ...] = fp8.LEVELS if weights[0].format.fp8_rows else ()
+        if workspace is not None and any(workspace.takes(each, self.dtype) for each in weights):
+            levels = (*levels, MANY_ROWS)
         offsets = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)  # no rows
-        x_TD = torch.zeros(1, self.up.in_dim, dtype=self.dtype, device=device)
-        for rows in fp8.LEVELS:
+        x_TD = torch.zeros(1, weights[0].in_dim, dtype=self.dtype, device=device)
+        for rows in levels:
             pairs = max(rows * num_slots, 1)
             row_P = torch.zeros(pairs, dtype=torch.int64, device=device)
             self.compute(None, self.up, self.down, x_TD, row_P, offsets, pairs)
+
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether a graph may hold the step."""
+        return self.step.is_decode_only or self.step.has_fixed_shape
 
     def _mode(self) -> Mode:
         """Return the dispatch mode. A lone rank agrees on no capacity: its padding rows exceed the agreed tokens."""
@@ -182,8 +199,7 @@ class DeviceExpertLayer:
 
         Experts never move on a single rank, and steps of a fixed shape may be captured.
         """
-        is_fixed = self.step.is_decode_only or self.step.has_fixed_shape
-        if self.dispatcher.world_size > 1 and not is_fixed:
+        if self.dispatcher.world_size > 1 and not self._is_fixed:
             self.sample_TD = grown_sample(self.sample_TD, hidden_TD[: self.step.num_tokens])
 
 

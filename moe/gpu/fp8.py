@@ -5,7 +5,7 @@ Rows become e4m3 with a float32 scale per row and 128 inputs (DeepSeek-V3's bloc
 tensors). A scale is the largest magnitude over 448. Answers differ from those of rows that are not quantised, such as on a
 CPU. A row is quantised by itself, so its result does not depend on the batch.
 
-`multiply_rows` chooses between this product and `moe.gpu.grouped`. Which weights take quantised rows is part of their format
+`multiply_rows` chooses between this product and `moe.gpu.widened`. Which weights take quantised rows is part of their format
 (`DeviceFormat.fp8_rows`), decided once while they are loaded.
 
 Ideas: DeepGEMM (scales applied per 128 inputs outside the tensor cores), DeepSeek-V3's report. Rejected: one kernel for all
@@ -27,9 +27,9 @@ from attention.gpu.tiles import device_names, tile_of
 from moe.gpu.formats import PlacedWeights
 from moe.gpu.fp8_flow_kernel import flow_fp8_rows
 from moe.gpu.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
-from moe.gpu.grouped import grouped_linear
 from moe.gpu.grouped_kernel import GATES
 from moe.gpu.tiles import GroupedTile, shape_of
+from moe.gpu.widened import Workspace, multiply_unquantised
 
 LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
@@ -137,6 +137,7 @@ def multiply_rows(
     biases_WN: Tensor | None = None,
     tile: GroupedTile | None = None,
     feeds: PlacedWeights | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor | Fp8Rows:
     """Multiply each row with its slot's weight, in FP8 if the weights take quantised rows. See `moe.gpu.grouped.grouped_linear`.
 
@@ -145,15 +146,16 @@ def multiply_rows(
         tile: Tile for rows that are not quantised. With any, quantised rows use their own tile for all numbers of rows.
         feeds: Weights of the next product, which has no other input. The result is quantised if they take such rows and
             a gate was applied.
+        workspace: Memory to decode weights once for many rows. None: they are decoded inside the product.
 
     Raises:
         ValueError: The kernel does not support a type or shape.
     """
     if not weights.format.fp8_rows:
         assert isinstance(x, Tensor), "quantised rows for weights that do not take them"
-        return grouped_linear(
+        return multiply_unquantised(
             x, weights, slot_offsets, places_S, num_pairs=num_pairs, expected_pairs=expected_pairs, rows_P=rows_P,
-            gate=gate, biases_WN=biases_WN, tile=tile,
+            gate=gate, biases_WN=biases_WN, tile=tile, workspace=workspace,
         )  # fmt: skip
     rows = quantise_rows(x, weights) if isinstance(x, Tensor) else x
     N = weights.codes.shape[1] // (1 if gate == "none" else 2)

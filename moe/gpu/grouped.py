@@ -85,12 +85,7 @@ def grouped_linear(
         return out
     codes, scales = weights.codes, weights.scales
     word = codes_per_word(form, K)
-    if word > 1:
-        codes = codes.view(torch.int32)
-    elif form.kind == "e4m3":
-        codes = codes.view(torch.uint8)
-    if scales is not None and form.scale == "e4m3":
-        scales = scales.view(torch.uint8)
+    codes, scales = kernel_views(codes, scales, form.kind, form.scale, word)
     grouped_rows[(programs,)](
         x_TK, rows_P, codes, scales, weights.row_scales, weights.zeros, biases_WN, places_S, slot_offsets, out,
         S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
@@ -153,6 +148,25 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def kernel_views(
+    codes: Tensor, scales: Tensor | None, kind: str, scale: str, word: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return codes and scales in types that all GPUs have, for kernels that use `moe.gpu.formats.load_tile`.
+
+    Args:
+        kind: Kind of the codes, as in `DeviceFormat`.
+        scale: Kind of the scales.
+        word: Codes that are decoded at once; see `codes_per_word`.
+    """
+    if word > 1:
+        codes = codes.view(torch.int32)
+    elif kind == "e4m3":
+        codes = codes.view(torch.uint8)
+    if scales is not None and scale == "e4m3":
+        scales = scales.view(torch.uint8)
+    return codes, scales
 
 
 def _check(x_TK: Tensor, weights: PlacedWeights) -> None:
