@@ -15,14 +15,17 @@ Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S 
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.gpu.tiles import device_names, tile_of
 from moe.gpu.formats import PlacedWeights
+from moe.gpu.fp8_flow_kernel import flow_fp8_rows
 from moe.gpu.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.grouped_kernel import GATES
@@ -30,7 +33,8 @@ from moe.gpu.tiles import GroupedTile, shape_of
 
 LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
-LEAST_UNSWAPPED = 64  # rows of a tile that is the left factor: those of one instruction on Hopper
+_DESCRIBED_BYTES = 16  # rows of a tensor with a descriptor begin at multiples
+_LANES = 32  # of a warp; a list of fewer slots takes more registers
 
 
 class Fp8Rows(NamedTuple):
@@ -42,28 +46,47 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Tile(NamedTuple):
-    """Shape of a program's work. All tiles add over the inputs in the same order and steps."""
+    """Shape of a program's work. All tiles, of both kinds, add over the inputs in the same order and steps."""
 
     rows: int
-    columns: int  # of one product; 128 if the output is quantised, as large as its groups
-    halves: int  # products with the same rows per step; 2 with a gate
+    columns: int  # with a gate, of the gate and of up; 128 if the output is quantised, as large as its groups
     group: int  # tiles of rows that share a tile of columns
     warps: int
     stages: int
 
 
+class Fp8FlowTile(NamedTuple):
+    """Shape of a program's work in `moe.gpu.fp8_flow_kernel`."""
+
+    rows: int
+    columns: int  # of one product; 128 if the output is quantised
+    halves: int  # products with the same rows per step; 2 with a gate
+    group: int
+    warps: int
+    stages: int
+    programs: int = 1  # per multiprocessor; each takes several tiles in turn
+    loops: int = 2  # 1: over tiles and inputs together, which takes more registers
+
+
+AnyTile = Fp8Tile | Fp8FlowTile
+Tiles = Mapping[int, AnyTile]
+
 # Rows per slot from which another tile may be used.
 LEVELS = (0, 32, 96)
 # By the kind of product, for at least this many rows per slot; the first is also for batch invariance.
-_GATED = {
-    0: Fp8Tile(16, 128, 2, 1, 4, 3),
-    32: Fp8Tile(64, 128, 2, 8, 8, 4),
-    96: Fp8Tile(128, 128, 2, 8, 8, 3),
+_GATED: Tiles = {
+    0: Fp8Tile(16, 128, 1, 4, 3),
+    32: Fp8FlowTile(64, 128, 2, 8, 8, 4, loops=1),
+    96: Fp8FlowTile(128, 128, 2, 8, 8, 4, loops=1),
 }
-_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 5), 32: Fp8Tile(64, 128, 1, 8, 4, 4), 96: Fp8Tile(128, 128, 2, 8, 8, 3)}
-# For other GPUs than Hopper: less shared memory, or registers that the larger tiles exceed.
-_SMALL_GATED = {0: Fp8Tile(16, 128, 2, 1, 4, 2), 32: Fp8Tile(32, 128, 2, 8, 8, 2)}
-_SMALL_PLAIN = {0: Fp8Tile(16, 64, 1, 1, 4, 4), 32: Fp8Tile(64, 128, 1, 8, 8, 3)}
+_PLAIN: Tiles = {
+    0: Fp8Tile(16, 64, 1, 4, 5),
+    32: Fp8FlowTile(64, 128, 1, 8, 4, 4, programs=2),
+    96: Fp8FlowTile(128, 128, 2, 8, 8, 4),
+}
+# For other GPUs than Hopper, and for weights that the kernel for many rows does not support.
+_SMALL_GATED: Tiles = {0: Fp8Tile(16, 128, 1, 4, 2), 32: Fp8Tile(32, 128, 8, 8, 2)}
+_SMALL_PLAIN: Tiles = {0: Fp8Tile(16, 64, 1, 4, 4), 32: Fp8Tile(64, 64, 8, 8, 3)}
 
 
 def why_no_fp8(device: torch.device) -> str | None:
@@ -164,13 +187,13 @@ def launch(
     out: Tensor,
     out_scales: Tensor | None,
     *,
-    tile: Fp8Tile,
+    tile: AnyTile,
     expected: int,
     rows_P: Tensor | None = None,
     gate: str = "none",
     biases_WN: Tensor | None = None,
 ) -> None:
-    """Launch the kernel. Writes into `out`, and into `out_scales` if it is quantised.
+    """Launch a kernel. Writes into `out`, and into `out_scales` if it is quantised.
 
     Raises:
         ValueError: Rows, weights and tile do not fit each other.
@@ -178,36 +201,71 @@ def launch(
     S, height, K, form = places_S.numel(), weights.codes.shape[1], weights.in_dim, weights.format
     N = height // 2 if GATES[gate] else height
     _check(rows, weights, tile, is_gated=gate != "none", quantises_out=out_scales is not None)
-    num_tiles = min(S, expected) + expected // tile.rows  # at most one partial tile per slot
+    num_tiles = max(1, min(S, expected) + expected // tile.rows)  # at most one partial tile per slot
+    sizes = {
+        "S": S, "S_PAD": triton.next_power_of_2(S), "N": N, "K": K, "STEP": STEP_INPUTS, "ROWS": tile.rows,
+        "COLUMNS": tile.columns, "GROUP": tile.group, "GATE": GATES[gate], "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if isinstance(tile, Fp8Tile):
+        grouped_fp8_rows[(num_tiles * triton.cdiv(N, tile.columns),)](
+            rows.codes, rows.scales, rows_P, weights.codes, weights.scales, biases_WN, places_S, slot_offsets, out,
+            out_scales, BLOCK=form.block, SCALE_ROWS=form.rows, **sizes,
+        )  # fmt: skip
+        return
     width = tile.columns if GATES[gate] else tile.columns * tile.halves
-    grouped_fp8_rows[(max(num_tiles, 1) * triton.cdiv(N, width),)](
-        rows.codes, rows.scales, rows_P, weights.codes, weights.scales, biases_WN, places_S, slot_offsets, out,
-        out_scales, S=S, S_PAD=triton.next_power_of_2(S), N=N, K=K, STEP=STEP_INPUTS, ROWS=tile.rows, COLUMNS=tile.columns,
-        HALVES=tile.halves, GROUP=tile.group, GATE=GATES[gate], BLOCK=form.block, SCALE_ROWS=form.rows,
-        SWAP=tile.rows < LEAST_UNSWAPPED, num_warps=tile.warps, num_stages=tile.stages,
+    programs = min(num_tiles * triton.cdiv(N, width), tile.programs * _multiprocessors(out.device))
+    flat_codes = weights.codes.view(-1, K)
+    w_tiles = TensorDescriptor(flat_codes, list(flat_codes.shape), [K, 1], [tile.columns, STEP_INPUTS])
+    x, x_tiles = rows.codes, None
+    if rows_P is None and len(x) and x.data_ptr() % _DESCRIBED_BYTES == 0:
+        x_tiles = TensorDescriptor(x, list(x.shape), [K, 1], [tile.rows, STEP_INPUTS])
+    sizes["S_PAD"] = max(_LANES, sizes["S_PAD"])
+    flow_fp8_rows[(programs,)](
+        None if x_tiles else x, x_tiles, rows.scales, rows_P, w_tiles, weights.scales, biases_WN, places_S,
+        slot_offsets, out, out_scales, HALVES=tile.halves, IN_BLOCKS=form.block < K, FLAT=tile.loops == 1, **sizes,
     )  # fmt: skip
 
 
-def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") -> Fp8Tile:
+def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") -> AnyTile:
     """Return the tile of a launch: the table's for this device, shape and number of rows, or the fallback."""
     device, is_gated = weights.codes.device, gate != "none"
-    tiles = (
-        (_GATED if is_gated else _PLAIN)
-        if _takes_large_tiles(device)
-        else (_SMALL_GATED if is_gated else _SMALL_PLAIN)
-    )
+    if _has_flow(device) and why_no_flow(weights, is_gated=is_gated) is None:
+        tiles = _GATED if is_gated else _PLAIN
+    else:
+        tiles = _SMALL_GATED if is_gated else _SMALL_PLAIN
     least = max(rows for rows in tiles if rows <= rows_per_slot)
     return tile_of(f"fp8_{least}", shape_of(weights), tiles[least], device_names(device))
 
 
 @functools.cache
-def _takes_large_tiles(device: torch.device) -> bool:
-    """Hopper has the shared memory, and elsewhere these tiles spill."""
+def _has_flow(device: torch.device) -> bool:
+    """Return whether a device has the kernel for many rows: Hopper, whose shared memory and registers it needs."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Return a GPU's multiprocessors; 1 in the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def why_no_flow(weights: PlacedWeights, *, is_gated: bool) -> str | None:
+    """Return why the kernel for many rows does not support weights, to follow "the weights". None if it does."""
+    codes, form, K = weights.codes, weights.format, weights.in_dim
+    N = codes.shape[1] // (2 if is_gated else 1)
+    if K % _DESCRIBED_BYTES or codes.data_ptr() % _DESCRIBED_BYTES:
+        return f"have {K} inputs, which do not begin at multiples of {_DESCRIBED_BYTES} bytes"
+    if form.block < K and (form.rows != STEP_INPUTS or (is_gated and N % STEP_INPUTS)):
+        return (
+            f"have {N} outputs with a scale for {form.rows}; the kernel needs whole blocks of {STEP_INPUTS}"
+        )
+    return None
+
+
 def _check(
-    rows: Fp8Rows, weights: PlacedWeights, tile: Fp8Tile, *, is_gated: bool, quantises_out: bool
+    rows: Fp8Rows, weights: PlacedWeights, tile: AnyTile, *, is_gated: bool, quantises_out: bool
 ) -> None:
     K, block = weights.in_dim, weights.format.block
     weights.check()
@@ -226,7 +284,11 @@ def _check(
             f"rows are {list(rows.codes.shape)} with scales {list(rows.scales.shape)}; the weights need {K} columns and "
             f"scales {list(wanted)}"
         )
-    if tile.halves != 2 and is_gated:
-        raise ValueError(f"a tile has {tile.halves} halves; with a gate it needs 2")
     if tile.columns != STEP_INPUTS and quantises_out:
         raise ValueError(f"a tile has {tile.columns} columns; a quantised output needs {STEP_INPUTS}")
+    if isinstance(tile, Fp8Tile):
+        return
+    if tile.halves != 2 and is_gated:
+        raise ValueError(f"a tile has {tile.halves} halves; with a gate it needs 2")
+    if problem := why_no_flow(weights, is_gated=is_gated):
+        raise ValueError(f"the weights {problem}")

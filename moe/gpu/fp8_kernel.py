@@ -7,11 +7,11 @@ section 3.3.2; DeepGEMM does the same). All tiles take the same steps. A row is 
 scale is the largest magnitude over 448, and its codes are its values over the scale. Both divisions are rounded correctly, as
 on a CPU; a factor instead of a division moves some values to the next code.
 
-With few rows a tile of a weight is the left factor, which fills the 64 rows of Hopper's wgmma. With many rows the rows
-are the left one: a thread then holds few rows, and so few of their scales.
+A tile of a weight is the left factor, which fills the 64 rows of Hopper's wgmma even with few rows. `moe.gpu.fp8_flow_kernel`
+multiplies many rows.
 
 With a gate, a program multiplies the gate's and up's features of the same columns and quantises its output, so that the second
-product reads FP8. Without one, it multiplies two neighbouring tiles if `HALVES` is 2, and so reads rows half as often.
+product reads FP8.
 
 Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S slots, B groups of K.
 """
@@ -28,7 +28,7 @@ _SUBNORMAL, _TO_SUBNORMAL = tl.constexpr(2.0**-6), tl.constexpr(1.5 * 2.0**14)
 
 
 @triton.jit
-def _to_e4m3(value):
+def to_e4m3(value):
     """Round float32 within +-448 to nearest even. Rounded before the cast, because the interpreter's cast truncates."""
     bits = value.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -37,7 +37,7 @@ def _to_e4m3(value):
 
 
 @triton.jit
-def _scale_of(largest):
+def scale_of(largest):
     """Return the scale of groups with these largest magnitudes."""
     return tl.math.div_rn(tl.maximum(largest, _LEAST), _LARGEST)
 
@@ -51,8 +51,8 @@ def quantise_groups(x, codes, scales, groups, K: tl.constexpr, STEP: tl.constexp
     at = group[:, None] // PER_ROW * K + dim
     is_in = (group < groups)[:, None] & (dim < K)
     value = tl.load(x + at, mask=is_in, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(value), axis=1))
-    tl.store(codes + at, _to_e4m3(tl.math.div_rn(value, scale[:, None])), mask=is_in)
+    scale = scale_of(tl.max(tl.abs(value), axis=1))
+    tl.store(codes + at, to_e4m3(tl.math.div_rn(value, scale[:, None])), mask=is_in)
     tl.store(scales + group, scale, mask=group < groups)
 
 
@@ -61,17 +61,17 @@ def quantise_whole_rows(x, codes, scales, K: tl.constexpr, K_PAD: tl.constexpr):
     """Program (row). Scales are [T, 1]."""
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, K_PAD)
     value = tl.load(x + row * K + dim, mask=dim < K, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.abs(value), axis=0))
-    tl.store(codes + row * K + dim, _to_e4m3(tl.math.div_rn(value, scale)), mask=dim < K)
+    scale = scale_of(tl.max(tl.abs(value), axis=0))
+    tl.store(codes + row * K + dim, to_e4m3(tl.math.div_rn(value, scale)), mask=dim < K)
     tl.store(scales + row, scale)
 
 
 @triton.jit
 def _multiplied(
-    total, x_tile, x_scale, codes, scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_SHARED: tl.constexpr, SWAP: tl.constexpr,
+    total, x_KR, x_scale, codes, scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, IS_WHOLE: tl.constexpr, IS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of a step: [columns, rows] with `SWAP`, otherwise [rows, columns]."""
+    """Add the product of a step, [columns, rows]."""
     inner = begin + tl.arange(0, STEP)
     at = codes + column[:, None] * K + inner[None, :]
     if IS_WHOLE and K % STEP == 0:
@@ -81,69 +81,53 @@ def _multiplied(
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     if BLOCK < K:
         if IS_SHARED:  # one scale for the whole tile
-            factor = x_scale * tl.load(
-                scales + tl.min(column, axis=0) // SCALE_ROWS * BLOCKS + begin // BLOCK
-            )
-            factor = factor[None, :] if SWAP else factor[:, None]
+            at_scale = scales + tl.min(column, axis=0) // SCALE_ROWS * BLOCKS + begin // BLOCK
+            factor = (x_scale * tl.load(at_scale))[None, :]
         else:
             each = tl.load(
                 scales + column // SCALE_ROWS * BLOCKS + begin // BLOCK, mask=column < HEIGHT, other=0.0
             )
-            each = each.to(tl.float32)
-            factor = x_scale[None, :] * each[:, None] if SWAP else x_scale[:, None] * each[None, :]
-    part = tl.dot(w_NK, x_tile) if SWAP else tl.dot(x_tile, tl.trans(w_NK))
+            factor = x_scale[None, :] * each.to(tl.float32)[:, None]
+    part = tl.dot(w_NK, x_KR)
     return total + part * factor if BLOCK < K else total + part
 
 
 @triton.jit
 def _finished(
     total, x_scale, scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Multiply sums with scales of whole rows, and add biases."""
     if BLOCK >= K:
         each = tl.load(scales + column // SCALE_ROWS, mask=column < HEIGHT, other=0.0).to(tl.float32)
-        total *= x_scale[None, :] * each[:, None] if SWAP else x_scale[:, None] * each[None, :]
+        total *= x_scale[None, :] * each[:, None]
     if biases is not None:
-        bias = tl.load(biases + column, mask=column < HEIGHT, other=0.0).to(tl.float32)
-        total += bias[:, None] if SWAP else bias[None, :]
+        total += tl.load(biases + column, mask=column < HEIGHT, other=0.0).to(tl.float32)[:, None]
     return total
 
 
 @triton.jit
 def _store(
-    value, out, out_scales, pair, is_pair, column, N: tl.constexpr, STEP: tl.constexpr, IS_WHOLE: tl.constexpr,
-    SWAP: tl.constexpr,
-):  # fmt: skip
-    """Write [columns, rows] or [rows, columns]; in FP8 if there are scales, for a tile of one group."""
-    if IS_WHOLE:
-        is_out = is_pair[None, :] if SWAP else is_pair[:, None]
-    else:
-        is_out = (
-            (column < N)[:, None] & is_pair[None, :] if SWAP else is_pair[:, None] & (column < N)[None, :]
-        )
-    at = column[:, None] + pair[None, :] * N if SWAP else pair[:, None] * N + column[None, :]
+    value, out, out_scales, pair, is_pair, column, N: tl.constexpr, STEP: tl.constexpr, IS_WHOLE: tl.constexpr
+):
+    """Write [columns, rows]; in FP8 if there are scales, for a tile of one group."""
+    is_out = is_pair[None, :] if IS_WHOLE else (column < N)[:, None] & is_pair[None, :]
     if out_scales is not None:
         GROUPS: tl.constexpr = (N + STEP - 1) // STEP
-        size = tl.where(is_out, tl.abs(value), 0.0)
-        scale = _scale_of(tl.max(size, axis=0 if SWAP else 1))
+        scale = scale_of(tl.max(tl.where(is_out, tl.abs(value), 0.0), axis=0))
         tl.store(out_scales + pair * GROUPS + tl.min(column, axis=0) // STEP, scale, mask=is_pair)
-        value = tl.math.div_rn(value, scale[None, :] if SWAP else scale[:, None])
-        tl.store(out + at, _to_e4m3(value), mask=is_out)
-    else:
-        tl.store(out + at, value.to(out.dtype.element_ty), mask=is_out)
+        value = to_e4m3(tl.math.div_rn(value, scale[None, :]))
+    tl.store(out + column[:, None] + pair[None, :] * N, value.to(out.dtype.element_ty), mask=is_out)
 
 
 @triton.jit
 def grouped_fp8_rows(
     x, x_scales, rows, codes, scales, biases, places, offsets, out, out_scales,
     S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, HALVES: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SWAP: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up."""
-    WIDTH: tl.constexpr = COLUMNS if GATE > 0 else COLUMNS * HALVES
-    COLUMN_TILES: tl.constexpr = (N + WIDTH - 1) // WIDTH
+    COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     end_tile = end_tiles(offsets, S, S_PAD, ROWS)
     num_tiles = tl.max(end_tile, axis=0)
     at = tl.program_id(0)
@@ -152,7 +136,7 @@ def grouped_fp8_rows(
         slot, first, end = find_rows(offsets, end_tile, tile, S, S_PAD, ROWS)
         _multiply_tile(
             x, x_scales, rows, codes, scales, biases, tl.load(places + slot).to(tl.int64), out, out_scales, first, end,
-            column_tile * WIDTH, N, K, STEP, ROWS, COLUMNS, HALVES, GATE, BLOCK, SCALE_ROWS, SWAP,
+            column_tile * COLUMNS, N, K, STEP, ROWS, COLUMNS, GATE, BLOCK, SCALE_ROWS,
         )  # fmt: skip
         at += tl.num_programs(0)
 
@@ -160,16 +144,15 @@ def grouped_fp8_rows(
 @triton.jit
 def _multiply_tile(
     x, x_scales, rows, codes, scales, biases, place, out, out_scales, first, end, left,
-    N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVES: tl.constexpr,
-    GATE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, SWAP: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr,
+    BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows from `first` to `end` with a tile of their slot's weight."""
     HEIGHT: tl.constexpr = 2 * N if GATE > 0 else N
-    APART: tl.constexpr = N if GATE > 0 else COLUMNS  # of the columns of the halves
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     # Whether all columns exist, and whether no tile crosses a block and so has one scale.
-    IS_WHOLE: tl.constexpr = N % (COLUMNS if GATE > 0 else COLUMNS * HALVES) == 0
-    IS_SHARED: tl.constexpr = SCALE_ROWS % COLUMNS == 0 and APART % COLUMNS == 0
+    IS_WHOLE: tl.constexpr = N % COLUMNS == 0
+    IS_SHARED: tl.constexpr = SCALE_ROWS % COLUMNS == 0 and (GATE == 0 or N % COLUMNS == 0)
     # Rows past the end repeat the last one, so that no load of a step needs a mask; they are not written.
     row = tl.minimum(first + tl.arange(0, ROWS), end - 1)
     column = left + tl.arange(0, COLUMNS)
@@ -178,8 +161,7 @@ def _multiply_tile(
     scales += place * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * BLOCKS)
     if biases is not None:
         biases += place * HEIGHT
-    SHAPE: tl.constexpr = [COLUMNS, ROWS] if SWAP else [ROWS, COLUMNS]
-    total, second = tl.zeros(SHAPE, tl.float32), tl.zeros(SHAPE, tl.float32)
+    total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
     GROUPS: tl.constexpr = 1 if BLOCK >= K else (K + STEP - 1) // STEP
     x_scales += source.to(tl.int32) * GROUPS
     x_scale = tl.load(x_scales)
@@ -187,28 +169,19 @@ def _multiply_tile(
         inner = begin + tl.arange(0, STEP)
         at = x + (source[:, None] * K + inner[None, :])
         x_RK = tl.load(at) if K % STEP == 0 else tl.load(at, mask=(inner < K)[None, :], other=0.0)
-        x_tile = tl.trans(x_RK) if SWAP else x_RK
         if BLOCK < K:
             x_scale = tl.load(x_scales + begin // STEP)
         total = _multiplied(
-            total, x_tile, x_scale, codes, scales, column, begin, HEIGHT, K, STEP, BLOCK, SCALE_ROWS,
-            IS_WHOLE, IS_SHARED, SWAP,
+            total, x_RK.T, x_scale, codes, scales, column, begin, HEIGHT, K, STEP, BLOCK, SCALE_ROWS, IS_WHOLE, IS_SHARED
         )  # fmt: skip
-        if HALVES == 2:
-            second = _multiplied(
-                second, x_tile, x_scale, codes, scales, column + APART, begin, HEIGHT, K, STEP, BLOCK, SCALE_ROWS,
-                IS_WHOLE, IS_SHARED, SWAP,
+        if GATE > 0:
+            total_up = _multiplied(
+                total_up, x_RK.T, x_scale, codes, scales, column + N, begin, HEIGHT, K, STEP, BLOCK, SCALE_ROWS,
+                IS_WHOLE, IS_SHARED,
             )  # fmt: skip
-    total = _finished(total, x_scale, scales, biases, column, HEIGHT, K, BLOCK, SCALE_ROWS, SWAP)
-    if HALVES == 2:
-        second = _finished(
-            second, x_scale, scales, biases, column + APART, HEIGHT, K, BLOCK, SCALE_ROWS, SWAP
-        )
-    pair = first + tl.arange(0, ROWS)
-    is_pair = pair < end
+    total = _finished(total, x_scale, scales, biases, column, HEIGHT, K, BLOCK, SCALE_ROWS)
     if GATE > 0:
-        _store(gated(total, second, GATE), out, out_scales, pair, is_pair, column, N, STEP, IS_WHOLE, SWAP)
-    else:
-        _store(total, out, out_scales, pair, is_pair, column, N, STEP, IS_WHOLE, SWAP)
-        if HALVES == 2:
-            _store(second, out, out_scales, pair, is_pair, column + COLUMNS, N, STEP, IS_WHOLE, SWAP)
+        total_up = _finished(total_up, x_scale, scales, biases, column + N, HEIGHT, K, BLOCK, SCALE_ROWS)
+        total = gated(total, total_up, GATE)
+    pair = first + tl.arange(0, ROWS)
+    _store(total, out, out_scales, pair, pair < end, column, N, STEP, IS_WHOLE)

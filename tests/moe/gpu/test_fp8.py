@@ -88,7 +88,7 @@ def test_rows_are_quantised_as_in_torch(on_device: OnDevice, dtype: torch.dtype)
 
 
 def multiply(case: Case, rows_per_slot: int) -> None:
-    """Nothing is written after the last pair, a changed scale is detected, and a plain product differs."""
+    """Rows without a map have the same bits, nothing is written after the last pair, and a changed scale is detected."""
     from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
 
     problem = Fp8Problem(case)
@@ -98,25 +98,32 @@ def multiply(case: Case, rows_per_slot: int) -> None:
     rows = fp8.quantise_rows(problem.x, weights)
     out = torch.full((problem.num_pairs + 3, case.N), 7.0, dtype=case.dtype)
 
-    def run() -> Tensor:
+    def run(rows: Any = rows, rows_P: Tensor | None = problem.rows) -> Tensor:
         fp8.launch(
             rows, weights, arguments["slot_offsets"], arguments["places_S"], out, None, tile=tile,
-            expected=problem.num_pairs, rows_P=problem.rows, gate=gate, biases_WN=biases,
+            expected=problem.num_pairs, rows_P=rows_P, gate=gate, biases_WN=biases,
         )  # fmt: skip
         return out[: problem.num_pairs].double()
 
-    torch.testing.assert_close(run(), problem.want(), atol=TOLERANCE, rtol=TOLERANCE)
+    found = run()
+    torch.testing.assert_close(found, problem.want(), atol=TOLERANCE, rtol=TOLERANCE)
     assert (out[problem.num_pairs :] == 7.0).all()
+    assert torch.equal(run(fp8.quantise_rows(problem.x[problem.rows], weights), None), found)
     problem.spoil()
     assert (run() - problem.want()).abs().max() > 10 * TOLERANCE, "the control did not fail"
 
 
-FAST = [(Case([5, 0, 2], 128, 256, "silu", F32, "fp8"), 0), (Case([3, 1], 200, 200, "none", F32, "fp8"), 100)]
+FAST = [(Case([5, 0, 2], 128, 256, "silu", F32, "fp8"), 0), (Case([3, 1], 200, 208, "none", F32, "fp8"), 100)]
 SLOW = [
     (Case([3, 0, 17, 1], 80, 200, "none", F32, "fp8", has_bias=True), 0),
     (Case([0, 70, 0], 192, 256, "silu", F32, "fp8"), 40),
     (Case([3, 66], 300, 256, "none", F32, "fp8"), 40),
+    (Case([130, 0, 2], 128, 208, "silu", F32, "fp8", has_bias=True), 100),
+    (Case([130, 2], 256, 128, "silu", F32, "fp8"), 100),
     (Case([130, 2], 136, 128, "silu", F32, "fp8", has_bias=True), 100),
+    (Case([130, 2], 520, 256, "none", F32, "fp8", has_bias=True), 100),
+    (Case([3, 1], 136, 208, "silu", F32, "fp8, rows"), 100),
+    (Case([3, 1], 136, 200, "none", F32, "fp8"), 100),
     (Case([3, 1], 136, 200, "silu", F32, "fp8, rows"), 0),
     (Case([3, 18], 72, 256, "none", F32, "fp8, rows", has_bias=True), 100),
 ]
@@ -200,13 +207,17 @@ def refusals() -> list[str]:
     problem = Fp8Problem(Case([2], 64, 256, "silu", F32, "fp8"))
     weights = problem.arguments()["weights"]
     rows, out = fp8.quantise_rows(problem.x, weights), torch.empty(2, 64)
-    tile = fp8.choose_tile(0, weights, "silu")
+    tile, flow = fp8.choose_tile(0, weights, "silu"), fp8.Fp8FlowTile(128, 128, 2, 8, 8, 4)
+    short = weights._replace(codes=weights.codes[:, :, :200].contiguous())
+    short_rows = fp8.quantise_rows(problem.x[:, :200].contiguous(), short)
     found = []
     for changed in (
         {"rows": rows._replace(scales=rows.scales[:, :1])},
-        {"tile": tile._replace(halves=1)},
+        {"tile": flow._replace(halves=1)},
         {"tile": tile._replace(columns=64), "out_scales": torch.empty(2, 1)},
         {"weights": weights._replace(format=weights.format._replace(scale="e8m0"))},
+        {"tile": flow, "weights": short, "rows": short_rows},
+        {"tile": flow},
     ):
         given = {"rows": rows, "weights": weights, "tile": tile, "out_scales": None, **changed}
         with pytest.raises(ValueError) as caught:
@@ -228,6 +239,10 @@ def test_what_the_kernel_cannot_multiply_is_refused(interpreter: RankPool) -> No
     assert "with a gate it needs 2" in found[1]
     assert "a quantised output needs 128" in found[2]
     assert "e4m3 weights with e8m0 scales for 128 inputs" in found[3]
+    assert "the weights have 200 inputs, which do not begin at multiples of 16 bytes" in found[4]
+    assert (
+        "the weights have 64 outputs with a scale for 128; the kernel needs whole blocks of 128" in found[5]
+    )
 
 
 def multiply_as_module(fp8_rows: bool) -> tuple[float, float]:
