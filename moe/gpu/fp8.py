@@ -86,7 +86,7 @@ _PLAIN: Tiles = {
 }
 # For other GPUs than Hopper, and for weights that the kernel for many rows does not support.
 _SMALL_GATED: Tiles = {0: Fp8Tile(16, 128, 1, 4, 2), 32: Fp8Tile(32, 128, 8, 8, 2)}
-_SMALL_PLAIN: Tiles = {0: Fp8Tile(16, 64, 1, 4, 4), 32: Fp8Tile(64, 128, 8, 8, 3)}
+_SMALL_PLAIN: Tiles = {0: Fp8Tile(16, 64, 1, 4, 4), 32: Fp8Tile(64, 64, 8, 8, 3)}
 
 
 def why_no_fp8(device: torch.device) -> str | None:

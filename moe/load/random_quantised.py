@@ -77,17 +77,17 @@ class RandomQuantised(RandomCheckpoint):
         """Replace experts [E, K, N] by codes [E, N, K / block, block / 2] and scales [E, N, K / block]."""
         E, K, N = shape
         scale = _E8M0_ONE + round(math.log2(size / _E2M1_SPREAD))
-        self._add(f"{name}_blocks", _Part((E, N, K // block, block // 2), torch.uint8, None))
-        self._add(f"{name}_scales", _Part((E, N, K // block), torch.uint8, scale))
+        self._store(f"{name}_blocks", _Part((E, N, K // block, block // 2), torch.uint8, None))
+        self._store(f"{name}_scales", _Part((E, N, K // block), torch.uint8, scale))
 
     def _add_fp8(self, name: str, shape: tuple[int, ...], block: tuple[int, int], size: float) -> None:
         """Store a weight [..., N, K] as e4m3, with a float32 scale for each block."""
         *lead, N, K = shape
         scales = (*lead, -(-N // block[0]), -(-K // block[1]))
-        self._add(name, _Part(shape, torch.float8_e4m3fn, None))
-        self._add(f"{name}_scale_inv", _Part(scales, torch.float32, size / _E4M3_SPREAD))
+        self._store(name, _Part(shape, torch.float8_e4m3fn, None))
+        self._store(f"{name}_scale_inv", _Part(scales, torch.float32, size / _E4M3_SPREAD))
 
-    def _add(self, name: str, part: _Part) -> None:
+    def _store(self, name: str, part: _Part) -> None:
         self._parts[name], self._shapes[name] = part, part.shape
         if len(part.shape) > 2:
             self._of_experts.add(name)

@@ -199,7 +199,7 @@ def test_a_row_of_which_nothing_is_left_gets_the_cpus_token_and_is_counted() -> 
 def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end is counted, and reported, when the device is done."""
     copies: list[int] = []
-    copy = device_sampler._Copy
+    copy = device_sampler.HostCopy
 
     class Counted(copy):  # type: ignore[misc, valid-type]
         def read(self) -> np.ndarray:
@@ -207,7 +207,7 @@ def test_a_step_that_samples_nothing_is_waited_for_all_the_same(monkeypatch: pyt
             found: np.ndarray = super().read()
             return found
 
-    monkeypatch.setattr(device_sampler, "_Copy", Counted)
+    monkeypatch.setattr(device_sampler, "HostCopy", Counted)
     drawing = DeviceSampler(CPU).begin(torch.empty(0, VOCABULARY), [])
     assert drawing.is_settled and not copies
     assert drawing.read() == Sampled([], []) and len(copies) == 1
