@@ -173,7 +173,7 @@ class Runner:
             return
         ended, until_s = torch.cuda.Event(), perf_counter() + SETTLE_S  # type: ignore[no-untyped-call]
         ended.record()
-        while not ended.query() and perf_counter() < until_s:
+        while not ended.query() and perf_counter() < until_s:  # type: ignore[no-untyped-call]
             sleep(1e-3)
 
     def rest(self) -> None:
