@@ -28,7 +28,7 @@ HALF_SUBNORMAL = 2.0**-10 * 1.001
 def quantised(x_TK: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantise rows in plain torch. Return their values in float64 and the scales. Both are on the CPU.
 
-    Torch's GPU kernels multiply with a rounded reciprocal where a tensor is divided by a number.
+    On a GPU, torch divides a tensor by a number as a product with the rounded reciprocal.
     """
     T, K = x_TK.shape
     groups = torch.nn.functional.pad(x_TK.float().cpu(), (0, -K % group)).view(T, -1, group)
