@@ -50,7 +50,7 @@ class KernelWeight(Tensor):
         raise NotImplementedError
 
     def joined(self, _others: Sequence[Tensor]) -> "KernelWeight | None":
-        """Return one weight of this one's rows and then the others', whose parts all of them are from now on.
+        """Return one weight of this one's rows and then the others'. All of them are parts of it from now on.
 
         None if the weights can only be multiplied one by one.
         """

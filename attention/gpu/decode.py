@@ -222,8 +222,9 @@ def paged_decode(
     check_layout(query_SHD, keys_NGBD, values_NGBV)
     tile = tile or decode_tile(query_SHD.dtype, D, V, H // G, query_SHD.device)
     check_tile(tile.tokens, block)
-    seats = scratch.multiprocessors * tile.programs
-    cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, G, window, chunk, has_runs=True)
+    programs = min(tile.programs, runs.MOST_PROGRAMS) if scratch.run else tile.programs
+    seats = scratch.multiprocessors * programs
+    cuts = scratch.cuts(tile.tokens, programs, tile.turns, G, window, chunk, has_runs=True)
     scratch.check(S, H, V, cuts)
     factor = (1.0 if soft_cap > 0 else scale) * _LOG2_E
     if out is None:

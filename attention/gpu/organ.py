@@ -140,7 +140,7 @@ def _prefill(
     tiles_X3 = step.tiles_on_device(tile_tokens(H, G, D, V), sequences)
     paged_prefill(
         query_PHD, own.keys_NGBD, own.values_NGBV, tiles_X3, step.on_device.query_start_S, step.on_device.context_S,
-        own.table_SM, out=out_PHV, is_invariant=step.is_invariant, **options,
+        own.table_SM, out=out_PHV, **options,
     )  # fmt: skip
 
 

@@ -6,9 +6,9 @@ token, in one fixed order. With long chunks it is bound by operations, 4 * H * D
 its context again, mostly from the L2 cache.
 
 Tiles of the context that all rows see are not masked, in a separate loop. The cut of a prompt decides which rows are in a
-tile, and so in which loop a row meets a tile. The compiler makes other products and sums of the two loops: on an H200 their
-last bits differ, with the same operations in the source. With `is_invariant` there is only the masked loop, and a row's bits do
-not depend on the chunk it comes in, because invisible tiles have weight zero and every tile begins at a multiple of its size.
+tile, and so in which loop a row meets a tile. Its bits do not depend on that, nor on the chunk it comes in: `soften` leaves no
+choice of fused operations to the compiler, a tile of which a row sees nothing leaves its sums as they are, and every tile
+begins at a multiple of its size.
 Programs with the longest contexts start first, so that the last ones to end are short. A key dim that is not a power of 2
 (192 of expanded latents) is multiplied in two parts, instead of being padded to the next one.
 
@@ -198,7 +198,6 @@ def paged_prefill(
     sinks_H: Tensor | None = None,
     out: Tensor | None = None,
     tile: PrefillTile | None = None,
-    is_invariant: bool = False,
 ) -> Tensor:
     """Attend every row to the cached tokens of its own sequence up to itself.
 
@@ -210,7 +209,6 @@ def paged_prefill(
         block_table_SM, scale, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
         out: [T, H, V] to write into, heads contiguous; by default a new tensor of zeros.
         tile: Tile to use; by default from the table.
-        is_invariant: Whether a row's bits must not depend on the cut of its prompt.
 
     Returns:
         `out`; rows that no tile covers are not changed.
@@ -235,7 +233,7 @@ def paged_prefill(
         query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
         ROWS=rows, KV_HEADS=G, D=D, D_PAD=main, D_REST=rest, V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, HAS_INNER=not is_invariant and (not (window or chunk) or (window or chunk) >= _LONG_WINDOW),
+        HAS_SINKS=sinks_H is not None, HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -3,7 +3,7 @@
 
 With --batch-invariant a context is cut by its own length (`splits`), into short splits, so that a small batch fills a GPU. Each
 split is summed by itself. The sums of the splits of a run, RUN of them, are then added in order, and the sums of all runs
-in order as well. A program computes one split or one run, whichever ends sooner for the whole batch. With runs it adds the
+in order too. A program computes one split or one run: what should end sooner for all contexts. With runs it adds the
 splits' sums in registers, and a context of one run has no parts at all. With splits the merge adds them. Both take the same
 operations in the same order (`fold`), so no bit depends on the choice.
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.gpu.pages import LOG2_E, bound
 from attention.gpu.splits import START_TOKENS, Cuts, DecodeScratch, seen, splits_of
 
+MOST_PROGRAMS = 3  # of a multiprocessor: two sums take a quarter more registers
 _AHEAD = 8  # parts loaded at a time by a merge
 
 
@@ -133,10 +134,10 @@ def merge_units(
         for i in tl.static_range(AHEAD):
             is_part = row + step * AHEAD + i < count
             at = (begin + step * AHEAD + i).to(tl.int64) * heads + head + row
-            part_tops += (tl.load(tops + at, mask=is_part, other=float("-inf")),)
-            part_totals += (tl.load(totals + at, mask=is_part, other=0.0),)
+            part_tops += (tl.load(tops + at, mask=is_part, other=float("-inf")),)  # type: ignore[assignment] # Triton's tuple
+            part_totals += (tl.load(totals + at, mask=is_part, other=0.0),)  # type: ignore[assignment] # Triton's tuple
             is_value = is_part[:, None] & (dim[None, :] < V)
-            part_sums += (tl.load(sums + at[:, None] * V + dim[None, :], mask=is_value, other=0.0),)
+            part_sums += (tl.load(sums + at[:, None] * V + dim[None, :], mask=is_value, other=0.0),)  # type: ignore[assignment] # Triton's tuple
         for i in tl.static_range(AHEAD):
             number = step * AHEAD + i + 1
             top, total, sum_RV = fold(top, total, sum_RV, part_tops[i], part_totals[i], part_sums[i], factor)

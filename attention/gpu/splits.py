@@ -8,8 +8,9 @@ the whole GPU, no program starts past the end of a sequence, and a CUDA graph ca
 A context has as many splits as it takes for none to be longer than `split_tokens` or a multiple, at most `num_splits`. They
 are equally long up to one tile: of 8,192 tokens, 7,968 and 224 would leave half of the programs with short splits only. With
 `is_invariant` that is all, so the cuts of a context depend on its own length and on the shape of the heads, and its bits
-are the same in any batch (`runs` has few parts nevertheless). Otherwise `shortest` chooses the multiple from all contexts, and the last bits of a row depend on
-the other lengths. Large batches then have few parts to write, read and merge, and the scratch memory is small.
+are the same in any batch (large batches still have few parts, see `runs`). Otherwise `shortest` chooses the multiple from all
+contexts, and the last bits of a row depend on the other lengths. Large batches then have few parts to write, read and merge,
+and the scratch memory is small.
 
 Parts are numbered over all sequences. A part is V + 2 float32 for each head, written and read once: with 8 heads on a KV
 head and 256 tokens that is 6 % of the split's keys and values. A sequence of one split needs no part. Its program writes
@@ -199,9 +200,7 @@ class Cuts(NamedTuple):
     most: int = 0
     few: int = 0
     few_factor: int = 0
-    run: int = (
-        0  # splits that a program may take at a time without changing a bit (`runs`); 0: each by itself
-    )
+    run: int = 0  # splits that a program may take at a time (`runs`); 0: each by itself
 
     def most_parts(self, sequences: int) -> int:
         """Return the largest number of splits of all sequences."""

@@ -111,13 +111,8 @@ class Routers:
         if module.weight.dtype == rows.dtype:
             yield _PLAIN
             is_short = rows.dtype in (torch.bfloat16, torch.float16)
-            # With --batch-invariant a weight has its own product and is not a parameter.
-            is_parameter = isinstance(module._parameters.get("weight"), nn.Parameter)
-            has_wide = (
-                is_parameter
-                or _own_wide_product(rows.draw(1, module.weight.shape[1]), module.weight) is not None
-            )
-            if self._wide_product and is_short and has_wide and module._parameters.get("bias") is None:
+            is_plain = is_short and module._parameters.get("bias") is None
+            if self._wide_product and is_plain and _takes_wide(module, rows):
                 yield _SUMMED_WIDE
         yield _WIDENED
 
@@ -275,8 +270,15 @@ def _logits(module: Any, hidden_states: Tensor, product: str, wide_product: Wide
     return linear(x_TD.float(), *(getattr(module, "wide", None) or _widened(module)))
 
 
+def _takes_wide(module: Any, rows: SampleRows) -> bool:
+    """Return whether a router's weight is a parameter, or, with --batch-invariant, has a product with sums in float32."""
+    if isinstance(module._parameters.get("weight"), nn.Parameter):
+        return True
+    return _own_wide_product(rows.draw(1, module.weight.shape[1]), module.weight) is not None
+
+
 def _own_wide_product(x_TD: Tensor, weight: Tensor) -> Tensor | None:
-    """Return the product with a weight that has one of its own, or None."""
+    """Return the product of a weight that defines it, or None."""
     return weight.multiplied_wide(x_TD) if isinstance(weight, KernelWeight) else None
 
 

@@ -181,7 +181,8 @@ def _keep_with(on: GpuDevice, step: Step, loader: Loader) -> Keep:
         )
         tensor = loader.stored(name, tensor) if is_matrix else tensor
         if is_matrix and (on.is_invariant or isinstance(tensor, QuantisedWeight)):
-            return DeviceWeight(tensor, group, declared.dtype, on.device)
+            group.weights.append(DeviceWeight(tensor, group, declared.dtype, on.device))
+            return group.weights[-1]
         if isinstance(tensor, QuantisedWeight):
             tensor = tensor.dequantised()
         return nn.Parameter(tensor.to(on.device, declared.dtype), requires_grad=False)

@@ -1,9 +1,9 @@
-"""Weights with products of their own on a GPU: quantised ones, and all weights in invariant mode.
+"""Weights whose product this class defines on a GPU: quantised ones, and all weights in invariant mode.
 
 See `moe.kernel_weight`. Quantised weights stay in the checkpoint's form (`moe.gpu.formats`). Their product is the experts'
 grouped one, with one group. Plain weights use this class if the engine must be invariant: cuBLAS changes its kernel, and
 sometimes the order of additions, with the number of rows. They use our kernel then (`moe.gpu.linear_rows`), and cuBLAS
-where it gives the same bits (`moe.gpu.library_products`).
+if it gives the same bits (`moe.gpu.library_products`).
 
 Legend: T rows, K in features, N out features.
 """
@@ -32,23 +32,25 @@ class OneGroup:
         fp8_rows: bool = False,
         products: LibraryProducts | None = None,
     ) -> None:
-        """With `is_invariant` casts of a weight have products of their own too; see `format_of` for `fp8_rows`.
+        """With `is_invariant`, casts of a weight are such weights too; see `format_of` for `fp8_rows`.
 
         `products`: the library's products that plain weights may use.
         """
         self.is_invariant, self.fp8_rows = is_invariant, fp8_rows
         self.products = products or LibraryProducts((), 0)
-        self.plain: list[DeviceWeight] = []  # created since the last trial
+        self.weights: list[DeviceWeight] = []  # loaded or joined since the last trial
         self._device = device
         self._offsets: dict[int, Tensor] = {}
         self.place_1 = torch.zeros(1, dtype=torch.int32, device=device)
 
     def try_products(self) -> None:
         """Find which of the library's products plain weights may use, with biases and without."""
-        weights = [each for each in self.plain if not each.is_part]
-        shapes = {Shape(*each.shape, each.dtype, bias) for each in weights for bias in (False, True)}
+        whole = [each for each in self.weights if each.held.format == PLAIN and not each.is_part]
+        shapes = {
+            Shape(each.shape[0], each.shape[1], each.dtype, bias) for each in whole for bias in (False, True)
+        }
         self.products.try_out(shapes, self._device)
-        self.plain.clear()
+        self.weights.clear()
 
     def offsets(self, rows: int) -> Tensor:
         """Return [0, rows], int64. Cached for each number of rows, so that a captured step keeps its memory."""
@@ -77,8 +79,6 @@ class DeviceWeight(KernelWeight):
         form = format_of(weight, fp8_rows=group.fp8_rows)
         parts = {name: part[None].to(device).contiguous() for name, part in parts_of(weight, form).items()}
         self.held, self.group = PlacedWeights.of(parts, form), group
-        if form == PLAIN:
-            group.plain.append(self)
         return self
 
     def plain(self) -> Tensor:
@@ -121,9 +121,10 @@ class DeviceWeight(KernelWeight):
         matrix = torch.cat([each.held.codes[0] for each in weights])
         for each, rows in zip(weights, torch.split(matrix, [each.shape[0] for each in weights]), strict=True):
             each.held = each.held._replace(codes=rows[None])
-        for each in weights:
             each.is_part = True
-        return DeviceWeight(matrix, self.group, self.dtype, matrix.device)
+        joined = DeviceWeight(matrix, self.group, self.dtype, matrix.device)
+        self.group.weights.append(joined)
+        return joined
 
     def embedded(self, ids: Tensor) -> Tensor | None:
         return self.held.codes[0][ids] if self.held.format == PLAIN else None

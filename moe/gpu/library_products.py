@@ -1,4 +1,4 @@
-"""Products of torch's library (cuBLAS) that give a row the bits of `moe.gpu.linear_rows`: used where a trial has found them.
+"""Products of torch's library (cuBLAS) with the bits of `moe.gpu.linear_rows`, as a trial has found.
 
 Most of cuBLAS' kernels add an output's products in the order of the inputs, 16 at a time, as ours do. Some split the inputs
 among programs, mostly for few rows. cuBLAS chooses by the shape, so a trial at start multiplies with each number of
@@ -59,12 +59,11 @@ class LibraryProducts:
 
     def multiply(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """Return x @ weight.T + bias, [T, N]; all contiguous. A row's bits do not depend on the other rows."""
-        shape = Shape(*weight_NK.shape, weight_NK.dtype, bias_N is not None)
-        alike = self._alike.get(shape)
+        (T, K), N = x_TK.shape, len(weight_NK)
+        alike = self._alike.get(Shape(N, K, weight_NK.dtype, bias_N is not None))
         if not alike:
             return multiply_rows_alike(x_TK, weight_NK, bias_N)
-        T, at = len(x_TK), 0
-        out = x_TK.new_empty(T, shape.N)
+        out, at = x_TK.new_empty(T, N), 0
         for rows in _pieces(T, alike):
             _multiply(x_TK[at : at + rows], weight_NK, bias_N, out[at : at + rows])
             at += rows
@@ -93,7 +92,7 @@ class LibraryProducts:
 
 
 def _pieces(rows: int, sizes: list[int]) -> list[int]:
-    """Return sizes whose sum is at most `rows`: itself, or the largest ones of which each is a piece."""
+    """Return sizes of pieces for up to `rows` rows: all at once if that is a size, otherwise the largest first."""
     if rows in sizes:
         return [rows]
     found, large = [], [size for size in sizes if size >= _PIECE]
@@ -112,7 +111,7 @@ def _multiply(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tenso
 
 
 def _cancelling(shape: Shape, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Draw rows and a weight whose exact products are zero, from terms that are not."""
+    """Draw rows and a weight. Their exact product is zero; its terms are not."""
     generator = torch.Generator(device).manual_seed(0)
     half = shape.K // 2
     order_K = torch.randperm(shape.K, generator=generator, device=device)

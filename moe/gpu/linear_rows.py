@@ -2,7 +2,7 @@
 """Linear layers on GPUs in which a row has the same bits among any number of rows (--batch-invariant).
 
 cuBLAS chooses another kernel, and another order of additions, for another number of rows. Here every output is one chain of
-additions over the inputs, 16 at a time, in their order, whatever the tile. The tensor cores of an architecture add the
+additions over the inputs, 16 at a time, in their order, with every tile. The tensor cores of an architecture add the
 products of 16 inputs in one way in all their instructions, so tiles may differ with the number of rows and the shape. On
 an H200 all tiles below gave the same bits.
 
@@ -57,7 +57,7 @@ RANGES = (
     Range("linear_many", float("inf"), (LinearTile(128, 128, 64, 8, 4),)),
 )  # fmt: skip
 TILES = tuple(tile for each in RANGES for tile in each.tiles)
-# Architectures whose instructions for fewer columns than 64 add in the same order as those for 64.
+# Architectures with one order of additions in instructions for 16, 32 and 64 columns.
 _ONE_ORDER = ("sm_80", "sm_86", "sm_89", "sm_90")
 # Rows of 4 bytes are multiplied without tensor cores, in an order that the tile determines.
 WIDE_TILE = LinearTile(16, 64, 32, 4, 2)

@@ -7,7 +7,7 @@ before `sample`, which comes after the earlier step was read. So penalties, seed
 
 from dataclasses import dataclass
 from time import perf_counter, perf_counter_ns, sleep
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -171,7 +171,8 @@ class Runner:
         """Wait until the device has ended all launched steps, at most some seconds: a collective may never end."""
         if self._model.device.type != "cuda":
             return
-        ended, until_s = torch.cuda.Event(), perf_counter() + SETTLE_S  # type: ignore[no-untyped-call]
+        ended: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        until_s = perf_counter() + SETTLE_S
         ended.record()
         while not ended.query() and perf_counter() < until_s:  # type: ignore[no-untyped-call]
             sleep(1e-3)

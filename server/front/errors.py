@@ -81,7 +81,7 @@ def named_by(names: Mapping[str, str]) -> Iterator[None]:
     """Rename the field in errors about a request that was converted from another API's, for the client.
 
     Args:
-        names: What the client calls the fields of the converted request whose beginnings match these patterns.
+        names: The client's names by pattern: of a field of the converted request, or of its beginning.
     """
     try:
         yield

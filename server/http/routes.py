@@ -159,10 +159,10 @@ def _check_type(scope: Scope) -> None:
 
 
 def validated(validate: Callable[[Any], _Body], value: Any) -> _Body:
-    """Return what pydantic makes of a body.
+    """Validate a body.
 
     Args:
-        validate: `model_validate` of the body's class, or the like.
+        validate: `model_validate` of the body's class, or another function of pydantic.
 
     Raises:
         ApiError: 400, naming the field.

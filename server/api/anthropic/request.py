@@ -15,7 +15,6 @@ from server.api.schemas import (
     ChatMessage,
     ChatRequest,
     check_num_parts,
-    refuse_foreign,
     shared_fields,
     string_of,
 )
@@ -242,7 +241,6 @@ def chat_request(body: MessagesRequest) -> ChatRequest:
     Raises:
         ApiError: 400, naming the field.
     """
-    refuse_foreign(body.model_extra, form="output_config.format", stop="stop_sequences")
     fields = prompt_fields(body) | shared_fields(body)
     if body.stop_sequences:
         fields["stop"] = body.stop_sequences

@@ -14,7 +14,7 @@ import torch
 from tests.support.gpu.attention import Heads
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from attention.gpu import decode, mla, prefill, rotary, sparse, splits
+from attention.gpu import decode, mla, prefill, rotary, runs, sparse, splits
 from attention.recurrences import gpu as recurrences
 from attention.recurrences.mixers import MixerCall
 from attention.sparse.pools import Pooling
@@ -37,10 +37,17 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def launch_decode(heads: Heads, sequences: int, dtype: torch.dtype, **options: Any) -> None:
+def launch_decode(
+    heads: Heads, sequences: int, dtype: torch.dtype, *, is_invariant: bool = False, **options: Any
+) -> None:
     H, G, D, V = heads
     scratch = splits.DecodeScratch(
-        max_sequences=sequences, heads=H, value_dim=V, max_tokens=40960, device=META
+        max_sequences=sequences,
+        heads=H,
+        value_dim=V,
+        max_tokens=40960,
+        device=META,
+        is_invariant=is_invariant,
     )
     pages = (empty(99, G, 16, dim, dtype=dtype) for dim in (D, V))
     about = (empty(sequences), empty(sequences, 2560))
@@ -162,9 +169,10 @@ SINKS: dict[str, Any] = {"window": 128, "sinks_H": empty(64, dtype=BF16)}
 CASES = {
     "decode_qwen3": Case(partial(launch_decode, QWEN3, 256), "attend_splits", 128),
     "merge": Case(partial(launch_decode, QWEN3, 256), "merge_parts", 64),
+    "decode_in_runs": Case(partial(launch_decode, QWEN3, 256, is_invariant=True), "attend_splits", 168),
+    "merge_of_runs": Case(partial(launch_decode, QWEN3, 256, is_invariant=True), "merge_units", 80),
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
-    "prefill_invariant": Case(partial(launch_prefill, QWEN3, is_invariant=True), "attend_tile"),
     "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
     "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
@@ -195,14 +203,23 @@ MORE_CASES = {
     "prefill_320": Case(partial(launch_prefill, Heads(16, 2, 320, 320), window=1024), "attend_tile"),
     "decode_llama4": Case(partial(launch_decode, LLAMA4, 64, chunk=8192), "attend_splits"),
     "merge_sinks": Case(partial(launch_decode, GPT_OSS, 64, sinks_H=SINKS["sinks_H"]), "merge_parts", 64),
+    "decode_in_runs_sinks": Case(
+        partial(launch_decode, GPT_OSS, 64, is_invariant=True, sinks_H=SINKS["sinks_H"]), "attend_splits", 168
+    ),
+    "decode_in_runs_gemma": Case(partial(launch_decode, GEMMA, 64, is_invariant=True), "attend_splits"),
+    "decode_in_runs_glm": Case(partial(launch_decode, Heads(96, 8, 128, 128), 64, is_invariant=True), "attend_splits"),
+    "decode_in_runs_window": Case(
+        partial(launch_decode, QWEN3, 64, is_invariant=True, window=4096), "attend_splits", 192
+    ),
+    "merge_of_runs_sinks": Case(
+        partial(launch_decode, GPT_OSS, 64, is_invariant=True, sinks_H=SINKS["sinks_H"]), "merge_units", 80
+    ),
+    "merge_of_runs_gemma": Case(partial(launch_decode, GEMMA, 64, is_invariant=True), "merge_units", 80),
     "merge_gemma": Case(partial(launch_decode, GEMMA, 64), "merge_parts", 64),
     "merge_latents": Case(partial(launch_latents, 128, 64), "merge_parts", 128),
     "latents_16_heads": Case(partial(launch_latents, 16, 16), "attend_latent_splits"),
     "prefill_gpt_oss": Case(partial(launch_prefill, GPT_OSS, **SINKS), "attend_tile"),
     "prefill_gpt_oss_full": Case(partial(launch_prefill, GPT_OSS, sinks_H=SINKS["sinks_H"]), "attend_tile"),
-    "prefill_deepseek_invariant": Case(
-        partial(launch_prefill, Heads(128, 128, 192, 128), is_invariant=True), "attend_tile"
-    ),
     "prefill_olmoe": Case(partial(launch_prefill, Heads(16, 16, 128, 128)), "attend_tile"),
     "prefill_glm": Case(partial(launch_prefill, Heads(96, 8, 128, 128)), "attend_tile"),
     "prefill_96": Case(partial(launch_prefill, Heads(32, 8, 96, 96)), "attend_tile"),
@@ -228,7 +245,7 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
     """Return the launch of the case's kernel on a device of an architecture."""
     kernels = (
         (decode, "attend_splits"), (mla, "attend_latent_splits"), (prefill, "attend_tile"),
-        (splits, "merge_parts"), (rotary, "rotate_rows"), (sparse, "score_items"), (sparse, "make_pool_keys"), (sparse, "choose_best"),
+        (splits, "merge_parts"), (runs, "merge_units"), (rotary, "rotate_rows"), (sparse, "score_items"), (sparse, "make_pool_keys"), (sparse, "choose_best"),
         (sparse, "attend_chosen"), (recurrences, "convolve_rows"), (recurrences, "walk_tokens"),
         (recurrences, "walk_chunks"), (recurrences, "pass_time"), (recurrences, "walk_channels"),
     )  # fmt: skip
@@ -242,8 +259,8 @@ def recorded(case: Case, dtype: torch.dtype = BF16, arch: int = 90) -> Launch:
 # Programs per multiprocessor of the kernels that copy ahead of their products on sm_90.
 PIPELINED = {
     "decode_qwen3": 4, "decode_gpt_oss": 4, "decode_glm": 3, "decode_gemma": 2, "decode_gemma4": 2,
-    "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "prefill_invariant": 1,
-    "prefill_deepseek": 1, "prefill_deepseek_invariant": 1, "prefill_gpt_oss": 2, "prefill_gpt_oss_full": 2,
+    "latents_deepseek": 1, "latents_16_heads": 2, "prefill_qwen3": 1, "decode_in_runs": 3,
+    "prefill_deepseek": 1, "prefill_gpt_oss": 2, "prefill_gpt_oss_full": 2,
 }  # fmt: skip
 
 
@@ -315,6 +332,8 @@ def test_splits_are_chosen_by_the_shape_of_the_heads(
                 is_invariant=is_invariant,
             )  # fmt: skip
             assert (scratch.split_tokens, scratch.num_splits) == expected
-            cuts = scratch.cuts(32, programs=4, turns=4, of_split=1)
-            assert (cuts.at_once == 0) is is_invariant
+            has_runs = is_invariant and value_dim < 512
+            cuts = scratch.cuts(32, programs=4, turns=4, of_split=1, has_runs=value_dim < 512)
+            assert cuts.run == (8 if has_runs else 0)
+            assert (cuts.at_once == 0) is (is_invariant and not has_runs)
             scratch.check(sequences, heads, value_dim, cuts)

@@ -114,6 +114,8 @@ def test_the_memory_beside_the_pages_is_what_is_allocated() -> None:
     """DeepSeek-V3 with 256 sequences of up to 128k tokens: 2.1 GB if splits may not adapt to the batch, otherwise 0.13 GB."""
     sizes = {"max_sequences": 256, "heads": 128, "value_dim": 512, "max_tokens": 131072}
     assert scratch_bytes(**sizes, is_invariant=True) == 256 * 32 * 128 * 514 * 4
+    qwen3 = {"max_sequences": 256, "heads": 32, "value_dim": 128, "max_tokens": 40960}
+    assert scratch_bytes(**qwen3, is_invariant=True) == 4096 * 32 * 130 * 4, "the splits of smaller batches"
     assert scratch_bytes(**sizes) == (256 + 255) * 128 * 514 * 4
     assert scratch_bytes(max_sequences=2, heads=4, value_dim=64, max_tokens=128) == 2 * 2 * 4 * 66 * 4
     assert split_sizes(128, 40960, is_invariant=True) == (256, 64)

@@ -45,8 +45,7 @@ def compare(device: str, spans: Spans, heads: Heads, short: torch.dtype, options
         paged = make_paged(spans, heads, dtype).to(device)
         query = torch.randn(paged.step.num_tokens + 2, heads.heads, heads.key_dim).to(device, dtype)
         ours = prefill(paged, query, **options)
-        known = {name: value for name, value in options.items() if name != "is_invariant"}
-        check_close(ours, oracle(query, paged, **known))
+        check_close(ours, oracle(query, paged, **options))
         assert not ours[-2:].any()
 
 
@@ -64,12 +63,6 @@ CASES: dict[str, tuple[Spans, Heads, torch.dtype, dict[str, Any]]] = {
     "long prompt behind a prefix": ([(150, 80), (0, 140)], Heads(2, 1, 16, 16), torch.float32, {}),
     "D 80 in two parts": ([(90, 30)], Heads(2, 2, 80, 32), torch.float32, {}),
     "long window": ([(1200, 70)], Heads(2, 1, 16, 16), torch.float32, {"window": 1024}),
-    "long prompt in one masked loop": (
-        [(150, 80), (0, 140)],
-        Heads(2, 1, 16, 16),
-        torch.float32,
-        {"is_invariant": True},
-    ),
     "long chunk": ([(1000, 60)], Heads(2, 1, 16, 16), torch.float32, {"chunk": 1024}),
     "window within a tile": (UNEVEN, SMALL, torch.float32, {"window": 5}),
     "window, cap and sinks": (
@@ -103,17 +96,16 @@ def cut_otherwise(device: str) -> None:
     paged = make_paged([(16, tokens)], heads).to(device)
     table = paged.step.block_table_SM[0].tolist()
     query = torch.randn(tokens, 8, 32).to(device)
-    whole = prefill(paged, query, is_invariant=True)
-    check_close(prefill(paged, query), whole)
+    whole = prefill(paged, query)
     for cut in (tile, 24, 7):
         for begin, end in ((0, cut), (cut, tokens)):
             paged.step.fill([Span(16 + begin, end - begin, table)])
-            part = prefill(paged, query[begin:end], is_invariant=True)
+            part = prefill(paged, query[begin:end])
             check_close(part, whole[begin:end])
             assert (device == "cpu" and cut % tile) or torch.equal(part, whole[begin:end]), (cut, begin)
 
 
-def test_rows_do_not_depend_on_the_chunk_they_come_in_if_they_must_not(on_device: OnDevice) -> None:
+def test_rows_do_not_depend_on_the_chunk_they_come_in(on_device: OnDevice) -> None:
     on_device(cut_otherwise)
 
 

@@ -70,7 +70,11 @@ def check_cover(contexts: list[int], found: list[tuple[int, ...]], window: int =
 
 def cover(device: str) -> None:
     small = {"multiprocessors": 3}  # few splits, for the interpreter
-    options: list[dict[str, Any]] = [small, {"is_invariant": True}, small | {"turns": 1, "value_dim": 512}]
+    options: list[dict[str, Any]] = [
+        small,
+        {"is_invariant": True, "value_dim": 512},
+        small | {"turns": 1, "value_dim": 512},
+    ]
     for own in [*options, small | {"window": 1000}]:
         check_cover(UNEVEN, cut(device, UNEVEN, **own), own.get("window", 0))
     check_cover([5, 40], cut(device, [5, 40], window=30), 30)

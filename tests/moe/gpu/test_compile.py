@@ -160,7 +160,7 @@ TILES = {
     "grouped_64": DECODE_TILE,
     "grouped_prefill": PREFILL_TILE,
     "grouped_flow": FLOW_TILE,
-    **{each.kernel: each.tile for each in linear_rows.RANGES},
+    **{each.kernel: each.tiles[0] for each in linear_rows.RANGES},
 }
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose rows have the same bits among any others: in Triton's interpreter, compiled, and on a GPU if there is one."""
+"""Linear layers in which rows have the same bits in any batch: in Triton's interpreter, and on a GPU if there is one."""
 
 import pytest
 import torch
