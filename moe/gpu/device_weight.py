@@ -1,7 +1,7 @@
 """Weights that one of our kernels multiplies on a GPU: quantised ones, and all weights in invariant mode.
 
-See `moe.kernel_weight`. The product is the experts' grouped one, with one group. Quantised weights stay in the
-checkpoint's form (`moe.gpu.formats`). Plain weights use this class if the engine must be invariant: cuBLAS changes
+See `moe.kernel_weight`. The product is the experts' grouped one, with one group. Quantised weights stay
+quantised (`moe.gpu.formats`). Plain weights use this class if the engine must be invariant: cuBLAS changes
 its kernel, and the order of additions, with the number of rows.
 
 Legend: T rows, K in features, N out features.
