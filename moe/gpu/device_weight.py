@@ -1,6 +1,6 @@
 """Weights whose product this class defines on a GPU: quantised ones, and all weights in invariant mode.
 
-See `moe.kernel_weight`. Quantised weights stay in the checkpoint's form (`moe.gpu.formats`). Their product is the experts'
+See `moe.kernel_weight`. Quantised weights stay quantised (`moe.gpu.formats`). Their product is the experts'
 grouped one, with one group. Plain weights use this class if the engine must be invariant: cuBLAS changes its kernel, and
 sometimes the order of additions, with the number of rows. They use our kernel then (`moe.gpu.linear_rows`), and cuBLAS
 if it gives the same bits (`moe.gpu.library_products`).

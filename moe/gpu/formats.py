@@ -1,5 +1,4 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Storage formats of weights in a GPU's memory, and decoding a tile of them into registers.
+"""Storage formats of weights in a GPU's memory; `moe.gpu.formats_kernel` decodes them.
 
 Plain weights have the rows' own type. Quantised ones are those of `moe.load.quantised_weight`: codes, scales, perhaps
 zeros and a second scale of each row, all in the checkpoint's types. A format combines one kind of each, and
@@ -13,45 +12,34 @@ when a scale is applied:
 
 FP8's blocks of 128 x 128 (DeepSeek-V3) have a scale for 128 rows. Scales that rows share are stored once.
 
-Codes of 4 bits, and e4m3, are decoded in 32-bit words, if rows consist of whole ones: each operation on a word serves two
-codes, and memory is read in 16 bytes. The issue rate, not the memory, is the limit of a decode step: an H200 can spend about
-five instructions on a value of 4 bits and eight on one of 8 bits. No type of 8 bits is used, which GPUs before sm_89 lack.
-The placement of two codes in a word follows Marlin (IST-DASLab/marlin) and OpenAI's triton_kernels, which reorder weights in
-memory for it; here the rows are reordered in registers, so weights keep the checkpoint's bytes.
+Codes of 4 bits, and e4m3, are decoded in 32-bit words, if lines consist of whole ones: each operation on a word serves two
+codes. In a decode step an H200 can spend about five instructions on a value of 4 bits and eight on one of 8 bits. No type
+of 8 bits is used, which GPUs before sm_89 lack.
 
-Rejected: `tl.dot_scaled`, which compiles to better code, but the interpreter lacks it, so errors could go unnoticed.
+Loaded weights are ordered for the kernels (`ordered`), as in Marlin (IST-DASLab/marlin) and OpenAI's triton_kernels:
+- codes of 4 bits: a thread's inputs of a tensor core's instruction come from its own words. So rows are multiplied where
+  a copy put them, and the next tile is decoded during the product. Words of neighbouring lines are next to each other, so
+  a tile, which has only 64 bytes of a line, is read as whole cache lines. Codes of 8 bits keep the checkpoint's order,
+  which the FP8 units read too; their rows are reordered in registers.
+- scales for less than a tile of inputs, and zeros: a tile's scales are next to each other, so an asynchronous copy fetches
+  them like the codes, and no step waits for a load.
 
-Legend: W weights in memory, N out features, K in features, B blocks of K, R blocks of N.
+Legend: W weights in memory, N out features, K in features, B blocks of K, R blocks of N, T tiles of 128 of K, P blocks of a tile.
 """
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from moe.gpu.limits import why_no_block
-from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightError
+from moe.gpu.limits import TILE_INPUTS, why_no_block
+from moe.load.quantised_weight import Kind, QuantisedWeight, QuantisedWeightError, inputs_per_code
 
+FOUR_BIT_WORD = 8  # codes of 4 bits in a word
+_GROUP = 32  # inputs of the four words that are next to each other: two instructions of a tensor core
 _SHARING = (128, 64, 32, 16)  # numbers of FP8 rows that may share a scale
-_LIFT_E2M1 = tl.constexpr(2.0**126)  # corrects the exponent after the bits were placed in a float32
-_LIFT_E4M3 = tl.constexpr(2.0**120)
-_SUM_LIFT = tl.constexpr(
-    2.0**16
-)  # of the sum, if a scale lifts its values: 2^126 would be too much for a scale above 2
-_SCALE_LIFT = tl.constexpr(2.0**110)
-_LIFT_POWER, _HALF_NAN = (
-    tl.constexpr(110 << 7),
-    tl.constexpr(0x7FC0),
-)  # bfloat16 bits of 2^110's power, and a NaN
 _MOST_POWER = 127 + 17  # of an e8m0 scale of 4-bit values: 2^17, which the lift leaves finite
-_LEAST_POWER, _NAN = tl.constexpr(0x00400000), tl.constexpr(0x7FC00000)  # float32 bits of e8m0's 0 and 255
-_COUNTED = tl.constexpr(0x4B000000)  # 2^23 in float32; its last bit counts ones
-_COUNTED_EIGHT = tl.constexpr(2.0**23 + 8)
-_COUNTED_HALF = tl.constexpr(0x4300)  # 128 in bfloat16; its last bit counts ones
-_COUNTED_REST = tl.constexpr(2.0**23 - 128)
 
 
 class DeviceFormat(NamedTuple):
@@ -72,15 +60,18 @@ PLAIN = DeviceFormat()
 class PlacedWeights(NamedTuple):
     """Weights of one format, by place."""
 
-    codes: Tensor  # [W, N, K] of the rows' type, float8_e4m3fn or int8; or [W, N, K / 2] uint8, even input in the lower half
+    # [W, N, K] of the rows' type, float8_e4m3fn or int8; or [W, N, K / 2] uint8, two codes each, in the order of `ordered`
+    codes: Tensor
     format: DeviceFormat = PLAIN
-    scales: Tensor | None = None  # [W, R, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn
+    # [W, R, B] float32, bfloat16, float16, uint8 (e8m0) or float8_e4m3fn; [W, T, R, P] for less than a tile of inputs
+    scales: Tensor | None = None
     row_scales: Tensor | None = None  # [W, N] float32
-    zeros: Tensor | None = None  # [W, N, B] uint8, for int4: subtracted from a code instead of 8
+    # [W, N, B] or [W, T, N, P] uint8, for int4: subtracted from a code instead of 8
+    zeros: Tensor | None = None
 
     @staticmethod
     def of(parts: Mapping[str, Tensor], form: DeviceFormat) -> "PlacedWeights":
-        """Build from the tensors of `parts_of`, with a leading dimension W; a bias is ignored."""
+        """Build from the tensors of `parts_of` or `ordered`, with a leading dimension W; a bias is ignored."""
         return PlacedWeights(
             parts[""], form, parts.get("scales"), parts.get("row_scales"), parts.get("zeros")
         )
@@ -92,17 +83,20 @@ class PlacedWeights(NamedTuple):
 
     def wide(self, place: int) -> Tensor:
         """Return one weight dequantised: [N, K] float32, new."""
-        kind = self.format.kind
-        if kind == "plain" or self.scales is None:
+        form = self.format
+        if form.kind == "plain" or self.scales is None:
             return self.codes[place].float()
-        scales = self.scales[place]
-        if self.format.rows > 1:
-            scales = scales.repeat_interleave(self.format.rows, 0)[: self.codes.shape[1]]
-        row_scales, zeros = (None if part is None else part[place] for part in (self.row_scales, self.zeros))
+        scales = _by_rows(self.scales[place], form, self.in_dim)
+        if form.rows > 1:
+            scales = scales.repeat_interleave(form.rows, 0)[: self.codes.shape[1]]
+        zeros = None if self.zeros is None else _by_rows(self.zeros[place], form, self.in_dim)
+        codes = self.codes[place]
+        if codes_per_word(form, self.in_dim) == FOUR_BIT_WORD:
+            codes = _from_groups(codes)
         with self.codes.device:  # device of the tables of values
             return QuantisedWeight(
-                codes=self.codes[place], kind=kind, scales=scales, block=self.format.block,
-                row_scales=row_scales, zeros=zeros,
+                codes=codes, kind=form.kind, scales=scales, block=form.block, zeros=zeros,
+                row_scales=None if self.row_scales is None else self.row_scales[place],
             ).dequantised()  # fmt: skip
 
     def check(self) -> None:
@@ -121,10 +115,13 @@ class PlacedWeights(NamedTuple):
         if problem := why_no_block(block, self.in_dim):
             raise ValueError(problem)
         W, N, B = *self.codes.shape[:2], -(-self.in_dim // block)
+        R, P = -(-N // rows), TILE_INPUTS // block
+        tiles = -(-self.in_dim // TILE_INPUTS)
+        is_tiled = _is_tiled(self.format, self.in_dim)
         for name, part, shape in (
-            ("scales", self.scales, (W, -(-N // rows), B)),
+            ("scales", self.scales, (W, tiles, R, P) if is_tiled else (W, R, B)),
             ("row_scales", self.row_scales, (W, N)),
-            ("zeros", self.zeros, (W, N, B)),
+            ("zeros", self.zeros, (W, tiles, N, P) if is_tiled else (W, N, B)),
         ):
             if part is not None and part.shape != shape:
                 raise ValueError(
@@ -167,14 +164,72 @@ def parts_of(weight: Tensor | QuantisedWeight, form: DeviceFormat) -> dict[str, 
         _check_powers(weight.scales)
     if form.rows > 1:
         parts["scales"] = weight.block_scales(form.rows)
-    return {"": parts.pop("codes"), **parts}
+    return ordered({"": parts.pop("codes"), **parts}, form)
+
+
+def ordered(parts: Mapping[str, Tensor], form: DeviceFormat) -> dict[str, Tensor]:
+    """Return tensors of a checkpoint's weights, [..., N, K] and [..., N, B], in the order in which the kernels read them.
+
+    The name of codes is "", as in `parts_of`.
+    """
+    parts = dict(parts)
+    in_dim = parts[""].shape[-1] * inputs_per_code(parts[""].dtype)
+    if codes_per_word(form, in_dim) == FOUR_BIT_WORD:
+        parts[""] = _by_groups(parts[""])
+    if _is_tiled(form, in_dim):
+        for name in parts.keys() & {"scales", "zeros"}:
+            parts[name] = _by_tiles(parts[name], form)
+    return parts
+
+
+def _by_groups(codes: Tensor) -> Tensor:
+    """Order codes of 4 bits, [..., N, K / 2], as [..., G, N, 16]: groups of 32 inputs. The shape stays.
+
+    A group has four words. Input 8 * p + 2 * l + h of the group is at place p + 4 * h of word l.
+    """
+    # A byte (p, l) of a checkpoint has h = 0 in its lower half.
+    bytes_GNLP = codes.reshape(*codes.shape[:-1], -1, 4, 4).transpose(-3, -4).transpose(-1, -2).contiguous()
+    both = torch.stack((bytes_GNLP & 0xF, bytes_GNLP >> 4), -2)  # [..., l, h, p]
+    return (both[..., ::2] | both[..., 1::2] << 4).view(codes.shape)
+
+
+def _from_groups(codes: Tensor) -> Tensor:
+    """Undo `_by_groups`."""
+    N, half = codes.shape[-2:]
+    bytes_GNLHP = codes.view(*codes.shape[:-2], half // 16, N, 4, 2, 2)  # of two p each
+    both = torch.stack((bytes_GNLHP & 0xF, bytes_GNLHP >> 4), -1).flatten(-2)  # [..., l, h, p]
+    bytes_GNPL = (both[..., 0, :] | both[..., 1, :] << 4).transpose(-1, -2)
+    return bytes_GNPL.transpose(-3, -4).reshape(codes.shape)
+
+
+def _is_tiled(form: DeviceFormat, in_dim: int) -> bool:
+    """Return whether scales are for less than a tile of inputs."""
+    return form.kind != "plain" and form.block < min(TILE_INPUTS, in_dim)
+
+
+def _by_tiles(part: Tensor, form: DeviceFormat) -> Tensor:
+    """Convert [..., R, B] to [..., T, R, P], the last tile filled with zeros."""
+    size = TILE_INPUTS // form.block
+    part = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+    filled = torch.nn.functional.pad(part, (0, -part.shape[-1] % size))
+    tiled = filled.reshape(*filled.shape[:-1], -1, size).transpose(-2, -3).contiguous()
+    return tiled.view(torch.float8_e4m3fn) if form.scale == "e4m3" else tiled
+
+
+def _by_rows(part: Tensor, form: DeviceFormat, in_dim: int) -> Tensor:
+    """Undo `_by_tiles` if it was applied."""
+    if not _is_tiled(form, in_dim):
+        return part
+    bits = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+    rows = bits.transpose(-2, -3).flatten(-2)[..., : -(-in_dim // form.block)].contiguous()
+    return rows.view(part.dtype)
 
 
 def _check_powers(scales: Tensor) -> None:
-    """Refuse scales of 4-bit values that are too large to lift a value; 255 is NaN."""
-    if bool(((scales > _MOST_POWER) & (scales < 255)).any()):
+    """Refuse scales of 4-bit values that are too large to lift a value, and NaN."""
+    if bool((scales > _MOST_POWER).any()):
         raise QuantisedWeightError(
-            "MXFP4 weights have a scale above 2^17, which the GPU kernels do not support"
+            "MXFP4 weights have a scale above 2^17, or NaN, which the GPU kernels do not support"
         )
 
 
@@ -186,284 +241,6 @@ def _share(scales_NB: Tensor, rows: int) -> bool:
 
 def codes_per_word(form: DeviceFormat, in_dim: int) -> int:
     """Return how many codes a kernel decodes at once, as a 32-bit word; 1 if it reads them one byte at a time."""
-    codes = {"e2m1": 8, "int4": 8, "e4m3": 4}.get(form.kind, 1)
-    return codes if in_dim % codes == 0 else 1
-
-
-@triton.jit
-def in_order_of_words(x_KR, INNER: tl.constexpr, ROWS: tl.constexpr, WORD: tl.constexpr):
-    """Return a tile of rows with its inputs in the order in which `load_tile` returns those of weights with words.
-
-    The tensor cores take two inputs, then two more, from each of the four threads that share a row. A thread decodes whole
-    words, and each operation serves the codes at two places, half a word apart. So this order saves exchanges between threads.
-    It depends on the format only, not on the tile.
-    """
-    x_GLHPR = tl.reshape(x_KR, [INNER // (4 * WORD), 4, 2, WORD // 2, ROWS])
-    return tl.reshape(tl.permute(x_GLHPR, [0, 3, 1, 2, 4]), [INNER, ROWS])
-
-
-@triton.jit
-def load_tile(
-    codes, stored, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr, dtype,
-):  # fmt: skip
-    """Load [columns, INNER] of one weight from `begin`, as `dtype`, times the scales that change within it.
-
-    Inputs are in the order of `in_order_of_words`. Values beyond K are arbitrary; they are multiplied with 0.
-    """
-    IS_SCALED: tl.constexpr = KIND != "plain" and BLOCK < INNER and BLOCK < K
-    IS_LIFTED: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype)
-    if WORD == 1:
-        value_NK = _load_values(codes, column, begin, HEIGHT, K, INNER, KIND, zeros is not None)
-    else:
-        value_NK = _load_words(
-            codes, column, begin, HEIGHT, K, INNER, KIND, WORD, zeros is not None, IS_LIFTED, dtype
-        )
-    if IS_SCALED or zeros is not None:
-        GROUPS: tl.constexpr = INNER // BLOCK if IS_SCALED else 1
-        value_NBI = tl.reshape(value_NK, [column.shape[0], GROUPS, INNER // GROUPS])
-        if zeros is not None:
-            value_NBI -= _load_zeros(zeros, column, begin, HEIGHT, K, BLOCK, GROUPS, value_NBI.dtype)[
-                :, :, None
-            ]
-        if IS_SCALED:
-            value_NBI = _scaled(value_NBI, stored, SCALE, IS_LIFTED)
-        value_NK = tl.reshape(value_NBI, [column.shape[0], INNER])
-    value_NK = value_NK.to(dtype)
-    if WORD > 1:
-        value_NGLPH = tl.reshape(value_NK, [column.shape[0], INNER // (4 * WORD), 4, WORD // 2, 2])
-        value_NK = tl.reshape(tl.permute(value_NGLPH, [0, 1, 3, 2, 4]), [column.shape[0], INNER])
-    return value_NK
-
-
-@triton.constexpr_function
-def scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype):
-    """Return whether scales also correct the exponents of 4-bit values: one multiplication instead of two.
-
-    Sums are then 2^16 too small; `lifted_sum` corrects them. float16 has too few exponents.
-    """
-    return (
-        KIND == "e2m1"
-        and SCALE != "float"
-        and BLOCK < INNER
-        and BLOCK < K
-        and WORD > 1
-        and dtype != tl.float16
-    )
-
-
-@triton.jit
-def lifted_sum(
-    total, KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
-    WORD: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of products with values of `load_tile`."""
-    LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, dtype)
-    return total * _SUM_LIFT if LIFTS else total
-
-
-@triton.jit
-def load_scales(
-    scales, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, LIFTS: tl.constexpr, SCALE: tl.constexpr, dtype,
-):  # fmt: skip
-    """Load the columns' scales for INNER inputs from `begin`: [columns, blocks], or [columns] for one.
-
-    They are as stored, except that scales which lift values are ready for it: few threads load each, and many use it.
-    """
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    if BLOCK < INNER and BLOCK < K:
-        block = begin // BLOCK + tl.arange(0, INNER // BLOCK)
-        is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
-        stored = tl.load(scales + (column // ROWS)[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
-        return _lifting_scales(stored, SCALE, dtype) if LIFTS else stored
-    else:
-        block = begin // BLOCK
-        return tl.load(
-            scales + column // ROWS * BLOCKS + block, mask=(column < HEIGHT) & (block < BLOCKS), other=0.0
-        )
-
-
-@triton.jit
-def read_scales(stored, SCALE: tl.constexpr):
-    """Return stored scales of any kind as float32."""
-    if SCALE == "e8m0":
-        power = stored.to(tl.int32)
-        bits = tl.where(power == 0, _LEAST_POWER, tl.where(power == 255, _NAN, power << 23))
-        return bits.to(tl.float32, bitcast=True)
-    elif SCALE == "e4m3":
-        return _e4m3(stored)
-    else:
-        return stored.to(tl.float32)
-
-
-@triton.jit
-def _scaled(value_NBI, stored, SCALE: tl.constexpr, IS_LIFTED: tl.constexpr):
-    """Multiply values with scales: in bfloat16 if the values and the scales are exact in it, so that it rounds once."""
-    if IS_LIFTED:
-        return value_NBI * stored[:, :, None]
-    elif value_NBI.dtype == tl.bfloat16 and (SCALE != "float" or stored.dtype == tl.bfloat16):
-        if SCALE == "e8m0":
-            power = stored.to(tl.int32)  # 0 is 2^-127, which has no exponent's bits; 255 becomes NaN
-            bits = tl.maximum(power << 7, 0x0040) + ((power + 1) >> 8 << 6)
-            scale_NB = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        else:
-            scale_NB = read_scales(stored, SCALE).to(tl.bfloat16)
-        return value_NBI * scale_NB[:, :, None]
-    else:
-        return value_NBI.to(tl.float32) * read_scales(stored, SCALE)[:, :, None]
-
-
-@triton.jit
-def _lifting_scales(stored, SCALE: tl.constexpr, dtype):
-    """Return scales times 2^110 as bfloat16 or float32."""
-    if SCALE == "e8m0":
-        bits = tl.minimum(stored.to(tl.int32) * 128 + _LIFT_POWER, _HALF_NAN)
-        if dtype == tl.bfloat16:
-            return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        else:
-            return (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        return (read_scales(stored, SCALE) * _SCALE_LIFT).to(dtype)
-
-
-@triton.jit
-def _load_zeros(
-    zeros,
-    column,
-    begin,
-    HEIGHT: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    dtype,
-):
-    """Load zeros as large as `_load_values` and `_load_words` return codes, as `dtype`."""
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    block = begin // BLOCK + tl.arange(0, GROUPS)
-    is_in = (column[:, None] < HEIGHT) & (block[None, :] < BLOCKS)
-    zero_NB = tl.load(zeros + column[:, None] * BLOCKS + block[None, :], mask=is_in, other=0)
-    if dtype == tl.bfloat16:
-        return (zero_NB.to(tl.int16) | _COUNTED_HALF).to(tl.bfloat16, bitcast=True)
-    else:
-        return _counted(zero_NB.to(tl.int32))
-
-
-@triton.jit
-def _load_values(
-    codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-):  # fmt: skip
-    """Decode [columns, INNER] byte by byte. int4 with zeros is returned 2^23 too large."""
-    PER_CODE: tl.constexpr = 2 if (KIND == "e2m1" or KIND == "int4") else 1
-    at = begin // PER_CODE + tl.arange(0, INNER // PER_CODE)
-    is_in = column[:, None] < HEIGHT
-    if K % INNER != 0:
-        is_in = is_in & (at[None, :] < K // PER_CODE)
-    stored = tl.load(codes + column[:, None] * (K // PER_CODE) + at[None, :], mask=is_in, other=0.0)
-    if KIND == "e4m3":
-        return _e4m3(stored)
-    elif KIND == "plain":
-        return stored
-    elif PER_CODE == 1:
-        return stored.to(tl.float32)
-    else:
-        pair = stored.to(tl.int32)
-        code_NK = tl.reshape(tl.join(pair & 0xF, pair >> 4), [column.shape[0], INNER])
-        if KIND == "e2m1":
-            bits = ((code_NK & 7) << 22) | ((code_NK & 8) << 28)
-            return bits.to(tl.float32, bitcast=True) * _LIFT_E2M1
-        elif HAS_ZEROS:
-            return _counted(code_NK)
-        else:
-            return _counted(code_NK) - _COUNTED_EIGHT
-
-
-@triton.jit
-def _load_words(
-    codes, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, KIND: tl.constexpr,
-    WORD: tl.constexpr, HAS_ZEROS: tl.constexpr, IS_LIFTED: tl.constexpr, dtype,
-):  # fmt: skip
-    """Decode [columns, INNER] word by word, as bfloat16 if the rows are, otherwise as float32.
-
-    A word's codes come in pairs that are half a word apart. int4 with zeros is returned 128 too large in bfloat16, and 2^23
-    in float32. With IS_LIFTED, e2m1 is returned 2^126 times too small.
-    """
-    at = begin // WORD + tl.arange(0, INNER // WORD)
-    is_in = column[:, None] < HEIGHT
-    if K % INNER != 0:
-        is_in = is_in & (at[None, :] < K // WORD)
-    word = tl.load(codes + column[:, None] * (K // WORD) + at[None, :], mask=is_in, other=0).to(
-        tl.uint32, bitcast=True
-    )
-    pairs = tl.join(_pair(word, 0, KIND), _pair(word, 1, KIND))
-    if WORD == 8:
-        pairs = tl.join(
-            tl.join(_pair(word, 0, KIND), _pair(word, 2, KIND)),
-            tl.join(_pair(word, 1, KIND), _pair(word, 3, KIND)),
-        )
-    IS_HALF: tl.constexpr = dtype == tl.bfloat16
-    if IS_HALF:
-        low = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        low, high = (
-            (pairs << 16).to(tl.float32, bitcast=True),
-            (pairs & 0xFFFF0000).to(tl.float32, bitcast=True),
-        )
-    value_NK = tl.reshape(tl.join(low, high), [column.shape[0], INNER])
-    if IS_LIFTED:
-        return value_NK
-    elif KIND == "e2m1":
-        return value_NK * _LIFT_E2M1
-    elif KIND == "e4m3":
-        return value_NK * _LIFT_E4M3
-    elif not HAS_ZEROS:
-        return value_NK - 136.0
-    elif IS_HALF:
-        return value_NK
-    else:
-        return value_NK + _COUNTED_REST
-
-
-@triton.jit
-def _pair(word, AT: tl.constexpr, KIND: tl.constexpr):
-    """Return the code AT of each half of a word, as two bfloat16 in a word.
-
-    e2m1 and e4m3 have their exponent's bits as they are, to be lifted by a multiplication; int4 becomes 128 + the code.
-    """
-    if KIND == "e2m1":  # a multiplication places a code's bits twice, for its sign and its size
-        half = word if AT < 2 else word >> 8
-        if AT % 2 == 0:
-            return ((half & 0x000F000F) * 0x1040) & 0x81C081C0
-        else:
-            return ((half & 0x00F000F0) * 0x0104) & 0x81C081C0
-    elif KIND == "e4m3":
-        return (_shifted(word, 4 - 8 * AT) & 0x07F007F0) | (_shifted(word, 8 - 8 * AT) & 0x80008000)
-    else:
-        return (_shifted(word, -4 * AT) & 0x000F000F) | 0x43004300
-
-
-@triton.jit
-def _shifted(word, LEFT: tl.constexpr):
-    """Shift a word to the left, or to the right by -LEFT."""
-    if LEFT > 0:
-        return word << LEFT
-    elif LEFT < 0:
-        return word >> -LEFT
-    else:
-        return word
-
-
-@triton.jit
-def _counted(whole):
-    """Return 2^23 + a small whole number as float32, without a conversion."""
-    return (whole | _COUNTED).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e4m3(byte):
-    """Decode bytes without NaN to float32."""
-    code = byte.to(tl.int32)
-    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True) * _LIFT_E4M3
+    if form.kind in ("e2m1", "int4"):
+        return FOUR_BIT_WORD if in_dim % _GROUP == 0 else 1
+    return 4 if form.kind == "e4m3" and in_dim % 4 == 0 else 1

@@ -4,13 +4,21 @@
 A weight's tile is the left factor and the transposed rows are the right one. So weights fill the 64 rows (M) of Hopper's
 wgmma even in a decode step, the number of rows can be small, and a quantised weight enters the product from registers.
 
-Legend: P pairs (rows sorted by slot), N out features, K in features, S slots.
+Legend: P pairs (rows sorted by slot), N out features, K in features, S slots, L lines of a weight.
 """
 
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import in_order_of_words, lifted_sum, load_scales, load_tile, read_scales, scale_lifts
+from moe.gpu.formats_kernel import (
+    blocks_per_line,
+    in_order_of_words,
+    lifted_sum,
+    load_scales,
+    load_tile,
+    read_scales,
+    scale_lifts,
+)
 
 # Functions of the two halves of an expert's first product, in registers. All gates but GELU's exact form are
 # `up * gate * sigmoid(f(gate))`.
@@ -67,32 +75,42 @@ def find_tile(program, num_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexp
 
 @triton.jit
 def _multiplied(
-    total, x_KR, codes, stored, zeros, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
-    KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
+    total, x_KR, codes, scales, stored, zeros, line, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
+    KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of one tile of a weight with the rows, [columns, rows]."""
-    w_NK = load_tile(
-        codes, stored, zeros, column, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, WORD, x_KR.dtype
-    )
+    """Add the product of one tile of a weight with the rows, [lines, rows]. Return it with the next tile's scales.
+
+    Scales for whole tiles are read one tile ahead, so that no product waits for them. Copies fetch those within a tile.
+    """
+    IS_WITHIN: tl.constexpr = KIND != "plain" and BLOCK < INNER and BLOCK < K
+    LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, x_KR.dtype)
+    used = stored
+    if IS_WITHIN:
+        used = load_scales(scales, line, begin, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, x_KR.dtype)
+    elif KIND != "plain" and BLOCK < K:
+        stored = load_scales(
+            scales, line, begin + INNER, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, x_KR.dtype
+        )
+    w_LK = load_tile(codes, used, zeros, line, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, WORD, x_KR.dtype)
     if KIND != "plain" and BLOCK < K and BLOCK >= INNER:
-        part = tl.dot(w_NK, x_KR, input_precision="ieee")
-        return total + part * read_scales(stored, SCALE)[:, None]
+        part = tl.dot(w_LK, x_KR, input_precision="ieee")
+        return total + part * read_scales(used, SCALE)[:, None], stored
     else:
-        return tl.dot(w_NK, x_KR, total, input_precision="ieee")
+        return tl.dot(w_LK, x_KR, total, input_precision="ieee"), stored
 
 
 @triton.jit
 def _finished(
-    total, stored, row_scales, biases, column, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+    total, stored, row_scales, biases, line, HEIGHT: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
     SCALE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply sums with scales that hold for a whole row of the weight, and add biases."""
     if KIND != "plain" and BLOCK >= K:
         total *= read_scales(stored, SCALE)[:, None]
     if row_scales is not None:
-        total *= tl.load(row_scales + column, mask=column < HEIGHT, other=0.0)[:, None]
+        total *= tl.load(row_scales + line, mask=line < HEIGHT, other=0.0)[:, None]
     if biases is not None:
-        total += tl.load(biases + column, mask=column < HEIGHT, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(biases + line, mask=line < HEIGHT, other=0.0).to(tl.float32)[:, None]
     return total
 
 
@@ -136,7 +154,7 @@ def _multiply_tile(
         HEIGHT * (K // WORD if WORD > 1 else (K // 2 if (KIND == "e2m1" or KIND == "int4") else K))
     )
     if KIND != "plain":
-        BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+        BLOCKS: tl.constexpr = blocks_per_line(K, BLOCK)
         scales += place * ((HEIGHT + SCALE_ROWS - 1) // SCALE_ROWS * BLOCKS)
         if zeros is not None:
             zeros += place * (HEIGHT * BLOCKS)
@@ -145,15 +163,23 @@ def _multiply_tile(
     if biases is not None:
         biases += place * HEIGHT
     x_rows = x + source * K
-    total, total_up = tl.zeros([COLUMNS, ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
-    stored, stored_up = 0, 0
     DTYPE: tl.constexpr = x.dtype.element_ty
-    LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
-    if KIND != "plain":
-        stored = load_scales(scales, column, 0, N, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE)
-        if GATE > 0:
+    # One tile has the lines of the gate's columns, then those of up's, if their sums need no second set of registers.
+    IS_JOINT: tl.constexpr = GATE > 0 and WORD == 8 and BLOCK < INNER and BLOCK < K
+    IS_SPLIT: tl.constexpr = GATE > 0 and not IS_JOINT
+    line = column
+    if IS_JOINT:
+        number = tl.arange(0, 2 * COLUMNS)
+        line = column_tile * COLUMNS + number % COLUMNS
+        line = tl.where(line < N, line + number // COLUMNS * N, HEIGHT)
+    line_up = column + N
+    total, total_up = tl.zeros([line.shape[0], ROWS], tl.float32), tl.zeros([COLUMNS, ROWS], tl.float32)
+    stored, stored_up = 0, 0
+    if KIND != "plain" and (BLOCK >= INNER or BLOCK >= K):
+        stored = load_scales(scales, line, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, False, SCALE, DTYPE)
+        if IS_SPLIT:
             stored_up = load_scales(
-                scales, column + N, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE
+                scales, line_up, 0, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, False, SCALE, DTYPE
             )
     for begin in range(0, K, INNER):
         inner = begin + tl.arange(0, INNER)
@@ -161,44 +187,25 @@ def _multiply_tile(
         if K % INNER != 0:
             is_read = is_read & (inner[:, None] < K)
         x_KR = tl.load(x_rows[None, :] + inner[:, None], mask=is_read, other=0.0)
-        if WORD > 1:
+        if WORD == 4:
             x_KR = in_order_of_words(x_KR, INNER, ROWS, WORD)
-        used, used_up = stored, stored_up
-        if KIND != "plain" and BLOCK < K:  # read one tile ahead, so that no product waits for it
-            ahead = begin + INNER
-            stored = load_scales(scales, column, ahead, N, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE)
-            if GATE > 0:
-                stored_up = load_scales(
-                    scales, column + N, ahead, HEIGHT, K, INNER, BLOCK, SCALE_ROWS, LIFTS, SCALE, DTYPE
-                )
-        total = _multiplied(
-            total, x_KR, codes, used, zeros, column, begin, N, K, INNER, KIND, SCALE, BLOCK, WORD
-        )
-        if GATE > 0:
-            total_up = _multiplied(
-                total_up,
-                x_KR,
-                codes,
-                used_up,
-                zeros,
-                column + N,
-                begin,
-                HEIGHT,
-                K,
-                INNER,
-                KIND,
-                SCALE,
-                BLOCK,
-                WORD,
-            )
+        total, stored = _multiplied(
+            total, x_KR, codes, scales, stored, zeros, line, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK, SCALE_ROWS, WORD
+        )  # fmt: skip
+        if IS_SPLIT:
+            total_up, stored_up = _multiplied(
+                total_up, x_KR, codes, scales, stored_up, zeros, line_up, begin, HEIGHT, K, INNER, KIND, SCALE, BLOCK,
+                SCALE_ROWS, WORD,
+            )  # fmt: skip
     total = lifted_sum(total, KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
-    total = _finished(total, stored, row_scales, biases, column, N, K, KIND, SCALE, BLOCK)
-    if GATE > 0:
+    total = _finished(total, stored, row_scales, biases, line, HEIGHT, K, KIND, SCALE, BLOCK)
+    if IS_SPLIT:
         total_up = lifted_sum(total_up, KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
-        total_up = _finished(
-            total_up, stored_up, row_scales, biases, column + N, HEIGHT, K, KIND, SCALE, BLOCK
-        )
+        total_up = _finished(total_up, stored_up, row_scales, biases, line_up, HEIGHT, K, KIND, SCALE, BLOCK)
         total = gated(total, total_up, GATE)
+    elif IS_JOINT:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [2, COLUMNS, ROWS]), [1, 2, 0]))
+        total = gated(gate, up, GATE)
     tl.store(
         out + pair[None, :] * N + column[:, None], total.to(out.dtype.element_ty),
         mask=is_pair[None, :] & (column < N)[:, None],

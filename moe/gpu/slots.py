@@ -177,6 +177,7 @@ class DeviceExperts:
             fp8_rows: Whether rows are quantised if the checkpoint does so.
         """
         self._loader, self._modules, self._dtype, self._fp8_rows = loader, modules, dtype, fp8_rows
+        self._device = device
         self._gates = {name: gate_of(module) for name, module in modules.items()}
         likes = {(name, leaf): self._like(name, leaf) for name in modules for leaf in leaves(modules[name])}
         self._kinds = {at: _kind_of(at[1], like) for at, like in likes.items()}
@@ -234,8 +235,9 @@ class DeviceExperts:
         if isinstance(weight, Tensor):
             weight = arranged(weight.to(self._dtype), gate)
         else:
+            # On the device, which orders codes faster.
             in_order: dict[str, Any] = {
-                part: arranged(tensor, gate) for part, tensor in weight.tensors().items()
+                part: arranged(tensor, gate).to(self._device) for part, tensor in weight.tensors().items()
             }
             weight = replace(weight, **in_order)
         form = form or format_of(weight, fp8_rows=self._fp8_rows)

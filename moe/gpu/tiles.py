@@ -2,20 +2,21 @@
 
 The choice depends on the rows per slot with even loads, which follow from the step's capacity and are equal on
 all ranks, never on the experts that rows chose. A row has the same bits with every tile: tiles of a format add over the
-inner dimension in the same order, with the same instruction of an architecture (64 columns of 16 inputs on Hopper's wgmma,
-for any number of rows). If a scale multiplies the product of a tile's inputs, those tiles also have the same inner size.
+inner dimension in the same order, with the same instruction of an architecture (64 lines of 16 inputs on Hopper's wgmma,
+for any number of rows; with a gate, 4-bit weights have two lines of a column in one product). If a scale multiplies the product of a tile's
+inputs, those tiles also have the same inner size.
 
 Plain weights with many rows have a kernel of their own on Hopper (`moe.gpu.flow_kernel`), which gives the same bits.
 
-The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_decode", "grouped_32", "grouped_64",
-"grouped_prefill", and "grouped_flow" on Hopper). Its shapes have a weight's sides, so a layer's two products have separate
-entries.
+The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_few", "grouped_decode", "grouped_32",
+"grouped_64", "grouped_prefill", and "grouped_flow" on Hopper). Its shapes have a weight's sides, so a layer's two products
+have separate entries.
 """
 
 from typing import NamedTuple, TypeVar
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
-from moe.gpu.formats import DeviceFormat, PlacedWeights
+from moe.gpu.formats import FOUR_BIT_WORD, DeviceFormat, PlacedWeights, codes_per_word
 from moe.gpu.limits import TILE_INPUTS
 
 MANY_ROWS = 64  # per slot; from here on, reading weights costs less than multiplying
@@ -62,7 +63,7 @@ class Range(NamedTuple):
     quantised: GroupedTile  # a cache line of each row, and FP8's scale for 128 inputs
 
 
-LEAST_COLUMNS = 64  # of one instruction on Hopper
+LEAST_LINES = 64  # of one instruction on Hopper
 LEAST_INNER = 32  # two instructions, and a word of codes for each of the threads that share a row
 DECODE_TILE = GroupedTile(16, 64, 64, 1, 4, 5)  # few rows per expert: read weights fast
 QUANTISED_DECODE_TILE = GroupedTile(16, 64, TILE_INPUTS, 1, 4, 4)
@@ -80,6 +81,8 @@ SINGLE_FLOW_TILE = FlowTile(128, 256, 64, 8, 8, 4)
 DESCRIBED_BYTES = 16  # rows of a tensor with a descriptor begin at multiples
 # Loads are uneven, so a tile has more rows than an expert has on average. A weight is then read, and decoded, once.
 RANGES = (
+    # Most experts have no row, so few programs run.
+    Range("grouped_few", 0.5, DECODE_TILE, QUANTISED_DECODE_TILE),
     Range("grouped_decode", 12, DECODE_TILE, QUANTISED_DECODE_TILE),
     Range("grouped_32", 28, GroupedTile(32, 64, 64, 1, 4, 4), GroupedTile(32, 64, TILE_INPUTS, 1, 4, 4)),
     Range(
@@ -130,7 +133,7 @@ def tile_of_launch(
     is_quantised = weights.format.kind != "plain"
     fallback = choose_tile(expected_pairs, num_slots, is_quantised=is_quantised, has_gate=has_gate)
     tile = tile_of(range_of(expected_pairs, num_slots).kernel, shape, fallback, names)
-    return check_steps(shape, tile, fallback, weights.format, weights.in_dim)
+    return check_steps(shape, tile, fallback, weights.format, weights.in_dim, has_gate=has_gate)
 
 
 def _can_flow(weights: PlacedWeights, names: tuple[str, ...]) -> bool:
@@ -148,27 +151,40 @@ def why_no_flow(weights: PlacedWeights) -> str | None:
     return None
 
 
-def check_steps(shape: str, tile: AnyTile, fallback: AnyTile, form: DeviceFormat, in_dim: int) -> AnyTile:
+def check_steps(
+    shape: str, tile: AnyTile, fallback: AnyTile, form: DeviceFormat, in_dim: int, *, has_gate: bool = False
+) -> AnyTile:
     """Return a tile of the table if it does not change rows' bits.
 
     Raises:
         ValueError: It does.
     """
-    if not adds_alike(tile, fallback, form, in_dim):
+    if not adds_alike(tile, fallback, form, in_dim, has_gate=has_gate):
         is_free = _is_chained(tile, form, in_dim) and _is_chained(fallback, form, in_dim)
         needed = f"in multiples of {LEAST_INNER}" if is_free else f"{fallback.inner}"
         raise ValueError(
             f"tiles.json: a grouped product of {shape} has inner {tile.inner} and columns {tile.columns}; it needs inner "
-            f"{needed} and columns in multiples of {LEAST_COLUMNS}, so that a row has the same bits in all steps"
+            f"{needed} and columns in multiples of {_least_columns(tile, form, in_dim, has_gate)}, so that a row has the same bits in all steps"
         )
     return tile
 
 
+def _least_columns(tile: GroupedTile | FlowTile, form: DeviceFormat, in_dim: int, has_gate: bool) -> int:
+    """Return the least number of columns. With a gate, one product of 4-bit weights has two lines of each column."""
+    is_joint = codes_per_word(form, in_dim) == FOUR_BIT_WORD and form.block < min(tile.inner, in_dim)
+    return LEAST_LINES // 2 if has_gate and is_joint else LEAST_LINES
+
+
 def adds_alike(
-    tile: GroupedTile | FlowTile, other: GroupedTile | FlowTile, form: DeviceFormat, in_dim: int
+    tile: GroupedTile | FlowTile,
+    other: GroupedTile | FlowTile,
+    form: DeviceFormat,
+    in_dim: int,
+    *,
+    has_gate: bool = False,
 ) -> bool:
     """Return whether two tiles add a row's products in the same order. The other one is right for the format."""
-    if tile.columns % LEAST_COLUMNS:
+    if tile.columns % _least_columns(tile, form, in_dim, has_gate):
         return False
     if _is_chained(tile, form, in_dim) and _is_chained(other, form, in_dim):
         return tile.inner % max(LEAST_INNER, form.block if form.block < tile.inner else 0) == 0

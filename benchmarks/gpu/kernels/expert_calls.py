@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.ranks.models import ExpertShape
-from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights
+from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights, ordered
 from moe.gpu.grouped import grouped_linear
 from moe.gpu.tiles import MANY_ROWS, tile_of_launch
 
@@ -144,11 +144,12 @@ def _draw(bench: Bench, generator: torch.Generator, shape: ExpertShape, height: 
         scales = _integers(bench, generator, 126 + round(math.log2(size)), 3, *sizes)
     else:
         scales = _factors(bench, generator, 1.0 if drawn.has_row_scales else size, *sizes).to(drawn.scales)
-    return PlacedWeights(
-        _codes(bench, generator, form.kind, shape.slots, height, K), form, scales,
-        row_scales=_factors(bench, generator, size, *per_block[:2]) if drawn.has_row_scales else None,
-        zeros=_integers(bench, generator, 0, 16, *per_block) if drawn.has_zeros else None,
-    )  # fmt: skip
+    parts = {"": _codes(bench, generator, form.kind, shape.slots, height, K), "scales": scales}
+    if drawn.has_row_scales:
+        parts["row_scales"] = _factors(bench, generator, size, *per_block[:2])
+    if drawn.has_zeros:
+        parts["zeros"] = _integers(bench, generator, 0, 16, *per_block)
+    return PlacedWeights.of(ordered(parts, form), form)
 
 
 def _codes(bench: Bench, generator: torch.Generator, kind: str, slots: int, height: int, K: int) -> Tensor:

@@ -34,6 +34,8 @@ _DECODE: Grid = {"tokens": (32, 64), "programs": (2, 4), "stages": (3, 4, 5)}
 _LATENTS: Grid = {"tokens": (16, 32), "heads": (32, 64), "stages": (2, 3, 4)}
 _PREFILL: Grid = {"tokens": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4), "rows": (64, 128)}
 FEW = "grouped_decode"  # name in the table
+# With one row for an eighth of the experts, small tiles give all multiprocessors work.
+_LEAST_ROWS: Grid = {"columns": (32, 64, 128), "inner": (64, 128), "stages": (3, 4, 6)}
 # With at most 128 registers, more programs fit on a multiprocessor.
 _FEW_ROWS: Grid = {"columns": (64, 128), "inner": (64, 128), "stages": (3, 4, 5), "registers": (128, 255)}
 _SOME_ROWS: Grid = {"rows": (16, 32, 64), "columns": (64, 128), "inner": (64, 128), "stages": (3, 4)}
@@ -43,7 +45,9 @@ _MANY_ROWS: Grid = {
 _FLOW_ROWS: Grid = {
     "rows": (64, 128), "columns": (64, 128, 256), "warps": (4, 8), "stages": (3, 4), "programs": (1, 2),
 }  # fmt: skip
-_RANGES: Mapping[str, tuple[tuple[int, ...], Grid]] = {  # rows per expert to time
+# Rows per expert to time; below 1, a share of the experts has one.
+_RANGES: Mapping[str, tuple[tuple[float, ...], Grid]] = {
+    "grouped_few": ((0.125,), _LEAST_ROWS),
     FEW: ((1, 4, 8), _FEW_ROWS),
     "grouped_32": ((16, 24), _SOME_ROWS),
     "grouped_64": ((32, 48), _SOME_ROWS),
@@ -124,18 +128,27 @@ def _prefill(bench: Bench, shape: AttentionShape, spans: list[tuple[int, int]], 
 
 
 def _grouped(
-    bench: Bench, kernel: str, shape: ExpertShape, side: str, rows: Sequence[int], grid: Grid
+    bench: Bench, kernel: str, shape: ExpertShape, side: str, rows: Sequence[float], grid: Grid
 ) -> Tuned:
     """Build a grouped GEMM case. Rows: numbers of rows per expert, in the range of the kernel."""
-    like = no_experts(bench, shape, side)
-    choice = tile_of_launch(rows[0] * shape.slots, shape.slots, like, has_gate=side == "up")
+    like, has_gate = no_experts(bench, shape, side), side == "up"
+    choice = tile_of_launch(int(rows[0] * shape.slots), shape.slots, like, has_gate=has_gate)
     if isinstance(choice, FlowTile):  # of another kernel, on Hopper
         kernel, grid = FLOW, _FLOW_ROWS
     workloads = [
-        partial(grouped_call, shape=shape, counts=[count] * shape.slots, side=side) for count in rows
+        partial(grouped_call, shape=shape, counts=_spread(count, shape.slots), side=side) for count in rows
     ]
-    others = [tile for tile in _others(choice, grid) if adds_alike(tile, choice, like.format, like.in_dim)]
+    others = [
+        tile
+        for tile in _others(choice, grid)
+        if adds_alike(tile, choice, like.format, like.in_dim, has_gate=has_gate)
+    ]
     return Tuned(kernel, shape_of(like), choice, others, workloads)
+
+
+def _spread(rows: float, slots: int) -> list[int]:
+    """Return the rows of each slot; with less than one on average, one row for a share of the slots."""
+    return [int(rows)] * slots if rows >= 1 else [int(slot < rows * slots) for slot in range(slots)]
 
 
 def _others(choice: Any, grid: Grid) -> list[Any]:

@@ -119,6 +119,13 @@ def widen(stored: dict[str, Tensor], kind: str, block: int, rows: int) -> Tensor
     return values * stored["row_scales"].double()[..., None] if "row_scales" in stored else values
 
 
+def placed(form: Any, codes: Tensor, **parts: Tensor) -> Any:
+    """Return weights in a checkpoint's order as a store has them."""
+    from moe.gpu.formats import PlacedWeights, ordered  # noqa: PLC0415 - in the interpreter
+
+    return PlacedWeights.of(ordered({"": codes, **parts}, form), form)
+
+
 def gated(x_PN: Tensor, gate: str) -> Tensor:
     """Apply a gate as its paper defines it."""
     if gate == "none":
@@ -161,11 +168,11 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `grouped_linear`."""
-        from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
+        from moe.gpu.formats import PLAIN, DeviceFormat  # noqa: PLC0415 - in the interpreter
 
         form = PLAIN if self.weights.form is None else DeviceFormat(*self.weights.form)
         return {
-            "weights": PlacedWeights(format=form, **self.weights.stored),
+            "weights": placed(form, **self.weights.stored),
             "slot_offsets": self.offsets,
             "places_S": self.places,
             "gate": self.case.gate,

@@ -155,6 +155,7 @@ TILES = {
     "paged_decode": decode.DecodeTile(),
     "latent_decode": mla.LatentTile(),
     "paged_prefill": prefill.PrefillTile(),
+    "grouped_few": DECODE_TILE,
     "grouped_decode": DECODE_TILE,
     "grouped_32": DECODE_TILE,
     "grouped_64": DECODE_TILE,

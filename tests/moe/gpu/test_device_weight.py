@@ -24,12 +24,12 @@ class Found(NamedTuple):
     control: float  # deviation of products with another scale
 
 
-def quantised_weight(form: str) -> QuantisedWeight:
+def quantised_weight(form: str, in_dim: int = IN_DIM) -> QuantisedWeight:
     """Draw a weight in a format of the grouped product's cases, with scales for each row, as loaded."""
-    case = Case([1], OUT_DIM, IN_DIM, weights=form)
+    case = Case([1], OUT_DIM, in_dim, weights=form)
     stored = {name: part[0] for name, part in make_weights(1, OUT_DIM, case).stored.items()}
     stored["scales"] = stored["scales"].repeat_interleave(FORMS[form].rows, 0)[:OUT_DIM].contiguous()
-    return QuantisedWeight(kind=FORMS[form].kind, block=FORMS[form].block or IN_DIM, **stored)
+    return QuantisedWeight(kind=FORMS[form].kind, block=FORMS[form].block or in_dim, **stored)
 
 
 def multiply(form: str) -> Found:
@@ -83,7 +83,7 @@ def bytes_held(form: str) -> tuple[int, int]:
     """Return the bytes of a weight on the device, and of its tensors as read."""
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
-    weight, device = quantised_weight(form), torch.device("cpu")
+    weight, device = quantised_weight(form, 256), torch.device("cpu")  # whole tiles: scales are not filled up
     held = DeviceWeight(weight, OneGroup(device, is_invariant=False), torch.float32, device).held
     parts = (held.codes, held.scales, held.row_scales, held.zeros)
     return sum(part.nbytes for part in parts if part is not None), sum(

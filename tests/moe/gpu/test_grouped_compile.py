@@ -11,7 +11,7 @@ from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu import tiles
 from moe.gpu.formats import PLAIN, DeviceFormat, codes_per_word
 from moe.gpu.grouped_kernel import GATES, grouped_rows
-from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel
+from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel, waits_in_loops
 
 TYPES = {"x": "*bf16", "codes": "*bf16", "places": "*i32", "offsets": "*i64", "out": "*bf16"}
 ABSENT = ("scales", "row_scales", "zeros", "biases", "rows")
@@ -166,7 +166,23 @@ def test_decoding_takes_few_instructions_and_reads_16_bytes_at_a_time() -> None:
     """Decode steps of 4-bit weights are limited by instructions: see `moe.gpu.formats`."""
     shape = SHAPES["gpt_oss_down"]
     ptx = compile_kernel(kernel_of(shape, tile_for(shape, "grouped_decode", 90))).ptx
-    assert re.findall(r"cp\.async\.ca", ptx) == []
+    # Scales are copied by 4 bytes, rows and codes by 16.
+    assert set(re.findall(r"cp\.async\.ca\S* \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) <= {"0x4"}
     assert len(re.findall(r"cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], 0x10", ptx)) > 0
     assert len(re.findall(r"mul\S*\.bf16x2", ptx)) == 32  # two values at a time; a scale lifts them, too
     assert "cvt.rn.bf16x2" not in ptx.partition("wgmma.fence")[0]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_up", "nvfp4_up", "int4_up"])
+def test_no_tile_of_4_bits_waits_for_a_load_or_a_product(name: str) -> None:
+    """Copies fetch rows, codes and scales. The product reads the copied rows, and ends during the next tile."""
+    text = compile_kernel(kernel_of(SHAPES[name], tile_for(SHAPES[name], "grouped_decode", 90))).ttgir
+    loops = [
+        loop for loop in re.findall(r"scf\.for .*?scf\.yield", text, re.DOTALL) if "warp_group_dot" in loop
+    ]
+    assert len(loops) == 1
+    assert "tt.load" not in loops[0]
+    assert "ttg.local_alloc" not in loops[0]
+    waits = [int(count) for count in re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", loops[0])]
+    assert waits and min(waits) > 0
+    assert min(waits_in_loops(text)) > 0

@@ -83,14 +83,15 @@ def test_bytes_count_weights_and_biases() -> None:
 
 @pytest.mark.parametrize(
     ("rows_per_slot", "rows", "kernel"),
-    [(0, 16, "grouped_decode"), (11, 16, "grouped_decode"), (12, 32, "grouped_32"), (27, 32, "grouped_32"),
+    [(0, 16, "grouped_few"), (0.4, 16, "grouped_few"), (0.5, 16, "grouped_decode"), (11, 16, "grouped_decode"),
+     (12, 32, "grouped_32"), (27, 32, "grouped_32"),
      (28, 64, "grouped_64"), (63, 64, "grouped_64"), (64, 128, "grouped_prefill"), (4096, 128, "grouped_prefill")],
 )  # fmt: skip
 def test_a_tile_has_more_rows_than_an_expert_has_on_average(
-    rows_per_slot: int, rows: int, kernel: str
+    rows_per_slot: float, rows: int, kernel: str
 ) -> None:
-    assert range_of(rows_per_slot * 128, 128).kernel == kernel
-    assert choose_tile(rows_per_slot * 128, 128).rows == rows
+    assert range_of(int(rows_per_slot * 128), 128).kernel == kernel
+    assert choose_tile(int(rows_per_slot * 128), 128).rows == rows
 
 
 def test_eight_ranks_of_32_tokens_take_the_tile_for_few_rows() -> None:
@@ -169,6 +170,20 @@ def test_a_table_may_not_change_the_order_of_sums(form: DeviceFormat, changed: d
     assert check_steps("float32 N64 K256", fallback._replace(rows=32), fallback, form, 256).rows == 32
     with pytest.raises(ValueError, match=r"tiles\.json: a grouped product of float32 N64 K256 has inner"):
         check_steps("float32 N64 K256", fallback._replace(**changed), fallback, form, 256)
+
+
+def test_a_gate_halves_the_columns_of_the_smallest_tile_of_4_bits() -> None:
+    """One product has the lines of the gate and of up, so 32 columns are the 64 lines of one instruction."""
+    form, whole = DeviceFormat("e2m1", "e8m0", 32), tiles.QUANTISED_DECODE_TILE
+    half = whole._replace(columns=32)
+    assert check_steps("e2m1 N64 K256", half, whole, form, 256, has_gate=True) == half
+    for wrong, other, has_gate in (
+        (half, form, False),
+        (half._replace(columns=16), form, True),
+        (half, FP8_BLOCKS, True),
+    ):
+        with pytest.raises(ValueError, match="columns in multiples of"):
+            check_steps("e2m1 N64 K256", wrong, whole, other, 256, has_gate=has_gate)
 
 
 @pytest.mark.parametrize(
