@@ -174,7 +174,7 @@ class Runner:
         ended: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         until_s = perf_counter() + SETTLE_S
         ended.record()
-        while not ended.query() and perf_counter() < until_s:  # type: ignore[no-untyped-call]
+        while not ended.query() and perf_counter() < until_s:
             sleep(1e-3)
 
     def rest(self) -> None:
