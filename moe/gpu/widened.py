@@ -5,8 +5,8 @@ H200 it does 290 TFLOP/s with MXFP4, and plain weights do twice as much. Here on
 slots with rows into a workspace, and the product of plain weights reads them.
 
 A row keeps its bits. The decoded values are those that the grouped product multiplies, and each instruction of the tensor cores
-adds the same inputs in the same order: weights are stored, and rows are copied, in the order in which words are decoded
-(`moe.gpu.formats.in_order_of_words`). So only formats whose scales multiply the values themselves are decoded (scales for 16, 32 or
+adds the same inputs in the same order. Weights of 4 bits are decoded to the order of the rows' inputs. Those of 8-bit words
+are stored, and their rows are copied, in the order of `moe.gpu.formats_kernel.in_order_of_words`. Only formats whose scales multiply the values themselves are decoded (scales for 16, 32 or
 64 inputs). Other scales multiply sums inside the grouped product.
 
 The workspace is bounded, so slots may take several passes. Steps that a CUDA graph may hold do not use it.
@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe.gpu.formats import PlacedWeights, codes_per_word
+from moe.gpu.formats import FOUR_BIT_WORD, PlacedWeights, codes_per_word
 from moe.gpu.grouped import grouped_linear, kernel_views
 from moe.gpu.grouped_kernel import GATES
 from moe.gpu.limits import TILE_INPUTS
@@ -198,7 +198,7 @@ def _in_order(x_TK: Tensor, weights: PlacedWeights, offsets: Tensor | None, num_
     """
     T, K = x_TK.shape
     word = codes_per_word(weights.format, K)
-    if word == 1 or not T:
+    if word in (1, FOUR_BIT_WORD) or not T:  # codes of 4 bits are in the order of the rows' inputs
         return x_TK
     out = torch.empty_like(x_TK)
     order_rows[(triton.cdiv(T, _ROWS) * triton.cdiv(K, TILE_INPUTS),)](

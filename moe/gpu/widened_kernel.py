@@ -7,7 +7,14 @@ Legend: N out features (columns), K in features, R rows.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats import in_order_of_words, lifted_sum, load_scales, load_tile, scale_lifts
+from moe.gpu.formats_kernel import (
+    blocks_per_line,
+    in_order_of_words,
+    lifted_sum,
+    load_scales,
+    load_tile,
+    scale_lifts,
+)
 
 
 @triton.jit
@@ -35,7 +42,7 @@ def _widen_tile(
 ):  # fmt: skip
     """Store [columns, INNER] of a place's weight, decoded as the grouped product decodes it."""
     DTYPE: tl.constexpr = out.dtype.element_ty
-    BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = blocks_per_line(K, BLOCK)
     LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)
     codes += place * (
         HEIGHT * (K // WORD if WORD > 1 else (K // 2 if (KIND == "e2m1" or KIND == "int4") else K))
