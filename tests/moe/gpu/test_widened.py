@@ -82,7 +82,7 @@ def test_decoding_before_the_product_keeps_the_bits_in_every_format(
 
 
 def decode(weights: str) -> tuple[Tensor, Tensor, bool]:
-    """Return decoded weights of two slots, what they stand for in the order of the rows, and whether the slot without rows was left."""
+    """Return decoded weights of two slots, the exact ones in the order of the rows, and if a slot without rows kept its memory."""
     from moe.gpu.widened import _in_order, widen  # noqa: PLC0415 - in the interpreter
 
     problem = Problem(Case([2, 0, 3], 72, 160, weights=weights))
