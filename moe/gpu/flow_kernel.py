@@ -37,8 +37,10 @@ def _load_rows(x, x_tiles, source, is_pair, first, begin, K: tl.constexpr, INNER
 
 
 @triton.jit
-def _with_bias(total, biases, column, N: tl.constexpr):
-    """Add a weight's biases of some columns."""
+def _finished(total, row_scales, biases, column, N: tl.constexpr):
+    """Multiply sums with the scales of the weight's rows, and add biases."""
+    if row_scales is not None:
+        total *= tl.load(row_scales + column, mask=column < N, other=0.0)[None, :]
     if biases is not None:
         total += tl.load(biases + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
     return total
@@ -52,7 +54,7 @@ def _store(out, value, pair, end, column, N: tl.constexpr):
 
 @triton.jit
 def flow_rows(
-    x, x_tiles, rows, w_tiles, biases, places, offsets, out,
+    x, x_tiles, rows, w_tiles, row_scales, biases, places, offsets, out,
     S: tl.constexpr, S_PAD: tl.constexpr, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
@@ -65,6 +67,7 @@ def flow_rows(
     """
     SIDES: tl.constexpr = 2 if GATE > 0 else 1
     HALF: tl.constexpr = COLUMNS if GATE > 0 else COLUMNS // 2
+    HEIGHT: tl.constexpr = N * SIDES
     COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     end_tile = end_tiles(offsets, S, S_PAD, ROWS)
     num_tiles = tl.max(end_tile, axis=0)
@@ -85,11 +88,13 @@ def flow_rows(
             total = tl.dot(x_RK, w_NK.T, total, input_precision="ieee")
         left, right = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, HALF]), [0, 2, 1]))
         column = column_tile * COLUMNS + tl.arange(0, HALF)
-        bias = biases + place.to(tl.int64) * (N * SIDES) if biases is not None else None
+        line = place.to(tl.int64) * (N * SIDES)
+        scale = row_scales + line if row_scales is not None else None
+        bias = biases + line if biases is not None else None
         if GATE > 0:
-            left = _with_bias(left, bias, column, N)
-            right = _with_bias(right, bias + N if bias is not None else None, column, N)
+            left = _finished(left, scale, bias, column, N)
+            right = _finished(right, scale, bias, column + N, HEIGHT)
             _store(out, gated(left, right, GATE), pair, end, column, N)
         else:
-            _store(out, _with_bias(left, bias, column, N), pair, end, column, N)
-            _store(out, _with_bias(right, bias, column + HALF, N), pair, end, column + HALF, N)
+            _store(out, _finished(left, scale, bias, column, N), pair, end, column, N)
+            _store(out, _finished(right, scale, bias, column + HALF, N), pair, end, column + HALF, N)

@@ -125,7 +125,7 @@ def _launch_flow(
     if rows_P is None and len(x_TK) and x_TK.data_ptr() % DESCRIBED_BYTES == 0:
         x_tiles = TensorDescriptor(x_TK, [len(x_TK), K], [K, 1], [tile.rows, tile.inner])
     flow_rows[(programs,)](
-        None if x_tiles else x_TK, x_tiles, rows_P, w_tiles, biases_WN, places_S, slot_offsets, out, S=S,
+        None if x_tiles else x_TK, x_tiles, rows_P, w_tiles, weights.row_scales, biases_WN, places_S, slot_offsets, out, S=S,
         S_PAD=triton.next_power_of_2(S), N=N, K=K, ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner,
         GROUP=tile.group, GATE=GATES[gate], num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

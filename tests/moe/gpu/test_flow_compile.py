@@ -25,6 +25,7 @@ class Shape(NamedTuple):
     gate: str
     has_map: bool
     has_bias: bool = False
+    has_scales: bool = False
 
 
 SHAPES = {
@@ -34,6 +35,8 @@ SHAPES = {
     "gpt_oss_down": Shape(32, 2880, 2880, "none", has_map=False, has_bias=True),
     "deepseek_up": Shape(16, 2048, 7168, "silu", has_map=False),
     "deepseek_down": Shape(16, 7168, 2048, "none", has_map=False),
+    "deepseek_nvfp4_up": Shape(16, 2048, 7168, "silu", has_map=True, has_scales=True),
+    "deepseek_nvfp4_down": Shape(16, 7168, 2048, "none", has_map=False, has_scales=True),
     "gelu": Shape(8, 4096, 1024, "gelu", has_map=True),
 }
 FAST = ("qwen3_up", "qwen3_down")
@@ -47,16 +50,17 @@ def tile_for(shape: Shape) -> FlowTile:
 
 def kernel_of(shape: Shape) -> Kernel:
     """Return a launch of `grouped_linear`."""
-    slots, N, K, gate, has_map, has_bias = shape
+    slots, N, K, gate, has_map, has_bias, has_scales = shape
     tile, sides = tile_for(shape), 1 if gate == "none" else 2
     types = {
         "places": "*i32", "offsets": "*i64", "out": "*bf16",
         "w_tiles": f"tensordesc<bf16[{sides}, {tile.columns}, {tile.inner}]>",
         **({"x": "*bf16", "rows": "*i64"} if has_map else {"x_tiles": f"tensordesc<bf16[{tile.rows}, {tile.inner}]>"}),
         **({"biases": "*bf16"} if has_bias else {}),
+        **({"row_scales": "*fp32"} if has_scales else {}),
     }  # fmt: skip
     constants = {
-        **{name: None for name in ("x", "x_tiles", "rows", "biases") if name not in types}, "S": slots,
+        **{name: None for name in ("x", "x_tiles", "rows", "row_scales", "biases") if name not in types}, "S": slots,
         "S_PAD": 1 << (slots - 1).bit_length(), "N": N, "K": K, "ROWS": tile.rows, "COLUMNS": tile.columns,
         "INNER": tile.inner, "GROUP": tile.group, "GATE": GATES[gate],
     }  # fmt: skip
