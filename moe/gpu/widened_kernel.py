@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Kernels that decode weights into memory and put rows in the same order of inputs, launched by `moe.gpu.widened`.
+"""Kernels that decode weights into memory, and put rows in the same order of inputs if it differs; see `moe.gpu.widened`.
 
 Legend: N out features (columns), K in features, R rows.
 """
@@ -40,7 +40,7 @@ def _widen_tile(
     codes, scales, zeros, place, out, column, begin, HEIGHT: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr,
     KIND: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, SCALE_ROWS: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Store [columns, INNER] of a place's weight, decoded as the grouped product decodes it."""
+    """Store [columns, INNER] of a place's weight as the grouped product multiplies it: decoded and scaled."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     BLOCKS: tl.constexpr = blocks_per_line(K, BLOCK)
     LIFTS: tl.constexpr = scale_lifts(KIND, SCALE, BLOCK, INNER, K, WORD, DTYPE)

@@ -16,7 +16,7 @@ def test_readers_begin_anywhere_and_chunks_are_dropped_when_the_slowest_has_read
             return {"type": "http.disconnect"}
 
         async def read(place: int) -> bytes:
-            return b"".join([chunk async for chunk in stream.follow(asyncio.Event().wait, place)])  # type: ignore[arg-type]
+            return b"".join([chunk async for chunk in stream.follow(asyncio.Event().wait, place)])
 
         stream.add(b"a", b"b")
         reading = [asyncio.create_task(read(place)) for place in (0, 1, 9)]
