@@ -241,7 +241,7 @@ def choose_tile(rows_per_slot: int, weights: PlacedWeights, gate: str = "none") 
 
 @functools.cache
 def _has_flow(device: torch.device) -> bool:
-    """Return whether a device has the kernel for many rows: Hopper, whose shared memory and registers it needs."""
+    """Return whether a device has the kernel for many rows. It needs the shared memory and registers of Hopper."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 

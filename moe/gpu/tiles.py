@@ -6,7 +6,7 @@ inner dimension in the same order, with the same instruction of an architecture 
 for any number of rows; with a gate, 4-bit weights have two lines of a column in one product). If a scale multiplies the product of a tile's
 inputs, those tiles also have the same inner size.
 
-Plain weights with many rows have a kernel of their own on Hopper (`moe.gpu.flow_kernel`), which gives the same bits.
+On Hopper, plain weights with many rows use another kernel (`moe.gpu.flow_kernel`) with the same bits.
 
 The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_few", "grouped_decode", "grouped_32",
 "grouped_64", "grouped_prefill", and "grouped_flow" on Hopper). Its shapes have a weight's sides, so a layer's two products

@@ -1,4 +1,4 @@
-"""A checkpoint without files whose weights are quantised: codes drawn by name, with scales that fit them.
+"""A checkpoint without files, with quantised weights: codes are drawn by name, and scales fit them.
 
 For measuring gpt-oss in MXFP4 and DeepSeek-V3 in FP8 without their files. Weights have the spread of `random_checkpoint`, under
 the names that those models publish: `W_blocks` and `W_scales` of experts for MXFP4, `W` and `W_scale_inv` for FP8 in blocks.

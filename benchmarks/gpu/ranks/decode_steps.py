@@ -5,8 +5,8 @@ row chose) over the copy's bandwidth. `of_floor` is that floor over the device's
 same without a graph. `step ms` is the time from one step's tokens to the next one's in the engine's own loop, which overlaps
 steps on a GPU: planning, filling, copying, the forward, sampling, commit, hand-out. `gap` is the share of it in which the device
 does not run the forward. `alone ms` is a step without overlap: filling, copying, the forward, sampling, tokens to the host.
-Contexts have the given length and hold random keys and values: nothing was prefilled. The last row has streams beside prompts that
-arrive five times a second: the time to each prompt's first token, and the streams' time between tokens.
+Contexts have the given length and hold random keys and values: nothing was prefilled. In the last row, streams decode while
+five prompts arrive per second. It has the time to each prompt's first token, and the streams' time between tokens.
 """
 
 import statistics
@@ -84,7 +84,7 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
 
 
 def _arrivals(setting: Setting, name: str, loop: EngineLoop, context: int) -> Row:
-    """Measure prompts that arrive beside streams, without HTTP."""
+    """Measure streams and arriving prompts, without HTTP."""
     streams, prompt, count, every_s = (1, 5, 2, 0.0) if setting.is_tiny else (8, 128, 20, 0.2)
     ttft_s, itl_s = loop.arrivals_s(streams, context, prompt, count, every_s)
     p50_s, p99_s = statistics.median(itl_s), statistics.quantiles(itl_s, n=100)[98]

@@ -119,7 +119,7 @@ _STEP_BYTES = 6 * _GIB  # for steps and graphs
 
 
 def timed_models(setting: Setting) -> tuple[str, ...]:
-    """Return the names of the models that are timed. Quantised ones stand for the same models if shapes are tiny."""
+    """Return the names of the timed models. With tiny shapes, quantised models replace the same plain ones."""
     return ("qwen3", *QUANTISED) if setting.is_tiny else (*MODELS, *QUANTISED)
 
 
