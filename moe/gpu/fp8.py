@@ -259,9 +259,11 @@ def why_no_flow(weights: PlacedWeights, *, is_gated: bool) -> str | None:
     N = codes.shape[1] // (2 if is_gated else 1)
     if K % _DESCRIBED_BYTES or codes.data_ptr() % _DESCRIBED_BYTES:
         return f"have {K} inputs, which do not begin at multiples of {_DESCRIBED_BYTES} bytes"
-    if form.block < K and (form.rows != STEP_INPUTS or (is_gated and N % STEP_INPUTS)):
+    has_blocks = form.block < K
+    if form.rows != (STEP_INPUTS if has_blocks else 1) or (has_blocks and is_gated and N % STEP_INPUTS):
         return (
-            f"have {N} outputs with a scale for {form.rows}; the kernel needs whole blocks of {STEP_INPUTS}"
+            f"have {N} outputs with a scale for {form.rows} and {form.block} inputs; the kernel needs whole blocks of "
+            f"{STEP_INPUTS}, or a scale for each output and all inputs"
         )
     return None
 

@@ -241,7 +241,8 @@ def test_what_the_kernel_cannot_multiply_is_refused(interpreter: RankPool) -> No
     assert "e4m3 weights with e8m0 scales for 128 inputs" in found[3]
     assert "the weights have 200 inputs, which do not begin at multiples of 16 bytes" in found[4]
     assert (
-        "the weights have 64 outputs with a scale for 128; the kernel needs whole blocks of 128" in found[5]
+        "the weights have 64 outputs with a scale for 128 and 128 inputs; the kernel needs whole blocks of 128"
+        in found[5]
     )
 
 
