@@ -235,9 +235,10 @@ class DeviceExperts:
         if isinstance(weight, Tensor):
             weight = arranged(weight.to(self._dtype), gate)
         else:
-            # On the device, which orders codes faster.
+            # On the device, which orders codes faster. Examples stay on meta.
             in_order: dict[str, Any] = {
-                part: arranged(tensor, gate).to(self._device) for part, tensor in weight.tensors().items()
+                part: arranged(tensor if tensor.is_meta else tensor.to(self._device), gate)
+                for part, tensor in weight.tensors().items()
             }
             weight = replace(weight, **in_order)
         form = form or format_of(weight, fp8_rows=self._fp8_rows)
