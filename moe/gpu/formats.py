@@ -188,7 +188,12 @@ def _by_groups(codes: Tensor) -> Tensor:
     A group has four words. Input 8 * p + 2 * l + h of the group is at place p + 4 * h of word l.
     """
     # A byte (p, l) of a checkpoint has h = 0 in its lower half.
-    bytes_GNLP = codes.reshape(*codes.shape[:-1], -1, 4, 4).transpose(-3, -4).transpose(-1, -2).contiguous()
+    bytes_GNLP = (
+        codes.reshape(*codes.shape[:-1], codes.shape[-1] // 16, 4, 4)
+        .transpose(-3, -4)
+        .transpose(-1, -2)
+        .contiguous()
+    )
     both = torch.stack((bytes_GNLP & 0xF, bytes_GNLP >> 4), -2)  # [..., l, h, p]
     return (both[..., ::2] | both[..., 1::2] << 4).view(codes.shape)
 
@@ -212,7 +217,7 @@ def _by_tiles(part: Tensor, form: DeviceFormat) -> Tensor:
     size = TILE_INPUTS // form.block
     part = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
     filled = torch.nn.functional.pad(part, (0, -part.shape[-1] % size))
-    tiled = filled.reshape(*filled.shape[:-1], -1, size).transpose(-2, -3).contiguous()
+    tiled = filled.reshape(*filled.shape[:-1], filled.shape[-1] // size, size).transpose(-2, -3).contiguous()
     return tiled.view(torch.float8_e4m3fn) if form.scale == "e4m3" else tiled
 
 
