@@ -85,7 +85,7 @@ def steps(setting: Setting, bench: Bench, name: str) -> Iterator[Row]:
 
 def _arrivals(setting: Setting, name: str, loop: EngineLoop, context: int) -> Row:
     """Measure streams and arriving prompts, without HTTP."""
-    streams, prompt, count, every_s = (1, 5, 2, 0.0) if setting.is_tiny else (8, 128, 20, 0.2)
+    streams, prompt, count, every_s = (1, 5, 16, 0.0) if setting.is_tiny else (8, 128, 20, 0.2)
     ttft_s, itl_s = loop.arrivals_s(streams, context, prompt, count, every_s)
     p50_s, p99_s = statistics.median(itl_s), statistics.quantiles(itl_s, n=100)[98]
     return Row(
