@@ -77,7 +77,9 @@ def run(net: PreTrainedModel, sequences: list[list[int]], taken: list[Tensor]) -
 
 def load(directory: Path) -> PreTrainedModel:
     """Load a model in float32. Its experts are computed with `torch.nn.functional.linear`."""
-    net: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    net: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     net.set_experts_implementation("eager")
     return net
 
