@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moe.gpu.formats import PLAIN, PlacedWeights, format_of, parts_of
 from moe.gpu.fp8 import multiply_rows
-from moe.gpu.library_products import LibraryProducts, Shape
+from moe.gpu.library_products import LibraryProducts, ProductShape
 from moe.gpu.linear_rows import multiply_rows_alike
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
@@ -47,7 +47,9 @@ class OneGroup:
         """Find which of the library's products plain weights may use, with biases and without."""
         whole = [each for each in self.weights if each.held.format == PLAIN and not each.is_part]
         shapes = {
-            Shape(each.shape[0], each.shape[1], each.dtype, bias) for each in whole for bias in (False, True)
+            ProductShape(each.shape[0], each.shape[1], each.dtype, bias)
+            for each in whole
+            for bias in (False, True)
         }
         self.products.try_out(shapes, self._device)
         self.weights.clear()

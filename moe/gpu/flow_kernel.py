@@ -61,7 +61,8 @@ def flow_rows(
     """Program (tiles of rows and columns, in turn).
 
     Args:
-        x_tiles: Descriptor of the rows, in blocks of [ROWS, INNER]; None: `x` points to them, and `rows` may map them.
+        x_tiles: Descriptor of the rows, in blocks of [ROWS, INNER]. Without it, `x` points to
+            the rows, and `rows` may map them.
         w_tiles: Descriptor of [W * SIDES, N, K], in blocks of [SIDES, COLUMNS, INNER]. SIDES is 2 with a gate (the gate's
             weight, then up's), otherwise 1.
     """

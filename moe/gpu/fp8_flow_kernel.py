@@ -77,7 +77,8 @@ def flow_fp8_rows(
     """Program (tiles of rows and columns, in turn). With a gate, weights have 2 * N rows: N of the gate, then N of up.
 
     Args:
-        x_tiles: Descriptor of the rows, in blocks of [ROWS, STEP]; None: `x` points to them, and `rows` may map them.
+        x_tiles: Descriptor of the rows, in blocks of [ROWS, STEP]. Without it, `x` points to
+            the rows, and `rows` may map them.
         w_tiles: Descriptor of all weights' rows, in blocks of [COLUMNS, STEP].
         scales: With `IN_BLOCKS` for blocks of STEP x STEP, and no tile of columns crosses a block; otherwise for rows.
     """

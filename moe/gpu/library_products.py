@@ -24,7 +24,7 @@ _DENSE = 1024  # up to here all multiples are tried, beyond it doubled sizes
 _MOST_BYTES = 256 << 20  # of a trial's results
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Shape of products, apart from the number of rows."""
 
     N: int
@@ -44,9 +44,9 @@ class LibraryProducts:
             sizes.add(size)
             size *= 2
         self._sizes = sorted(sizes)
-        self._alike: dict[Shape, list[int]] = {}
+        self._alike: dict[ProductShape, list[int]] = {}
 
-    def try_out(self, shapes: Iterable[Shape], device: torch.device) -> None:
+    def try_out(self, shapes: Iterable[ProductShape], device: torch.device) -> None:
         """Find the numbers of rows for shapes. If memory is short, a shape is multiplied by our kernel."""
         for shape in shapes:
             if shape.dtype.itemsize == 2 and shape.K % 2 == 0 and device.type == "cuda":
@@ -60,7 +60,7 @@ class LibraryProducts:
     def multiply(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """Return x @ weight.T + bias, [T, N]; all contiguous. A row's bits do not depend on the other rows."""
         (T, K), N = x_TK.shape, len(weight_NK)
-        alike = self._alike.get(Shape(N, K, weight_NK.dtype, bias_N is not None))
+        alike = self._alike.get(ProductShape(N, K, weight_NK.dtype, bias_N is not None))
         if not alike:
             return multiply_rows_alike(x_TK, weight_NK, bias_N)
         out, at = x_TK.new_empty(T, N), 0
@@ -71,7 +71,7 @@ class LibraryProducts:
             multiply_rows_alike(x_TK[at:], weight_NK, bias_N, out=out[at:])
         return out
 
-    def _try(self, shape: Shape, device: torch.device) -> list[int]:
+    def _try(self, shape: ProductShape, device: torch.device) -> list[int]:
         sizes = [size for size in self._sizes if size * shape.N * shape.dtype.itemsize <= _MOST_BYTES]
         x_TK, weight_NK = _cancelling(shape, sizes[-1], device)
         want = multiply_rows_alike(x_TK, weight_NK)
@@ -110,7 +110,7 @@ def _multiply(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out: Tenso
         torch.addmm(bias_N, x_TK, weight_NK.t(), out=out)
 
 
-def _cancelling(shape: Shape, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cancelling(shape: ProductShape, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Draw rows and a weight. Their exact product is zero; its terms are not."""
     generator = torch.Generator(device).manual_seed(0)
     half = shape.K // 2

@@ -34,7 +34,7 @@ class LinearTile(NamedTuple):
     group: int = 8  # tiles of rows that share a tile of columns
 
 
-class Range(NamedTuple):
+class LinearRange(NamedTuple):
     """Tiles for launches of up to a number of rows, those with most columns first."""
 
     kernel: str  # name in the table
@@ -44,17 +44,17 @@ class Range(NamedTuple):
 
 LEAST_PROGRAMS = 90  # fewer do not read a weight at a GPU's full speed
 RANGES = (
-    Range(
+    LinearRange(
         "linear_16", 16,
         (LinearTile(16, 64, 128, 4, 4), LinearTile(16, 32, 128, 4, 5), LinearTile(16, 16, 256, 4, 4)),
     ),
-    Range(
+    LinearRange(
         "linear_32", 32,
         (LinearTile(32, 64, 128, 4, 4), LinearTile(32, 32, 128, 4, 5), LinearTile(32, 16, 256, 4, 4)),
     ),
-    Range("linear_64", 64, (LinearTile(64, 64, 64, 4, 5), LinearTile(64, 32, 128, 4, 4))),
-    Range("linear_128", 128, (LinearTile(128, 64, 64, 4, 4),)),
-    Range("linear_many", float("inf"), (LinearTile(128, 128, 64, 8, 4),)),
+    LinearRange("linear_64", 64, (LinearTile(64, 64, 64, 4, 5), LinearTile(64, 32, 128, 4, 4))),
+    LinearRange("linear_128", 128, (LinearTile(128, 64, 64, 4, 4),)),
+    LinearRange("linear_many", float("inf"), (LinearTile(128, 128, 64, 8, 4),)),
 )  # fmt: skip
 TILES = tuple(tile for each in RANGES for tile in each.tiles)
 # Architectures with one order of additions in instructions for 16, 32 and 64 columns.

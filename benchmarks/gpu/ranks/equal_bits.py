@@ -38,7 +38,7 @@ class _Load(NamedTuple):
 _LOAD, _TINY_LOAD = _Load(24, 700, 48, 256), _Load(2, 20, 3, 16)
 
 
-class Answer(NamedTuple):
+class _Answer(NamedTuple):
     """A request's tokens, their logprobs, and the prompt tokens found in the prefix cache and the drafts tried."""
 
     tokens: list[int]
@@ -107,7 +107,7 @@ def _requests(vocabulary: int, load: _Load) -> list[Request]:
     ]  # fmt: skip
 
 
-def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[Answer]:
+def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[_Answer]:
     """Run requests together. Return their answers in order."""
     outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
 
@@ -121,7 +121,7 @@ def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[Answer]:
 
     loop.run(submit, on_step)
     return [
-        Answer(
+        _Answer(
             [token for output in each for token in output.token_ids],
             [logprobs.logprob for output in each for logprobs in output.logprobs],
             sum(output.num_cached_tokens for output in each),
@@ -132,7 +132,7 @@ def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[Answer]:
 
 
 def _row(
-    setting: Setting, name: str, alone: Sequence[Answer], found: Sequence[Answer], loop: EngineLoop
+    setting: Setting, name: str, alone: Sequence[_Answer], found: Sequence[_Answer], loop: EngineLoop
 ) -> Row:
     same_tokens = sum(one.tokens == other.tokens for one, other in zip(alone, found, strict=True))
     same_bits = sum(one[:2] == other[:2] for one, other in zip(alone, found, strict=True))

@@ -27,7 +27,7 @@ def find_those_of_our_order() -> tuple[list[int], list[int], float]:
             out += 0.0 if bias is None else bias
 
     products = module.LibraryProducts(SIZES[:4], 128)
-    shapes = [module.Shape(N, K, torch.float32, has_bias) for has_bias in (False, True)]
+    shapes = [module.ProductShape(N, K, torch.float32, has_bias) for has_bias in (False, True)]
     with patch.object(module, "_multiply", multiply):
         without, with_bias = (products._try(shape, torch.device("cpu")) for shape in shapes)
     x, weight = module._cancelling(shapes[0], 64, torch.device("cpu"))
@@ -58,7 +58,7 @@ def cut() -> list[tuple[list[int], bool]]:
     products = module.LibraryProducts((), 0)
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(N, K, generator=generator), torch.randn(N, generator=generator)
-    products._alike[module.Shape(N, K, torch.float32, True)] = [8, 64, 128]
+    products._alike[module.ProductShape(N, K, torch.float32, True)] = [8, 64, 128]
     found = []
     for rows in (8, 7, 64, 200, 330):
         x = torch.randn(rows, K, generator=generator)
@@ -78,12 +78,12 @@ def test_rows_are_cut_into_the_sizes_that_have_our_bits(interpreter: RankPool) -
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(5120, 2048), (2048, 4096), (128, 2048), (2880, 4096)])
 def test_rows_have_the_same_bits_on_a_gpu_whatever_multiplies_them(shape: tuple[int, int]) -> None:
-    from moe.gpu.library_products import LibraryProducts, Shape  # noqa: PLC0415
+    from moe.gpu.library_products import LibraryProducts, ProductShape  # noqa: PLC0415
     from moe.gpu.linear_rows import multiply_rows_alike  # noqa: PLC0415
 
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     products = LibraryProducts((1, 2, 4, 8, 32, 256), 2048)
-    products.try_out([Shape(*shape, dtype, False)], device)
+    products.try_out([ProductShape(*shape, dtype, False)], device)
     x, weight = torch.randn(1500, shape[1]).to(device, dtype), torch.randn(shape).to(device, dtype)
     whole = multiply_rows_alike(x, weight)
     for rows in (1, 2, 3, 8, 32, 200, 256, 1024, 1500):
