@@ -8,7 +8,6 @@ prompts' own tokens. A model compared with itself has a KL divergence of 0 and a
 Run: `python -m benchmarks.weights.fp8_rows PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.weights.quantisation import deviation, prompts_of
-from server.serve.preflight.model import resolve_model
+from benchmarks.card import print_tail, save_result
+from benchmarks.weights.quantisation import deviation, read_sample
 
 BLOCK, LARGEST = 128, 448.0
 KEPT = ("lm_head", "gate", "embed_tokens", "router")  # modules that FP8 checkpoints keep in bfloat16
@@ -110,22 +108,9 @@ def perplexity(taken: list[Tensor]) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per form and one JSON line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights.fp8_rows", description=__doc__.split("\n")[0]
+    directory, sequences, options, card = read_sample(
+        "fp8_rows", __doc__.split("\n")[0], arguments, least_tokens=2
     )
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--prompts", type=int, default=100, help="prompts per file")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens read per prompt")
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args(arguments)
-    card = environment_card()
-    print_card(card)
-    directory = Path(resolve_model(options.model))
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    prompts = prompts_of(options.files, options.prompts)
-    sequences = [tokenizer(prompt)["input_ids"][: options.tokens] for prompt in prompts]
-    sequences = [sequence for sequence in sequences if len(sequence) > 1]
     results: dict[str, Any] = {
         "environment": card, "model": options.model, "files": [file.name for file in options.files],
         "prompts": len(sequences), "tokens": options.tokens, **measure(directory, sequences),

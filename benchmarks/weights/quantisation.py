@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,11 +71,18 @@ def deviation(exact: Iterable[Tensor], found: Iterable[Tensor]) -> dict[str, flo
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print a line per form and one JSON line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weights.quantisation", description=__doc__.split("\n")[0]
-    )
+class Sample(NamedTuple):
+    """A model, and the tokens of prompts."""
+
+    directory: Path
+    sequences: list[list[int]]
+    options: argparse.Namespace
+    card: dict[str, Any]
+
+
+def read_sample(name: str, summary: str, arguments: list[str] | None, *, least_tokens: int = 1) -> Sample:
+    """Parse the arguments of a module of this folder, print the card, and read prompts that have enough tokens."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.weights.{name}", description=summary)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=100, help="prompts per file")
@@ -88,7 +95,12 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     prompts = prompts_of(options.files, options.prompts)
     sequences = [tokenizer(prompt)["input_ids"][: options.tokens] for prompt in prompts]
-    sequences = [sequence for sequence in sequences if sequence]
+    return Sample(directory, [each for each in sequences if len(each) >= least_tokens], options, card)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a line per form and one JSON line; return the exit status."""
+    directory, sequences, options, card = read_sample("quantisation", __doc__.split("\n")[0], arguments)
     results: dict[str, Any] = {
         "environment": card, "model": options.model, "files": [file.name for file in options.files],
         "prompts": len(sequences), "tokens": options.tokens,
