@@ -78,13 +78,17 @@ def interpreter() -> Iterator[RankPool]:
         yield pool
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip marked tests on machines without a GPU."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def on_device(request: pytest.FixtureRequest) -> OnDevice:
     """Return `on_device(function, *args)`, which calls `function(device, *args)`: on the CPU in Triton's interpreter in a
     separate process, on a GPU in this one."""
     device: str = request.param
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     pool: RankPool | None = request.getfixturevalue("interpreter") if device == "cpu" else None
 
     def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -75,7 +75,6 @@ def test_rows_are_cut_into_the_sizes_that_have_our_bits(interpreter: RankPool) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(5120, 2048), (2048, 4096), (128, 2048), (2880, 4096)])
 def test_rows_have_the_same_bits_on_a_gpu_whatever_multiplies_them(shape: tuple[int, int]) -> None:
     from moe.gpu.library_products import LibraryProducts, ProductShape  # noqa: PLC0415

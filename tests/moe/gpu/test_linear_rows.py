@@ -56,7 +56,6 @@ def test_other_types_and_layouts_are_refused(on_device: OnDevice) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(5120, 2048), (2048, 4096), (128, 2048), (5120, 2880)])
 def test_all_tiles_give_a_gpus_rows_the_same_bits(shape: tuple[int, int]) -> None:
     from moe.gpu.linear_rows import TILES, multiply_rows_alike  # noqa: PLC0415
