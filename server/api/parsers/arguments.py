@@ -41,8 +41,9 @@ class ArgumentTypes:
 
         The form is functions.NAME:NUMBER. Clients replace characters that their ids may not have, and models copy the result.
         """
-        named = self.offered(call_id.split(":")[0])
-        if named is not None:
+        before, _, number = call_id.partition(":")
+        named = self.offered(before)
+        if named is not None and (number.isdecimal() or not number):
             return named
         for name in sorted(self._parameters, key=len, reverse=True):
             spelled = "|".join(

@@ -132,6 +132,7 @@ PROSE = [
     ("mistral", '[TOOL_CALLS]other[ARGS]{"a": 1}'),
     ("kimi_k2", kimi("call_abc")),
     ("kimi_k2", kimi("functions.save:0", "path: a")),
+    ("kimi_k2", kimi("functions.save:0word")),
     ("gemma4", "<|tool_call>call:other{a:1}<tool_call|>"),
     ("openai", "Say to=functions.save, please."),
 ]  # fmt: skip
