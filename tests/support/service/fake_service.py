@@ -37,8 +37,9 @@ def main() -> int:
             )
         return run_serve(options, commands=commands)
     assert "torch" not in sys.modules, "the worker imported torch"
-    path = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.json"
-    path.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))
+    partial = Path(os.environ["FAKE_DIRECTORY"]) / f"worker-{os.environ.get('RANK')}.partial"
+    partial.write_text(json.dumps({"pid": os.getpid(), "ppid": os.getppid()}))
+    partial.rename(partial.with_suffix(".json"))
     return run_worker(options, commands=Commands(engine=(*_CHILD, "engine"), front=(*_CHILD, "front")))
 
 
