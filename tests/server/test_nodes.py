@@ -133,6 +133,8 @@ def stream_all(
                 lines.append(line)
                 if sum(line.startswith("data: {") for line in lines) == pieces and line.startswith("data: {"):
                     are_under_way.wait(STREAMS_S)
+        if sum(line.startswith("data: {") for line in lines) < pieces:
+            are_under_way.abort()  # it was refused
         return lines
 
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as readers:
@@ -291,6 +293,7 @@ def test_a_killed_front_is_back_and_the_engines_of_all_nodes_serve_on(
         with pytest.raises(AssertionError, match=r"the stream ended without \[DONE\]"):
             stream_all(here, then=lambda: os.kill(victim, signal.SIGKILL))
         wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
+        wait_until_healthy(service, namespaces)
         assert service.find("front") != victim
         assert service.engines() == engines
         assert stream_all(namespaces[OTHER_NODE]) == expected
