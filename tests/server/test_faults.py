@@ -279,7 +279,9 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(model: Path, tmp_pat
             os.kill(victim, signal.SIGKILL)
 
         with pytest.raises(ExceptionGroup) as cut:
-            stream_all(service.url, bodies(), pieces=PIECES, then=kill_front)
+            stream_all(
+                service.url, bodies(), pieces=1, then=kill_front
+            )  # on a busy machine a piece holds many tokens
         assert cut.group_contains(httpx.TransportError), "its open answers are cut off"
         wait_until(lambda: has_members(service, [0, 1]), service.output, within_s=START_S)
         assert [each.said for each in stream_all(service.url, bodies())] == expected
