@@ -184,14 +184,15 @@ class PagedCache:
         _write_index(key_TD, step.cache_slot_T.numpy(), step.num_tokens, pages)
         return key
 
+    def parts(self, layer: int) -> list[Tensor]:
+        """Return what a layer keeps per block: tensors [N, ...], contiguous. Some may be empty."""
+        values = [] if self.shapes[layer].latent else [self.values[layer]]
+        return [self.keys[layer], *values, self.indexes[layer]]
+
     def block_bytes(self, layer: int, block: int) -> bytes:
         """Return one block of one layer as contiguous bytes: keys, values, index keys."""
-        parts = (
-            self.keys[layer][block],
-            *(() if self.shapes[layer].latent else (self.values[layer][block],)),
-            self.indexes[layer][block],
-        )
-        return b"".join(part.contiguous().numpy().tobytes() for part in parts)
+        blocks = (part[block].cpu().view(-1).view(torch.uint8) for part in self.parts(layer) if part.numel())
+        return b"".join(block.numpy().tobytes() for block in blocks)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | Tensor:
         """Return zero to a model, because positions come with the step and not from the cache's length.

@@ -97,12 +97,6 @@ class DeviceCache(PagedCache):
             self._rooms[key] = make()
         return cast(Room, self._rooms[key])
 
-    def block_bytes(self, layer: int, block: int) -> bytes:
-        parts = [self.keys[layer][block]]
-        parts += [] if self.shapes[layer].latent else [self.values[layer][block]]
-        parts += [self.indexes[layer][block]]
-        return b"".join(part.cpu().view(-1).view(torch.uint8).numpy().tobytes() for part in parts)
-
 
 def token_bytes(shape: LayerShape, dtype: torch.dtype) -> int:
     """Return the bytes of one layer per token."""
