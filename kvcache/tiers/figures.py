@@ -1,0 +1,25 @@
+"""What the tiers of a rank's cache did: counters since its start, and the present sizes."""
+
+from typing import NamedTuple
+
+
+class TierFigures(NamedTuple):
+    """Figures of one rank. The sizes are those of its node, because the ranks of a node share the tiers."""
+
+    # Counters: prompt tokens that requests loaded before their first start.
+    host_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    host_load_bytes: int = 0
+    disk_load_bytes: int = 0
+    load_s: float = 0.0  # time of the thread that loads
+    host_store_bytes: int = 0
+    disk_store_bytes: int = 0
+    store_s: float = 0.0  # time of the thread that stores
+    num_lookups: int = 0  # requests that looked for more of their prefix than the device had
+    num_faults: int = 0  # records with a wrong checksum
+    num_dropped: int = 0  # blocks that were not stored because too many waited
+    host_bytes: int = 0  # gauges: bytes of the records in the tier
+    host_capacity_bytes: int = 0
+    disk_bytes: int = 0
+    disk_capacity_bytes: int = 0
+    is_disk_off: bool = False  # the disk failed, and the tier disabled itself

@@ -1,0 +1,132 @@
+"""Open the files of the tiers, and find the host memory that other ranks of this host already share.
+
+Host memory is an anonymous file (memfd), which leaves nothing behind, even after kill -9, and needs no room in /dev/shm. Ranks
+list in the job's store where they have it open; a rank opens it through /proc from any that lives. It lasts as long as one of
+them does, so a rank that is restarted finds its blocks again.
+"""
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from kvcache.tiers.records import Layout, RecordStore, StoreError
+from kvcache.tiers.tiers import Tier
+
+
+class Kinds(NamedTuple):
+    """The kinds of records of a cache, and how much of a tier each gets."""
+
+    blocks: Layout
+    states: Layout | None  # None if the model keeps no states
+    states_share: float = 0.0  # of the bytes
+
+
+class SharedStore(Protocol):
+    """The operation of torch.distributed's `Store` that ranks meet with."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set the value if it is the expected one ("" if there is none); return the value."""
+
+
+def open_disk(directory: Path, kinds: Kinds, num_bytes: int) -> Tier:
+    """Open the tier in a directory, which is made if it is missing. Only its owner can read it.
+
+    Raises:
+        StoreError: The directory cannot be used, is that of another model, or is in use with another size.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = [
+            None if layout is None else _open_file(directory / name, layout, size)
+            for name, layout, size in _files(kinds, num_bytes)
+        ]
+    except OSError as error:
+        raise StoreError(
+            f"--kv-offloading-dir {directory} cannot be used: {error.strerror or error}; choose a directory on a local "
+            f"disk that this user can write"
+        ) from error
+    assert files[0] is not None, "every cache has blocks"
+    return Tier("disk", files[0], files[1])
+
+
+def open_host(
+    kinds: Kinds, num_bytes: int, *, store: SharedStore | None, host: str, secret: bytes | None
+) -> Tier:
+    """Open the host memory that the ranks of a host share, or make it.
+
+    Args:
+        store: Where ranks list their descriptors. None: this rank is alone.
+        host: Identifies the host, in the store.
+        secret: Of new memory: the hash key of the disk's tier, if there is one.
+
+    Raises:
+        StoreError: `num_bytes` is too small.
+    """
+    files: list[RecordStore | None] = []
+    for name, layout, size in _files(kinds, num_bytes):
+        if layout is None:
+            files.append(None)
+            continue
+        fd = _make_memory(_new_name()) if store is None else _share_memory(store, f"{host} {name}")
+        files.append(RecordStore(fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret))
+    assert files[0] is not None, "every cache has blocks"
+    return Tier("host", files[0], files[1])
+
+
+def _files(kinds: Kinds, num_bytes: int) -> list[tuple[str, Layout | None, int]]:
+    of_states = int(num_bytes * kinds.states_share) if kinds.states else 0
+    return [("blocks.kv", kinds.blocks, num_bytes - of_states), ("states.kv", kinds.states, of_states)]
+
+
+def _open_file(path: Path, layout: Layout, num_bytes: int) -> RecordStore:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        return RecordStore(fd, layout, num_bytes, name=str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _new_name() -> str:
+    return f"wideep-kv-{secrets.token_hex(8)}"
+
+
+def _make_memory(name: str) -> int:
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+def _share_memory(store: SharedStore, key: str) -> int:
+    """Return the descriptor of the memory that the listed processes have open, or of new memory if none of them lives.
+
+    The list has, for each process: its pid, its descriptor and the memory's random name.
+    """
+    name = _new_name()
+    listed = ""
+    while True:
+        fd, name, living = _open_listed(listed, name)
+        wanted = json.dumps([*living, [os.getpid(), fd, name]])
+        found = store.compare_set(f"kv memory of {key}", listed, wanted).decode()
+        if found == wanted:
+            return fd
+        os.close(fd)
+        listed = found
+
+
+def _open_listed(listed: str, new_name: str) -> tuple[int, str, list[list[int | str]]]:
+    """Open the memory of a listed process. Returns the descriptor, the name and the processes that have it open."""
+    living = []
+    for pid, number, name in json.loads(listed or "[]"):
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if os.readlink(path) == f"/memfd:{name} (deleted)":
+                living.append([pid, number, name])
+        except OSError:
+            continue
+    for pid, number, name in living:
+        try:
+            return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), name, living
+        except OSError:
+            continue
+    return _make_memory(new_name), new_name, []

@@ -1,0 +1,269 @@
+"""The tiers below a rank's pages: host memory, then a disk. Copies blocks and states to them and back.
+
+A block is copied when it is full, long before it is evicted, so a step never waits for a copy, and a killed rank leaves what
+it had computed. Both copies happen in threads: one loads, one saves. The step loop gives them jobs and takes them back when
+they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread.
+
+A tier can only save time. Whatever a record's checksum does not confirm is computed again. A tier whose file fails (a full
+disk, a read-only one) is left out from then on, with one message; the service goes on.
+"""
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple
+
+from kvcache.tiers.figures import TierFigures
+from kvcache.tiers.jobs import Load, Save
+from kvcache.tiers.records import SECRET_BYTES, Outcome, RecordStore
+from kvcache.unit import Unit
+
+log = logging.getLogger(__name__)
+COUNT_EVERY_S = 5.0  # how often the records of the tiers are counted
+
+
+class Tier(NamedTuple):
+    """Host memory or a disk."""
+
+    name: str  # "host" or "disk"
+    blocks: RecordStore
+    states: RecordStore | None = None  # None if the model keeps no states
+
+    def store(self, *, is_state: bool) -> RecordStore:
+        """Return the store of a kind of record."""
+        if not is_state:
+            return self.blocks
+        assert self.states is not None, "the model keeps no states"
+        return self.states
+
+
+class Units(NamedTuple):
+    """What one thread copies."""
+
+    blocks: Unit
+    states: Unit
+
+    def unit(self, *, is_state: bool) -> Unit:
+        """Return the unit of a kind of record."""
+        return self.states if is_state else self.blocks
+
+
+class Tiers:
+    """A rank's tiers. The step loop calls `has`, `save`, `load`, `finished` and `forget`."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        make_units: Callable[[], Units],
+        *,
+        enter_thread: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            tiers: The fastest first; at least one.
+            make_units: Called once per thread.
+            enter_thread: Called first in each thread, to select its device.
+            on_idle: Called in a thread when it has done all its jobs, so that a sleeping step loop takes them back.
+        """
+        self._tiers = list(tiers)
+        self.on_idle = on_idle
+        oldest = tiers[-1].blocks  # the slowest tier outlives the others
+        self._secret, self._generation = oldest.secret, oldest.generation
+        self._done: deque[Save | Load] = deque()
+        self._lock = Lock()  # of the figures
+        self._figures = TierFigures()
+        self._counted_s = float("-inf")
+        self._jobs: list[SimpleQueue[Save | Load | None]] = [SimpleQueue(), SimpleQueue()]
+        self._threads = [
+            Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
+            for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def secret(self) -> bytes:
+        """The key of the hash of prefixes, of this generation: 32 bytes. Equal in all processes that share the tiers."""
+        number = self._generation.to_bytes(8, "little")
+        return hashlib.blake2b(number, digest_size=SECRET_BYTES, key=self._secret).digest()
+
+    def has(self, key: bytes, *, is_state: bool = False) -> bool:
+        """Whether some tier has a record. It may be gone when it is read."""
+        for tier in list(self._tiers):
+            with _LeavingOut(self, tier):
+                if tier.store(is_state=is_state).has(key):
+                    return True
+        return False
+
+    def save(self, save: Save) -> None:
+        """Copy a block or a state, which must not change until `finished` returns the job."""
+        self._jobs[1].put(save)
+
+    def load(self, load: Load) -> None:
+        """Fill blocks and a state slot, which nothing else may read or write until `finished` returns the job."""
+        self._jobs[0].put(load)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `finished` would return a job."""
+        return bool(self._done)
+
+    def finished(self) -> list[Save | Load]:
+        """Return the jobs that ended since the last call."""
+        return [self._done.popleft() for _ in range(len(self._done))]
+
+    def forget(self, generation: int) -> None:
+        """Begin a generation, unless it has begun: no record of an older one is found again, here or after a restart."""
+        self._generation = max(self._generation, generation)
+        for tier in list(self._tiers):
+            with _LeavingOut(self, tier):
+                tier.blocks.advance_to(self._generation)
+
+    def note(
+        self,
+        *,
+        num_lookups: int = 0,
+        num_dropped: int = 0,
+        host_hit_tokens: int = 0,
+        disk_hit_tokens: int = 0,
+    ) -> None:
+        """Add to the counters of these names."""
+        self._add(
+            num_lookups=num_lookups, num_dropped=num_dropped,
+            host_hit_tokens=host_hit_tokens, disk_hit_tokens=disk_hit_tokens,
+        )  # fmt: skip
+
+    @property
+    def figures(self) -> TierFigures:
+        """The present figures."""
+        return self._figures
+
+    def close(self) -> None:
+        """End the threads after their present jobs."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def _add(self, **counts: float) -> None:
+        with self._lock:
+            now = self._figures
+            self._figures = now._replace(
+                **{name: getattr(now, name) + count for name, count in counts.items()}
+            )
+
+    def _work(
+        self,
+        jobs: "SimpleQueue[Save | Load | None]",
+        make_units: Callable[[], Units],
+        enter_thread: Callable[[], None],
+    ) -> None:
+        enter_thread()
+        units = make_units()
+        while (job := jobs.get()) is not None:
+            begun_s = time.perf_counter()
+            try:
+                if isinstance(job, Load):
+                    self._load(job, units)
+                else:
+                    self._save(job, units)
+            except Exception:
+                log.exception("A KV block was not copied. It is computed again when it is needed")
+            seconds = time.perf_counter() - begun_s
+            self._add(**{"load_s" if isinstance(job, Load) else "store_s": seconds})
+            self._done.append(job)
+            if jobs.empty():
+                self._count_records()
+                self.on_idle()
+
+    def _load(self, load: Load, units: Units) -> None:
+        """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""
+        if load.state_key is not None:
+            load.has_state = bool(self._read(load.state_key, load.slot, units, is_state=True))
+            if not load.has_state:
+                return
+        for key, block_id in zip(load.keys, load.block_ids, strict=True):
+            source = self._read(key, block_id, units, is_state=False)
+            if source is None:
+                return
+            load.sources.append(source)
+            load.num_loaded += 1
+
+    def _read(self, key: bytes, index: int, units: Units, *, is_state: bool) -> str | None:
+        """Read a record from the first tier that has it. Returns the tier's name."""
+        unit = units.unit(is_state=is_state)
+        for tier in list(self._tiers):
+            store = tier.store(is_state=is_state)
+            with _LeavingOut(self, tier):
+                outcome = store.read(key, unit.buffers(index), lambda: unit.take(index))
+                if outcome is Outcome.WHOLE:
+                    self._add(**{f"{tier.name}_load_bytes": store.record_bytes})
+                    return tier.name
+                if outcome is Outcome.DAMAGED:
+                    log.warning("A KV block of %s was damaged. It is computed again", store.name)
+                    self._add(num_faults=1)
+        return None
+
+    def _save(self, save: Save, units: Units) -> None:
+        missing = []
+        for tier in list(self._tiers):
+            with _LeavingOut(self, tier):
+                if tier.store(is_state=save.is_state).has(save.key):
+                    tier.store(is_state=save.is_state).touch(save.key)
+                else:
+                    missing.append(tier)
+        if not missing:
+            return
+        buffers, checksum = units.unit(is_state=save.is_state).export(save.index)
+        for tier in missing:
+            store = tier.store(is_state=save.is_state)
+            with _LeavingOut(self, tier):
+                if store.write(save.key, buffers, checksum):
+                    self._add(**{f"{tier.name}_store_bytes": store.record_bytes})
+
+    def leave_out(self, tier: Tier, error: OSError) -> None:
+        """Serve without a tier from now on."""
+        with suppress(ValueError):  # the other thread has already done it
+            self._tiers.remove(tier)
+            log.warning("The KV tier on %s is disabled until the next start: %s", tier.blocks.name, error)
+            if tier.name == "disk":
+                with self._lock:
+                    self._figures = self._figures._replace(is_disk_off=True)
+
+    def _count_records(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._counted_s < COUNT_EVERY_S:
+            return
+        self._counted_s = now_s
+        for tier in list(self._tiers):
+            with _LeavingOut(self, tier):
+                stores = [tier.blocks] if tier.states is None else [tier.blocks, tier.states]
+                used = sum(store.count() * store.record_bytes for store in stores)
+                room = sum(store.num_records * store.record_bytes for store in stores)
+                with self._lock:
+                    self._figures = self._figures._replace(
+                        **{f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
+                    )
+
+
+class _LeavingOut:
+    """Leave a tier out if its file fails."""
+
+    def __init__(self, tiers: Tiers, tier: Tier) -> None:
+        self._owner, self._tier = tiers, tier
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        self._owner.leave_out(self._tier, error)
+        return True

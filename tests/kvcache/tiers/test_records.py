@@ -1,0 +1,229 @@
+"""A store of records: what was written is read or missed, never altered, whoever shares the file and however they end."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache.tiers.records import Layout, Outcome, RecordStore, StoreError, file_bytes
+
+SIZE = 256
+LAYOUT = Layout(b"m" * 32, b"s" * 32, SIZE)
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def content_of(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def sum_bytes(buffer: bytes | bytearray) -> int:
+    return int.from_bytes(buffer[-8:], "little") ^ sum(buffer)
+
+
+def open_store(path: Path, *, num_records: int = 64, layout: Layout = LAYOUT) -> RecordStore:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return RecordStore(fd, layout, file_bytes(num_records, layout.record_bytes) + 8192, name=str(path))
+
+
+def put(store: RecordStore, number: int) -> bool:
+    content = content_of(number)
+    parts = [memoryview(content[:100]), memoryview(content[100:])]
+    return store.write(key_of(number), parts, sum_bytes(content))
+
+
+def get(store: RecordStore, number: int) -> tuple[Outcome, bytes]:
+    buffer = bytearray(SIZE)
+    view = memoryview(buffer)
+    outcome = store.read(key_of(number), [view[:7], view[7:]], lambda: sum_bytes(buffer))
+    return outcome, bytes(buffer)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RecordStore]:
+    opened = open_store(tmp_path / "blocks.kv")
+    yield opened
+    opened.close()
+
+
+def test_records_are_found_again_also_by_another_process_and_after_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    first = open_store(path)
+    assert put(first, 1) and not put(first, 1), "a record is written once"
+    second = open_store(path)
+    assert second.secret == first.secret and second.num_records == first.num_records >= 64
+    for store in (first, second):
+        assert store.has(key_of(1)) and not store.has(key_of(2))
+        assert get(store, 1) == (Outcome.WHOLE, content_of(1))
+        assert get(store, 2)[0] is Outcome.MISS
+    assert second.count() == 1
+
+
+def test_records_that_nobody_read_are_replaced_first_in_the_order_in_which_they_were_written(
+    store: RecordStore,
+) -> None:
+    count = store.num_records
+    assert all(put(store, number) for number in range(count))
+    for number in (0, 1, 5):
+        assert get(store, number)[0] is Outcome.WHOLE
+    store.touch(key_of(7))
+    assert all(put(store, number) for number in range(count, count + 4))
+    assert [number for number in range(count) if not store.has(key_of(number))] == [2, 3, 4, 6]
+    assert store.count() == count
+
+
+def test_a_store_in_which_everything_was_read_still_takes_records(store: RecordStore) -> None:
+    for number in range(3 * store.num_records):
+        assert put(store, number) and get(store, number)[0] is Outcome.WHOLE
+    assert store.count() == store.num_records
+
+
+def test_the_index_finds_nearly_all_records_of_a_full_store(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "large.kv", num_records=5000)
+    for number in range(12_000):
+        put(store, number * 7919)
+    latest = range(12_000 - store.num_records, 12_000)
+    assert sum(store.has(key_of(number * 7919)) for number in latest) > 0.99 * store.num_records
+
+
+@pytest.mark.parametrize("at", [0, 99, 255])
+def test_a_flipped_byte_is_found_erased_and_never_served(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "blocks.kv"
+    store = open_store(path)
+    for number in range(8):
+        put(store, number)
+    data = bytearray(path.read_bytes())
+    place = bytes(data).index(content_of(3))
+    data[place + at] ^= 0x10
+    path.write_bytes(data)
+    assert get(store, 3)[0] is Outcome.DAMAGED
+    assert get(store, 3)[0] is Outcome.MISS, "it was erased"
+    assert all(get(store, number) == (Outcome.WHOLE, content_of(number)) for number in (0, 1, 2, 4, 5, 6, 7))
+    assert put(store, 3) and get(store, 3) == (Outcome.WHOLE, content_of(3))
+
+
+def test_a_flipped_byte_of_an_entry_is_a_miss_or_a_fault(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    store = open_store(path)
+    put(store, 5)
+    whole = path.read_bytes()
+    start = whole.index(key_of(5))
+    for at in range(24):
+        data = bytearray(whole)
+        data[start + at] ^= 0x40
+        path.write_bytes(data)
+        assert get(store, 5)[0] in (Outcome.MISS, Outcome.DAMAGED)
+        path.write_bytes(whole)
+
+
+def test_other_models_and_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    put(open_store(path), 1)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="holds the KV blocks of another model"):
+        open_store(path, layout=LAYOUT._replace(model=b"x" * 32))
+    assert path.read_bytes() == before
+    text = tmp_path / "notes.txt"
+    text.write_text("shopping list")
+    with pytest.raises(StoreError, match="is no store of KV blocks"):
+        open_store(text)
+    assert text.read_text() == "shopping list"
+    with pytest.raises(StoreError, match="is too small: the fewest records need"):
+        RecordStore(os.open(tmp_path / "tiny.kv", os.O_RDWR | os.O_CREAT), LAYOUT, 8192, name="tiny.kv")
+
+
+def test_another_size_or_version_begins_anew_but_not_under_a_running_service(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    running = open_store(path)
+    put(running, 1)
+    others: list[Callable[[], RecordStore]] = [
+        lambda: open_store(path, num_records=128),
+        lambda: open_store(path, layout=LAYOUT._replace(software=b"2" * 32)),
+    ]
+    for other in others:
+        with pytest.raises(StoreError, match="is in use by a service of another version or size"):
+            other()
+    assert get(running, 1)[0] is Outcome.WHOLE
+    running.close()
+    for other in others:
+        store = other()
+        assert store.count() == 0
+        store.close()
+
+
+def test_generations_only_grow(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path / "blocks.kv"), open_store(tmp_path / "blocks.kv")
+    store.advance_to(2)
+    other.advance_to(1)
+    assert store.generation == other.generation == 2
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path / "blocks.kv")
+
+    def full(_fd: int, _buffers: object, _at: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(OSError, match="No space left"):
+        put(store, 1)
+    monkeypatch.undo()
+    assert not store.has(key_of(1)) and put(store, 1)
+
+
+def _storm(path: Path, seed: int, count: int) -> int:
+    """Write and read records of a small store as fast as possible. Return how many reads were whole; -1 after a fault."""
+    store, rng, whole = open_store(path, num_records=32), random.Random(seed), 0
+    for _ in range(count):
+        number = rng.randrange(60)
+        if rng.random() < 0.5:
+            put(store, number)
+            continue
+        outcome, content = get(store, number)
+        if outcome is Outcome.DAMAGED or (outcome is Outcome.WHOLE and content != content_of(number)):
+            return -1
+        whole += outcome is Outcome.WHOLE
+    return whole
+
+
+def test_processes_that_share_a_file_never_read_what_another_half_wrote(tmp_path: Path) -> None:
+    open_store(tmp_path / "blocks.kv", num_records=32)
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(3) as pool:
+        arguments = [(tmp_path / "blocks.kv", seed, 3000) for seed in range(3)]
+        results = pool.starmap_async(_storm, arguments).get(timeout=60)
+    assert min(results) > 100
+
+
+def _write_forever(path: Path) -> None:
+    store, number = open_store(path, num_records=32), 0
+    while True:
+        number += 1
+        put(store, number % 200)
+
+
+def test_a_writer_may_be_killed_at_any_moment(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    store = open_store(path, num_records=32)
+    context = multiprocessing.get_context("forkserver")
+    for round_ in range(3):
+        writer = context.Process(target=_write_forever, args=(path,), daemon=True)
+        writer.start()
+        while store.count() < 16 + round_:
+            assert writer.is_alive()
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join(timeout=30)
+        for number in range(200):
+            outcome, content = get(store, number)
+            assert outcome is Outcome.MISS or (outcome is Outcome.WHOLE and content == content_of(number))
+    assert all(put(store, number) for number in range(1000, 1016)), "a dead writer keeps no lock"

@@ -1,0 +1,219 @@
+"""The tiers of a cache: what was saved comes back as it was, from the fastest tier that has it, and a tier may fail."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.paged_cache import LayerShape, PagedCache, StateShape
+from kvcache.tiers.jobs import Load, Save
+from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
+from kvcache.tiers.records import Layout, StoreError
+from kvcache.tiers.tiers import Tiers, Units
+from kvcache.unit import CacheUnit, block_parts, state_parts
+
+SHAPES = [
+    LayerShape(num_kv_heads=2, key_dim=8, value_dim=16),
+    LayerShape(state=StateShape(tail=(3, 4), recurrent=(2, 8))),
+]
+MEMORY = 1 << 20
+
+
+class Rank:
+    """A cache of random numbers, with tiers."""
+
+    def __init__(
+        self,
+        *,
+        host_bytes: int = MEMORY,
+        disk: Path | None = None,
+        store: SharedStore | None = None,
+        shapes: list[LayerShape] = SHAPES,
+    ) -> None:
+        self.cache = PagedCache(shapes, 8, 4)
+        generator = torch.Generator().manual_seed(1)
+        for part in self.parts():
+            part.copy_(torch.rand(part.shape, generator=generator))
+        self.units = self._units()
+        kinds = Kinds(
+            Layout(b"m" * 32, b"s" * 32, self.units.blocks.num_bytes),
+            Layout(b"m" * 32, b"s" * 32, self.units.states.num_bytes),
+            0.3,
+        )
+        tiers = [open_disk(disk, kinds, MEMORY)] if disk else []
+        if host_bytes:
+            secret = tiers[0].blocks.secret if tiers else None
+            tiers.insert(0, open_host(kinds, host_bytes, store=store, host="here", secret=secret))
+        self.tiers = Tiers(tiers, self._units)
+
+    def parts(self) -> list[Tensor]:
+        return [part for part in (*block_parts(self.cache), *state_parts(self.cache)) if part.numel()]
+
+    def _units(self) -> Units:
+        return Units(CacheUnit(block_parts(self.cache)), CacheUnit(state_parts(self.cache)))
+
+    def record(self, index: int, *, is_state: bool = False) -> bytes:
+        buffers, _ = self.units.unit(is_state=is_state).export(index)
+        return b"".join(bytes(buffer) for buffer in buffers)
+
+    def do(self, job: Save | Load) -> None:
+        """Run a job to its end."""
+        (self.tiers.save if isinstance(job, Save) else self.tiers.load)(job)  # type: ignore[arg-type]
+        self.until(lambda: job in self.tiers.finished())
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 30
+        while not holds():
+            assert time.monotonic() < deadline_s, "the job does not end"
+            time.sleep(0.001)
+
+
+def key_of(number: int) -> bytes:
+    return bytes([number + 1]) * 16
+
+
+@pytest.fixture(params=["host", "disk"])
+def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
+    made = Rank() if request.param == "host" else Rank(host_bytes=0, disk=tmp_path / "kv")
+    yield made
+    made.tiers.close()
+
+
+def test_blocks_and_states_come_back_in_other_places(rank: Rank) -> None:
+    before = rank.record(0), rank.record(1), rank.record(2, is_state=True)
+    for job in (Save(0, key_of(0)), Save(1, key_of(1)), Save(2, key_of(1), is_state=True)):
+        rank.do(job)
+    assert rank.tiers.has(key_of(1)) and rank.tiers.has(key_of(1), is_state=True)
+    assert not rank.tiers.has(key_of(2)) and not rank.tiers.has(key_of(0), is_state=True)
+    load = Load([key_of(0), key_of(1)], [5, 4], state_key=key_of(1), slot=3)
+    rank.do(load)
+    assert (load.num_loaded, load.has_state) == (2, True)
+    assert (rank.record(5), rank.record(4), rank.record(3, is_state=True)) == before
+
+
+def test_a_load_ends_at_the_first_missing_block_and_needs_its_state(rank: Rank) -> None:
+    for number in (0, 2):
+        rank.do(Save(number, key_of(number)))
+    part = Load([key_of(0), key_of(1), key_of(2)], [5, 6, 7])
+    rank.do(part)
+    assert part.num_loaded == 1
+    without_state = Load([key_of(0)], [5], state_key=key_of(0), slot=3)
+    rank.do(without_state)
+    assert (without_state.num_loaded, without_state.has_state) == (0, False)
+
+
+def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    for number in range(3):
+        rank.do(Save(number, key_of(number)))
+    load = Load([key_of(0), key_of(1)], [5, 6])
+    rank.do(load)
+    assert load.sources == ["host", "host"]
+    figures = rank.tiers.figures
+    size = rank.units.blocks.num_bytes
+    assert (figures.host_store_bytes, figures.disk_store_bytes, figures.host_load_bytes) == (
+        3 * size,
+        3 * size,
+        2 * size,
+    )
+    secret = rank.tiers.secret
+    rank.tiers.close()
+    again = Rank(disk=tmp_path / "kv")
+    assert again.tiers.secret == secret, "keys are the same after a restart"
+    load = Load([key_of(0), key_of(1)], [5, 6])
+    again.do(load)
+    assert load.sources == ["disk", "disk"] and again.record(6) == rank.record(1)
+    again.do(Save(5, key_of(0)))  # as the scheduler does with every block that it publishes
+    load = Load([key_of(0)], [7])
+    again.do(load)
+    assert load.sources == ["host"]
+    again.tiers.close()
+
+
+def test_a_damaged_record_is_counted_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rank = Rank(host_bytes=0, disk=tmp_path / "kv")
+    rank.do(Save(0, key_of(0)))
+    path = tmp_path / "kv" / "blocks.kv"
+    data = path.read_bytes()
+    at = data.index(rank.record(0))
+    path.write_bytes(data[: at + 40] + bytes([data[at + 40] ^ 1]) + data[at + 41 :])
+    load = Load([key_of(0)], [5])
+    rank.do(load)
+    assert load.num_loaded == 0 and rank.tiers.figures.num_faults == 1
+    assert "was damaged" in caplog.text and str(path) in caplog.text
+    rank.do(Save(0, key_of(0)))
+    rank.do(load := Load([key_of(0)], [5]))
+    assert load.num_loaded == 1 and rank.record(5) == rank.record(0)
+    rank.tiers.close()
+
+
+def test_a_disk_that_fails_is_left_out_and_host_memory_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    disk = rank.tiers._tiers[1].blocks
+
+    def full(*_arguments: object, **_options: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "write", full)
+    rank.do(Save(0, key_of(0)))
+    assert rank.tiers.figures.is_disk_off and "No space left on device" in caplog.text
+    rank.do(Save(1, key_of(1)))
+    rank.do(load := Load([key_of(0), key_of(1)], [5, 6]))
+    assert load.sources == ["host", "host"]
+    assert caplog.text.count("is disabled until the next start") == 1
+    rank.tiers.close()
+
+
+def test_forgotten_records_stay_forgotten_after_a_restart(tmp_path: Path) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    first = rank.tiers.secret
+    rank.tiers.forget(7)
+    second = rank.tiers.secret
+    assert first != second
+    rank.tiers.close()
+    again = Rank(disk=tmp_path / "kv")
+    assert again.tiers.secret == second
+    again.tiers.forget(6)
+    assert again.tiers.secret == second, "an order that arrives twice changes nothing"
+    again.tiers.close()
+
+
+def test_the_directory_is_private_and_a_useless_one_is_named(tmp_path: Path) -> None:
+    Rank(host_bytes=0, disk=tmp_path / "kv").tiers.close()
+    assert (tmp_path / "kv").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "kv" / "blocks.kv").stat().st_mode & 0o077 == 0
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"--kv-offloading-dir .*file cannot be used: File exists"):
+        Rank(host_bytes=0, disk=tmp_path / "file")
+
+
+class FakeStore:
+    """The part of torch's store that ranks meet with."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if self.values.get(key, "") == expected:
+            self.values[key] = desired
+        return self.values[key].encode()
+
+
+def test_ranks_of_a_host_share_its_memory_and_it_outlives_the_rank_that_made_it() -> None:
+    store = FakeStore()
+    first, second = Rank(store=store), Rank(store=store)
+    assert first.tiers.secret == second.tiers.secret
+    first.do(Save(0, key_of(0)))
+    first.tiers.close()
+    for tier in first.tiers._tiers:
+        tier.blocks.close()
+    third = Rank(store=store)
+    for rank in (second, third):
+        rank.do(load := Load([key_of(0)], [5]))
+        assert load.num_loaded == 1 and rank.record(5) == first.record(0)
+        rank.tiers.close()
