@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvcache.tiers.figures import TierFigures
+
 
 class FinishReason(Enum):
     """Why a request ended. Exactly one per accepted request."""
@@ -98,6 +100,8 @@ class RequestOutput:
     # One per prompt token except the first, if requested; all are sent with the first token.
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; sent with the first token
+    num_host_tokens: int = 0  # those of them that were loaded from host memory
+    num_disk_tokens: int = 0  # those that were loaded from disk
     queued_s: float = 0.0  # from arrival until the rank first ran the request; sent with the first token
     finish_reason: FinishReason | None = None
     error: str = ""
@@ -147,5 +151,6 @@ class RankStats:
     num_step_tokens: int  # tokens of the last step, prefill and decode
     num_preemptions: int  # counter
     prefix_query_tokens: int  # counter: prompt tokens looked up
-    prefix_hit_tokens: int  # counter: those found
+    prefix_hit_tokens: int  # counter: those found, in any tier
     drafts: DraftCounts = NO_DRAFTS
+    tiers: TierFigures | None = None  # None without tiers

@@ -8,6 +8,7 @@ import pytest
 
 from expert_placement.load import LoadFigures
 from expert_placement.placement import linear_placement
+from kvcache.tiers.figures import TierFigures
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, ExpertMap, LoadReport, MoveState, PlacementReport
 from scheduler.policy.request import (
@@ -72,11 +73,17 @@ def numbered(kind: type) -> dict[str, Any]:
     return {name: at for at, name in enumerate(kind.__annotations__, start=1)}
 
 
+TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_off": True})
+
+
 @pytest.mark.parametrize(
     "message",
     [
         FACTS,
-        StepOutput([], RankStats(**numbered(RankStats) | {"drafts": DraftCounts(3, 9, (3, 2, 1))})),
+        StepOutput(
+            [], RankStats(**numbered(RankStats) | {"drafts": DraftCounts(3, 9, (3, 2, 1)), "tiers": None})
+        ),
+        StepOutput([], RankStats(**numbered(RankStats) | {"drafts": DraftCounts(), "tiers": TIERS})),
         Regrouped(4),
         Fault(4, "why", True),
         MemoryUse(1 << 40),
