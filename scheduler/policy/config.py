@@ -82,6 +82,10 @@ class EngineSettings:
     kv_cache_bytes: int | None = None  # per rank
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align
+    # Tiers of the prefix cache, which the ranks of a node share: host memory, and files in a folder. 0 bytes: no tier.
+    kv_offloading_bytes: int = 0
+    kv_offloading_dir: str | None = None
+    kv_offloading_disk_bytes: int = 0
 
     @property
     def target_itl_s(self) -> float | None:
@@ -102,6 +106,11 @@ class EngineSettings:
     def keeps_snapshots(self) -> bool:
         """Whether recurrent states are kept at the ends of blocks ("align"), so that requests can continue from cached prefixes."""
         return self.enable_prefix_caching and self.mamba_cache_mode != "none"
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether cached prefixes are also kept in host memory or on disk."""
+        return self.kv_offloading_bytes > 0 or self.kv_offloading_disk_bytes > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -324,6 +324,24 @@ def size(name: str, given: Any) -> int:
     return num_bytes
 
 
+_MOST_GIB = 1 << 20  # above it, a plain number was meant as bytes
+
+
+def size_in_gib(name: str, given: Any) -> int:
+    """Read the size of a cache as vLLM does: a plain number counts GiB, and 0 is none. With a unit, it is read as by `size`."""
+    try:
+        num_gib = float(text(name, given))
+    except ValueError as error:
+        if isinstance(error, OptionsError):
+            raise
+        return size(name, given)
+    if not 0 <= num_gib <= _MOST_GIB:
+        raise OptionsError(
+            f"{name} is {given!r}; a plain number counts GiB, as in vLLM: give a size such as 20 or 20G, or 0 for none"
+        )
+    return int(num_gib * (1 << 30))
+
+
 def json_texts(name: str, given: Any) -> tuple[str, ...]:
     """Read a JSON list of strings (vLLM's form of lists), or a Python list from a script."""
     value = given

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import yaml
 
+from scheduler.policy.config import EngineSettings
 from server.options.checks import check_certificate, check_traces
 from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
@@ -321,9 +322,23 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
         raise OptionsError(
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
+    _check_tiers(options.engine)
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
         check_traces(environment)
+
+
+def _check_tiers(engine: EngineSettings) -> None:
+    if (engine.kv_offloading_dir is None) != (engine.kv_offloading_disk_bytes == 0):
+        given, missing = "--kv-offloading-dir", "--kv-offloading-disk-size"
+        if engine.kv_offloading_dir is None:
+            given, missing = missing, given
+        raise OptionsError(f"{given} needs {missing}: a tier on disk has a folder and a size above 0")
+    if engine.has_tiers and not engine.enable_prefix_caching:
+        flag = "--kv-offloading-size" if engine.kv_offloading_bytes else "--kv-offloading-dir"
+        raise OptionsError(
+            f"{flag} keeps cached prefixes, but --no-enable-prefix-caching disables the prefix cache; remove one of them"
+        )
 
 
 def check_limits(max_num_seqs: int | None, max_num_batched_tokens: int | None) -> None:

@@ -33,6 +33,7 @@ from server.options.flag import (
     options_of,
     row,
     size,
+    size_in_gib,
     switch,
     text,
     texts,
@@ -574,6 +575,19 @@ class Options:
         default_text="align for models with recurrent layers",
         help="caching of recurrent states: align keeps the states at the ends of blocks, from which requests with equal "
         "prefixes continue; none keeps no states, and such requests run their whole prompts",
+    ))  # fmt: skip
+    engine_kv_offloading_bytes = row(flag(
+        MEMORY, "--kv-offloading-size", read=size_in_gib, metavar="SIZE", default_text="0, no such tier",
+        help="host memory in which the ranks of a node share cached prefixes, e.g. 20G; a plain number counts GiB, as in vLLM "
+        "(docs/tiers.md)",
+    ))  # fmt: skip
+    engine_kv_offloading_dir = row(flag(
+        MEMORY, "--kv-offloading-dir", read=_directory, metavar="DIR", default_text="no such tier",
+        help="folder for cached prefixes on disk, which survive a restart; needs --kv-offloading-disk-size (docs/tiers.md)",
+    ))  # fmt: skip
+    engine_kv_offloading_disk_bytes = row(flag(
+        MEMORY, "--kv-offloading-disk-size", read=size_in_gib, metavar="SIZE", default_text="0, no such tier",
+        help="largest total size of the files in --kv-offloading-dir, e.g. 200G; a plain number counts GiB",
     ))  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())

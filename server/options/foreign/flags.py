@@ -34,8 +34,12 @@ TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out
 LORA = "adapters are not supported; merge them into the weights (PEFT's merge_and_unload)"
 NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"
 MEMORY = (
-    "weights and KV cache stay in the device's memory; if it is too small, use more ranks (--data-parallel-size), "
-    "--quantization int8, or a smaller --kv-cache-memory"
+    "weights and the KV cache of running requests stay in the device's memory; if it is too small, use more ranks "
+    "(--data-parallel-size), --quantization int8, or a smaller --kv-cache-memory"
+)
+TIERS = (
+    "WideEP has its own tiers for cached prefixes: --kv-offloading-size for host memory, --kv-offloading-dir and "
+    "--kv-offloading-disk-size for disk"
 )
 PACE = "use --target-itl-ms, the target time between two tokens for steps with prompts"
 KERNELS = "each kind of device has one set of kernels, chosen by --device and the device's capabilities; leave it out"

@@ -15,6 +15,7 @@ from server.options.foreign.flags import (
     PACE,
     TEXT,
     TEXT_ONLY,
+    TIERS,
     Fits,
     ForeignFlag,
     Said,
@@ -34,6 +35,14 @@ def _are_all_ranks(given: object, said: Said) -> bool:
 
 def _is_one_more(given: object, said: Said) -> bool:
     return str(given) == str(int(said.get("--speculative-num-steps", 0)) + 1)
+
+
+def _has_host_tier(given: object, said: Said) -> bool:
+    return given is False or str(said.get("kv_offloading_size", 0)) not in ("0", "0.0")
+
+
+def _has_disk_tier(given: object, said: Said) -> bool:
+    return given == "file" and "kv_offloading_dir" in said
 
 
 _ONE_MORE_THAN_STEPS = Fits("one more than --speculative-num-steps", _is_one_more)
@@ -184,11 +193,26 @@ _STEPS = (
         "--disaggregation-decode-polling-interval --disaggregation-decode-extra-slots --pdlb-url",
         switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",
     ),
-    *refused(
-        MEMORY, switches="--enable-hierarchical-cache/--enable-hicache --enable-lmcache --enable-hisparse --enable-flexkv",
-        values="--hicache-ratio --hicache-size --hicache-write-policy --hicache-io-backend --hicache-mem-layout "
-        "--hicache-storage-backend --hicache-storage-prefetch-policy --lmcache-config-file --hisparse-config",
+    *harmless(
+        "--kv-offloading-size adds the tier in host memory", fits=Fits("--kv-offloading-size", _has_host_tier),
+        otherwise="give the size of the tier in host memory with --kv-offloading-size", switches="--enable-hierarchical-cache/--enable-hicache",
     ),
+    *harmless(
+        "--kv-offloading-dir adds the tier on disk", fits=Fits("file and --kv-offloading-dir", _has_disk_tier),
+        otherwise="a tier on disk needs --kv-offloading-dir and --kv-offloading-disk-size, and other storage is not supported",
+        values="--hicache-storage-backend",
+    ),
+    *harmless(
+        "--kv-offloading-size has the size", fits=of(0), otherwise="it counts one rank's memory in 10^9 bytes; use --kv-offloading-size, which "
+        "counts the memory that the ranks of a node share", values="--hicache-size",
+    ),
+    *refused("use --kv-offloading-size, the memory that the ranks of a node share", values="--hicache-ratio --hicache-host-memory-fraction --hicache-host-memory-mode"),
+    *harmless(
+        "tiers have one layout, and copies run in the background",
+        values="--hicache-write-policy --hicache-io-backend --hicache-mem-layout --hicache-storage-prefetch-policy",
+    ),
+    *refused(TIERS, switches="--enable-lmcache --enable-flexkv", values="--lmcache-config-file"),
+    *refused(MEMORY, switches="--enable-hisparse", values="--hisparse-config"),
     *refused(
         "use --mamba-cache-mode align (states at the ends of blocks) or none",
         values="--mamba-radix-cache-strategy --mamba-track-interval --mamba-ssm-dtype --mamba-scheduler-strategy",

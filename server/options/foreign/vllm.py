@@ -17,6 +17,7 @@ from server.options.foreign.flags import (
     PACE,
     TEXT,
     TEXT_ONLY,
+    TIERS,
     Fits,
     ForeignFlag,
     Said,
@@ -239,12 +240,16 @@ _CACHE = (
     ),
     *harmless("layers of every kind share one cache", switches="--disable-hybrid-kv-cache-manager --use-v2-block-manager"),
     *harmless(
-        "weights and KV cache are not moved to host memory", fits=of(0, 0.0, "0.0"), otherwise=MEMORY,
-        values="--cpu-offload-gb --offload-group-size --kv-offloading-size",
+        "weights are not moved to host memory", fits=of(0, 0.0, "0.0"), otherwise=MEMORY,
+        values="--cpu-offload-gb --offload-group-size",
+    ),
+    *harmless(
+        "--kv-offloading-size uses WideEP's own tier", fits=of("native"), otherwise=f"other backends are not supported; {TIERS}",
+        values="--kv-offloading-backend",
     ),
     *harmless("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),
     *refused(
-        MEMORY, values="--kv-offloading-backend --offload-backend --offload-num-in-group --offload-prefetch-step "
+        MEMORY, values="--offload-backend --offload-num-in-group --offload-prefetch-step "
         "--sleep-mode-backend",
         lists="--cpu-offload-params --offload-params --sleep-preserve-parameter-names",
         switches="--enable-sleep-mode --sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
@@ -377,7 +382,7 @@ SAME_AS_VLLM = (
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
     "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
-    "--gpu-memory-utilization --kv-cache-memory-bytes --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
+    "--gpu-memory-utilization --kv-cache-memory-bytes --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
     "--speculative-config -sc"
@@ -390,6 +395,7 @@ DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--quantization": "int8 and int4 quantise on load; naming the checkpoint's own format has no effect",
     "--seed": "requests without a seed get one from it, in order of arrival; by default their seeds are random",
     "--kv-cache-memory-bytes": "both 2g and 2G are 2 GiB",
+    "--kv-offloading-size": "a plain number counts GiB, as in vLLM; 20G is accepted too; all ranks of a node share it",
     "--max-model-len": "8k is 8,000 and 8K is 8,192, as in vLLM",
     "--max-num-batched-tokens": "counts the tokens of one rank's step",
     "--enable-log-requests": "does not shorten prompts",

@@ -118,6 +118,19 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
             "--tensor-parallel-size 8 has no effect",
         ),
         (["--limit-mm-per-prompt.image=0"], "has no effect: only the text decoder"),
+        (
+            ["--kv-offloading-size=20", "--kv-offloading-backend=native"],
+            "--kv-offloading-backend native has no effect: --kv-offloading-size uses WideEP's own tier",
+        ),
+        (
+            ["--enable-hierarchical-cache", "--kv-offloading-size=20G", "--hicache-write-policy=write_back"],
+            "--enable-hierarchical-cache has no effect: --kv-offloading-size adds the tier in host memory",
+        ),
+        (
+            ["--hicache-storage-backend=file", "--kv-offloading-dir=d", "--kv-offloading-disk-size=2G"],
+            "--hicache-storage-backend file has no effect: --kv-offloading-dir adds the tier on disk",
+        ),
+        (["--no-enable-hierarchical-cache"], "--no-enable-hierarchical-cache has no effect"),
     ],
 )
 def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> None:
@@ -149,6 +162,35 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
         (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
         (["--enable-lora"], "--enable-lora: adapters are not supported; merge them"),
+        (
+            ["--kv-offloading-size=20", "--kv-offloading-backend=lmcache"],
+            "--kv-offloading-backend lmcache: other backends are not supported; WideEP has its own tiers",
+        ),
+        (
+            ["--enable-lmcache"],
+            "--enable-lmcache: WideEP has its own tiers for cached prefixes: --kv-offloading-size",
+        ),
+        (
+            ["--enable-hierarchical-cache"],
+            "--enable-hierarchical-cache: give the size of the tier in host memory",
+        ),
+        (
+            ["--enable-hicache", "--kv-offloading-size=0"],
+            "--enable-hierarchical-cache: give the size of the tier in host memory with --kv-offloading-size",
+        ),
+        (["--hicache-size=30"], "--hicache-size 30: it counts one rank's memory in 10^9 bytes; use"),
+        (
+            ["--hicache-ratio=2"],
+            "--hicache-ratio 2: use --kv-offloading-size, the memory that the ranks of a node share",
+        ),
+        (
+            ["--hicache-storage-backend=file"],
+            "--hicache-storage-backend file: a tier on disk needs --kv-offloading-dir",
+        ),
+        (
+            ["--hicache-storage-backend=mooncake", "--kv-offloading-dir=d", "--kv-offloading-disk-size=2"],
+            "--hicache-storage-backend mooncake: a tier on disk needs --kv-offloading-dir and --kv-offloading-disk-size",
+        ),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not supported"),
         (
             ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
@@ -186,6 +228,7 @@ def test_what_cannot_be_had_is_refused_by_a_sentence(words: list[str], complaint
         (["--random-seed", "7"], ["--seed", "7"]),
         (["--uvicorn-log-level", "trace"], ["--log-level", "debug"]),
         (["--kv-cache-memory-bytes", "1G"], ["--kv-cache-memory", "1G"]),
+        (["--kv-offloading-size", "1.5"], ["--kv-offloading-size", "1.5G"]),
         (["--max-model-len", "8k"], ["--max-model-len", "8000"]),
         (["--max-model-len", "8K"], ["--max-model-len", "8192"]),
         (["--max-num-batched-tokens", "1.5k"], ["--max-num-batched-tokens", "1500"]),

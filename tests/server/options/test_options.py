@@ -224,6 +224,31 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--rank-recovery-timeout=-1"], "--rank-recovery-timeout is -1.0; it must be 0 or more seconds"),
         (["--rank-recovery-timeout=nan"], "--rank-recovery-timeout is nan"),
         (["--kv-cache-memory=lots"], "--kv-cache-memory is 'lots'; give a size such as 512M"),
+        (["--kv-offloading-size=lots"], "--kv-offloading-size is 'lots'; give a size such as 512M"),
+        (["--kv-offloading-size=-1"], "--kv-offloading-size is '-1'; a plain number counts GiB"),
+        (["--kv-offloading-size=nan"], "--kv-offloading-size is 'nan'; a plain number counts GiB"),
+        (
+            ["--kv-offloading-size=21474836480"],
+            "counts GiB, as in vLLM: give a size such as 20 or 20G, or 0 for none",
+        ),
+        (
+            ["--kv-offloading-dir=d"],
+            "--kv-offloading-dir needs --kv-offloading-disk-size: a tier on disk has",
+        ),
+        (
+            ["--kv-offloading-dir=d", "--kv-offloading-disk-size=0"],
+            "--kv-offloading-dir needs --kv-offloading-disk",
+        ),
+        (["--kv-offloading-disk-size=1G"], "--kv-offloading-disk-size needs --kv-offloading-dir"),
+        (["--kv-offloading-dir=/dev/null", "--kv-offloading-disk-size=1"], "is '/dev/null'; give a folder"),
+        (
+            ["--kv-offloading-size=1G", "--no-enable-prefix-caching"],
+            "--kv-offloading-size keeps cached prefixes, but --no-enable-prefix-caching disables the prefix cache; remove",
+        ),
+        (
+            ["--kv-offloading-dir=d", "--kv-offloading-disk-size=1", "--no-enable-prefix-caching"],
+            "--kv-offloading-dir keeps cached prefixes, but --no-enable-prefix-caching",
+        ),
         (["--api-key="], "--api-key is empty"),
         (["--api-key=a b"], "--api-key is empty or contains white space"),
         (["--served-model-name="], "--served-model-name has an empty name"),
@@ -278,6 +303,17 @@ def test_sizes_are_powers_of_1024(text: str, num_bytes: int) -> None:
     assert size("--x", text) == num_bytes
 
 
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("20", 20 << 30), ("0.5", 1 << 29), ("20G", 20 << 30), ("64M", 64 << 20), ("0", 0)],
+)
+def test_a_plain_size_of_a_tier_counts_gib(text: str, num_bytes: int) -> None:
+    options = parse(f"--kv-offloading-size={text}")
+    assert options.engine.kv_offloading_bytes == num_bytes
+    assert options.engine.has_tiers == (num_bytes > 0)
+    assert parse(*handed_on(options)) == options
+
+
 @pytest.mark.parametrize("text", ["", "0", "-1G", "G", "inf", "nan", "1e999", "1 000", "5X"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionsError):
@@ -296,6 +332,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ({"eplb_config": {"num_redundant_experts": 2}}, ('--eplb-config={"num_redundant_experts": 2}',)),
         ({"served_model_name": ["a", "b"], "api_key": ["k"]}, ("--served-model-name=a", "--served-model-name=b", "--api-key=k")),
         ({"max_model_len": None, "request_timeout": 1.5}, ("--request-timeout=1.5",)),
+        ({"kv_offloading_size": 2, "kv_offloading_dir": "d", "kv_offloading_disk_size": "4G"}, ("--kv-offloading-size=2G", "--kv-offloading-dir=d", "--kv-offloading-disk-size=4")),
         ({"port": 1234}, ("--port=1234",)),
         ({"allowed_origins": ["http://a", "http://b"]}, ('--allowed-origins=["http://a", "http://b"]',)),
     ],
